@@ -1,1 +1,1 @@
-"""Which samples a rank computes, and in which order: the cut, the order, the loader."""
+"""Data: the order of samples, their split into micro-batches and replicas, and the loader."""

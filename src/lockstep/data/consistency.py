@@ -1,7 +1,7 @@
-"""Consistency of the ranks: same epoch, same samples, same batch.
+"""Consistency checks between ranks: same epoch, same samples, same batch.
 
-Ranks that train on different data would add gradients that belong to no batch, or wait for
-each other at the end of the shorter epoch. Therefore the ranks exchange, and each compares:
+Ranks that train on different data would add gradients of different batches, or wait for each
+other at the end of the shorter epoch. Therefore the ranks exchange and compare:
 
 - a summary of the epoch in 88 bytes, once per epoch: dataset length, settings, order;
 - hashes of a few samples of the first batch (`lockstep.data.repeatability`);
@@ -47,7 +47,7 @@ DIFFERENCES = {
 
 @dataclass(frozen=True)
 class EpochSummary:
-    """The settings of an epoch, which must be equal on all ranks; -1 stands for unknown."""
+    """The settings of an epoch, which must be equal on all ranks; -1 if unknown."""
 
     ready: int = 0
     samples: int = UNKNOWN
@@ -61,12 +61,12 @@ class EpochSummary:
     order: bytes = bytes(16)
 
     def pack(self) -> bytes:
-        """Return the bytes to exchange; their number is the same on every rank."""
+        """Return the bytes to exchange; the length is the same on every rank."""
         return FORMAT.pack(*astuple(self))
 
     @classmethod
     def unpack(cls, data: bytes) -> EpochSummary:
-        """Return the summary that another rank packed."""
+        """Return the summary from the result of `pack` on another rank."""
         return cls(*FORMAT.unpack(data))
 
 
@@ -74,8 +74,8 @@ def require_same_epoch(exchanged: list[bytes]) -> None:
     """Compare the epoch summaries of all ranks, in rank order.
 
     Raises:
-        DisagreementError: Names the first rank that differs from the majority (from the lowest
-            rank if there is none), and the first field that differs.
+        DisagreementError: A rank differs from the most frequent summary (from the lowest rank's in
+            a tie). The message names the first such rank and the first differing field.
     """
     common, _ = Counter(exchanged).most_common(1)[0]
     other = exchanged.index(common)
@@ -91,8 +91,8 @@ def require_same_samples(exchanged: Sequence[bytes]) -> None:
     of samples.
 
     Raises:
-        DisagreementError: A rank has a different sample than the majority, or than the lowest
-            rank if there is none.
+        DisagreementError: A sample of a rank differs from the most frequent one (from the lowest
+            rank's in a tie).
     """
     everyone = {rank: json.loads(data) for rank, data in enumerate(exchanged)}
     described = {rank: samples for rank, samples in everyone.items() if samples}
@@ -124,7 +124,7 @@ def _difference(data: bytes, common: bytes, other: int) -> str:
 
 @dataclass(frozen=True)
 class BatchIdentity:
-    """What identifies a batch, equal on all ranks that train on it.
+    """The identity of a batch, equal on all ranks that train on it.
 
     Attributes:
         epoch: The epoch of a batch from a loader.
@@ -142,12 +142,12 @@ class BatchIdentity:
     samples: str = ""
 
     def pack(self) -> str:
-        """Return what ranks compare as one line."""
+        """Return the fields that ranks compare, as one line."""
         return f"{self.epoch} {self.position} {self.order or '-'} {self.checksum or '-'}"
 
     @classmethod
     def unpack(cls, line: str) -> BatchIdentity:
-        """Return the identity that `pack` wrote, without `samples`."""
+        """Return the identity from the result of `pack`, without `samples`."""
         epoch, position, order, checksum = line.split(" ")
         return cls(int(epoch), int(position), order.strip("-"), checksum.strip("-"))
 
@@ -164,7 +164,7 @@ def require_same_batch(everyone: Sequence[str], step: int) -> None:
     """Check that all ranks train on the same batch.
 
     Args:
-        everyone: The result of `BatchIdentity.pack` of each rank, in rank order.
+        everyone: The results of `BatchIdentity.pack` of all ranks, in rank order.
         step: The number of the step, for the message.
 
     Raises:

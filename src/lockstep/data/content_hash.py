@@ -1,9 +1,9 @@
 """Content hashes: 64 bits of nested data, to compare batches and samples across ranks.
 
-A hash covers dtype, shape, strides and bits of tensors (strides affect the bits of a result,
-because kernels select their code path by them), dtype, shape and bits of arrays, and the
-values of numbers and strings. Of other objects it covers only their tensors and arrays:
-other attributes, such as paths, times and caches, may differ between ranks.
+A hash covers the dtype, shape, strides and bits of tensors, the dtype, shape and bits of arrays,
+and the values of numbers and strings. (Kernels select their code path by strides, so strides
+affect the bits of a result.) For other objects it covers only their tensors and arrays: other
+attributes, such as paths, times and caches, may differ between ranks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def hash_content(data: Any) -> str:
     """Return the hash of `data` as 16 hexadecimal digits.
 
     Args:
-        data: TensorSource, arrays, numbers and with_strings, nested in tuples, lists, mappings and
-            other objects. The order of a mapping's entries does not count.
+        data: Tensors, arrays, numbers and strings, nested in tuples, lists, mappings and other
+            objects. The order of a mapping's entries does not affect the hash.
     """
     return _hash(_pieces(data, with_strings=True, seen=set()))
 
@@ -39,8 +39,8 @@ def hash_content(data: Any) -> str:
 def hash_sample(sample: Any) -> str:
     """Return the hash of a sample, to compare it across ranks.
 
-    Strings are ignored if the sample has tensors or arrays: next to images they are often
-    paths, which may differ between hosts.
+    Strings are ignored if the sample has tensors or arrays: in such samples they are often paths,
+    which may differ between hosts.
     """
     pieces = list(_pieces(sample, with_strings=False, seen=set()))
     return _hash(iter(pieces)) if any(map(_is_array, pieces)) else hash_content(sample)

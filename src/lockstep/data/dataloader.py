@@ -1,11 +1,11 @@
-"""What a user trains on: a dataset of samples, or a DataLoader of one, which is taken apart.
+"""Conversion of the user's data, a dataset of samples or a DataLoader, to arguments of `Batches`.
 
     DataLoader(dataset, 64, shuffle=True, num_workers=2)
         ──> dataset, batch_size=64, shuffle=True, num_workers=2
 
-A DataLoader is not iterated: each rank loads its own part of every batch, with the bits that the
-dataset gives with the same options. A DataLoader that cannot be taken apart, and data that is
-already in batches, are refused.
+A DataLoader is not iterated: each rank loads its own part of every batch, with the same bits as
+from the dataset with the same options. A DataLoader whose options cannot be extracted raises an
+error, and so does data that is already in batches.
 """
 
 from __future__ import annotations
@@ -38,30 +38,31 @@ OPTIONS = (
     "drop_last",
     "timeout",
 )
-"""Options that both `Batches` and a DataLoader have, in addition to `batch_size`."""
+"""The options, besides `batch_size`, that both `Batches` and a DataLoader have."""
 
 UNUSED = {
     "worker_init_fn": "random numbers are seeded for every sample in any worker, and files can be "
     "opened in the dataset",
     "multiprocessing_context": "workers are started by Lockstep",
 }
-"""Arguments of a DataLoader that could change its samples, and why Lockstep has none of them."""
+"""The arguments of a DataLoader that could change its samples but do not exist here, with the
+reason."""
 
 
 def resolve_data(
     dataset: Any, batch_size: int | None, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of `Batches` for what a user trains on.
+    """Return the arguments of `Batches` for the user's data.
 
     Args:
-        dataset: A dataset, or a DataLoader, whose batch size is the global one.
-        batch_size: The global batch size; None beside a DataLoader or a batch sampler.
-        options: Further options of `Batches`; beside a DataLoader those that it does not have.
+        dataset: A dataset, or a DataLoader with the global batch size.
+        batch_size: The global batch size; None with a DataLoader or a batch sampler.
+        options: Further options of `Batches`; with a DataLoader, only options that it lacks.
 
     Raises:
-        DatasetError: The dataset is no dataset of samples, the DataLoader cannot be taken apart,
-            or an option is given beside it.
-        UsageError: There is no such option.
+        DatasetError: The data is not a dataset of samples, the options of the DataLoader cannot be
+            extracted, or an option is passed together with it.
+        UsageError: An option does not exist.
     """
     if unknown := options.keys() - {*OPTIONS, "seed", "epoch"}:
         name = min(unknown)
@@ -123,7 +124,7 @@ def _take_apart(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _order(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the options for the order of the samples: none for a stream."""
+    """Return the options for the order of the samples; none for an iterable dataset."""
     sampler: Any = loader.sampler
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
@@ -142,7 +143,7 @@ def _order(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def _require_samples(dataset: Any, batch_size: int | None) -> None:
-    """Raise DatasetError for what is no dataset, but is easily taken for one."""
+    """Raise DatasetError for objects that are easily mistaken for a dataset of samples."""
     name = type(dataset).__name__
     instead = "pass a dataset of samples, or a DataLoader"
     if hasattr(dataset, "__next__"):

@@ -4,14 +4,14 @@
     mnist(folder)   60,000 images for training, 10,000 for testing, 28x28 with values 0..255
 
 Both are TensorDatasets of (image float32 [1, 28, 28], label int64), normalized. The loader
-reads them without one call per sample.
+selects rows of their tensors, without a call per sample.
 
 An IDX file is a magic number, sizes and bytes:
 
     00 00 08 DD | size 1 | ... | size DD | values        sizes: 32 bits, big-endian
 
-08 stands for unsigned bytes, the only type that is supported; DD is the number of
-dimensions: 1 for labels, 3 for images.
+08 means unsigned bytes, the only supported type; DD is the number of dimensions: 1 for labels,
+3 for images.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["digits", "find_idx", "mnist", "read_idx", "read_images_and_labels"]
 
 IMAGES, LABELS = "images-idx3-ubyte", "labels-idx1-ubyte"
 DIGITS_FOLDER = Path(__file__).parent / "digits"
-DIGITS_MEAN, DIGITS_STD = 0.3053, 0.3247  # of the scaled pixels, from 0 to 1
+DIGITS_MEAN, DIGITS_STD = 0.3053, 0.3247  # of the scaled pixels, in 0..1
 MNIST_MEAN, MNIST_STD = 0.1307, 0.3081
 
 MIRRORS = (
@@ -57,7 +57,7 @@ def digits() -> TensorDataset:
     folder = DIGITS_FOLDER
     images, labels = read_images_and_labels(folder / f"{IMAGES}.gz", folder / f"{LABELS}.gz")
     weights = _bilinear()
-    # Sums of integers below 2^24 (14 x 14 x 16) are exact in float32, in any order.
+    # All sums are integers of at most 14 x 14 x 16 < 2^24: exact in float32, in any order.
     pixels = weights @ images.float() @ weights.T / (14 * 14 * 16)
     return _normalize(pixels, labels, DIGITS_MEAN, DIGITS_STD)
 
@@ -75,11 +75,12 @@ def mnist(
 
     Args:
         folder: The folder of the files, plain or gzipped.
-        train: Whether to return the training set, or else the test set.
+        train: Whether to return the training set; otherwise the test set.
         download: Whether to download missing files.
-        progress: Called during a download with file name, bytes so far and total bytes.
-        mirrors: Base URLs to download from, tried in order.
-        sha256: The SHA-256 of each gzipped file, by name without suffix.
+        progress: A function that is called during a download with the file name, the bytes so
+            far and the total bytes (None if unknown).
+        mirrors: The base URLs to download from, tried in order.
+        sha256: The SHA-256 of each gzipped file, by its name without suffix.
 
     Raises:
         FileError: A file is missing, damaged, inconsistent, or cannot be downloaded.
@@ -116,10 +117,10 @@ def _find_files(folder: Path, names: tuple[str, str]) -> tuple[Path, Path]:
 
 
 def _bilinear() -> torch.Tensor:
-    """Return 14 times the weights, [28, 8], that scale a column of 8 pixels to 28 bilinearly.
+    """Return 14 times the weights [28, 8] that scale a column of 8 pixels to 28, bilinearly.
 
-    Pixel i of the scaled image is at (2 i + 1) / 7 - 1/2 = (4 i - 5) / 14 of the small one, so
-    14 times a weight is an integer. Pixels beyond the border have the value of the border.
+    Pixel i of the scaled image is at position (2 i + 1) / 7 - 1/2 = (4 i - 5) / 14 of the small
+    image, so 14 times a weight is an integer. Pixels beyond the border have its value.
     """
     weights = torch.zeros(28, 8)
     for i in range(28):
@@ -136,7 +137,7 @@ def _normalize(
 
 
 def find_idx(folder: Path, name: str) -> Path | None:
-    """Return the path of an IDX file, plain or gzipped, or None if it does not exist."""
+    """Return the path of an IDX file, plain or gzipped; None if it does not exist."""
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path

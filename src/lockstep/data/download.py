@@ -1,11 +1,11 @@
-"""Downloads from public mirrors, verified by SHA-256 before the file gets its name.
+"""Downloads from public mirrors, verified by SHA-256 before the file gets its final name.
 
     mirror 1 ──chunks──> .NAME.XXXX (temporary) ──SHA-256 matches──> NAME
-       │ fails or differs
+       │ fails, or SHA-256 differs
     mirror 2 ...
 
-If several ranks want one file, the first locks the folder, and the others wait and find the
-file. Where a folder cannot be locked, each rank downloads its own copy; renaming is atomic, so
+If several ranks request the same file, the first locks the folder; the others wait and then find
+the file. If the file system has no locks, each rank downloads its own copy. Renaming is atomic, so
 the file is never incomplete.
 """
 
@@ -29,7 +29,7 @@ from lockstep.files import replace_file
 __all__ = ["Progress", "download"]
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with the name of the file, the bytes so far, and the total bytes or None."""
+"""A function of the file name, the bytes so far, and the total bytes (None if unknown)."""
 
 CHUNK = 1 << 18  # bytes between two checks of the deadline
 ABANDONED = 3600.0  # seconds after which an unchanged temporary file is removed
@@ -48,20 +48,20 @@ def download(
 
     Args:
         name: The name of the file.
-        folder: The folder to write it to.
-        sha256: Its SHA-256.
-        mirrors: Base URLs, tried in order.
-        progress: Called after each chunk.
-        stall: The longest wait for the network, in seconds.
-        deadline: The limit of the whole download in seconds, including the wait for another
+        folder: The folder of the file.
+        sha256: The SHA-256 of the file.
+        mirrors: The base URLs, tried in order.
+        progress: A function that is called after each chunk.
+        stall: The longest wait for data from the network, in seconds.
+        deadline: The limit for the whole download, in seconds, including the wait for another
             rank.
 
     Returns:
         The path of the file.
 
     Raises:
-        FileError: No mirror has the file (with the answer of each), or the folder cannot be
-            written.
+        FileError: No mirror delivered the file (the message has the answer of each), or the folder
+            cannot be written.
     """
     path = folder / name
     end = time.monotonic() + deadline
@@ -134,7 +134,7 @@ def _chunks(url: str, stall: float, end: float) -> Iterator[tuple[bytes, int | N
             received = 0
             while chunk := response.read1(
                 CHUNK
-            ):  # returns what has arrived, so that the deadline is checked
+            ):  # read1 returns the data that has arrived, so that the deadline is checked
                 received += len(chunk)
                 yield chunk, total
                 if time.monotonic() > end:
@@ -149,7 +149,7 @@ def _chunks(url: str, stall: float, end: float) -> Iterator[tuple[bytes, int | N
 
 @contextlib.contextmanager
 def _locked(folder: Path, end: float) -> Iterator[None]:
-    """Lock the folder itself, which leaves no lock file behind."""
+    """Lock the folder itself, which needs no lock file."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         while not _try_lock(handle):
@@ -158,7 +158,7 @@ def _locked(folder: Path, end: float) -> Iterator[None]:
             time.sleep(0.05)
         yield
     finally:
-        os.close(handle)  # releases the lock
+        os.close(handle)  # also releases the lock
 
 
 def _try_lock(handle: int) -> bool:

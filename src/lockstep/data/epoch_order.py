@@ -1,10 +1,10 @@
-"""The order of an epoch: which samples form which global batch.
+"""The order of an epoch: the samples of each global batch.
 
     samples   0 1 2 3 4 5 6     epoch_permutation(7, seed, epoch)  ->  3 0 6 2 5 1 4
     batches of 3                                                       3 0 6 | 2 5 1 | 4
 
-The order depends only on (samples, seed, epoch); the layout decides which rank loads which
-part of it.
+The order depends only on (samples, seed, epoch). The layout determines which part of it each
+rank loads.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class EpochOrder:
     Attributes:
         indices: The indices of the samples, int64.
         starts: The first position of each batch.
-        repeats: For each position, how often its sample occurs before; None if no sample
-            occurs twice. Each occurrence gets its own random numbers.
+        repeats: For each position, the number of earlier occurrences of its sample; None if no
+            sample occurs twice. Each occurrence gets different random numbers.
     """
 
     indices: torch.Tensor
@@ -55,10 +55,10 @@ class EpochOrder:
     ) -> EpochOrder:
         """Split an order into batches of `batch_size`.
 
-        The last batch may be smaller; with `drop_last`, a smaller one is left out.
+        The last batch may be smaller; with `drop_last`, a smaller one is omitted.
 
         Raises:
-            DatasetError: With `drop_last` there is no batch.
+            DatasetError: `drop_last` leaves no batch.
         """
         samples = len(indices) - len(indices) % batch_size if drop_last else len(indices)
         if drop_last and samples == 0:
@@ -93,9 +93,9 @@ class EpochOrder:
         return range(self.starts[batch], len(self.indices) if last else self.starts[batch + 1])
 
     def find_smaller(self, size: int, start: int = 0) -> int | None:
-        """Return the first batch from `start` on with fewer samples than `size`, or None."""
+        """Return the first batch from `start` on with fewer than `size` samples; None for none."""
         numbers: Sequence[int] = range(start, len(self))
-        if isinstance(self.starts, range):  # only the last batch can differ
+        if isinstance(self.starts, range):  # only the last batch can be smaller than the others
             numbers = [*numbers[:1], *numbers[-1:]]
         return next((number for number in numbers if len(self.span(number)) < size), None)
 
@@ -105,7 +105,7 @@ class EpochOrder:
         return self.indices[span.start : span.stop]
 
     def digest(self) -> bytes:
-        """Return a hash of 16 bytes, equal on two ranks if their batches are equal."""
+        """Return a hash of the batches, 16 bytes."""
         starts = torch.tensor(self.starts, dtype=torch.int64)
         result = hashlib.blake2b(starts.numpy().tobytes(), digest_size=16)
         result.update(self.indices.contiguous().numpy().data)
@@ -113,7 +113,7 @@ class EpochOrder:
 
 
 def hash_indices(indices: torch.Tensor) -> str:
-    """Return a hash of some int64 indices, in their order."""
+    """Return a hash of int64 indices, which depends on their order."""
     return xxhash.xxh3_64_hexdigest(indices.contiguous().numpy().data)
 
 

@@ -1,8 +1,7 @@
-"""Private random generators of samplers and datasets: find, save and restore them.
+"""Private random generators of samplers and datasets: found, saved and restored.
 
 The global generators of torch, Python and numpy are seeded for each order and each sample. A
-private generator of a sampler or dataset continues from one draw to the next, so its numbers
-depend on all draws before.
+private generator of a sampler or dataset is not, so its numbers depend on all earlier draws.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = [
 ]
 
 DEPTH, LIMIT = 5, 1000
-"""The maximum depth of attributes and number of objects that are searched."""
+"""The maximum depth of attributes, and the maximum number of objects, that are searched."""
 
 GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
 
@@ -37,7 +36,7 @@ SHARED: tuple[Any, ...] = (
 
 
 def is_private_generator(value: Any) -> bool:
-    """Return whether `value` is a generator with its own state, and not a global one.
+    """Return whether `value` is a generator with its own state, not a global generator.
 
     `random.SystemRandom` has no state: it draws from the operating system.
     """

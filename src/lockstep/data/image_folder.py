@@ -33,8 +33,8 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".
 class ImageFiles:
     """Images in files.
 
-    Names are bytes in one array: the reference counts of a million objects would make every
-    loader process copy their memory pages.
+    The names are stored as bytes in one array. With one Python object per name, changes of the
+    reference counts would make every loader process copy the memory pages of the names.
 
     Attributes:
         folder: The folder of all images.
@@ -57,7 +57,7 @@ class ImageFiles:
         return str(self.folder / os.fsdecode(self.names[index]))
 
     def open(self, index: int) -> Image.Image:
-        """Open an image; its pixels are read later."""
+        """Open an image; its pixels are read on access."""
         return Image.open(self.name(index))
 
     def split(self, share: float, seed: int) -> tuple[ImageFiles, ImageFiles]:
@@ -65,7 +65,7 @@ class ImageFiles:
 
         Args:
             share: The share of images to hold out, from 0 to 1.
-            seed: The seed of the random choice.
+            seed: The random seed of the choice.
 
         Returns:
             The images for training and the held-out images.
@@ -93,12 +93,13 @@ def read_image_folder(folder: str | Path, share: float, seed: int) -> tuple[Imag
     """Return the images for training and the held-out images of a folder.
 
     Args:
-        folder: A folder with `train` and `val`, or with one folder per class.
-        share: The share of each class to hold out if there is no `val`.
-        seed: The seed of that choice.
+        folder: A folder that contains `train` and `val`, or one folder per class.
+        share: The share of each class to hold out, from 0 to 1, if `train` and `val` do not exist.
+        seed: The random seed of that choice.
 
     Raises:
-        DatasetError: The folder or its classes do not exist, or a class has no image.
+        DatasetError: The folder or its classes do not exist, a class has no image, or the classes
+            are too small to hold out an image.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -131,7 +132,7 @@ def _classes(folder: Path) -> tuple[str, ...]:
 def _files(
     folder: Path, classes: tuple[str, ...], there: Sequence[str] | None = None
 ) -> ImageFiles:
-    """Find the images of the classes in `there`, by default of all classes."""
+    """Find the images of the classes in `there`; None for all classes."""
     names: list[bytes] = []
     labels: list[int] = []
     for name in classes if there is None else there:

@@ -1,11 +1,11 @@
-"""Images as a dataset, from files or generated, for training or for evaluation.
+"""Datasets of images, from files or generated, for training or for evaluation.
 
-    training     a random crop of 8 to 100% of the area, 3:4 to 4:3, flipped half the time
+    training     a random crop of 8 to 100% of the area, aspect 3:4 to 4:3, flipped half the time
     evaluation   the center crop: a square of 7/8 of the shorter side
 
 Each crop is resized to a square, and each channel is normalized by the mean and standard
-deviation of ImageNet, with which published weights of image networks were trained. Random
-numbers come from torch's global generator, which the loader seeds for each sample.
+deviation of ImageNet, as published weights of image networks expect. Random numbers come from
+torch's global generator, which the loader seeds for each sample.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CENTER = 0.875
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)  # of ImageNet, per channel
 STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
-PERIODS = (4, 16)  # width of a stripe in pixels, of the first class and the last
+PERIODS = (4, 16)  # period of the stripes in pixels: of the first class, of the last class
 
 
 class ImageSource(Protocol):
@@ -74,7 +74,7 @@ class ImageDataset(Dataset[tuple[torch.Tensor, int]]):
     Args:
         source: The images and labels.
         size: The width and height of the result, in pixels.
-        augment: Whether to use a random crop and flip, or else the center crop.
+        augment: Whether to use a random crop and flip; otherwise the center crop.
     """
 
     def __init__(self, source: ImageSource, size: int, *, augment: bool) -> None:
@@ -102,7 +102,7 @@ class ImageDataset(Dataset[tuple[torch.Tensor, int]]):
 
 @dataclass(frozen=True)
 class SyntheticImages:
-    """Generated images: noise with stripes, whose color and width depend on the class.
+    """Generated images: noise with stripes; the color and width of stripes depend on the class.
 
     Attributes:
         count: The number of images; classes alternate.
@@ -152,7 +152,7 @@ def _reason(error: Exception) -> str:
 
 
 def random_crop_box(width: int, height: int) -> Box:
-    """Draw a random crop; if none fits, return the largest center crop of a valid ratio."""
+    """Draw a random crop; if none fits, return the largest center crop with a valid ratio."""
     for _ in range(ATTEMPTS):
         area = width * height * _uniform(*AREA)
         ratio = math.exp(_uniform(math.log(RATIO[0]), math.log(RATIO[1])))
@@ -173,8 +173,8 @@ def center_crop_box(width: int, height: int) -> Box:
 def crop_and_resize(image: Image.Image, box: Box, size: int) -> Image.Image:
     """Crop an image to `box` and resize it to `size` x `size` RGB pixels.
 
-    A JPEG is decoded at half, a quarter or an eighth of its size if that has enough pixels,
-    which can be several times faster.
+    A JPEG is decoded at half, a quarter or an eighth of its size if that has enough pixels, which
+    can be several times faster.
     """
     left, top, right, bottom = box
     width, height = image.size
@@ -195,7 +195,7 @@ def random_flip(image: Image.Image) -> Image.Image:
 def to_normalized_tensor(image: Image.Image) -> torch.Tensor:
     """Return the pixels as float32 [3, height, width], normalized."""
     pixels = torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
-    # Contiguous: batches of other strides would have another memory layout in workers.
+    # Contiguous, because batches with other strides would get another memory layout in workers.
     values = pixels.to(torch.float32, memory_format=torch.contiguous_format)
     return values.div_(255).sub_(MEAN).div_(STD)
 

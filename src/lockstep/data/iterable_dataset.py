@@ -1,11 +1,11 @@
-"""Loading an iterable dataset, split by position.
+"""Loading of an iterable dataset, which is split by position.
 
     stream                0 1 2 3 | 4 5 6 7 | 8 9 ...       batches of 4
     2 replicas, M = 4     0 0 1 1 | 0 0 1 1 | 0 1           the replica that keeps the sample
     3 workers per rank    worker 0  worker 1  worker 2      the worker that prepares the batch
 
-Every worker of every rank iterates the whole stream, seeded by position, and keeps its own
-samples. Reading is repeated; samples, order and random numbers are those of one process.
+Every worker of every rank iterates over the whole stream, seeded by position, and keeps only its
+own samples. Reading is repeated, but samples, order and random numbers are those of one process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["IterableSource"]
 
 @dataclass(frozen=True)
 class IterableSource(IterableDataset[Item]):
-    """Iterates a dataset and yields the micro-batches of one replica from batch `start` on."""
+    """Iterates over a dataset; yields the micro-batches of one replica from batch `start` on."""
 
     dataset: Any
     batch_size: int
@@ -46,13 +46,13 @@ class IterableSource(IterableDataset[Item]):
     drop_last: bool = False
 
     def __iter__(self) -> Iterator[Item]:
-        """Iterate the whole stream and yield the batches of this worker."""
+        """Iterate over the whole stream, and yield the batches of this worker."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         with _no_worker_info():
             for batch, samples in self._batches():
                 if isinstance(samples, LoadFailure):
-                    # All workers fail at the same sample, so any of them may report it.
+                    # All workers fail at the same sample, so each of them may report it.
                     yield samples
                     return
                 if batch >= self.start and (batch - self.start) % workers == worker:

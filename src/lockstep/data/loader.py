@@ -1,4 +1,4 @@
-"""The loader: the global batches of an epoch, of which each rank loads its micro-batches.
+"""The loader: the global batches of an epoch; each rank loads only its own micro-batches.
 
     order      3 0 6 2 5 1 4 ...            the same on every rank    epoch_order.py, samplers.py
     batches    3 0 6 2 | 5 1 4 ...          of the global batch size
@@ -56,22 +56,22 @@ from lockstep.randomness import key
 __all__ = ["Agree", "Batches"]
 
 Agree = Callable[[bytes, str], list[bytes]]
-"""Exchanges (message, its subject) with all ranks; returns their messages in rank order."""
+"""A function (message, subject) that exchanges messages; returns those of all ranks, in order."""
 
 Source = TensorSource | MapSource | IterableSource
-"""What loads one replica's part of batches."""
+"""A loader of one replica's part of each batch."""
 
 
 class Batches:
-    """The global batches of one epoch, as one rank sees them.
+    """The global batches of one epoch, of which each rank loads its part.
 
-    Iterating yields `Batch` objects with the micro-batches of this rank's replica. Each sample
-    occurs once; the last batch may be smaller, or is left out with `drop_last`; nothing is padded
-    or repeated. What `dataset[i]` draws from the global generators of torch, Python and numpy
-    depends only on (seed, epoch, i).
+    Iterating yields `Batch` objects with the micro-batches of this rank's replica. Unless a sampler
+    repeats samples, each sample occurs once: nothing is padded or repeated. The last batch may be
+    smaller; `drop_last` omits a smaller one. The random numbers that `dataset[i]` draws from the
+    global generators of torch, Python and numpy depend only on (seed, epoch, i).
 
     Args:
-        dataset: A map-style dataset, or an iterable one, which is split by position; all ranks
+        dataset: A map-style dataset, or an iterable dataset, which is split by position; all ranks
             must read the same stream.
         batch_size: The number of samples of a global batch, over all ranks.
         microbatches: The number of micro-batches per batch; at least `replicas`.
@@ -81,14 +81,19 @@ class Batches:
         seed: The random seed of order and augmentation.
         epoch: The epoch, from 0.
         shuffle: Whether to shuffle the samples.
-        sampler: The order instead: indices of the whole dataset, the same on all ranks.
-        batch_sampler: Whole global batches instead, without `batch_size`.
-        num_workers: The number of processes that load and collate. Tensors in memory use none.
-        collate_fn: Makes a micro-batch of a list of samples; torch's default otherwise.
+        sampler: A sampler that determines the order instead of `shuffle`. It yields indices of
+            the whole dataset, the same on all ranks.
+        batch_sampler: A sampler that yields whole global batches, instead of `batch_size`,
+            `shuffle`, `sampler` and `drop_last`.
+        num_workers: The number of processes that load and collate. Not used for a
+            `TensorDataset` without `collate_fn`, whose rows are selected in this process.
+        collate_fn: A function that makes a micro-batch of a list of samples; None for torch's
+            `default_collate`.
         pin_memory: Whether to copy tensors to pinned memory if there is a GPU.
-        drop_last: Whether to leave out the last batch if it is smaller.
+        drop_last: Whether to omit the last batch if it is smaller.
         timeout: The longest wait for a batch from the workers, in seconds.
-        agree: Exchanges a few bytes with all ranks, so that they can compare their data.
+        agree: A function that exchanges a few bytes with all ranks, so that they can compare
+            their data; None for no comparison.
         sampler_states: The states of samplers from epoch to epoch.
 
     Raises:
@@ -131,11 +136,11 @@ class Batches:
         self.position = 0
         self._start = 0
         self._order, self._single_sample = "", ""
-        self._planned: EpochOrder | None = None  # the order, of a map-style dataset
-        self._comparing = 0.0  # seconds that the ranks spent on comparing the next batch
+        self._planned: EpochOrder | None = None  # the order; None for an iterable dataset
+        self._comparing = 0.0  # seconds spent on comparing the next batch between ranks
         self._sampler_states = sampler_states or SamplerStates()
         self._drawn_from: dict[str, Any] | None = (
-            None  # the state of the sampler before it drew the order
+            None  # the state of the sampler before the order was drawn
         )
         self._saved: dict[str, Any] | None = None
         self._share = _share(microbatches, replicas, replica)
@@ -170,9 +175,9 @@ class Batches:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch as JSON values, valid for any layout.
 
-        `position` counts the batches that were returned; batches that workers prepared ahead
-        are prepared again. `order` is a digest of the order of the epoch, and `sampler` the
-        state of the sampler's private generators before it drew the order.
+        `position` counts the batches that were returned; batches that workers have prepared ahead
+        are prepared again. `order` is a digest of the order of the epoch. `sampler` is the state
+        of the sampler before the order was drawn: its private generators and `state_dict`.
         """
         given = self.user_sampler()
         drawn_from = self._drawn_from
@@ -189,11 +194,11 @@ class Batches:
         """Resume the next iteration from a saved position.
 
         Raises:
-            DatasetError: The state belongs to another dataset, batch size, seed or epoch. The
-                next iteration raises it if the order differs.
+            DatasetError: The state belongs to another number of samples, batch size, seed, epoch,
+                `shuffle` or `drop_last`. If the order differs, the next iteration raises the error.
         """
         for name, here in self._identity().items():
-            saved = state.get(name, False)  # older states have no drop_last
+            saved = state.get(name, False)  # older states lack drop_last
             if saved != here:
                 raise DatasetError(
                     f"the saved position belongs to {name.replace('_', ' ')} {saved}, "
@@ -204,7 +209,7 @@ class Batches:
         self._order, self._drawn_from = state.get("order", ""), state.get("sampler", {})
 
     def user_sampler(self) -> Any:
-        """Return the sampler or batch sampler of the user, or None."""
+        """Return the user's sampler or batch sampler; None if there is none."""
         return self.sampler if self.batch_sampler is None else self.batch_sampler
 
     def _identity(self) -> dict[str, int | bool | None]:
@@ -249,12 +254,12 @@ class Batches:
             )
 
     def enter_share(self, replicas: int, replica: int, rank: int) -> None:
-        """Load the micro-batches of another replica from now on; the order stays as it is."""
+        """Load the micro-batches of another replica from now on; the order does not change."""
         self._share = _share(self._share.microbatches, replicas, replica)
         self._who = f"rank {rank}"
 
     def _all_items(self, start: int) -> Generator[tuple[Item, Source], None, None]:
-        """Yield the items from batch `start` on, each with what loaded it."""
+        """Yield the items from batch `start` on, each with the source that loaded it."""
         source = self._open(start)
         items = self._compare_samples(self._items(source, start))
         while True:
@@ -262,19 +267,19 @@ class Batches:
                 for item in items:
                     yield item, source
                     if self._share != source.share:
-                        break  # the ranks have other shares by now
+                        break  # `enter_share` was called meanwhile
                 else:
                     return
             source = self._make_source(self.position)
             items = self._items(source, self.position)
 
     def _open(self, start: int) -> Source:
-        """Compare the epoch with all ranks, and return what loads it from `start` on."""
+        """Compare the epoch with all ranks, and return its source from batch `start` on."""
         if self._iterable:
             self._compare_epoch(start, None)
             return self._make_source(start)
         epoch = self._planned = self._plan_epoch(start)
-        # A batch has micro-batches of one sample if it has fewer than two for each.
+        # A batch of fewer than 2 M samples has a micro-batch of one sample.
         if (found := epoch.find_smaller(2 * self._share.microbatches, start)) is not None:
             size = format_quantity(len(epoch.span(found)), "sample")
             self._single_sample = f"batch {found} of epoch {self.epoch} ({size})"
@@ -322,7 +327,7 @@ class Batches:
         )
 
     def _require_loaded(self, item: Item, number: int) -> tuple[int, list[Any]]:
-        """Return the size and the parts of an item; raise the error of one that failed."""
+        """Return the size and the parts of an item; raise the error of a failed item."""
         if isinstance(item, LoadFailure):
             raise item.error(f"{item.message} ({self._who}, batch {number})")
         return item.size, item.parts
@@ -333,7 +338,7 @@ class Batches:
             try:
                 item = next(items, None)
             except Exception:
-                self._exchange_samples(())  # so that the other ranks do not wait for this one
+                self._exchange_samples(())  # the other ranks wait for this message
                 raise
             begun = perf_counter()
             require_same_samples(
@@ -366,14 +371,14 @@ class Batches:
             self._require_saved_order(start)
         except BaseException:
             if self.agree is not None:
-                # so that the other ranks do not wait for this one
+                # The other ranks wait for this message.
                 self.agree(EpochSummary().pack(), "beginning")
             raise
         self._compare_epoch(start, epoch)
         return epoch
 
     def _draw_order(self) -> EpochOrder:
-        """Draw the order from the sampler, from its saved state if there is one."""
+        """Draw the order from the sampler, after restoring its saved state if there is one."""
         sampler = self.user_sampler()
         if self._saved is not None:
             restore_sampler_state(sampler, self._saved.get("sampler", {}))
@@ -385,7 +390,7 @@ class Batches:
         return epoch
 
     def _require_saved_order(self, start: int) -> None:
-        """Raise DatasetError unless the order is that of the saved position."""
+        """Raise DatasetError if the order differs from that of the saved position."""
         saved, self._saved = self._saved, None
         if saved is None or saved.get("order", "") in ("", self._order):
             return
@@ -436,7 +441,7 @@ class Batches:
         if self._planned is not None:
             indices = self._planned.batch_indices(self.position)
             samples = hash_indices(indices)
-        else:  # of the positions in the stream
+        else:  # an iterable dataset: hash the positions in the stream
             indices, first = None, self.position * cast(int, self.batch_size)
             samples = hash_indices(torch.arange(first, first + size))
         return Batch(

@@ -1,14 +1,14 @@
-"""Loading a map-style dataset: one item is one replica's part of one global batch.
+"""Loading of a map-style dataset; an item is one replica's part of one global batch.
 
-There are two sources; `source[b]` is the size of batch b and the data of its micro-batches:
+There are two sources; `source[b]` has the size of batch b and the data of its micro-batches:
 
     MapSource      calls dataset[i] for each sample, seeded by (seed, epoch, i), and collates
                    each micro-batch; runs in this process or in torch's workers
     TensorSource   selects rows of tensors in memory: no call per sample, no random numbers,
                    the same bits as collating the samples
 
-An exception in the dataset is returned as a `LoadFailure`: torch would rebuild an exception
-from a worker with its whole traceback in the message.
+An exception in the dataset is returned as a `LoadFailure`, because torch puts the whole traceback
+of a worker's exception into the message.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ class LoadFailure:
 
     @classmethod
     def of(cls, what: str, error: Exception) -> LoadFailure:
-        """Describe that `what` raised `error`, and where."""
+        """Return the failure of `what`, which raised `error`, with its location in user code."""
         lines = str(error).strip().splitlines()
         text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         return cls(f"{what} raised {text}{_locate(error)}")
 
 
 def _locate(error: Exception) -> str:
-    """Return the innermost location of `error` in user code, or an empty string."""
+    """Return the innermost location of `error` in user code; "" if there is none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(LIBRARY_FOLDERS):
             return f", at {os.path.basename(frame.filename)}:{frame.lineno}"
@@ -104,11 +104,11 @@ Item = LoadedBatch | LoadFailure
 def collate_samples(
     samples: list[Any], names: Sequence[int], dataset: str, collate: Collate
 ) -> Any:
-    """Collate one micro-batch; return a LoadFailure that names the samples if that fails.
+    """Collate one micro-batch; if that fails, return a LoadFailure that names the samples.
 
     torch's `default_collate` creates new tensors. Another function may return views of the
-    dataset's memory or a buffer that it reuses, so its result is copied. This holds in workers
-    too, where torch moves a tensor to shared memory together with the rest of its storage.
+    dataset's memory or a buffer that it reuses, so its result is copied. This is needed in workers
+    too, because torch moves a tensor to shared memory together with the rest of its storage.
     """
     try:
         part = collate(samples)
@@ -121,7 +121,7 @@ def collate_samples(
 
 @dataclass(frozen=True)
 class MapSource(Dataset[Item]):
-    """Loads and collates sample by sample; it can be sent to workers."""
+    """Loads and collates sample by sample; can be sent to workers."""
 
     dataset: Any
     epoch: EpochOrder
@@ -176,7 +176,7 @@ class MapSource(Dataset[Item]):
         return collate_samples(samples, indices, name, self.collate or default_collate)
 
     def _repeat(self, position: int) -> tuple[int, ...]:
-        """Return the last part of the key of a sample that occurred before in this epoch."""
+        """Return the last part of the sample's key: () for its first occurrence in the epoch."""
         if self.epoch.repeats is None or not self.epoch.repeats[position]:
             return ()
         return (int(self.epoch.repeats[position]),)
@@ -196,7 +196,7 @@ class TensorSource:
     def of(
         cls, dataset: Any, epoch: EpochOrder, share: ReplicaShare, first: int = -1
     ) -> TensorSource | None:
-        """Return a source, or None unless `dataset` is a TensorDataset, also below Subsets."""
+        """Return a source if `dataset` is a TensorDataset, or Subsets of one; None otherwise."""
         rows = epoch.indices
         while type(dataset) is Subset:
             indices = torch.as_tensor(dataset.indices, dtype=torch.int64)
@@ -228,7 +228,7 @@ class TensorSource:
 
 
 def _are_valid(rows: torch.Tensor, length: int) -> bool:
-    """Return whether all rows are in range; if not, let the dataset raise its own error."""
+    """Return whether all rows are in range; otherwise the dataset raises its own error."""
     return len(rows) == 0 or bool(rows.min() >= 0 and rows.max() < length)
 
 

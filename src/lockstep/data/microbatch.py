@@ -1,12 +1,12 @@
-"""Splitting a batch into M micro-batches, and the micro-batches over the replicas.
+"""The split of a batch into M micro-batches, and of the micro-batches over the replicas.
 
     batch of B = 11 samples, M = 4      0 1 2 | 3 4 5 | 6 7 8 | 9 10
     three replicas                      replica 0     | replica 1 | replica 2
                                         m = 0, 1      | m = 2     | m = 3
 
-Both splits follow one rule: parts are contiguous, their sizes differ by at most one, and
-larger parts come first. A batch of fewer than M samples has fewer micro-batches, none of
-them empty. These are pure functions that know nothing of processes.
+Both splits follow the same rule: parts are contiguous, their sizes differ by at most one, and
+larger parts come first. A batch of fewer than M samples has fewer micro-batches, none of which is
+empty. The functions are pure and do not depend on processes.
 """
 
 from __future__ import annotations
@@ -93,14 +93,15 @@ class Batch:
         leaves: The number of micro-batches of the global batch.
         microbatches: The micro-batches of this rank's replica, in ascending order.
         epoch: The epoch of the batch.
-        seconds: How long this rank waited for the data.
-        identity: What identifies the batch, equal on all ranks.
-        single_sample: The first batch, from this one on, in which a micro-batch holds one sample;
-            "" if there is none, or if this is not the first batch of an iteration.
+        seconds: The time that this rank waited for the data, in seconds.
+        identity: The identity of the batch, equal on all ranks.
+        single_sample: A description of the first batch, from this one on, that has a micro-batch
+            of one sample; "" if there is none, or if this is not the first batch of an iteration.
         indices: The indices of the global batch's samples in the dataset, int64; None for a batch
             that does not come from a map-style dataset.
-        share: The number of replicas, and the replica, whose micro-batches these are.
-        load: Loads the micro-batches of another share; None where the data are not at hand.
+        share: (replicas, replica): the share to which the micro-batches belong; None if unknown.
+        load: A function (replicas, replica) that loads the micro-batches of another share; None
+            if the data cannot be loaded again.
     """
 
     size: int
@@ -117,21 +118,21 @@ class Batch:
     )
 
     def for_share(self, replicas: int, replica: int) -> Batch:
-        """Return the batch with the micro-batches of a replica, loaded again if it has others."""
+        """Return the batch with the micro-batches of a replica; load them if this has others."""
         if self.load is None or self.share == (replicas, replica):
             return self
         loaded = self.load(replicas, replica)
         return replace(self, microbatches=loaded, share=(replicas, replica))
 
     def sample_indices(self, microbatch: int) -> tuple[int, ...] | None:
-        """Return the indices of the samples of a micro-batch; None where they are not known."""
+        """Return the indices of the samples of a micro-batch; None if they are unknown."""
         if self.indices is None:
             return None
         span = split_evenly(self.size, self.leaves)[microbatch]
         return tuple(self.indices[span.start : span.stop].tolist())
 
     def __iter__(self) -> NoReturn:
-        """Say what to do with a batch that is unpacked as that of a DataLoader."""
+        """Raise UsageError: a batch cannot be unpacked like a batch of a DataLoader."""
         raise UsageError(
             "a batch is this rank's part in micro-batches and cannot be unpacked: pass it whole to "
             "trainer.step(batch), or write `with trainer.manual_step() as step:` and `for inputs, "
@@ -147,16 +148,16 @@ def split_batch(
     Each micro-batch has its own memory, so a model may write into its input.
 
     Args:
-        batch: A tensor, or tuples, lists and mappings of tensors and of plain lists (one
-            entry per sample), all with the same first dimension. Scalars and tensors without
-            a dimension are part of every micro-batch.
+        batch: A tensor, or nested tuples, lists and mappings of tensors and of plain lists (one
+            entry per sample), all with the same first dimension. Scalars and 0-dimensional tensors
+            are copied to every micro-batch.
         microbatches: The number of micro-batches M.
         replicas: The number of replicas.
         replica: The replica whose micro-batches are returned.
         epoch: The epoch of the batch.
 
     Raises:
-        DatasetError: First dimensions differ, are 0, or do not exist.
+        DatasetError: The first dimensions differ, are 0, or do not exist.
     """
     sizes: dict[str, int] = {}
     _collect_sizes(batch, "batch", sizes)
@@ -189,10 +190,10 @@ def split_batch(
 def map_tensors(
     visit: Callable[[Any], Any], data: Any, kinds: tuple[type, ...] = (torch.Tensor,)
 ) -> Any:
-    """Apply `visit` to every tensor in nested tuples, lists and mappings; keep the rest.
+    """Replace every tensor in nested tuples, lists and mappings by the result of `visit`.
 
     Args:
-        visit: The function; its result replaces the tensor.
+        visit: A function of a tensor that returns its replacement.
         data: The nested data.
         kinds: The types to which `visit` is applied.
     """
@@ -206,8 +207,8 @@ def map_tensors(
 def clone_tensors(data: Any) -> Any:
     """Return `data` with a copy of every tensor and array.
 
-    Writes into the copy reach neither the dataset nor another micro-batch. A tensor that
-    occurs twice is one tensor in the copy, too.
+    Writes into the copy affect neither the dataset nor another micro-batch. A tensor that occurs
+    twice is a single tensor in the copy, too.
     """
     copies: dict[int, Any] = {}
 
@@ -261,7 +262,7 @@ def _is_column(data: Any) -> bool:
 
 
 def _collect_sizes(data: Any, name: str, sizes: dict[str, int]) -> None:
-    """Collect the first dimension of every column below `data`, by its name in user code."""
+    """Collect the first dimension of every column in `data`, by the expression for the column."""
     if _is_column(data):
         sizes[name] = len(data)
     elif isinstance(data, Mapping):
@@ -273,12 +274,12 @@ def _collect_sizes(data: Any, name: str, sizes: dict[str, int]) -> None:
 
 
 def _cut(data: Any, spans: Sequence[range], copies: dict[int, tuple[Any, list[Any]]]) -> list[Any]:
-    """Return a copy of each span of `data`; a tensor that occurs twice is one tensor in each.
+    """Return a copy of each span of `data`; a tensor that occurs twice is one tensor in each copy.
 
     Args:
-        data: The nested data, each column of which is cut.
+        data: The nested data; each column is split.
         spans: The samples of each part.
-        copies: The tensors and arrays so far with their parts, by their id.
+        copies: The tensors and arrays that have been split so far, with their parts, by id.
     """
     if isinstance(data, (torch.Tensor, numpy.ndarray)):
         if id(data) not in copies:
@@ -308,10 +309,10 @@ def _rebuilt(data: Any, visit: Callable[[Any], Any]) -> Any:
 
 
 def _assembled(data: Any, parts: Any) -> Any:
-    """Return a container of the type of `data` with these parts, a dict or a list."""
+    """Return a container of the type of `data` made of `parts`, a dict or a list."""
     if isinstance(data, Mapping):
         return parts if type(data) is dict else _like(data, parts)
-    if hasattr(data, "_fields"):  # a named tuple takes its parts one by one
+    if hasattr(data, "_fields"):  # a named tuple takes its parts as separate arguments
         return type(data)(*parts)
     return parts if type(data) is list else type(data)(parts)
 
@@ -319,5 +320,5 @@ def _assembled(data: Any, parts: Any) -> Any:
 def _like(data: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
     try:
         return type(data)(parts)  # type: ignore[call-arg]
-    except TypeError:  # a mapping whose constructor takes no mapping, such as defaultdict
+    except TypeError:  # the constructor does not accept a mapping, such as that of defaultdict
         return parts

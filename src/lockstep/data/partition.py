@@ -1,4 +1,4 @@
-"""Partition a dataset into disjoint subsets."""
+"""The partition of a dataset into disjoint subsets."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ def partition(
 ) -> list[Subset[Any]]:
     """Split a dataset into disjoint subsets, the same on every rank.
 
-    Every sample belongs to one subset; sizes are rounded by largest remainder.
+    Samples are assigned at random, each to exactly one subset. Sizes are rounded by the
+    largest-remainder method.
 
     Args:
         dataset: A map-style dataset.
-        fractions: The share of each subset; they sum to 1.
-        seed: The seed of the order in which samples are assigned.
+        fractions: The share of each subset; the shares must sum to 1.
+        seed: The random seed of the assignment, 0 by default.
 
     Raises:
         DatasetError: The dataset is a DataLoader or has no length, or the fractions are empty,
@@ -46,9 +47,9 @@ def partition(
 
 
 def partition_sizes(total: int, fractions: Sequence[float]) -> list[int]:
-    """Return the sizes of the parts of `total` items, rounded by largest remainder.
+    """Return the sizes of the parts of `total` items, by the largest-remainder method.
 
-    Fractions are exact decimals, so that 0.1 is one tenth. Ties go to the first part.
+    Fractions are read as exact decimals, so 0.1 is one tenth. On ties, the first part is larger.
 
     Raises:
         DatasetError: The fractions are empty, not finite, negative, or do not sum to 1 within

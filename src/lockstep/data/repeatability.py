@@ -1,13 +1,13 @@
-"""Repeatability check: a few samples of an epoch's first batch are loaded twice and compared.
+"""The repeatability check: loads a few samples of an epoch's first batch twice, and compares them.
 
     each rank    sample i with seed key(seed, epoch, i) ──> content, states of private generators
                  sample i with the same seed            ──> must be equal, or the dataset uses
                                                             random numbers that are not seeded
     all ranks    content of sample i                    ──> must be equal, or the datasets differ
 
-The check runs where samples are loaded, in a worker if there are workers, because a dataset
-may open its files with the first sample. It uses samples of one batch, because reading ahead
-may be expensive.
+The check runs in the process that loads the samples, a worker if there are workers, because a
+dataset may open its files with the first sample. It uses samples of a single batch, because
+reading ahead may be expensive.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ def check_samples(
     """Load samples twice and compare them.
 
     Args:
-        load: Loads the sample at a position, with the global generators seeded for it.
+        load: A function that loads the sample at a position, with the global generators seeded for
+            this sample.
         positions: The positions of the samples in the order of the epoch.
         names: The indices of the samples, for messages.
         dataset: The dataset, which is searched for private generators.
 
     Returns:
         Descriptions of the samples, which must be equal on all ranks. Their number depends on
-        the time that loading takes. The check ends at a sample that raises; the loader reports
-        it.
+        the time that loading takes. The check ends at a sample that raises an exception, which the
+        loader reports.
 
     Raises:
         DatasetError: A sample differs between the two loads.
@@ -86,14 +87,15 @@ def check_samples(
 
 
 def check_collate(collate: Callable[[], Any], function: Any) -> None:
-    """Collate a micro-batch twice if the collate function has private generators.
+    """Check a collate function with private generators by collating a micro-batch twice.
 
     Args:
-        collate: Loads and collates the micro-batch, with the global generators seeded for it.
+        collate: A function that loads and collates the micro-batch, with the global generators
+            seeded for it.
         function: The collate function of the user.
 
     Raises:
-        DatasetError: A private generator has different states after the two calls.
+        DatasetError: The state of a private generator differs after the two calls.
     """
     if not private_generators(function):
         return
@@ -112,7 +114,7 @@ def describe_sample(name: int, sample: Any) -> str:
 def require_repeatable(
     what: str, contents: Sequence[str], states: Sequence[dict[str, Any]]
 ) -> None:
-    """Raise DatasetError unless two contents and the generator states after them are equal."""
+    """Raise DatasetError unless the contents and generator states of two loads are equal."""
     first, second = states
     names = [path for path in {**first, **second} if first.get(path) != second.get(path)]
     if names:

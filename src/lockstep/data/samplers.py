@@ -1,7 +1,7 @@
-"""Samplers given by the user: drawn identically on every rank, and resumed.
+"""Samplers of the user, with the same order on every rank and after a resume.
 
-An order that is drawn from global generators depends on (seed, epoch) alone. The state of a
-sampler's own generators is saved, so that a resumed training draws the same orders:
+An order that is drawn from global generators depends only on (seed, epoch). The state of a
+sampler's private generators is saved, so that a resumed training draws the same orders:
 
     epoch                 0              1              2
     sampler's generator   s0 ──order──> s1 ──order──> s2 ──order──> s3
@@ -66,7 +66,7 @@ def validate_sampler(sampler: Any) -> None:
 def draw_indices(
     sampler: Iterable[int], batch_size: int, seed: int, epoch: int, drop_last: bool = False
 ) -> EpochOrder:
-    """Draw the order of an epoch from a sampler, with global generators seeded.
+    """Draw the order of an epoch from a sampler, with seeded global generators.
 
     Raises:
         DatasetError: The sampler yields nothing, or something other than integers.
@@ -83,10 +83,10 @@ def draw_indices(
 
 
 def draw_batches(batch_sampler: Iterable[Sequence[int]], seed: int, epoch: int) -> EpochOrder:
-    """Draw the batches of an epoch from a batch sampler, with global generators seeded.
+    """Draw the batches of an epoch from a batch sampler, with seeded global generators.
 
     Raises:
-        DatasetError: It yields nothing, an empty batch, or something other than integers.
+        DatasetError: The sampler yields nothing, an empty batch, or something other than integers.
     """
     _set_epoch(batch_sampler, epoch)
     with isolated(everything=True):
@@ -116,16 +116,16 @@ def _to_integers(indices: Iterable[Any]) -> list[int]:
 
 
 DATA = frozenset({"data_source", "dataset"})
-"""Attributes of samplers that hold the dataset, whose generators are not the sampler's."""
+"""The attributes of samplers that hold the dataset; its generators do not belong to the sampler."""
 
 State = dict[str, Any]
-"""States of generators by attribute path, and results of `state_dict`."""
+"""The states of generators by attribute path, and the results of `state_dict`."""
 
 
 def sampler_state(sampler: Any) -> State:
     """Return the state on which the next order of a sampler depends, as JSON values.
 
-    It is empty for a sampler with neither private generators nor `state_dict`.
+    The state is empty for a sampler with neither private generators nor `state_dict`.
     """
     generators = private_generators(sampler, without=DATA)
     state = {path: generator_state(each) for path, each in generators.items()}
@@ -134,7 +134,7 @@ def sampler_state(sampler: Any) -> State:
         try:
             json.dumps(value)
         except (TypeError, ValueError):
-            continue  # it cannot be saved as JSON
+            continue  # the value cannot be saved as JSON
         state[name] = value
     return state
 
@@ -143,7 +143,7 @@ def restore_sampler_state(sampler: Any, state: Mapping[str, Any]) -> None:
     """Restore the parts of `state` that `sampler` has; ignore the others.
 
     Raises:
-        DatasetError: A generator has another type than the saved one.
+        DatasetError: The state does not fit, such as that of another type of generator.
     """
     try:
         for path, each in private_generators(sampler, without=DATA).items():
@@ -159,13 +159,13 @@ def restore_sampler_state(sampler: Any, state: Mapping[str, Any]) -> None:
 
 
 def keep_sampler(sampler: Any) -> Callable[[], None]:
-    """Return a function that gives a sampler the state which it has now."""
+    """Return a function that restores the current state of a sampler."""
     kept = {} if sampler is None else sampler_state(sampler)
     return lambda: restore_sampler_state(sampler, kept) if kept else None
 
 
 def _stateful(sampler: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the samplers with `state_dict`, by name."""
+    """Yield (name, sampler) for the samplers of a chain that have `state_dict`."""
     for depth, each in enumerate(sampler_chain(sampler)):
         if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
             yield f"state_dict of {type(each).__name__} {depth}", each
@@ -181,19 +181,19 @@ class DrawnOrder:
 
 
 class SamplerStates:
-    """The sampler states behind the latest orders of a training.
+    """The sampler states before and after the latest orders of a training.
 
-    An epoch may draw several orders, for two datasets or for one dataset twice; they are
-    numbered within the epoch. Orders that depend only on (seed, epoch) are not counted.
+    An epoch may draw several orders, for two datasets or twice for one dataset. These orders are
+    numbered within the epoch; orders that depend only on (seed, epoch) are not counted.
     """
 
     def __init__(self) -> None:
         self._epoch, self._number = -1, 0  # of the next order
         self._latest: dict[int, DrawnOrder] = {}  # by number
-        self._saved: dict[int, DrawnOrder] = {}  # to be resumed
+        self._saved: dict[int, DrawnOrder] = {}  # by number; loaded, but not resumed yet
 
     def resume(self, sampler: Any, epoch: int) -> None:
-        """Restore the state of a sampler if a saved state was loaded.
+        """Restore the state of a sampler if there is a saved one.
 
         Raises:
             DatasetError: The state cannot be restored.
@@ -219,13 +219,13 @@ class SamplerStates:
         restore_sampler_state(sampler, state)
 
     def record(self, epoch: int, before: State, after: State) -> None:
-        """Record an order that was drawn."""
+        """Record the sampler states before and after an order was drawn."""
         if not before and not after:
             return
         if epoch != self._epoch:
             self._epoch, self._number = epoch, 0
         self._latest[self._number] = DrawnOrder(epoch, before, after)
-        self._saved.pop(self._number, None)  # the sampler continues from its own state
+        self._saved.pop(self._number, None)  # from here, the sampler has the right state itself
         self._number += 1
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -234,7 +234,7 @@ class SamplerStates:
         return [{"number": number, **vars(draw)} for number, draw in sorted(latest.items())]
 
     def load_state_dict(self, state: Sequence[Mapping[str, Any]]) -> None:
-        """Resume the next orders from a saved state."""
+        """Load states, from which the next orders are resumed."""
         self._epoch, self._number = -1, 0
         self._latest, self._saved = {}, {}
         for each in state:
@@ -242,21 +242,21 @@ class SamplerStates:
 
 
 class KnownSamplers:
-    """The samplers that a script has used, numbered by their first use.
+    """The samplers that a script has used, numbered in the order of their first use.
 
-    A resumed script makes its samplers anew, and draws no order from them for epochs that are
-    complete. Each is set to the state of the one with its number as soon as it is used.
+    A resumed script creates its samplers again, and draws no orders for complete epochs. When a
+    sampler is first used, the saved state with its number is restored.
     """
 
     def __init__(self) -> None:
         self._known: list[Callable[[], Any]] = []  # weak references
-        self._saved: dict[int, State] = {}  # of samplers that have not been used again
+        self._saved: dict[int, State] = {}  # of samplers that have not been used since the load
 
     def use(self, sampler: Any) -> None:
         """Number a sampler, and restore its state if it is used for the first time.
 
         Raises:
-            DatasetError: A generator has another type than the saved one.
+            DatasetError: The saved state does not fit the sampler.
         """
         is_known = any(each() is sampler for each in self._known)
         if sampler is None or is_known or not sampler_state(sampler):
@@ -268,13 +268,13 @@ class KnownSamplers:
             self._known.append(lambda: sampler)
 
     def state_dict(self) -> dict[int, State]:
-        """Return the states by number, of samplers that still exist."""
+        """Return the states of the samplers that still exist, by number."""
         known = ((number, each()) for number, each in enumerate(self._known))
         found = {number: sampler_state(each) for number, each in known if each is not None}
         return self._saved | found
 
     def load_state_dict(self, state: Mapping[int, State]) -> None:
-        """Restore the states of the samplers that are used from now on."""
+        """Load states, which are restored when samplers are first used from now on."""
         self._saved = dict(state)
 
 

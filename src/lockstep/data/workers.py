@@ -1,4 +1,4 @@
-"""Preparing the items of an epoch, in this process or in torch's loader workers."""
+"""Preparation of the items of an epoch, in this process or in torch's loader workers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ POLL_SECONDS = 2.0  # between two checks that the workers are alive
 
 
 def load_in_process(source: Iterable[Item], pin_memory: bool) -> Items:
-    """Yield the items, prepared in this process on demand."""
+    """Yield the items; each is prepared in this process on demand."""
     for item in source:
         yield map_tensors(torch.Tensor.pin_memory, item) if pin_memory else item
 
@@ -48,15 +48,15 @@ def load_isolated(source: Iterable[Item], pin_memory: bool) -> Items:
 def load_in_workers(
     source: Any, numbers: range | None, workers: int, pin_memory: bool, timeout: float, seed: int
 ) -> Items:
-    """Yield the items, prepared by torch's loader workers.
+    """Yield the items, which torch's loader workers prepare.
 
-    The workers are stopped when the generator ends, also after an exception. If one of them was
-    ended by SIGTERM, which systemd and srun send to every process of a job to stop it, this process
-    prepares the remaining items itself, so that the training can still save a checkpoint.
+    The workers are stopped when the generator ends, even after an exception. If SIGTERM ended a
+    worker, this process prepares the remaining items itself: systemd and srun send SIGTERM to every
+    process of a job to stop it, and the training can then still save a checkpoint.
 
     Args:
         source: A map-style or iterable source.
-        numbers: The items of a map-style source; None for an iterable source.
+        numbers: The numbers of the items of a map-style source; None for an iterable source.
         workers: The number of workers.
         pin_memory: Whether to copy tensors to pinned memory.
         timeout: The longest wait for an item, in seconds.
@@ -73,7 +73,7 @@ def load_in_workers(
         collate_fn=_unchanged,
         pin_memory=pin_memory,
         timeout=min(timeout, POLL_SECONDS),
-        # torch draws the seed of the workers from this generator, not from the default one
+        # torch draws the seed of the workers from this generator instead of the default one.
         generator=torch.Generator().manual_seed(seed),
     )
     items = iter(loader)
@@ -81,7 +81,7 @@ def load_in_workers(
     count = 0
     try:
         while (item := _wait_for_item(items, timeout)) is not None:
-            yield align_tensors(item)  # here: the transfer from a worker changes the alignment
+            yield align_tensors(item)  # after the transfer, which changes the alignment
             count += 1
         return
     except SampleError:
@@ -106,7 +106,7 @@ def _remaining(source: Any, numbers: range | None, count: int) -> Iterable[Item]
 
 
 def _was_terminated(workers: Sequence[BaseProcess]) -> bool:
-    """Return whether SIGTERM ended a worker, and nothing else did."""
+    """Return whether SIGTERM ended a worker, and no worker ended with another failure."""
     return {worker.exitcode or 0 for worker in workers} - {0} == {-signal.SIGTERM}
 
 
@@ -118,7 +118,7 @@ def _exit(worker: BaseProcess) -> str:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one thread, as torch's workers do, so that the bits are the same as with workers."""
+    """Use one thread in the body, as torch's workers do, so that the bits are the same."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -134,8 +134,8 @@ def _unchanged(item: Any) -> Any:
 def _wait_for_item(items: Iterator[Item], timeout: float) -> Item | None:
     """Wait for the next item; return None at the end of the epoch.
 
-    torch checks whether its workers are alive only when its own timeout expires, and SIGCHLD
-    can get lost (600 s passed unnoticed in one of 40 kills). Therefore its timeout is short, and
+    torch checks whether its workers are alive only when its own timeout expires, and SIGCHLD can
+    get lost (one of 40 kills was not noticed for 600 s). Therefore torch's timeout is short, and
     the wait is repeated.
     """
     end = time.monotonic() + timeout
@@ -153,10 +153,10 @@ def _wait_for_item(items: Iterator[Item], timeout: float) -> Item | None:
 
 
 def _worker_error(error: Exception, workers: Sequence[BaseProcess] = ()) -> SampleError:
-    """Return an error that names the dead worker, or else the message of torch."""
+    """Return an error that names the dead worker; if there is none, torch's message."""
     end = time.monotonic() + (1.0 if workers else 0.0)
     while not any(worker.exitcode for worker in workers) and time.monotonic() < end:
-        time.sleep(0.005)  # the pipes of a killed process break before it can be reaped
+        time.sleep(0.005)  # the pipes of a killed process break before its exit code is known
     words = str(error).strip().splitlines() or [type(error).__name__]
     words = [_exit(worker) for worker in workers if worker.exitcode] or words
     return SampleError(
@@ -168,8 +168,8 @@ def _worker_error(error: Exception, workers: Sequence[BaseProcess] = ()) -> Samp
 def _install_signal_handler() -> None:
     """Make torch's handler of SIGCHLD raise SampleError when a worker is killed.
 
-    torch installs the handler with the first workers. It raises a RuntimeError in the main
-    thread, often in the middle of a training step.
+    torch installs its handler with the first workers. That handler raises a RuntimeError in the
+    main thread, often in the middle of a training step.
     """
     torch_handler = signal.getsignal(signal.SIGCHLD)
     if threading.current_thread() is not threading.main_thread() or not callable(torch_handler):
@@ -182,7 +182,7 @@ def _install_signal_handler() -> None:
             torch_handler(number, frame)
         except RuntimeError as error:
             if f"signal: {signal.strsignal(signal.SIGTERM)}" in str(error):
-                return  # the generator notices it when it waits for the next item
+                return  # the generator detects the death when it waits for the next item
             raise _worker_error(error) from None
 
     handler.raises_sample_error = True  # type: ignore[attr-defined]
