@@ -50,7 +50,7 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-KINDS = ("model", "optimizer", "ema")  # tensors with files of their own
+KINDS = ("model", "optimizer", "ema")  # kinds of tensors with separate files
 REST = "state"
 
 SUPERSEDED = "superseded"

@@ -1,4 +1,4 @@
-"""The schedule: after which steps a checkpoint is saved, and where."""
+"""The schedule of checkpoints: the settings, and the steps after which one is saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lockstep.errors import UsageError
 
 __all__ = ["CheckpointConfig", "CheckpointSchedule", "Stateful"]
 
-LEAST_SECONDS, MOST_SECONDS = 10.0, 300.0  # between two checkpoints by default
+LEAST_SECONDS, MOST_SECONDS = 10.0, 300.0  # limits of the default interval
 COST = 1 / 200  # fraction of the time that writing may take by default
 
 
@@ -27,7 +27,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When and where a trainer saves checkpoints, for `Trainer(checkpoint=...)`.
+    """The settings of a trainer's checkpoints, for `Trainer(checkpoint=...)`.
 
     A checkpoint is saved when either interval has passed, at the end of the training, and when
     SIGTERM asks the program to stop.

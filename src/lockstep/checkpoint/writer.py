@@ -1,4 +1,4 @@
-"""The writer: copies a state, and writes the copy in the background.
+"""The writer, which copies a state and writes the copy in the background.
 
     training ── step ── step ── copy ── step ── step ── step ──
                                   └──> write, sync ─> wait for the parts ─> rename   (a thread)
@@ -74,7 +74,7 @@ class _Abandoned(Exception):
 
 @dataclass
 class CheckpointWriter:
-    """Writes the checkpoints of one rank, one at a time.
+    """A writer of the checkpoints of one rank, one at a time.
 
     Attributes:
         folder: The folder of checkpoints.

@@ -53,7 +53,7 @@ class Options:
     label_smoothing: float = 0.0
     warmup: float = 0.0  # epochs
     lr_decay: str = "none"
-    size: int | None = None  # of images that can be scaled, in pixels
+    size: int | None = None  # pixels, for images that can be scaled
     stages: int = 1
     schedule: str | None = None
     activation_checkpointing: bool = False

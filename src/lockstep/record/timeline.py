@@ -59,7 +59,7 @@ SUM_ORDER = ("data", "compute", "waiting", "communication")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Work of one rank from `begin` to `end`, in the timeline's unit of time.
+    """A piece of work of one rank from `begin` to `end`, in the timeline's unit of time.
 
     Args:
         rank: The rank that worked.

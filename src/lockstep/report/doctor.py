@@ -1,4 +1,4 @@
-"""The doctor: checks whether this machine has what a run needs.
+"""The doctor, which checks whether this machine meets the requirements of a run.
 
     Requirements ──> checks ──> CheckResults (good, note, bad) ──┬─> lines on the terminal
                                                                  └─> a block for an issue

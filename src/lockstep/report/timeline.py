@@ -3,7 +3,7 @@
     rank 0  0--1--2--      0=====3--1=====        0-- forward   0== backward
     rank 1     0--1--0=====2--1=====                            of micro-batch 0
 
-In all three each rank has a lane, and a span shows its micro-batch where there is room.
+In all three renderings each rank has a lane, and a span shows its micro-batch if there is room.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TEXT_STYLES = {
 }
 SHORTEST_COLUMNS = 3  # columns of the shortest span, where there is room
 MIN_DURATION = 1e-12  # shorter times count as zero
-DEFAULT_COLUMNS = 160  # of a drawing that is not written to a terminal
+DEFAULT_COLUMNS = 160  # width of a drawing that is not written to a terminal
 
 
 def render_lines(timeline: Timeline, scale: float) -> list[Text]:
