@@ -205,7 +205,7 @@ class Launcher:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[Any]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Show the failing rank's own report, the other ranks, and what all of them printed."""
+        """Show the failing rank's report, the state of the other ranks, and all output."""
         report = yield
         result = item.stash.get(RESULT, None)
         if result is None or call.when != "call":

@@ -41,7 +41,7 @@ class Collective:
 
     Attributes:
         name: Its name in `torch.distributed`.
-        description: What it computes, for help texts.
+        description: A description of its result, for help texts.
         before: The contents of the input, by rank and number of ranks.
         after: The contents of the output.
         bus_factor: Bus bandwidth over algorithm bandwidth, by number of ranks.

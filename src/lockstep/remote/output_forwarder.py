@@ -1,6 +1,6 @@
-"""The output forwarder: shows what workers print, in the thread that waits for them.
+"""The output forwarder: shows the workers' output, in the thread that waits for them.
 
-A notebook shows what a thread prints under the cell that started the thread. So the thread
+A notebook shows the output of a thread under the cell that started the thread. So the thread
 that reads the workers' pipes only queues their lines; the caller that waits for a call shows
 them, in its own cell, before the call returns. While no caller waits, the reading thread
 shows them itself.

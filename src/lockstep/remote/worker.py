@@ -203,7 +203,7 @@ class WorkerServer:
         answer: dict[str, Any] = {"kind": "joined"}
         try:
             init(**header["world"])
-        except Exception as error:  # the driver waits for an answer, whatever the error
+        except Exception as error:  # the driver waits for an answer, so report any error
             answer["report"] = describe_error(error)
         self._driver.post(Frame(answer))
 
@@ -224,7 +224,7 @@ class WorkerServer:
                 answer = Frame({"kind": "kept", "address": self._keep(value, holder)})
             else:
                 answer = Frame({"kind": "value"}, self.calls.serialize(holder, value))
-        except BaseException as error:  # the caller waits for an answer, whatever the error
+        except BaseException as error:  # the caller waits for an answer, so report any error
             error.__traceback__ = _drop_remote_frames(error.__traceback__)
             answer = Frame(
                 {"kind": "error", "report": describe_error(error)},

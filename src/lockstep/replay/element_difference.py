@@ -15,7 +15,7 @@ Number = bool | int | float | complex
 
 @dataclass(frozen=True)
 class ElementDifference:
-    """Where two tensors of the same shape differ.
+    """The first difference between two tensors of the same shape.
 
     Attributes:
         index: The position of the first element whose bits differ, in row-major order.

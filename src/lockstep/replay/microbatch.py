@@ -112,9 +112,9 @@ class LoneMicrobatch:
                 self._remarks.append(f"In the data, {where} {verb} not finite")
 
     def _name_rows(self, value: Any) -> str:
-        """Return the non-finite rows of the first such tensor, and their samples; "" if unknown.
+        """Return the non-finite rows of the first non-finite tensor, with their samples.
 
-        Rows are only named of a tensor with one row per sample.
+        "" unless the tensor has one row per sample.
         """
         leaves = [each for each in tree_leaves(value) if not _is_finite(each)]
         if not leaves or leaves[0].dim() == 0 or len(leaves[0]) != self._size:

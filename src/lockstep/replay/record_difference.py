@@ -99,7 +99,7 @@ class SearchWindow:
     Attributes:
         first: The first of these steps; the states before it are equal, or unknown.
         last: The last of these steps; the records differ after it.
-        is_narrow: Whether the step `last`, or the update before it, is known to differ.
+        is_narrow: Whether the difference is known to arise in step `last` or in the update before.
     """
 
     first: int

@@ -93,9 +93,9 @@ class RecordedRun:
         return found
 
     def read_line(self, source: str, step: int) -> str:
-        """Return the text of a line of the program, such as "train.py:31 in forward".
+        """Return the source text of the line `source`, such as "train.py:31 in forward".
 
-        "" unless exactly one of the sources stored for the step has that name.
+        "" unless exactly one of the sources stored for the step has that file name.
         """
         name, _, rest = source.partition(":")
         number = rest.partition(" ")[0]
