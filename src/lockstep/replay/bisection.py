@@ -40,7 +40,7 @@ from lockstep.replay.record_difference import (
     step_differences,
 )
 from lockstep.replay.recorded_run import RecordedRun, require_comparable
-from lockstep.replay.result import Level, Replay, ReplayRequest
+from lockstep.replay.result import Level, Replay, ReplayedStep, ReplayRequest
 from lockstep.replay.runner import run_program
 
 __all__ = ["Bisection", "Compared", "Reproduction", "bisect_runs", "group_by_rank"]
@@ -304,14 +304,19 @@ class Search:
         return [taken for taken in a.keys() & b.keys() if a[taken] == b[taken]]
 
     def _find_step(self, first: int, last: int) -> int:
-        """Return the first step in a range after which the replays' digests differ, or the last."""
+        """Return the first step in a range after which the replays' states differ, or the last.
+
+        The state of the optimizer may differ steps before the weights do, because a small
+        difference is rounded away there: then the step is before the range.
+        """
         if first >= last:
             return last
-        replays = self._replay_both("comparing the weights of the steps", first, last, "result")
+        before = max(0, first - 1)
+        replays = self._replay_both("comparing the states of the steps", before, last, "result")
         a, b = (each.steps for each in replays)
         for ours, theirs in zip(a, b, strict=True):
-            if ours.digest != theirs.digest:
-                return ours.step
+            if _state_of(ours) != _state_of(theirs):
+                return ours.step if ours.step >= first else self._find_step(0, ours.step)
         return last
 
     def _compare_modules(self, first: int, last: int) -> Finding | None:
@@ -472,3 +477,8 @@ def group_by_rank(steps: Sequence[Sequence[StepFingerprint]]) -> list[list[StepF
         ]
         for number in range(count)
     ]
+
+
+def _state_of(step: ReplayedStep) -> tuple[str, str]:
+    """Return the digests of the weights and of the optimizer's state after a step."""
+    return step.digest, step.optimizer_digest

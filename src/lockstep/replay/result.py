@@ -69,6 +69,7 @@ class ReplayedStep:
         losses: The loss of each micro-batch; None for one that was not computed.
         batch: A hash of the batch's samples, as in the record; None if it is not known.
         digest: `trainer.digest()` after the step.
+        optimizer_digest: `trainer.optimizer_digest()` after the step.
         fingerprints: The fingerprints of modules, by rank; only at level "modules".
         operators: The operators that rank 0 executed, in order; only at level "operators".
         kept: The tensors of the operator that the request names; None for none.
@@ -84,6 +85,7 @@ class ReplayedStep:
     losses: tuple[float | None, ...]
     batch: str | None
     digest: str
+    optimizer_digest: str = ""
     fingerprints: list[StepFingerprint] = field(default_factory=list)
     operators: list[OperatorCall] = field(default_factory=list)
     kept: KeptTensors | None = None

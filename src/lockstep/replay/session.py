@@ -181,6 +181,7 @@ class ReplayedTrainer:
                 losses=tuple(result.losses),
                 batch=result.batch,
                 digest=digest,
+                optimizer_digest=self._trainer.optimizer_digest(),
                 fingerprints=fingerprints,
                 operators=[] if self._tracer is None else self._tracer.calls,
                 kept=None if self._tracer is None else self._tracer.kept,

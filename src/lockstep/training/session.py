@@ -48,6 +48,7 @@ class ObservedTrainer:
         module: The model.
         has_whole_gradients: Whether `.grad` holds whole gradients after the reduction.
         digest: The function that returns the digest of the model; a collective call with stages.
+        optimizer_digest: The same for the optimizer's state.
         optimizer_state: The function that returns the optimizer's state on this rank, by names
             such as "weight/exp_avg".
     """
@@ -58,6 +59,7 @@ class ObservedTrainer:
     module: nn.Module
     has_whole_gradients: bool
     digest: Callable[[], str]
+    optimizer_digest: Callable[[], str]
     optimizer_state: Callable[[], Mapping[str, Any]]
 
 

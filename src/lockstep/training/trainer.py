@@ -285,6 +285,7 @@ class Trainer:
             self.module,
             self._optimization.sharded is None,
             self._state.digest,
+            self._state.optimizer_digest,
             self._optimization.local_state,
         )
         if session is not None:
