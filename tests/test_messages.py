@@ -44,3 +44,9 @@ def test_the_command_line_shows_them_in_an_error(tmp_path):
     assert done.returncode == 2
     assert b"\x1b" not in done.stderr
     assert b"there is no run at \\x1b[2J" in done.stderr
+
+
+def test_say_writes_nothing_to_standard_output_if_standard_error_is_closed(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    say("a sentence")
+    assert capsys.readouterr().out == ""

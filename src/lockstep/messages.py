@@ -33,7 +33,9 @@ def escape_control(text: str) -> str:
 
 
 def say(sentence: str) -> None:
-    """Print one sentence on standard error; do nothing if its reader or terminal is gone."""
+    """Print one sentence on standard error; do nothing if it is closed or its reader is gone."""
+    if sys.stderr is None:  # closed before Python started; print would write to standard output
+        return
     try:
         # One call, so that the sentences of two threads do not share a line.
         print(f"lockstep: {escape_control(sentence)}\n", end="", file=sys.stderr, flush=True)

@@ -308,8 +308,8 @@ def test_every_microbatch_of_an_evaluation_draws_other_numbers(ranks):
     ((alone, again),) = ranks(evaluate, 1)
     assert alone == again
     assert len({*alone}) == 8  # two batches of four micro-batches
-    of_ranks = [first for first, _ in ranks(evaluate, 3)]
-    assert sorted(sum(of_ranks, [])) == sorted(alone)
+    of_ranks = [each for first, _ in ranks(evaluate, 3) for each in first]
+    assert sorted(of_ranks) == sorted(alone)
 
 
 def test_training_goes_on_at_another_width_from_any_batch(ranks, tmp_path):
