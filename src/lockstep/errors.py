@@ -1,13 +1,13 @@
 """The classes of Lockstep's errors.
 
-    LockstepError                     one sentence: who, what, where, what to do next
+    LockstepError                     the message says who, what, where, and what to do
     ├── UsageError                    exit status 2: usage error; nothing was started
-    │   ├── LaunchEnvironmentError    environment variables contradict each other about this rank
+    │   ├── LaunchEnvironmentError    environment variables that contradict each other
     │   ├── LayoutError               ranks, replicas and micro-batches that do not fit together
     │   └── DatasetError              a dataset that cannot be used as requested
     └── WorkError                     exit status 1: the work failed
         ├── RankError                 a rank raised, exited or was killed
-        ├── RendezvousError           ranks that did not find each other in time
+        ├── RendezvousError           ranks that did not connect in time
         ├── DisagreementError         ranks hold different models, data or settings
         ├── FileError                 a damaged data file, or a file that cannot be read or written
         ├── SampleError               the dataset raised while a sample was loaded
@@ -68,7 +68,7 @@ class DatasetError(UsageError):
 
 
 class WorkError(LockstepError, RuntimeError):
-    """The work was started and failed."""
+    """The work started and failed."""
 
 
 class RankError(WorkError):
@@ -84,7 +84,7 @@ class RankError(WorkError):
 
 
 class RendezvousError(WorkError):
-    """The ranks did not find each other before the deadline."""
+    """The ranks did not connect to each other before the timeout."""
 
 
 class DisagreementError(WorkError):

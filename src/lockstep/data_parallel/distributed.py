@@ -232,7 +232,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def join_process_group(self) -> Any:
-        """The ranks that average."""
+        """The ranks over which gradients are averaged."""
         return self._group or dist.group.WORLD
 
     def _begin_iteration(

@@ -72,7 +72,7 @@ def calls_in_this_process() -> bool:
 
 
 class ProcessContext:
-    """The processes of a launch with `join=False`, as of `torch.multiprocessing.spawn`.
+    """The processes of a launch with `join=False`, like those of `torch.multiprocessing.spawn`.
 
     Failures are detected, and the other ranks ended, only while `join` waits.
     """

@@ -103,7 +103,7 @@ def init(
     Raises:
         LaunchEnvironmentError: The environment variables contradict each other.
         UsageError: An earlier call had other arguments, or an argument is not valid.
-        RendezvousError: The other ranks did not come before the timeout.
+        RendezvousError: The other ranks did not join before the timeout.
     """
     global _current, _arguments
     arguments = (backend, timeout, threads, None if device is None else str(device))

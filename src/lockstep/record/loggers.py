@@ -49,7 +49,7 @@ IDS_FILE = "dashboards.json"
 
 
 class Logger(Protocol):
-    """An object that receives the lines of a record: a recorder, a progress display, ..."""
+    """An object that receives the lines of a record, such as a progress display."""
 
     def write(self, kind: str, /, **fields: Any) -> None:
         """Write one line.

@@ -59,12 +59,12 @@ class Driver:
         backend: As for `lockstep.init`, on every worker.
         threads: As for `lockstep.init`, on every worker.
         device: As for `lockstep.init`, on every worker.
-        timeout: Seconds to wait for the workers, for each collective, and of silence after
-            which a worker counts as lost.
+        timeout: Seconds to wait for the workers to connect, and for each collective. A worker
+            that sends nothing for this time counts as lost.
 
     Raises:
         UsageError: An argument is not valid.
-        RendezvousError: Workers did not come before the timeout.
+        RendezvousError: Workers did not connect before the timeout.
         RankError: A worker could not join the world.
     """
 

@@ -153,7 +153,7 @@ class TrainerProxy:
         return results
 
     def evaluate(self, dataset: Callable[[], Any], batch_size: int, **options: Any) -> Evaluation:
-        """Return mean loss and metrics over a dataset; each sample counts once.
+        """Return the mean loss and metrics over a dataset, each sample counted once.
 
         Args:
             dataset: A callable that returns the dataset; called once on every worker.
@@ -173,7 +173,7 @@ class TrainerProxy:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Finish the run; as failed if there was an exception."""
+        """Finish the run, as failed if there was an exception."""
         if error is None:
             self.finish()
         else:

@@ -175,8 +175,9 @@ class MicrobatchLoop:
 class ManualStep:
     """One optimizer step whose micro-batches are computed by a loop in your script.
 
-    Returned by `Trainer.manual_step`. Use it in a `with` statement; on exit the step is
-    finished on every rank. An exception inside leaves weights and buffers unchanged.
+    `Trainer.manual_step` returns it, and `Trainer.attempts` yields it. Use it in a `with`
+    statement; leaving the statement finishes the step on every rank. An exception inside leaves
+    weights and buffers unchanged.
 
     Attributes:
         was_interrupted: Whether a rank of an elastic run was lost in the step, so that it is
@@ -245,7 +246,7 @@ class ManualStep:
     ) -> None:
         """Run backward from the loss of the current micro-batch.
 
-        May be called several times for one micro-batch: the losses add up.
+        You may call it several times for one micro-batch; the losses are added.
 
         Args:
             loss: A scalar, the mean over the samples of the micro-batch.

@@ -76,15 +76,16 @@ class Trainer:
     bit-identical after every step for any number of ranks.
 
     Construct it on every rank after `lockstep.init()`. Use it in a `with` statement, or call
-    `finish` at the end, which saves the last checkpoint. A recorded run ends with the process at
-    the latest.
+    `finish` at the end, which saves the last checkpoint. Otherwise the record of the run is
+    completed when the process exits.
 
     Args:
         model: A module, built on every rank. All ranks start with the weights of the lowest rank
             that has them. A list of modules, or of callables that return one, is trained as a
             sequence; if it has as many items as `pipeline.stages`, each item is a stage. Modules
-            of a list that are on the meta device are initialized under key(seed, b) for block b;
-            with `pipeline.balance` or one item per stage, only on the ranks that hold them.
+            of a list that are on the meta device get initial weights that depend on `seed` and
+            on their position in the list; with `pipeline.balance` or one item per stage, only on
+            the ranks that hold them.
         loss: A function of (outputs, targets) that returns the mean over the samples of a
             micro-batch as a scalar tensor, or their sum with `reduction="sum"`. None: the model
             returns its loss.
@@ -93,11 +94,12 @@ class Trainer:
         microbatches: The number of micro-batches per global batch, at least the number of
             replicas. It affects the bits, so the default (8) does not depend on the number of
             ranks.
-        seed: The seed of all random numbers that the model draws and, unless `batches` gets
-            another one, of the order of the samples. An int64.
+        seed: The seed of all random numbers that the model draws, an int64. It is also the seed
+            of the order of the samples, unless `batches` gets another one.
         loss_weight: A function of the data of a micro-batch that returns its weight, for a loss
-            that is not a mean over samples. Found automatically for `CrossEntropyLoss` and
-            `NLLLoss` with class weights or a non-default `ignore_index`.
+            that is not a mean over samples. None: the number of samples, or for
+            `CrossEntropyLoss` and `NLLLoss` with class weights or a non-default `ignore_index`
+            the sum of the weights of the targets.
         metrics: Functions of (outputs, targets) by name, each returning a mean over the samples
             as a number or a tensor with one element. Not with `loss=None`.
         max_grad_norm: The largest 2-norm of the whole gradient. None: gradients are not clipped.
@@ -111,20 +113,20 @@ class Trainer:
             the discriminator in the generator's step. Their buffers are kept equal on all ranks.
         pipeline: How the model is split into blocks and stages. None: no stages.
         storage: Where parameters and optimizer state are kept: "replicated", a copy per rank, or
-            "shared", a copy per host in shared memory. See docs/guides/shared-storage.md.
+            "shared", a copy per host in shared memory. See the guide on shared storage.
         callbacks: Functions that are called with the `StepResult` of every step, or objects with
             the methods `on_step(result)` or `on_epoch(result)`. Called on every rank.
         loggers: Where rank 0 records the run: a folder, a logger such as
             `loggers.TensorBoard(folder)`, or a list of both. None: the folder of `lockstep run`
             or of the checkpoints, if there is one. An empty list: the run is not recorded.
         checkpoint: When and where checkpoints are saved, from which `resume` continues. None: no
-            checkpoints. See docs/guides/checkpoints.md.
+            checkpoints. See the guide on checkpoints.
         progress: Whether rank 0 shows its progress, as a live display on a terminal or in a
-            notebook, and as occasional lines elsewhere. None: unless another trainer of the
-            script is shown.
+            notebook, and as occasional lines elsewhere. None: yes, unless the progress of
+            another trainer of the script is shown.
         fingerprints: "unit" records hashes of the results of every unit in every step;
             "unit:100-110" and "unit:%50" do so in some steps. None: the environment variable
-            LOCKSTEP_FINGERPRINTS decides. See docs/guides/monitoring.md.
+            LOCKSTEP_FINGERPRINTS decides. See the guide on monitoring.
 
     Raises:
         UsageError: `lockstep.init()` was not called, or an argument is invalid.
@@ -330,7 +332,7 @@ class Trainer:
     ) -> Batches:
         """Return the global batches of one epoch, of which each rank loads its own micro-batches.
 
-        The epoch ends, for schedulers and callbacks, when its last batch has been trained.
+        The epoch is complete, for schedulers and callbacks, when its last batch has been trained.
 
         Args:
             dataset: A map-style or iterable dataset, or a DataLoader, whose options are used.
@@ -340,8 +342,8 @@ class Trainer:
             epoch: The number of the epoch, from 0, which with `seed` decides order and
                 augmentation. None: each iteration is the epoch after the latest one.
             **options: `shuffle` (default True), `sampler`, `batch_sampler`, `drop_last`,
-                `num_workers`, `collate_fn` and `pin_memory`, as of `torch.utils.data.DataLoader`.
-                See docs/guides/data.md.
+                `num_workers`, `collate_fn` and `pin_memory`, with their meanings in
+                `torch.utils.data.DataLoader`. See the guide on data.
 
         Raises:
             UsageError: An option is unknown, or cannot be combined with another one.
@@ -369,11 +371,11 @@ class Trainer:
     def step(self, batch: Any) -> float:
         """Train on one global batch.
 
-        After an error the parameters, buffers and optimizer state are those before the step. All
-        errors are raised on every rank.
+        After an error, parameters, buffers and optimizer state are as they were before the step.
+        All errors are raised on every rank.
 
         Args:
-            batch: A batch of `batches`, or a whole global batch of tensors whose first dimension
+            batch: A batch from `batches`, or a whole global batch of tensors whose first dimension
                 counts the samples, the same on every rank.
 
         Returns:
@@ -407,10 +409,11 @@ class Trainer:
         return self._steps.open_manual()
 
     def attempts(self, batch: Any) -> Iterator[ManualStep]:
-        """Yield the attempts at a step that your own loop computes; one, unless a rank is lost.
+        """Yield attempts at one step that your own loop computes, until an attempt succeeds.
 
         Use it instead of `manual_step` in an elastic run, where the body is repeated if a rank
-        is lost. The body must change nothing but gradients and buffers.
+        is lost. Otherwise there is one attempt. The body must change nothing but gradients and
+        buffers.
 
         Example:
             ```python
@@ -421,7 +424,7 @@ class Trainer:
             ```
 
         Args:
-            batch: A batch of `batches`, or a whole global batch of tensors whose first dimension
+            batch: A batch from `batches`, or a whole global batch of tensors whose first dimension
                 counts the samples, the same on every rank.
 
         Raises:
@@ -478,7 +481,7 @@ class Trainer:
 
         Raises:
             FileError: The record, or the last checkpoint, could not be written.
-            UsageError: A resumed script ended before it came to where the other run was.
+            UsageError: A resumed script ended before it reached the position of the other run.
         """
         self._end.finish(state, message)
 
@@ -590,12 +593,12 @@ class Trainer:
             self._run.save_to(Path(path))
 
     def resume(self, place: str | Path | None = None) -> None:
-        """Continue the interrupted run from a checkpoint, with the bits that it would have had.
+        """Continue an interrupted run from a checkpoint, with the bits of an uninterrupted run.
 
         Call it on every rank before the first batch. The script then makes its calls from the
         beginning: batches that were trained are not yielded again, evaluations return their
         recorded results, and weights that were saved are not saved again. The layout may be
-        another one. See docs/guides/checkpoints.md.
+        another one. See the guide on checkpoints.
 
         Args:
             place: A checkpoint, the folder of a run, or the name of a run in `runs`. None: the
@@ -621,7 +624,7 @@ class Trainer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Finish the run; as failed, where there was an exception."""
+        """Finish the run, as failed if there was an exception."""
         if error is None:
             self.finish()
         else:
