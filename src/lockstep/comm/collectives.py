@@ -59,7 +59,7 @@ def all_gather_bytes(
 
     Args:
         message: The message of this rank.
-        about: What the rank is doing, in a few words ("in step 12"); must be equal on all ranks.
+        about: A few words on the rank's activity ("in step 12"), which must be equal on all ranks.
         group: The process group; None is the default group.
         remark: Additional information for the error if `about` differs; it is not compared.
 

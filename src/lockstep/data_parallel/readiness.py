@@ -136,7 +136,8 @@ class GradientReadiness:
         """Track the current backward pass, as the outermost one.
 
         Args:
-            on_end: Called when the pass ends, unless it raises or `stop` is called before.
+            on_end: A function that is called when the pass ends, unless it raises an error or
+                `stop` is called before.
         """
         self._begin(self._has_watched)
         self._enter()

@@ -56,7 +56,7 @@ class ReceivedTensors:
         """Check that the stage wrote into no tensor that shares memory on the sender.
 
         Args:
-            place: Where the step is, for messages.
+            place: Rank, stage, step and micro-batch, for messages.
 
         Raises:
             UsageError: A block wrote into a tensor that shares memory with another one.
@@ -97,7 +97,7 @@ class SentTensors:
         """Check that no tensor changed since it was sent.
 
         Args:
-            place: Where the step is, for messages.
+            place: Rank, stage, step and micro-batch, for messages.
 
         Raises:
             UsageError: A block wrote into a tensor that it had returned.

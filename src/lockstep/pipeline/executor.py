@@ -34,15 +34,15 @@ class PipelineExecutor:
     """Computes steps and evaluations through the stages of this rank.
 
     Args:
-        partitioner: Plans the stages: at once if it needs no data, otherwise with the first
-            batch.
+        partitioner: The partitioner, which plans the stages at once if it needs no data,
+            otherwise with the first batch.
         module: The whole model; this rank keeps its own part.
         copies: Copies of the model, such as its average, which are partitioned in the same way.
         metrics: Functions of (outputs, targets) by name.
         seed: The seed of all random numbers.
 
     Attributes:
-        placement: Which stages hold which tensors; None before the model is partitioned.
+        placement: The stages that hold each tensor; None before the model is partitioned.
         parameters: The parameters that this rank holds.
         owned_parameters: The parameters that this rank adds to the gradient norm: a tied
             parameter has one owner, so it counts once.

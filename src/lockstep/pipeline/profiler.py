@@ -60,7 +60,7 @@ def profile_blocks(
         samples: The number of samples of the micro-batch; 0 if unknown. Batch norm cannot train
             on a single sample; it is then measured in evaluation mode.
         parallel: The layout.
-        report: Called with each line of progress.
+        report: A function that is called with each line of progress.
 
     Raises:
         LayoutError: A block cannot be called with the output of the previous one.

@@ -109,8 +109,8 @@ class Stage:
     Args:
         number: The number of the stage, in model order; the last stage computes the loss.
         blocks: The blocks, in order, by their names in the model.
-        units: Seeds their random numbers.
-        gradients: Reduces the gradients of the parameters that this stage owns.
+        units: The units of random numbers, which seed the blocks.
+        gradients: The reducer of the gradients of the parameters that this stage owns.
         checkpointing: The activation checkpointing of its blocks.
         device: The device.
         state: The Python state of its blocks.
