@@ -142,10 +142,10 @@ def _table_of_options(contexts: Sequence[click.Context]) -> Iterator[str]:
     rows = []
     for (name, meaning, default), names in owners.items():
         if len(names) < len(contexts):
-            meaning += f" Of {', '.join(f'`{each}`' for each in names)} only."
+            meaning += f" Only for {', '.join(f'`{each}`' for each in names)}."
             if len(names) == len(contexts) - 1:
                 (other,) = {str(each.info_name) for each in contexts} - {*names}
-                meaning = meaning.partition(" Of `")[0] + f" Not of `{other}`."
+                meaning = meaning.partition(" Only for `")[0] + f" Not for `{other}`."
         rows.append((name, meaning, default))
     if rows:
         yield _table(("option", "meaning", "default"), rows)

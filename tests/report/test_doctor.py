@@ -311,6 +311,9 @@ def test_an_nvidia_driver_without_cuda_torch_is_noted(monkeypatch, tmp_path):
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert only(software.check_gpus).verdict == "note"
+    for cuda, words in [(None, "does not support CUDA"), ("12.8", "finds no GPU")]:
+        monkeypatch.setattr("torch.version.cuda", cuda)
+        found = only(software.check_gpus)
+        assert (found.verdict, words in found.what) == ("note", True)
     monkeypatch.setenv("PATH", "")
     assert only(software.check_gpus).verdict == "good"

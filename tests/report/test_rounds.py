@@ -73,6 +73,20 @@ def test_the_time_of_a_death_is_when_it_was_noticed(tmp_path):
     assert survivor == (1, 0, 1, False)
 
 
+def test_a_member_that_ended_because_another_died_was_not_killed(tmp_path):
+    lost = [{"member": 0, "signal": 9}, {"member": 1, "signal": 0}]
+    lines = [
+        *(records.HEADER, *map(records.step, range(2))),
+        records.new_round(1, 2, t=4.0, lost=lost, joined=[2, 3]),
+        *(*map(records.step, range(2, 4)), records.END | {"t": 5.0}),
+    ]
+    run = read_run(records.write(tmp_path, lines))
+    ended = [bar for lane in drawn(run) for bar in lane if bar[0] < 2]
+    assert [(bar[0], bar[3]) for bar in ended] == [(0, True), (1, False)]
+    tooltips = [bar.tooltip for lane in summarize_rounds(run).drawing.lanes for bar in lane.bars]
+    assert any("member 1: " in each and "lost another member" in each for each in tooltips)
+
+
 def test_members_that_left_and_those_of_a_later_launch(tmp_path):
     layout = records.HEADER["layout"] | {"world_size": 3}
     lines = [

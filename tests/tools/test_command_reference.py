@@ -103,8 +103,8 @@ def test_options_of_commands_with_the_same_help_are_one_table():
     outer.add_command(group, "inner")
     text = render(outer, "tool")
     assert text.count("As all others.") == text.count("--both") == 1
-    assert "| Most. Not of `z`. |" in text
-    assert "| Only. Of `x` only. |" in text
+    assert "| Most. Not for `z`. |" in text
+    assert "| Only. Only for `x`. |" in text
 
 
 def test_the_text_outside_of_the_markers_stays():

@@ -305,12 +305,14 @@ def _end(member: _Member | None, time: float, signal: int | None) -> None:
 
 
 def _draw_bar(member: _Member, at: int, low: float, span: float, last: float) -> MemberBar:
-    is_killed = member.signal is not None
+    is_killed = bool(member.signal)
     end = min(member.end, max(last, member.begin))
     x, to = (round(HTML_WIDTH * (time - low) / span) for time in (member.begin, end))
     tooltip = f"member {member.number}: from {format_duration(member.begin)}"
     if math.isfinite(member.end):
-        how = f"killed by {signal_name(member.signal)}" if member.signal else "left"
+        how = "left" if member.signal is None else "ended because it lost another member"
+        if member.signal:
+            how = f"killed by {signal_name(member.signal)}"
         tooltip += f", {how} after {format_duration(member.end)}"
     width = max(1, to - x)
     label = str(member.number)

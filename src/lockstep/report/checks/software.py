@@ -109,7 +109,13 @@ def check_gpus(requirements: Requirements) -> Iterator[CheckResult]:
     import torch
 
     if not torch.cuda.is_available():
-        if shutil.which("nvidia-smi"):
+        if torch.version.cuda is not None and shutil.which("nvidia-smi"):
+            yield note(
+                "gpu",
+                f"torch {torch.__version__} supports CUDA {torch.version.cuda} and finds no GPU",
+                "look whether nvidia-smi lists one, and at the variable CUDA_VISIBLE_DEVICES",
+            )
+        elif shutil.which("nvidia-smi"):
             yield note(
                 "gpu",
                 f"there is an NVIDIA driver, but torch {torch.__version__} does not support CUDA",
