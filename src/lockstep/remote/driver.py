@@ -53,7 +53,8 @@ class Driver:
     Args:
         nprocs: Number of workers on this host.
         remote: Number of workers that connect from other hosts (`lockstep worker --connect`).
-        listen: HOST:PORT of this host at which they connect; loopback by default.
+        listen: HOST:PORT of this host at which they connect; 127.0.0.1 and a free port by
+            default.
         key_file: File with the key that both sides need; created if it does not exist. None
             uses LOCKSTEP_DRIVER_KEY or a new key.
         backend: As for `lockstep.init`, on every worker.
