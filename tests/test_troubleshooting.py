@@ -6,9 +6,11 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 from markdown_it import MarkdownIt
@@ -175,10 +177,22 @@ def normalize(output: str) -> str:
     return " ".join(output.split())
 
 
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CompletedProcess[str]]:
+    """Return what each script of the page has printed; three run at a time, as most only wait."""
+
+    def run(example: Example) -> CompletedProcess[str]:
+        folder = tmp_path_factory.mktemp(Path(example.file).stem)
+        (folder / example.file).write_text(example.source)
+        return warm.run([*LAUNCH, *example.options], cwd=folder, timeout=60, text=True)
+
+    with ThreadPoolExecutor(3) as pool:
+        return dict(zip([each.file for each in examples()], pool.map(run, examples()), strict=True))
+
+
 @pytest.mark.parametrize("example", examples(), ids=lambda each: each.file)
-def test_a_script_of_the_page_gets_the_report_of_the_page(example, tmp_path):
-    (tmp_path / example.file).write_text(example.source)
-    done = warm.run([*LAUNCH, *example.options], cwd=tmp_path, timeout=60, text=True)
+def test_a_script_of_the_page_gets_the_report_of_the_page(example, reports):
+    done = reports[example.file]
     printed = normalize(done.stdout + done.stderr)
     assert done.returncode == 1
     for part in example.output.split("\n..."):
