@@ -44,9 +44,9 @@ WORDS = {"core": "files", "binding": "units"}
 def command(clean: bool, verbose: bool) -> None:
     """Compile the backend 'lockstep' for the installed torch.
 
-    Takes about one minute of processor time on all cores together, two if the installation has
-    not compiled the core, and a C++20 compiler: the value of CXX, else c++, g++ or clang++. Two
-    ranks test the result before it is used. It is kept in
+    Needs a C++20 compiler: the value of CXX, else c++, g++ or clang++. Takes about one minute of
+    processor time, on all cores together, and two if the installation has not compiled the core.
+    Two ranks test the result before it is used. It is kept in
     $XDG_CACHE_HOME/lockstep/bindings (default: ~/.cache/lockstep/bindings), one for each torch,
     Python and version of Lockstep. If there is one that works already, nothing is compiled.
 

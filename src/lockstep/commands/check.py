@@ -89,7 +89,8 @@ def parse_rank_counts(ctx: click.Context, param: click.Parameter, value: str) ->
 )  # fmt: skip
 @click.option(
     "--timeout", default=300.0, show_default=True,
-    type=click.FloatRange(min=0, min_open=True), help="Longest time per layout, in seconds.",
+    type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+    help="Longest time per layout, in seconds.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 @click.argument("script", type=click.Path())
@@ -112,7 +113,7 @@ def command(
     Options of this command may be placed before or after SCRIPT; other options are
     passed to the script. After "--", all options are passed to the script.
 
-    Exit status: 0 all layouts agree, 1 some layout differs or fails, 2 usage error.
+    Exit status: 0 all layouts agree, 1 a layout differs or fails, 2 usage error.
     """
     from lockstep.check.comparison import compare_layouts
 

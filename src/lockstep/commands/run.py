@@ -114,6 +114,7 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
 @option(
     "start-method",
     type=click.Choice(["forkserver", "spawn"]),
+    metavar="METHOD",
     default="forkserver",
     help="forkserver: fork ranks from a process that has imported torch; spawn: start a new "
     "interpreter for each rank. Default: forkserver.",
@@ -122,13 +123,13 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     "log-dir",
     metavar="DIR",
     default=None,
-    help="Folder that gets this run's folder with its logs. Default: runs.",
+    help="Folder in which the run's folder with its logs is made. Default: runs.",
 )
 @option(
     "name",
     metavar="NAME",
     default=None,
-    help="Name of this run's folder; if there is one, NAME-2. Default: SCRIPT, date and time.",
+    help="Name of this run's folder; NAME-2 if that exists. Default: SCRIPT, date and time.",
 )
 @option(
     "redirects",
@@ -179,9 +180,10 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
 @option(
     "on-hang",
     type=click.Choice(["report", "end"]),
+    metavar="ACTION",
     default="report",
-    help="report: print where every rank is, and wait on; end: print it and end the launch with "
-    "status 1. Default: report.",
+    help="report: print where every rank is, and keep waiting; end: print it and end the launch "
+    "with status 1. Default: report.",
 )
 @option(
     "role",

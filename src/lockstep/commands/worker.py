@@ -42,7 +42,8 @@ def command(connect: str, nprocs: int, key_file: Path | None, timeout: float) ->
     key_file="driver.key")`. Copy the key file to this host; anyone who has it can run code on
     both hosts. The output of the workers appears where the driver runs.
 
-    Exit status: 0 the driver exited, 1 it was lost or could not be reached, 2 usage error.
+    Exit status: 0 the driver exited, 1 the driver was lost or could not be
+    reached, 2 usage error.
     """
     from lockstep.remote.credentials import read_key
     from lockstep.remote.node_agent import NodeAgent
