@@ -93,7 +93,7 @@ def assert_width_invariant(
         rtol: Relative tolerance; None requires the same bits.
         atol: Absolute tolerance; None for 0 if `rtol` is given.
         backend: The backend of the groups.
-        timeout: Deadline of each width in seconds.
+        timeout: Deadline for each number of ranks, in seconds.
 
     Raises:
         AssertionError: A result differs. The message names the first parameter that differs, the

@@ -61,7 +61,7 @@ def kill(rank: int, *, call: int = 1, op: str | None = None) -> Iterator[None]:
 
     Args:
         rank: The rank.
-        call: The number of its call in the block, from 1.
+        call: The number of the rank's call in the `with` block, from 1.
         op: Count only calls of this operation, such as "all_reduce"; None counts all.
     """
 
@@ -81,7 +81,7 @@ def delay(rank: int, *, seconds: float, call: int = 1, op: str | None = None) ->
     Args:
         rank: The rank.
         seconds: The delay in seconds.
-        call: The number of its call in the block, from 1.
+        call: The number of the rank's call in the `with` block, from 1.
         op: Count only calls of this operation, such as "all_reduce"; None counts all.
     """
     with _inject(rank, call, op, lambda tensors: time.sleep(seconds)):
@@ -96,7 +96,7 @@ def corrupt(
 
     Args:
         rank: The rank.
-        call: The number of its call in the block, from 1.
+        call: The number of the rank's call in the `with` block, from 1.
         op: Count only calls of this operation, such as "all_reduce"; None counts all.
         bit: The bit, 0 for the lowest; None for the highest mantissa bit of a floating-point
             number, and for the lowest bit of other dtypes.

@@ -261,8 +261,8 @@ def launch(
     """Run `fn(*args)` in `nprocs` processes and return their values in rank order.
 
     Functions of `__main__` or a notebook, closures and lambdas are sent by value. In the function,
-    `lockstep.rank()` and the like work at once, and `lockstep.init()` joins the world. Rank 0
-    inherits this process's standard input.
+    `lockstep.rank()` and `lockstep.world_size()` work at once, and `lockstep.init()` joins the
+    world. Rank 0 inherits this process's standard input.
 
     Args:
         fn: The function. Arguments and results are pickled.

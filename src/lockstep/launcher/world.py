@@ -88,15 +88,15 @@ def init(
 
     A single process (plain `python`) forms a world of one, in which the collectives of
     `torch.distributed` work too. A default process group that exists already is adopted.
-    Another call with the same arguments returns the same world. Deterministic algorithms are
+    A second call with the same arguments returns the same world. Deterministic algorithms are
     switched on, because the determinism guarantee needs them.
 
     Args:
         backend: The backend of `torch.distributed`. None: NCCL for GPU tensors, and for CPU
             tensors the backend "lockstep" if it can be used, else Gloo.
         timeout: The seconds to wait for the other ranks, and for each collective.
-        threads: The number of torch's intra-op threads. It affects the bits, and is the same on
-            every rank.
+        threads: The number of torch's intra-op threads. It affects the bits, and must be the same
+            on every rank.
         device: The device of this rank. None: the GPU with its local rank if there is one, else
             the CPU.
 
