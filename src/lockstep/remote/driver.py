@@ -99,9 +99,11 @@ class Driver:
         self._finalizer = weakref.finalize(self, self._pool.abandon)
         self._finalizer.atexit = False  # the pool registers with atexit itself, in the right order
         if remote:
+            workers = "1 worker" if remote == 1 else f"{remote} workers"
+            key = "" if key_file is None else f" --key-file {key_file}"
             print(
-                f"lockstep: waiting for {remote} workers on other hosts: lockstep worker --connect "
-                f"{address}:{self._pool.port}",
+                f"lockstep: waiting for {workers} on other hosts: lockstep worker --connect "
+                f"{address}:{self._pool.port}{key}",
                 flush=True,
             )
         try:

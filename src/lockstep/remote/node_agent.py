@@ -82,7 +82,8 @@ class NodeAgent:
             with self._changed:
                 self._changed.wait_for(lambda: self._host or self._is_over, self._timeout)
             if self._host:
-                say(f"serving the driver at {self._driver} with {self._nprocs} workers")
+                workers = "1 worker" if self._nprocs == 1 else f"{self._nprocs} workers"
+                say(f"serving the driver at {self._driver} with {workers}")
                 self._run_workers()
         finally:
             self._connection.close()
