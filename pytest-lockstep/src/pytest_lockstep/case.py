@@ -26,10 +26,10 @@ from lockstep.launcher.output import RankOutput
 from lockstep.launcher.supervisor import RankSupervisor
 from pytest_lockstep import leaks
 from pytest_lockstep.failure import Failure, describe_failure, drop_outer_frames, summarize
-from pytest_lockstep.rank_order import Order, Result, run_order
+from pytest_lockstep.rank_order import Order, Result
 from pytest_lockstep.template import Template
 
-__all__ = ["CaseResult", "run_case"]
+__all__ = ["CaseResult", "run_case", "run_order"]
 
 SETTLE = 0.25  # seconds to wait for other ranks that fail at the same time ...
 SETTLE_CONSEQUENCE = 2.0  # ... or for the cause of a lost connection
@@ -295,3 +295,13 @@ def _find_leaks(template: Template, order: Order, memory: set[str], pids: list[i
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     return left
+
+
+def run_order(order: Order) -> Result:
+    """Run a test in this process, which is a rank.
+
+    pytest's own process pickles this function by name, so it does not have to import torch.
+    """
+    from pytest_lockstep.rank import run_test
+
+    return run_test(order)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Order", "Result", "run_order"]
+__all__ = ["Order", "Result"]
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,3 @@ class Result:
     sections: list[tuple[str, str]] = field(default_factory=list)
     properties: list[tuple[str, object]] = field(default_factory=list)
     warnings: list[tuple[str, type[Warning], str, int]] = field(default_factory=list)
-
-
-def run_order(order: Order) -> Result:
-    """Run a test in this process, which is a rank.
-
-    pytest's own process pickles this function by name, so it does not have to import torch.
-    """
-    from pytest_lockstep.rank import run_test
-
-    return run_test(order)
