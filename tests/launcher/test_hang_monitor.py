@@ -425,7 +425,8 @@ def hang_on_rank_one(backend, hang):
     ("hang", "nprocs"), [(stop_here, 3), (spin_here, 2), (block_here, 2), (lock_here, 2)]
 )
 def test_a_rank_that_hangs_is_named_while_others_wait(hang, nprocs, backend, policy, capfd):
-    policy(HangPolicy(1.0, ends_launch=True))
+    # On a busy machine a rank waits for a second until all have joined a group of Gloo.
+    policy(HangPolicy(1.0 if backend == "lockstep" else 2.5, ends_launch=True))
     with pytest.raises(RankError) as caught:
         ls.launch(hang_on_rank_one, (backend, hang), nprocs, timeout=60)
     assert caught.value.rank == 1
