@@ -20,9 +20,10 @@ import subprocess
 import sysconfig
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 __all__ = [
     "ARCHIVE",
@@ -308,16 +309,18 @@ class _Execution:
         for part in {command.part: None for command in commands}:
             self._show_progress(part, 0, total[part])
         with ThreadPoolExecutor(_count_cores()) as pool:
+            # A Ctrl-C inside `concurrent.futures.wait` may leave the lock of a future held.
+            finished: SimpleQueue[Future[None]] = SimpleQueue()
             pending = {pool.submit(self._run_one, command): command for command in commands}
+            for each in pending:
+                each.add_done_callback(finished.put)
             try:
-                while pending:
-                    # A timeout, because a wait without one delays Ctrl-C.
-                    finished, _ = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
-                    for each in finished:
-                        part = pending.pop(each).part
-                        each.result()
-                        done[part] += 1
-                        self._show_progress(part, done[part], total[part])
+                for _ in commands:
+                    each = finished.get()
+                    part = pending[each].part
+                    each.result()
+                    done[part] += 1
+                    self._show_progress(part, done[part], total[part])
             except BaseException:
                 self._stop()
                 pool.shutdown(cancel_futures=True)
