@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,14 @@ from lockstep.errors import LockstepError, RankError, RendezvousError, UsageErro
 from lockstep.launcher import rendezvous, rendezvous_check
 from lockstep.launcher.environment import JOIN, RankInfo, read_rank_info
 from lockstep.launcher.rendezvous import find_interface
-from lockstep.launcher.world import _explain_gloo, choose_device, cpu_backend, default_backend
+from lockstep.launcher.world import (
+    _explain_gloo,
+    choose_device,
+    cpu_backend,
+    default_backend,
+    leave_round,
+    rejoin,
+)
 
 
 @pytest.fixture
@@ -149,6 +157,28 @@ def test_a_world_may_be_left_and_joined_again():
         return sums, os.environ.get("GLOO_SOCKET_IFNAME")
 
     assert ls.launch(twice, nprocs=3, timeout=60) == [([3.0] * 3, None)] * 3
+
+
+def join_after_a_round_that_failed(folder: Path) -> str:
+    """Return the name of the group; rank 0 has failed to create another one before."""
+    rank = ls.init().rank
+    leave_round()
+    if rank == 0:
+        failing = dist.HashStore()
+        keys = dist.PrefixStore("0//cpu/", failing)
+        keys.set("lockstep/refused/0", "a member of the round has died")
+        keys.set("lockstep/address/0", "")
+        with pytest.raises(RendezvousError, match="a member of the round has died"):
+            rejoin(failing, 0, 2)
+    rejoin(dist.FileStore(str(folder / "store"), 2), rank, 2)
+    dist.barrier()
+    return str(dist.group.WORLD.group_name)
+
+
+def test_a_rank_that_failed_to_join_a_round_joins_the_next_one_with_a_newcomer(tmp_path):
+    """torch names groups by a count, which a failed creation left behind."""
+    names = ls.launch(join_after_a_round_that_failed, (tmp_path,), 2, timeout=20)
+    assert names == ["0", "0"]
 
 
 def test_no_rank_of_gloo_has_joined_before_the_last_one(tmp_path):

@@ -236,6 +236,9 @@ def rejoin(store: Store, rank: int, world_size: int) -> World:
             timeout=timedelta(seconds=JOIN_TIMEOUT),
         )
     except (dist.DistError, RuntimeError) as error:
+        # torch has counted the group, and names the next one by the count: its keys would not be
+        # those of a newcomer, which counts from 0.
+        dist.distributed_c10d._world.group_count = 0
         said = escape_control(str(error).partition("\n")[0])
         raise RendezvousError(f"rank {rank} could not join the round: {said}") from error
     group: Any = dist.group.WORLD
