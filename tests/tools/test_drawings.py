@@ -8,7 +8,6 @@ import pytest
 
 from lockstep.report.picture import Label, text_width
 from tools.drawings.__main__ import FOLDER, ROOT, draw_all
-from tools.drawings.shapes import render_svg
 
 PICTURES = draw_all()
 SMALLEST = 10  # points; a page on a phone is about as wide as a card, so that this is 9 pixels
@@ -16,7 +15,7 @@ SMALLEST = 10  # points; a page on a phone is about as wide as a card, so that t
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_committed_drawing_is_what_the_program_draws(name):
-    assert (FOLDER / name).read_text() == render_svg(PICTURES[name]), "run `make drawings`"
+    assert (FOLDER / name).read_text() == PICTURES[name].svg(), "run `make drawings`"
 
 
 @pytest.mark.parametrize("name", PICTURES)

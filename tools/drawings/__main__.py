@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.pipeline.schedules import NAMES
-from lockstep.report.picture import Picture
 from tools.drawings import batches, memory, messages, schedules
-from tools.drawings.shapes import render_svg
+from tools.drawings.shapes import Card
 
 __all__ = ["FOLDER", "PAGE", "draw_all"]
 
@@ -23,10 +22,10 @@ FOLDER = ROOT / "docs/pictures"
 PAGE = ROOT / "docs/guides/message-passing.md"
 
 
-def draw_all() -> Mapping[str, Picture]:
+def draw_all() -> Mapping[str, Card]:
     """Return all pictures by file name."""
     tables = messages.read_tables(PAGE)
-    found: dict[str, Callable[[], Picture]] = {
+    found: dict[str, Callable[[], Card]] = {
         "micro-batches": batches.draw_split,
         "accumulation": batches.draw_accumulation,
         "tree": batches.draw_tree,
@@ -59,7 +58,7 @@ def main() -> None:
     """Write all pictures."""
     FOLDER.mkdir(exist_ok=True)
     for name, picture in draw_all().items():
-        (FOLDER / name).write_text(render_svg(picture))
+        (FOLDER / name).write_text(picture.svg())
 
 
 if __name__ == "__main__":

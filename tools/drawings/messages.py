@@ -16,26 +16,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.report.picture import Box, Line, Picture
-from tools.drawings.shapes import (
-    EDGE,
-    HEAVY,
-    INK,
-    LEFT,
-    MUTED,
-    RANKS,
-    RIGHT,
-    SOFT,
-    SUM,
-    WASH,
-    add_arrow,
-    add_cell,
-    add_head,
-    add_lane,
-    add_lines,
-    add_text,
-    make_card,
-)  # fmt: skip
+from lockstep.report.picture import Box, Line
+from tools.drawings.shapes import EDGE, HEAVY, INK, LEFT, MUTED, RANKS, RIGHT, SOFT, SUM, WASH, Card
 
 __all__ = [
     "COLLECTIVES", "Table", "draw_asynchronous", "draw_barrier", "draw_collective",
@@ -91,14 +73,14 @@ def split_values(text: str) -> list[list[str]]:
     return [[part] if part == UNDEFINED else part.split() for part in text.split(" | ")]
 
 
-def draw_collective(table: Table) -> Picture:
+def draw_collective(table: Table) -> Card:
     """Draw the values of each rank before and after a call."""
     before, after = (
         [split_values(text) for text in table.columns[name]] for name in ("before", "after")
     )
     ranks = len(before)
-    picture = make_card(TOP + ranks * ROW + 10, f"{table.title}: before and after, {ranks} ranks")
-    add_text(picture, LEFT, 20, table.title, 13, bold=True)
+    picture = Card(TOP + ranks * ROW + 10, f"{table.title}: before and after, {ranks} ranks")
+    picture.add_text(LEFT, 20, table.title, 13, bold=True)
     origins = (
         {}
         if is_sum(table)
@@ -109,17 +91,17 @@ def draw_collective(table: Table) -> Picture:
     ends = [LEFT + 48 + measure(row) for row in before]
     begin = columns[1][0]
     for name, (x, _) in zip(("before", "after"), columns, strict=True):
-        add_text(picture, x, 46, name, 12, SOFT)
+        picture.add_text(x, 46, name, 12, SOFT)
     for target, row in enumerate(after):
         for source in find_sources(table, before, row, origins, target):
             color = RANKS[source]
             y0, y1 = (TOP + rank * ROW + CELL / 2 for rank in (source, target))
             picture.add(Line([(ends[source] + 3, y0), (begin - 10, y1)], color, 1.5))
         if row and row != [[UNDEFINED]]:
-            add_head(picture, (begin - 3, TOP + target * ROW + CELL / 2), color=INK)
+            picture.add_head((begin - 3, TOP + target * ROW + CELL / 2), color=INK)
     for rank in range(ranks):
         y = TOP + rank * ROW
-        add_text(picture, LEFT, y + CELL / 2, f"rank {rank}", 12, SOFT)
+        picture.add_text(LEFT, y + CELL / 2, f"rank {rank}", 12, SOFT)
         for x, values in columns:
             draw_values(picture, x, y, values[rank], rank if values is before else None, origins)
     return picture
@@ -157,7 +139,7 @@ def measure(row: list[list[str]]) -> float:
 
 
 def draw_values(
-    picture: Picture,
+    picture: Card,
     x: float,
     y: float,
     row: list[list[str]],
@@ -166,15 +148,15 @@ def draw_values(
 ) -> None:
     """Draw the tensors of a rank; `rank` is None after the call."""
     if not row:
-        add_text(picture, x, y + CELL / 2, "None", 12, MUTED)
+        picture.add_text(x, y + CELL / 2, "None", 12, MUTED)
     for tensor in row:
         if tensor == [UNDEFINED]:
-            add_cell(picture, x, y, 80, CELL, UNDEFINED, EDGE, SOFT)
+            picture.add_cell(x, y, 80, CELL, UNDEFINED, EDGE, SOFT)
             continue
         for value in tensor:
             origin = origins.get(value) if rank is None else rank
             color = SUM if origin is None else RANKS[origin]
-            add_cell(picture, x, y, CELL - 1, CELL, value, color)
+            picture.add_cell(x, y, CELL - 1, CELL, value, color)
             x += CELL
         x += 5
 
@@ -183,11 +165,11 @@ LANE, STEP = 26, 36
 COMPUTE, WAIT = ("#5c6878", "#ffffff"), (EDGE, SOFT)
 
 
-def draw_barrier() -> Picture:
+def draw_barrier() -> Card:
     """Draw ranks that reach a barrier at different times."""
     arrivals = (0.35, 0.6, 0.2, 0.45)
-    picture = make_card(96 + len(arrivals) * STEP, "A barrier: all ranks continue together")
-    add_text(picture, LEFT, 20, "barrier", 13, bold=True)
+    picture = Card(96 + len(arrivals) * STEP, "A barrier: all ranks continue together")
+    picture.add_text(LEFT, 20, "barrier", 13, bold=True)
     left, top = 70.0, 40.0
     width = RIGHT - left
     leave = left + (max(arrivals) + 0.02) * width
@@ -197,20 +179,20 @@ def draw_barrier() -> Picture:
         if leave - x > 20:
             spans.append((x, leave, "waits" if leave - x > 45 else "", *WAIT))
         spans.append((leave, RIGHT, "work", *COMPUTE))
-        add_lane(picture, top + rank * STEP, LANE, f"rank {rank}", spans)
+        picture.add_lane(top + rank * STEP, LANE, f"rank {rank}", spans)
     bottom = top + len(arrivals) * STEP
     picture.add(Line([(leave, top - 6), (leave, bottom)], INK, HEAVY))
-    add_text(picture, leave, bottom + 10, "the last rank arrives", 12, INK, "middle")
-    add_text(picture, RIGHT, bottom + 34, "time →", 12, SOFT, "end")
+    picture.add_text(leave, bottom + 10, "the last rank arrives", 12, INK, "middle")
+    picture.add_text(RIGHT, bottom + 34, "time →", 12, SOFT, "end")
     return picture
 
 
-def draw_token(table: Table) -> Picture:
+def draw_token(table: Table) -> Card:
     """Draw blocking sends and receives around a ring."""
     final = table.columns["token"]
     ranks = len(final)
-    picture = make_card(108 + ranks * STEP, "send and recv: a token goes around the ring")
-    add_text(picture, LEFT, 20, "send and recv: once around the ring", 13, bold=True)
+    picture = Card(108 + ranks * STEP, "send and recv: a token goes around the ring")
+    picture.add_text(LEFT, 20, "send and recv: once around the ring", 13, bold=True)
     left, top = 70.0, 44.0
     unit = (RIGHT - left - 6) / 9
     # Rank 0 sends first; rank r receives from rank r - 1, then sends. A call takes one time unit.
@@ -225,33 +207,33 @@ def draw_token(table: Table) -> Picture:
             end = left + 2 * ranks * unit
             spans.append((begin + unit, end - unit, "waits in recv", *WAIT))
             spans.append((end - unit, end, "recv", RANKS[ranks - 1], "#ffffff"))
-        add_lane(picture, top + rank * STEP, LANE, f"rank {rank}", spans)
+        picture.add_lane(top + rank * STEP, LANE, f"rank {rank}", spans)
     for rank in range(ranks):
         x = left + (2 * rank + 1) * unit
         y = top + rank * STEP
         target = top + ((rank + 1) % ranks) * STEP
         if target > y:
-            add_arrow(picture, (x - unit / 2, y + LANE + 1), (x + unit / 2 - 4, target - 1), INK)
+            picture.add_arrow((x - unit / 2, y + LANE + 1), (x + unit / 2 - 4, target - 1), INK)
         else:
-            add_arrow(picture, (x - unit / 3, y - 1), (x + unit / 2 - 6, target + LANE + 1), INK)
+            picture.add_arrow((x - unit / 3, y - 1), (x + unit / 2 - 6, target + LANE + 1), INK)
     bottom = top + ranks * STEP + 8
     tokens = ", ".join(final[1:])
-    add_lines(
-        picture, LEFT, bottom + 4,
+    picture.add_lines(
+        LEFT, bottom + 4,
         ["recv returns when the message has arrived.",
          f"The token is {tokens}; rank 0 receives {final[0]}."],
     )  # fmt: skip
-    add_text(picture, RIGHT, bottom + 42, "time →", 12, SOFT, "end")
+    picture.add_text(RIGHT, bottom + 42, "time →", 12, SOFT, "end")
     return picture
 
 
-def draw_exchange(table: Table) -> Picture:
+def draw_exchange(table: Table) -> Card:
     """Draw isend and irecv that overlap with computation."""
     sent, received = table.columns["sent"], table.columns["received"]
     ranks = len(sent)
     step = 52
-    picture = make_card(112 + ranks * step, "isend and irecv: messages overlap with computation")
-    add_text(picture, LEFT, 20, "isend, irecv: all neighbours at the same time", 13, bold=True)
+    picture = Card(112 + ranks * step, "isend and irecv: messages overlap with computation")
+    picture.add_text(LEFT, 20, "isend, irecv: all neighbours at the same time", 13, bold=True)
     left, top = 70, 40
     start, done, end = left + 46, left + 200, left + 252
     for rank in range(ranks):
@@ -262,12 +244,12 @@ def draw_exchange(table: Table) -> Picture:
             (start, end, "computes", *COMPUTE),
             (end, RIGHT, "wait()", RANKS[source], "#ffffff"),
         ]
-        add_lane(picture, y, 22, f"rank {rank}", spans)
+        picture.add_lane(y, 22, f"rank {rank}", spans)
         text = f"{received[rank]} arrives from rank {source}"
-        add_cell(picture, start, y + 25, done - start, 18, text, RANKS[source], size=11)
+        picture.add_cell(start, y + 25, done - start, 18, text, RANKS[source], size=11)
     bottom = top + ranks * step + 6
-    add_lines(
-        picture, LEFT, bottom + 8,
+    picture.add_lines(
+        LEFT, bottom + 8,
         ["isend and irecv return immediately. Do not use their",
          "tensors before wait() has returned. It takes no time here,",
          "because the messages arrived during the computation."],
@@ -275,9 +257,9 @@ def draw_exchange(table: Table) -> Picture:
     return picture
 
 
-def draw_asynchronous() -> Picture:
+def draw_asynchronous() -> Card:
     """Draw a blocking and an asynchronous all-reduce."""
-    picture = make_card(218, "A blocking and an asynchronous all_reduce of one rank")
+    picture = Card(218, "A blocking and an asynchronous all_reduce of one rank")
     left = 106
     rows = (
         (
@@ -289,26 +271,26 @@ def draw_asynchronous() -> Picture:
         ("async_op=True", 112, "asynchronous", [("compute", 8, 128, "w"), ("", 128, 142, "c")]),
     )
     for call, y, title, spans in rows:
-        add_text(picture, LEFT, y - 22, title, 13, bold=True)
-        add_text(picture, LEFT, y + 11, call, 11, SOFT)
+        picture.add_text(LEFT, y - 22, title, 13, bold=True)
+        picture.add_text(LEFT, y + 11, call, 11, SOFT)
         picture.add(Box(left, y, RIGHT - left, 22, WASH, 3))
         for text, begin, end, kind in spans:
             fill = RANKS[0] if kind == "c" else COMPUTE[0]
-            add_cell(picture, left + begin, y, end - begin - 1, 22, text, fill, size=11)
-    add_cell(picture, left, 137, 130, 20, "all_reduce", RANKS[0], size=11)
-    add_text(picture, LEFT, 147, "background", 11, SOFT)
-    add_text(picture, left + 150, 123, "wait()", 11, INK)
-    add_lines(
-        picture, LEFT, 176,
+            picture.add_cell(left + begin, y, end - begin - 1, 22, text, fill, size=11)
+    picture.add_cell(left, 137, 130, 20, "all_reduce", RANKS[0], size=11)
+    picture.add_text(LEFT, 147, "background", 11, SOFT)
+    picture.add_text(left + 150, 123, "wait()", 11, INK)
+    picture.add_lines(
+        LEFT, 176,
         ["The call returns a handle. Compute with other tensors, then",
          "call handle.wait() before you use t."],
     )  # fmt: skip
     return picture
 
 
-def draw_deadlock() -> Picture:
+def draw_deadlock() -> Card:
     """Draw two ranks that both send first, and the orders that work."""
-    picture = make_card(318, "Two ranks that both send first wait for each other")
+    picture = Card(318, "Two ranks that both send first wait for each other")
     left = 70.0
     sections = (
         ("both send first: a deadlock", (("send", "never: recv"), ("send", "never: recv"))),
@@ -317,7 +299,7 @@ def draw_deadlock() -> Picture:
     )
     y = 22.0
     for title, lanes in sections:
-        add_text(picture, LEFT, y, title, 13, bold=True)
+        picture.add_text(LEFT, y, title, 13, bold=True)
         y += 16
         is_stuck = lanes[0][1].startswith("never")
         for rank, calls in enumerate(lanes):
@@ -336,30 +318,28 @@ def draw_deadlock() -> Picture:
                     if name == "wait":
                         fill = COMPUTE
                 spans.append((begin, end, text, *fill))
-            add_lane(picture, y, 24, f"rank {rank}", spans)
+            picture.add_lane(y, 24, f"rank {rank}", spans)
             y += 30
         y += 24
     return picture
 
 
-def draw_tags() -> Picture:
+def draw_tags() -> Card:
     """Draw how messages match by sender and tag."""
-    picture = make_card(196, "Messages match by sender and tag, in the order of sending")
-    add_text(picture, LEFT, 20, "Tags: received in another order than sent", 13, bold=True)
-    add_text(picture, LEFT, 46, "rank 1 sends", 12, SOFT)
-    add_text(picture, RIGHT, 46, "rank 0 receives", 12, SOFT, "end")
+    picture = Card(196, "Messages match by sender and tag, in the order of sending")
+    picture.add_text(LEFT, 20, "Tags: received in another order than sent", 13, bold=True)
+    picture.add_text(LEFT, 46, "rank 1 sends", 12, SOFT)
+    picture.add_text(RIGHT, 46, "rank 0 receives", 12, SOFT, "end")
     width = 130
     calls = (("isend(loss, tag=1)", 0), ("isend(norm, tag=2)", 1))
     receives = (("recv(tag=2)", 1), ("recv(tag=1)", 0))
     for place, ((sent, kind), (received, other)) in enumerate(zip(calls, receives, strict=True)):
         y = 62 + place * 50
-        add_cell(picture, LEFT, y, width, 28, sent, RANKS[1 + kind], size=12)
-        add_cell(
-            picture, RIGHT - width + 20, y, width - 20, 28, received, RANKS[1 + other], size=12
-        )
+        picture.add_cell(LEFT, y, width, 28, sent, RANKS[1 + kind], size=12)
+        picture.add_cell(RIGHT - width + 20, y, width - 20, 28, received, RANKS[1 + other], size=12)
     for kind in (0, 1):
         begin = (LEFT + width + 4, 76.0 + 50 * kind)
         end = (RIGHT - width + 16, 76.0 + 50 * (1 - kind))
-        add_arrow(picture, begin, end, RANKS[1 + kind], HEAVY)
-    add_text(picture, LEFT, 168, "Without a tag, messages of one sender arrive in order.", 12, SOFT)
+        picture.add_arrow(begin, end, RANKS[1 + kind], HEAVY)
+    picture.add_text(LEFT, 168, "Without a tag, messages of one sender arrive in order.", 12, SOFT)
     return picture
