@@ -8,10 +8,11 @@ STEPS operations, with RANKS ranks.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-CLI = [sys.executable, "-c", "from lockstep.cli import main; main()", "run"]
+import warm
+
+CLI = [*warm.LOCKSTEP, "run"]
 
 SCRIPT = """
 import json, os, signal, sys, threading

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import click
@@ -33,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 PATTERNS = ("*.md", "docs/**/*.md", "benchmarks/*.md", ".github/**/*.md")
 PAGES = sorted(path for pattern in PATTERNS for path in ROOT.glob(pattern))
 HISTORY = {"LOG.md", "CHANGELOG.md"}  # of options that were renamed since
-LAUNCH = [sys.executable, "-c", "from lockstep.cli import main; main()", "run"]
+LAUNCH = [*warm.LOCKSTEP, "run"]
 
 
 @dataclass
@@ -47,12 +48,9 @@ class Page:
     ranks: int = 1
 
 
+@cache
 def tokens(path: Path) -> list[Token]:
-    text = path.read_text()
-    if text.startswith("---\n"):  # metadata of the site: lines keep their numbers
-        head = text.index("\n---\n", 4) + 5
-        text = "\n" * text[:head].count("\n") + text[head:]
-    return MarkdownIt().enable("table").parse(text)
+    return MarkdownIt().enable("table").parse(path.read_text())
 
 
 def read_page(path: Path) -> Page:

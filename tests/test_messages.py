@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import warm
 from lockstep.messages import escape_control, say
 
 
@@ -39,7 +40,7 @@ def test_say_shows_them(capsys):
 
 
 def test_the_command_line_shows_them_in_an_error(tmp_path):
-    command = [sys.executable, "-c", "from lockstep.cli import main; main()", "report", "\x1b[2J"]
+    command = [*warm.LOCKSTEP, "report", "\x1b[2J"]
     done = subprocess.run(command, capture_output=True, cwd=tmp_path, timeout=60, check=False)
     assert done.returncode == 2
     assert b"\x1b" not in done.stderr

@@ -5,12 +5,12 @@ import json
 import os
 import stat
 import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner
 
 import records
+import warm
 from lockstep.cli import cli
 from lockstep.record.environment import recorded_variables
 from lockstep.report import doctor
@@ -76,7 +76,7 @@ def place(tmp_path_factory):
     """A folder with a run that failed, made where new files are open to everybody."""
     place = tmp_path_factory.mktemp("place")
     (place / "train.py").write_text(TRAIN)
-    launch = [sys.executable, "-c", "from lockstep.cli import main; main()", "run", "-n", "2"]
+    launch = [*warm.LOCKSTEP, "run", "-n", "2"]
     environ = os.environ | ENVIRONMENT | UNLISTED
     subprocess.run(
         [*launch, "train.py", *ARGUMENTS], cwd=place, env=environ, umask=0, timeout=90, check=True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ MESSAGES = ROOT / "docs" / "reference" / "troubleshooting.md"
 HANGS = ROOT / "docs" / "guides" / "hangs.md"
 SOURCES = ("src/lockstep/**/*.py", "pytest-lockstep/src/**/*.py")
 CORE = ("src/lockstep/csrc/**/*.cpp", "src/lockstep/csrc/**/*.h")
-LAUNCH = [sys.executable, "-c", "from lockstep.cli import main; main()"]
+LAUNCH = warm.LOCKSTEP
 ANYTHING = "\0"  # a value that a message contains
 MARK = "*Printed by "  # begins the paragraph below a message that is not ours
 

@@ -40,6 +40,9 @@ from typing import Any, NoReturn
 from lockstep.launcher import fork_server, stacks
 from lockstep.launcher.channel import Channel, open_channel, open_pair, read_memfd, write_memfd
 
+LOCKSTEP = [sys.executable, "-c", "from lockstep.cli import main; main()"]
+"""The beginning of a command, for `Popen` and `run`."""
+
 PRELOADED = (
     "lockstep.cli",
     "lockstep.commands.run",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from functools import partial
 
 import psutil
@@ -14,7 +13,7 @@ import pytest
 import processes
 import warm
 
-CLI = [sys.executable, "-c", "from lockstep.cli import main; main()", "bench"]
+CLI = [*warm.LOCKSTEP, "bench"]
 until = partial(processes.until, seconds=60.0)
 
 

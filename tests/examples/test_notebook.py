@@ -98,7 +98,7 @@ def warm_command(tmp_path, monkeypatch):
                 if not order:
                     return
                 arguments, folder, environ = json.loads(order)
-                call = [sys.executable, "-c", "from lockstep.cli import main; main()", *arguments]
+                call = [*warm.LOCKSTEP, *arguments]
                 names = ("stdin", "stdout", "stderr")
                 given = dict(zip(names, streams, strict=True))
                 with warm.Popen(call, cwd=folder, env=environ, **given) as process:

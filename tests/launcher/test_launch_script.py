@@ -28,7 +28,7 @@ from lockstep.launcher.launch_script import launch_script
 from lockstep.launcher.listening_socket import DEFAULT_PORT
 from lockstep.record.reader import read_run
 
-CLI = [sys.executable, "-c", "from lockstep.cli import main; main()"]
+CLI = warm.LOCKSTEP
 
 
 @pytest.fixture

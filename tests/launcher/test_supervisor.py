@@ -28,7 +28,7 @@ from lockstep.launcher import launch
 from lockstep.launcher.supervisor import GRACE
 from processes import alive
 
-CLI = [sys.executable, "-c", "from lockstep.cli import main; main()", "run"]
+CLI = [*warm.LOCKSTEP, "run"]
 PATIENCE = 30.0
 until = partial(processes.until, seconds=PATIENCE)
 

@@ -23,7 +23,7 @@ from lockstep.errors import RankError, RendezvousError
 from lockstep.remote.credentials import KEY_VARIABLE, make_key
 from lockstep.remote.listener import REPORT_INTERVAL
 
-WORKER = [sys.executable, "-c", "from lockstep.cli import main; main()", "worker"]
+WORKER = [*warm.LOCKSTEP, "worker"]
 PATIENCE = 60.0
 
 

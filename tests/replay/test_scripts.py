@@ -253,7 +253,7 @@ def test_the_page_about_replays_does_what_it_says(tmp_path):
     with contextlib.chdir(tmp_path):
         outcomes = [CliRunner().invoke(cli, each) for each in (launch, replay, dump)]
         debugged = warm.run(
-            [sys.executable, "-c", "from lockstep.cli import main; main()", *debug],
+            [*warm.LOCKSTEP, *debug],
             input="\n".join(re.findall(r"\(Pdb\) (.*)", page)),
             text=True,
             timeout=100,

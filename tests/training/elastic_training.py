@@ -13,14 +13,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import warm
 
-CLI = [sys.executable, "-c", "from lockstep.cli import main; main()", "run"]
+CLI = [*warm.LOCKSTEP, "run"]
 
 SCRIPT = """
 import json, os, signal, sys, time
