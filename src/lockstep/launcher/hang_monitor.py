@@ -367,11 +367,12 @@ class HangMonitor:
 
     def _check_returned(self) -> bool:
         """If a rank has returned, ask the others for their stacks; return whether it asked."""
-        returned = [rank for rank in self._returned() if rank not in self._remarked]
+        all_returned = self._returned()
+        returned = [rank for rank in all_returned if rank not in self._remarked]
         if not returned:
             return False
         waiting = []
-        left = [rank for rank in self._ranks.running if rank not in self._returned()]
+        left = [rank for rank in self._ranks.running if rank not in all_returned]
         for rank, dump in self._probes.dump_stacks(left).items():
             if is_waiting(dump):
                 name = self._ranks.outcomes[rank].name
