@@ -37,6 +37,7 @@ __all__ = [
     "ROOT",
     "Cell",
     "Recording",
+    "find_browser",
     "find_private",
     "record",
     "to_svg",
@@ -176,7 +177,7 @@ FILES = [*(f"{name}.svg" for name in PICTURES), "report.png"]
 
 def to_svg(rows: Screen, title: str) -> str:
     """Return a drawing of terminal rows, with its own background."""
-    columns = max(len("".join(cell.text for cell in row).rstrip()) for row in rows)
+    columns = max(len(_text(row).rstrip()) for row in rows)
     width = columns * CELL_WIDTH + 2 * MARGIN
     height = len(rows) * CELL_HEIGHT + 2 * MARGIN
     lines = [
@@ -193,12 +194,24 @@ def to_svg(rows: Screen, title: str) -> str:
     return "\n".join([*lines, "</g>", "</svg>", ""])
 
 
+def _text(cells: Sequence[Cell]) -> str:
+    return "".join(cell.text for cell in cells)
+
+
+def _trim(rows: Screen) -> Screen:
+    """Return rows without empty ones at the end."""
+    count = len(rows)
+    while count and not _text(rows[count - 1]).strip():
+        count -= 1
+    return rows[:count]
+
+
 def _split_runs(row: Sequence[Cell]) -> Iterator[tuple[int, list[Cell]]]:
     """Yield runs of cells with one style, without spaces around them, and their first columns."""
     start = 0
     for _, group in groupby(row, lambda cell: replace(cell, text="")):
         run = list(group)
-        for part in re.finditer(r"\S+(?: \S+)*", "".join(cell.text for cell in run)):
+        for part in re.finditer(r"\S+(?: \S+)*", _text(run)):
             yield start + part.start(), run[part.start() : part.end()]
         start += len(run)
 
@@ -207,7 +220,7 @@ def _draw_run(start: int, run: Sequence[Cell], y: int) -> str:
     cell = run[0]
     style = f' fill="{cell.color}"' if cell.color else ""
     style += ' font-weight="bold"' if cell.is_bold else ""
-    text = escape("".join(each.text for each in run))
+    text = escape(_text(run))
     length = len(run) * CELL_WIDTH
     x = MARGIN + start * CELL_WIDTH
     return f'<text x="{x:g}" y="{y}" textLength="{length:g}"{style}>{text}</text>'
@@ -271,13 +284,9 @@ def _read(terminal: int) -> Iterator[str]:
 
 def _read_screen(screen: Any) -> Screen:
     """Return the rows of a terminal, without empty rows at the bottom."""
-    rows = []
-    for number in range(screen.lines):
-        cells = [_read_cell(screen.buffer[number][column]) for column in range(screen.columns)]
-        rows.append(cells)
-    while rows and not "".join(cell.text for cell in rows[-1]).strip():
-        rows.pop()
-    return rows
+    columns = range(screen.columns)
+    lines = (screen.buffer[number] for number in range(screen.lines))
+    return _trim([[_read_cell(line[column]) for column in columns] for line in lines])
 
 
 def _read_cell(character: Any) -> Cell:
@@ -304,15 +313,12 @@ def _list_private() -> list[str]:
 def _draw(name: str, picture: Recording, rows: Screen) -> None:
     """Write the picture of a terminal; exit if it shows a name or path of this machine."""
     prompt = [Cell("$", COLORS["green"]), *(Cell(letter) for letter in f" {picture.command}")]
-    texts = ["".join(cell.text for cell in row) for row in rows]
     if picture.last is not None:
-        end = next(i for i, text in enumerate(texts) if picture.last in text)
-        rows = rows[:end]
-        while not "".join(cell.text for cell in rows[-1]).strip():
-            rows.pop()
+        end = next(i for i, row in enumerate(rows) if picture.last in _text(row))
+        rows = _trim(rows[:end])
     if picture.rows is not None:
         rows = rows[-picture.rows :]
-    text = "\n".join("".join(cell.text for cell in row) for row in rows)
+    text = "\n".join(map(_text, rows))
     if (private := find_private(text, _list_private())) is not None:
         raise SystemExit(f"{name}: the picture would show {private!r}")
     FOLDER.mkdir(exist_ok=True)
@@ -332,15 +338,19 @@ def _hidden(folder: Path) -> dict[str, str]:
     }
 
 
+def find_browser() -> str | None:
+    """Return the path of the system's Chromium or Chrome; None if there is none."""
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+    return next(filter(None, map(shutil.which, names)), None)
+
+
 def _photograph(page: Path, file: Path, size: tuple[int, int]) -> None:
     """Take a screenshot of the top of a page in the light scheme, with few colors."""
     from PIL import Image
     from playwright.sync_api import sync_playwright
 
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-    program = next(filter(None, map(shutil.which, names)), None)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
         width, height = size
         tab = browser.new_page(viewport={"width": width, "height": height}, color_scheme="light")
         tab.goto(page.as_uri())

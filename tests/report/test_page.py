@@ -1,7 +1,6 @@
 """Pages in a real browser: hover, scales, keyboard, dark mode, phones; no errors, no requests."""
 
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -16,9 +15,9 @@ from lockstep.report.chart import Axis, Chart, Curve, Series
 from lockstep.report.comparison import compare_runs, comparison_html
 from lockstep.report.page import draw_panel
 from lockstep.report.run_report import report_html
+from tools.pictures import find_browser
 
 pytestmark = pytest.mark.timeout(120)
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def pages(tmp_path_factory):
 @pytest.fixture(scope="module")
 def chromium():
     """Start the system's Chromium; skip where there is none, unless the tests require it."""
-    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    program = find_browser()
     if program is None:
         reason = "no Chromium was found; install the package chromium to run this test"
         if os.environ.get("LOCKSTEP_REQUIRE_BROWSER") == "1":
