@@ -44,7 +44,7 @@ class Environment:
 
     Args:
         folder: Where it is.
-        variables: Environment variables of its programs, besides PATH, LANG, TMPDIR and HOME.
+        variables: Environment variables of its programs; it also has PATH, LANG, TMPDIR and HOME.
     """
 
     folder: Path

@@ -152,7 +152,7 @@ def count_docstring_lines(tree: ast.AST) -> int:
     )
 
 
-def test_no_file_is_longer_than_500_lines_besides_its_docstrings():
+def test_no_file_is_longer_than_500_lines_without_its_docstrings():
     """A file is as long as its one idea; past this length it almost certainly holds two."""
     long = {}
     for path in FILES:

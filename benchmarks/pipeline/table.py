@@ -1,4 +1,4 @@
-"""The tables of pipelines: a line a contender, and what a micro-batch costs besides computing."""
+"""The tables of pipelines: a line a contender, and the time of a micro-batch beyond computing."""
 
 from __future__ import annotations
 

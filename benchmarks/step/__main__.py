@@ -44,7 +44,7 @@ COPIES = "copies"
 @click.option("--optimizers", default=OPTIMIZERS, show_default=True)
 @click.option(
     "--vs", default=EVERYBODY, show_default=True, metavar="NAMES",
-    help="Contenders besides the copies: ddp-gloo,trainer.",
+    help="Contenders in addition to the copies: ddp-gloo,trainer.",
 )  # fmt: skip
 @click.option("--batch", default=32, show_default=True, help="Samples per rank.")
 @click.option("--microbatches", default=1, show_default=True, help="Micro-batches per rank.")

@@ -1,4 +1,4 @@
-"""Side effects: what a step writes besides gradients and buffers is named, in every layout."""
+"""Side effects: writes of a step to more than gradients and buffers are named, in every layout."""
 
 import random
 import warnings

@@ -36,7 +36,7 @@ class Named(nn.Sequential):
 
 
 class Doubled(Named):
-    """Computes something besides its children."""
+    """Computes something in addition to its children."""
 
     def forward(self, inputs):
         return super().forward(inputs) * self.scale

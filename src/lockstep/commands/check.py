@@ -47,8 +47,8 @@ ADVICE = {
     "without a seed or from a private generator (in the dataset, its transforms, the "
     "collate_fn or the sampler), for a DistributedSampler, and for code that depends on the rank.",
     "input": "Look for a tensor that is written in place after it was passed on.",
-    "output": "The module depends on something besides its inputs, parameters and buffers. Look "
-    "for state that it keeps in Python (a counter, a private generator, a value that another "
+    "output": "The module depends on something other than its inputs, parameters and buffers. "
+    "Look for state that it keeps in Python (a counter, a private generator, a value that another "
     "module left in an attribute); keep such state in a buffer, and draw random numbers from "
     "torch's default generator.",
     "loss": "Look for state that the loss function keeps in Python, and for random numbers from "

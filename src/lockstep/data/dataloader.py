@@ -38,7 +38,7 @@ OPTIONS = (
     "drop_last",
     "timeout",
 )
-"""The options, besides `batch_size`, that both `Batches` and a DataLoader have."""
+"""The options, other than `batch_size`, that both `Batches` and a DataLoader have."""
 
 UNUSED = {
     "worker_init_fn": "random numbers are seeded for every sample in any worker, and files can be "

@@ -1,4 +1,4 @@
-"""Side effects: state that a step writes besides gradients and buffers, which breaks determinism.
+"""Side effects: writes of a step to more than gradients and buffers, which break determinism.
 
 Each rank computes some of the micro-batches of a batch. State that passes from one micro-batch
 to the next depends on the number of ranks, unless the trainer merges it, as it does with

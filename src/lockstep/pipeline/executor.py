@@ -68,7 +68,7 @@ class PipelineExecutor:
 
     @property
     def side_effects(self) -> SideEffects:
-        """The detector of values that forward writes besides its result."""
+        """The detector of values that forward writes in addition to its result."""
         return self._linked().side_effects
 
     @property

@@ -1,4 +1,4 @@
-"""Python state: values that blocks keep in attributes and other objects besides their outputs.
+"""Python state: values that blocks keep in attributes and other objects, not in their outputs.
 
     one process     block 0 writes box.mask, block 2 reads that of the same micro-batch
     stages          block 2 has another box on its rank, or (interleaved) block 0 has

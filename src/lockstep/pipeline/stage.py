@@ -43,7 +43,7 @@ Loss = Callable[[Any], torch.Tensor]
 """A function that computes the scaled loss of the micro-batch from the model's outputs."""
 
 TiedRoots = Sequence[tuple[torch.Tensor, torch.Tensor]]
-"""Tensors, besides the outputs, at which backward starts, with their gradients."""
+"""Tensors, other than the outputs, at which backward starts, with their gradients."""
 
 
 @dataclass

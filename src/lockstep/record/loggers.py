@@ -2,7 +2,7 @@
 
     Trainer(..., loggers=["runs/night", ls.loggers.TensorBoard("tensorboard/night")])
 
-Besides the record itself and the progress display, the lines can be sent to TensorBoard,
+In addition to the record itself and the progress display, the lines can be sent to TensorBoard,
 Weights & Biases and MLflow. All three use the same names:
 
     loss, lr, seconds, samples_per_second, and metrics by name        per step

@@ -109,8 +109,8 @@ class Trainer:
             their dtype. None: no autocast.
         activation_checkpointing: Whether to keep only the inputs of each block and recompute its
             activations in backward. Saves memory, costs a second forward, changes no bit.
-        extra_modules: Modules that a step calls besides the model and does not train, such as
-            the discriminator in the generator's step. Their buffers are kept equal on all ranks.
+        extra_modules: Modules that a step calls in addition to the model and does not train, such
+            as the discriminator in the generator's step. Their buffers are kept equal on all ranks.
         pipeline: How the model is split into blocks and stages. None: no stages.
         storage: Where parameters and optimizer state are kept: "replicated", a copy per rank, or
             "shared", a copy per host in shared memory. See the guide on shared storage.

@@ -68,7 +68,7 @@ void yield_core();
 void futex_sleep(std::atomic<uint32_t>& word, uint32_t seen, std::chrono::nanoseconds limit);
 void futex_wake_all(std::atomic<uint32_t>& word);
 
-// What a waiter does besides reading its flag. `check` throws to end the wait; it is
+// What a waiter does in addition to reading its flag. `check` throws to end the wait; it is
 // called before every slice of sleep.
 class WaitObserver {
  public:
