@@ -30,6 +30,12 @@ def test_the_text_is_complete():
     assert "options.who  a  b" in output
 
 
+def test_the_text_can_be_written_to_a_file(place):
+    text = invoke("a", "b").stdout
+    invoke("a", "b", "--format", "text", "-o", "ab.txt")
+    assert (place / "ab.txt").read_text() == text
+
+
 def test_three_runs_are_each_compared_with_the_first(place):
     records.write(place / "runs" / "c", records.whole(name="c"))
     output = invoke("a", "b", "c").output

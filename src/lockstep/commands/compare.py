@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -68,9 +69,15 @@ def command(
     if kind == "text" and output is None:
         print_text(found)
         return
-    to_text = comparison.comparison_html if kind == "html" else comparison.comparison_markdown
-    suffix = "html" if kind == "html" else "md"
-    place = save(to_text(found).encode(), output, Path(f"compare.{suffix}"))
+    if kind == "text":
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            print_text(found)
+        text = printed.getvalue()
+    elif kind == "html":
+        text = comparison.comparison_html(found)
+    else:
+        text = comparison.comparison_markdown(found)
+    place = save(text.encode(), output, Path("compare.html" if kind == "html" else "compare.md"))
     if opened and place is not None:
         open_in_browser(place)
 
