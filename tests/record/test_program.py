@@ -116,6 +116,12 @@ def test_the_files_that_a_dataset_names_are_described(tmp_path, monkeypatch):
     assert describe_data(TensorDataset(torch.zeros(2))) == []
 
 
+def test_names_of_classes_do_not_hide_a_path(tmp_path):
+    dataset = Files("train")
+    dataset.classes, dataset.samples = [f"class {number}" for number in range(200)], [[tmp_path]]
+    assert [each["path"] for each in describe_data(dataset)] == [str(tmp_path)]
+
+
 class Lazy(Mapping):
     """A mapping that reads a file for each entry, as h5py's."""
 

@@ -133,22 +133,27 @@ def describe_data(dataset: object) -> list[dict[str, Any]]:
 
     Paths are found in its attributes, in their lists, tuples and dicts, in nested datasets, and in
     memory-mapped arrays. A string without a separator counts only if it is the name of a file. At
-    most 2,000 objects and 100 strings or paths are examined. Other files that the program reads are
-    not known. The size of a folder is None.
+    most 2,000 objects are examined, and 100 strings or paths, those with a separator first. Other
+    files that the program reads are not known. The size of a folder is None.
     """
     found = {}
-    for path in islice(_named_paths(dataset), MOST_PATHS):
+    for path in sorted(_named_paths(dataset), key=_is_word)[:MOST_PATHS]:
         absolute = os.path.abspath(path)
         try:
             status = os.stat(absolute)
         except (OSError, ValueError):
             continue
         is_folder = stat.S_ISDIR(status.st_mode)
-        if is_folder and isinstance(path, str) and os.sep not in path:
-            continue  # a word such as "train"
+        if is_folder and _is_word(path):
+            continue
         size = None if is_folder else status.st_size
         found[absolute] = {"path": absolute, "size": size, "mtime_ns": status.st_mtime_ns}
     return list(found.values())
+
+
+def _is_word(path: str | Path) -> bool:
+    """Return whether a string may be a word such as "train", not a path."""
+    return isinstance(path, str) and os.sep not in path
 
 
 def _named_paths(dataset: object) -> Iterator[str | Path]:
