@@ -16,6 +16,7 @@ SOURCE = Path(lockstep.__file__).parent
 # From the bottom up; a module imports from its own line and from the lines before.
 LAYERS = [
     {"errors", "files", "formatting", "randomness", "checksum", "messages", "redaction"},
+    {"transport"},
     {"native"},
     {"comm"},
     {"launcher"},

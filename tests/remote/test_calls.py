@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.remote.calls import DRIVER, Calls
-from lockstep.remote.frame import Frame
+from lockstep.transport.frame import Frame
 
 
 class Transport:

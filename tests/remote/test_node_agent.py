@@ -21,7 +21,7 @@ import lockstep as ls
 import warm
 from lockstep.errors import RankError, RendezvousError
 from lockstep.remote.credentials import KEY_VARIABLE, make_key
-from lockstep.remote.listener import REPORT_INTERVAL
+from lockstep.transport.listener import REPORT_INTERVAL
 
 WORKER = [*warm.LOCKSTEP, "worker"]
 PATIENCE = 60.0

@@ -20,9 +20,9 @@ import lockstep as ls
 import processes
 import warm
 from lockstep.errors import RankError, UsageError
-from lockstep.remote.connection import connect
-from lockstep.remote.credentials import Credentials, Identity, Role
-from lockstep.remote.frame import Frame, FrameSocket
+from lockstep.transport.connection import connect
+from lockstep.transport.credentials import Credentials, Identity, Role
+from lockstep.transport.frame import Frame, FrameSocket
 from processes import alive
 
 PATIENCE = 60.0

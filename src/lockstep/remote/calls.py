@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from lockstep.errors import UsageError
 from lockstep.launcher.failure_attribution import Outcome
-from lockstep.remote.frame import Frame
 from lockstep.remote.future import Future, Wait
 from lockstep.remote.objects import ObjectAddress, RemoteObject, TokenCounter
 from lockstep.remote.serialization import deserialize, serialize
+from lockstep.transport.frame import Frame
 
 __all__ = ["DRIVER", "Calls", "Transport", "make_lost_outcome"]
 

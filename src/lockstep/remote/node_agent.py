@@ -29,16 +29,12 @@ from lockstep.launcher.launch import function_task
 from lockstep.launcher.output import RankOutput
 from lockstep.launcher.supervisor import GRACE, TICK, RankSupervisor
 from lockstep.messages import say
-from lockstep.remote.connection import Connection, connect
-from lockstep.remote.credentials import (
-    KEY_VARIABLE,
-    UNKNOWN_SESSION,
-    Credentials,
-    Identity,
-    Role,
-)
-from lockstep.remote.frame import Frame
+from lockstep.remote.connection import Connection
+from lockstep.remote.credentials import KEY_SOURCE, KEY_VARIABLE
 from lockstep.remote.output_forwarder import ForwardedStream
+from lockstep.transport.connection import connect
+from lockstep.transport.credentials import UNKNOWN_SESSION, Credentials, Identity, Role
+from lockstep.transport.frame import Frame
 
 __all__ = ["NodeAgent", "start_worker"]
 
@@ -66,7 +62,7 @@ class NodeAgent:
         self._host, self._session = 0, UNKNOWN_SESSION  # until the driver sends them
         self._refusal = self._lost = ""
         self._is_ended = False
-        own = Credentials(key, Identity(Role.NODE_AGENT))
+        own = Credentials(key, Identity(Role.NODE_AGENT), source=KEY_SOURCE)
         frames = connect(address, port, own, Identity(Role.DRIVER), timeout, timeout)
         self._connection = Connection(frames, self._on_frame, self._on_lost).start()
 
@@ -102,7 +98,7 @@ class NodeAgent:
             for index in range(self._nprocs):
                 output = self._open_output(index)
                 own = Identity(Role.WORKER, self._host, index)
-                credentials = Credentials(self._key, own, self._session)
+                credentials = Credentials(self._key, own, self._session, KEY_SOURCE)
                 arguments = (self._address, self._port, credentials, self._timeout)
                 start_worker(workers, index, arguments, output)
             reported: set[int] = set()

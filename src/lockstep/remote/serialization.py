@@ -18,8 +18,8 @@ from typing import Any
 import cloudpickle  # type: ignore[import-untyped]
 import torch
 
-from lockstep.remote.frame import Buffer
 from lockstep.remote.objects import ObjectAddress, RemoteObject
+from lockstep.transport.frame import Buffer
 
 __all__ = ["deserialize", "serialize"]
 

@@ -31,17 +31,19 @@ from types import TracebackType
 from typing import Any
 
 from lockstep.errors import LockstepError, RankError
+from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.rank_process import describe_error
 from lockstep.launcher.world import init, shutdown
 from lockstep.remote.calls import DRIVER, Calls, make_lost_outcome
-from lockstep.remote.connection import Connection, connect
-from lockstep.remote.credentials import Credentials, Identity, Role
-from lockstep.remote.frame import Frame, FrameSocket
+from lockstep.remote.connection import Connection
 from lockstep.remote.future import SETTLE
 from lockstep.remote.hang_recovery import is_in_collective
-from lockstep.remote.listener import Listener
 from lockstep.remote.objects import ObjectAddress, ObjectStore, TokenCounter
 from lockstep.remote.task_queue import TaskQueue
+from lockstep.transport.connection import connect
+from lockstep.transport.credentials import Credentials, Identity, Role
+from lockstep.transport.frame import Frame, FrameSocket
+from lockstep.transport.listener import Listener
 
 __all__ = ["run_worker"]
 
@@ -83,7 +85,7 @@ class WorkerServer:
         self._lock = threading.Lock()
         frames = connect(address, port, credentials, Identity(Role.DRIVER), silence, silence)
         own = frames.end.getsockname()[0]  # of the interface from which the driver is reached
-        self._listener = Listener(own, 0, credentials, silence, self._accept)
+        self._listener = Listener(listen(own, 0), credentials, silence, self._accept)
         self._driver = Connection(frames, self._on_driver_frame, self._on_driver_lost)
 
     def serve(self) -> None:

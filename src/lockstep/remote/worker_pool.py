@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import os
 import secrets
+import socket
 import threading
 import time
 from collections import Counter, deque
@@ -27,18 +28,20 @@ from lockstep.errors import LockstepError, RankError, RendezvousError, UsageErro
 from lockstep.launcher.environment import RankEnvironment
 from lockstep.launcher.failure_attribution import describe_end
 from lockstep.launcher.fork_server import get_fork_server
+from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.output import RankOutput
 from lockstep.launcher.supervisor import GRACE, TICK, RankSupervisor
 from lockstep.remote.calls import DRIVER, Calls, make_lost_outcome
 from lockstep.remote.connection import Connection
-from lockstep.remote.credentials import SESSION, Credentials, Identity, Role
-from lockstep.remote.frame import ForgedFrame, Frame, FrameSocket
+from lockstep.remote.credentials import KEY_SOURCE
 from lockstep.remote.future import SETTLE, Future, gather
 from lockstep.remote.hang_recovery import CHECKS, HangRecovery
-from lockstep.remote.listener import Listener
 from lockstep.remote.node_agent import start_worker
 from lockstep.remote.objects import ObjectAddress
 from lockstep.remote.output_forwarder import ForwardedStream, OutputForwarder
+from lockstep.transport.credentials import SESSION, Credentials, Identity, Role
+from lockstep.transport.frame import ForgedFrame, Frame, FrameSocket
+from lockstep.transport.listener import Listener
 
 __all__ = ["WorkerHandle", "WorkerPool"]
 
@@ -131,7 +134,7 @@ class WorkerPool:
         self.handles: list[WorkerHandle] = []  # in rank order, once all have connected
         self._nprocs, self._remote, self._address = nprocs, remote, address
         own = Identity(Role.DRIVER)
-        self._credentials = Credentials(key, own, secrets.token_bytes(SESSION))
+        self._credentials = Credentials(key, own, secrets.token_bytes(SESSION), KEY_SOURCE)
         self._silence, self._world = silence, world
         self._expected = {Identity(Role.WORKER, 0, index) for index in range(nprocs)}
         self._handles: dict[Connection, WorkerHandle] = {}
@@ -145,7 +148,7 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._listener = Listener(
-            address, port, self._credentials, silence, self._accept, self._print_refusal
+            _listen(address, port), self._credentials, silence, self._accept, self._print_refusal
         )
         self.port = self._listener.port
         self._local = RankSupervisor(
@@ -484,6 +487,16 @@ class WorkerPool:
             os.close(descriptor)
         self.output.wake()
         self.output.show_if_no_caller_waits()
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    try:
+        return listen(address, port)
+    except UsageError as error:
+        raise UsageError(
+            f"a driver cannot listen at {address}:{port} here: the address is unknown, or the "
+            f"port is in use or not permitted; choose another, or port 0 for a free one"
+        ) from error
 
 
 def _assign_ranks(handles: Iterable[WorkerHandle]) -> list[WorkerHandle]:

@@ -11,8 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.remote import frame
-from lockstep.remote.frame import CHUNK, LENGTH, MAX_HEADER, PROOF, ForgedFrame, Frame, FrameSocket
+from lockstep.transport import frame
+from lockstep.transport.frame import (
+    CHUNK,
+    LENGTH,
+    MAX_HEADER,
+    PROOF,
+    ForgedFrame,
+    Frame,
+    FrameSocket,
+)
 
 
 @pytest.fixture

@@ -30,12 +30,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from lockstep.errors import UsageError
-from lockstep.launcher.listening_socket import listen
-from lockstep.remote.connection import HANDSHAKE_TIMEOUT, open_frame_socket
-from lockstep.remote.credentials import Credentials, Identity
-from lockstep.remote.frame import FrameSocket
-from lockstep.remote.handshake import Agreement, Refused, Status, Steps, answer
+from lockstep.transport.connection import HANDSHAKE_TIMEOUT, open_frame_socket
+from lockstep.transport.credentials import Credentials, Identity
+from lockstep.transport.frame import FrameSocket
+from lockstep.transport.handshake import Agreement, Refused, Status, Steps, answer
 
 __all__ = ["SLOTS", "Listener", "RefusalLog"]
 
@@ -100,38 +98,27 @@ class Pending:
 
 
 class Listener:
-    """Listens at `address`:`port` and passes each authenticated connection to `accept`.
+    """Passes each authenticated connection to a listening socket on to `accept`.
 
     Args:
-        address: An address of this host.
-        port: 0 for a free one.
+        listening: A socket that listens. It belongs to the listener from now on.
         credentials: The credentials of this process.
         silence: Seconds that an authenticated connection may be silent.
         accept: Called with each authenticated connection and the caller's identity.
         refused: Called with a line about refused connections, every 10 s at most.
 
     Both callables run on the listener's own thread, so they must not wait.
-
-    Raises:
-        UsageError: It is impossible to listen at this address and port.
     """
 
     def __init__(
         self,
-        address: str,
-        port: int,
+        listening: socket.socket,
         credentials: Credentials,
         silence: float,
         accept: Callable[[FrameSocket, Identity], None],
         refused: Callable[[str], None] = lambda line: None,
     ) -> None:
-        try:
-            self._socket = listen(address, port)
-        except UsageError as error:
-            raise UsageError(
-                f"a driver cannot listen at {address}:{port} here: the address is unknown, or the "
-                f"port is in use or not permitted; choose another, or port 0 for a free one"
-            ) from error
+        self._socket = listening
         self._socket.setblocking(False)
         self.port = int(self._socket.getsockname()[1])
         self._credentials, self._silence = credentials, silence

@@ -9,11 +9,12 @@ import threading
 import pytest
 
 from lockstep.errors import RendezvousError, UsageError
-from lockstep.remote import connection
-from lockstep.remote.connection import connect
-from lockstep.remote.credentials import Credentials, Identity, Role
-from lockstep.remote.handshake import Status, answer
-from lockstep.remote.listener import Listener
+from lockstep.launcher.listening_socket import listen
+from lockstep.transport import connection
+from lockstep.transport.connection import connect
+from lockstep.transport.credentials import Credentials, Identity, Role
+from lockstep.transport.handshake import Status, answer
+from lockstep.transport.listener import Listener
 
 KEY, SESSION = b"k" * 32, b"s" * 16
 DRIVER, FIRST, SECOND = (
@@ -109,9 +110,9 @@ def test_a_listener_without_the_key(serve):
 
 def test_another_worker_answers():
     own = Credentials(KEY, Identity(Role.WORKER, 2, 1), SESSION)
-    listener = Listener("127.0.0.1", 0, own, 5.0, lambda wire, caller: None)
+    listener = Listener(listen("127.0.0.1", 0), own, 5.0, lambda wire, caller: None)
     try:
-        with pytest.raises(RendezvousError, match=r"^worker 0 of host 2 at .* it is another"):
+        with pytest.raises(RendezvousError, match=r"^worker 0 of host 2.at .* it is another"):
             connected(listener.port, SECOND)
     finally:
         listener.close()

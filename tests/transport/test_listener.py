@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import processes
-from lockstep.remote import listener as listening
-from lockstep.remote.connection import connect
-from lockstep.remote.credentials import Credentials, Identity, Role
-from lockstep.remote.frame import Frame
-from lockstep.remote.handshake import Status, call
-from lockstep.remote.listener import REPORT_INTERVAL, SLOTS, Listener, RefusalLog
+from lockstep.launcher.listening_socket import listen
+from lockstep.transport import listener as listening
+from lockstep.transport.connection import connect
+from lockstep.transport.credentials import Credentials, Identity, Role
+from lockstep.transport.frame import Frame
+from lockstep.transport.handshake import Status, call
+from lockstep.transport.listener import REPORT_INTERVAL, SLOTS, Listener, RefusalLog
 
 KEY, SESSION = b"k" * 32, b"s" * 16
 DRIVER, WORKER = Identity(Role.DRIVER), Identity(Role.WORKER, 0, 3)
@@ -42,7 +43,7 @@ def door(monkeypatch):
             accepted.append((caller, wire))
 
         own = Credentials(KEY, DRIVER, SESSION)
-        listener = Listener("127.0.0.1", 0, own, PATIENCE, accept, lines.append)
+        listener = Listener(listen("127.0.0.1", 0), own, PATIENCE, accept, lines.append)
         try:
             yield SimpleNamespace(port=listener.port, accepted=accepted, lines=lines)
         finally:
@@ -207,7 +208,9 @@ def test_a_stranger_that_sends_without_end_is_refused(door, strangers):
 def test_the_last_refusals_are_reported_at_the_end(strangers):
     lines = []
     own = Credentials(KEY, DRIVER, SESSION)
-    listener = Listener("127.0.0.1", 0, own, PATIENCE, lambda wire, caller: None, lines.append)
+    listener = Listener(
+        listen("127.0.0.1", 0), own, PATIENCE, lambda wire, caller: None, lines.append
+    )
     for end in strangers(listener, 3):
         end.sendall(b"GET / HTTP/1.1\r\n\r\n")
         until(lambda end=end: told(end) == b"", "not closed")

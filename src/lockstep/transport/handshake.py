@@ -12,8 +12,8 @@
     proofs, keys  HMAC(secret, label), with a label for each of the four
 
 HMAC is HMAC-SHA-256. The secret covers everything that was sent: both identities, the
-driver's session and both nonces. Two ends with the same secret therefore agree on both
-identities. A connection fails if it is redirected to another worker or a later driver,
+session and both nonces. Two ends with the same secret therefore agree on both
+identities. A connection fails if it is redirected to another worker or a later session,
 reflected, or composed of recorded ones. The address of the listener is not covered, because
 an SSH tunnel changes it.
 
@@ -35,7 +35,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from lockstep.remote.credentials import (
+from lockstep.transport.credentials import (
     SESSION,
     UNKNOWN_SESSION,
     Credentials,
@@ -45,7 +45,7 @@ from lockstep.remote.credentials import (
 
 __all__ = ["Agreement", "Refused", "Status", "Step", "Steps", "answer", "call"]
 
-GREETING = b"lockstep driver 2\n"
+GREETING = b"lockstep secret 3\n"
 NONCE = PROOF = 32  # bytes
 IDENTITY = Identity.LAYOUT.size
 
@@ -119,7 +119,7 @@ def answer(credentials: Credentials) -> Steps:
     """Run the listener's end of a handshake; the caller proves itself first.
 
     Raises:
-        Refused: The caller does not belong to this driver, or called another process.
+        Refused: The caller does not hold the key, or called another process.
     """
     greeting = yield Step(b"", len(GREETING))
     if greeting != GREETING:
@@ -136,7 +136,7 @@ def answer(credentials: Credentials) -> Steps:
         session == UNKNOWN_SESSION and caller.role is Role.NODE_AGENT
     )
     if called != credentials.own.pack() or not known:
-        raise Refused("it called another driver or worker", Status.MISDIRECTED)
+        raise Refused("it called another process", Status.MISDIRECTED)
     nonce = secrets.token_bytes(NONCE)
     secret = _derive(credentials.key, "connection", opening + introduction + nonce)
     proof = yield Step(bytes([Status.ACCEPTED]) + nonce, PROOF)
@@ -163,7 +163,7 @@ def _require_accepted(said: bytes) -> None:
     if status is Status.OTHER_KEY:
         raise Refused("it holds another key", status)
     if status is Status.MISDIRECTED:
-        raise Refused("it is another driver or worker than the one that was called", status)
+        raise Refused("it is another process than the one that was called", status)
 
 
 def _derive(key: bytes, label: str, content: bytes = b"") -> bytes:

@@ -35,9 +35,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
-
-__all__ = ["Buffer", "ForgedFrame", "Frame", "FrameSocket", "receive_exactly"]
+__all__ = [
+    "HEADER_PART",
+    "LENGTH",
+    "LENGTH_PART",
+    "PROOF",
+    "Buffer",
+    "ForgedFrame",
+    "Frame",
+    "FrameSocket",
+    "check_proof",
+    "prove",
+    "receive_exactly",
+]
 
 Buffer = memoryview
 
@@ -83,7 +93,7 @@ class FrameSocket:
 
     def __init__(self, end: socket.socket, sending: bytes, receiving: bytes) -> None:
         self.end = end
-        self._sending, self._receiving = sending, receiving
+        self.sending, self.receiving = sending, receiving
         self._sent = self._received = 0
 
     def send(self, frame: Frame) -> None:
@@ -91,13 +101,13 @@ class FrameSocket:
         sizes = [piece.nbytes for piece in frame.pieces]
         header = json.dumps({**frame.header, "sizes": sizes}).encode()
         length = LENGTH.pack(len(header))
-        key, number = self._sending, self._sent
+        key, number = self.sending, self._sent
         self._sent += 1
         self._send_all(
             length
-            + _prove(key, LENGTH_PART, number, length)
+            + prove(key, LENGTH_PART, number, length)
             + header
-            + _prove(key, HEADER_PART, number, header)
+            + prove(key, HEADER_PART, number, header)
         )
         if sizes:
             proof = hmac.new(key, digestmod="sha256")
@@ -114,17 +124,17 @@ class FrameSocket:
             EOFError: The connection was closed.
             ForgedFrame: The bytes are not what the other end sent next.
         """
-        key, number = self._receiving, self._received
+        key, number = self.receiving, self._received
         self._received += 1
         start = receive_exactly(self.end, LENGTH.size + PROOF)
         length, proof = start[: LENGTH.size], start[LENGTH.size :]
-        _check(proof, _prove(key, LENGTH_PART, number, length), "length")
+        check_proof(proof, prove(key, LENGTH_PART, number, length), "length")
         (size,) = LENGTH.unpack(length)
         if size > MAX_HEADER:
             raise ForgedFrame(f"a header of {size} bytes")
         rest = receive_exactly(self.end, size + PROOF)
         text, proof = rest[:size], rest[size:]
-        _check(proof, _prove(key, HEADER_PART, number, text), "header")
+        check_proof(proof, prove(key, HEADER_PART, number, text), "header")
         header = json.loads(bytes(text))
         sizes = header.pop("sizes")
         if sum(sizes) > MAX_PIECES:
@@ -132,12 +142,12 @@ class FrameSocket:
         return Frame(header, self._receive_pieces(number, sizes) if sizes else ())
 
     def _receive_pieces(self, number: int, sizes: Sequence[int]) -> list[Buffer]:
-        pieces = [receive_exactly(self.end, size) for size in sizes]
-        proof = hmac.new(self._receiving, digestmod="sha256")
+        pieces = [receive_exactly(self.end, size, is_aligned=True) for size in sizes]
+        proof = hmac.new(self.receiving, digestmod="sha256")
         for index, piece in enumerate(pieces):
             proof.update(PLACE.pack(PIECE_PART, number, index, piece.nbytes))
             proof.update(piece)
-        _check(receive_exactly(self.end, PROOF), proof.digest(), "piece")
+        check_proof(receive_exactly(self.end, PROOF), proof.digest(), "piece")
         return pieces
 
     def _send_all(self, content: bytes | Buffer) -> None:
@@ -147,18 +157,28 @@ class FrameSocket:
             view = view[self.end.send(view[:CHUNK]) :]
 
 
-def _prove(key: bytes, part: int, number: int, content: bytes | Buffer) -> bytes:
+def prove(key: bytes, part: int, number: int, content: bytes | Buffer) -> bytes:
+    """Return the proof of one part of frame `number`."""
     place = PLACE.pack(part, number, 0, len(content))
     return hmac.digest(key, place + bytes(content), "sha256")
 
 
-def _check(proof: Buffer, expected: bytes, part: str) -> None:
+def check_proof(proof: bytes | Buffer, expected: bytes, part: str) -> None:
+    """Raise ForgedFrame unless `proof` is the expected one."""
     if not hmac.compare_digest(proof, expected):
         raise ForgedFrame(f"a {part} without its proof")
 
 
-def receive_exactly(end: socket.socket, size: int) -> Buffer:
-    """Receive `size` bytes into new memory, which begins on a 64-byte boundary.
+def _allocate_aligned(size: int) -> Buffer:
+    import numpy  # imported here: most processes receive no tensors
+
+    memory = numpy.empty(size + ALIGNMENT, numpy.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory.data[start : start + size]
+
+
+def receive_exactly(end: socket.socket, size: int, *, is_aligned: bool = False) -> Buffer:
+    """Receive `size` bytes into new memory, which begins on a 64-byte boundary if `is_aligned`.
 
     Raises:
         EOFError: The connection was closed before.
@@ -166,9 +186,7 @@ def receive_exactly(end: socket.socket, size: int) -> Buffer:
             timeout, so that an end that sends single bytes cannot block this one forever.
     """
     timeout, started = end.gettimeout(), time.monotonic()
-    memory = numpy.empty(size + ALIGNMENT, numpy.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    view = whole = memory.data[start : start + size]
+    view = whole = _allocate_aligned(size) if is_aligned else memoryview(bytearray(size))
     while view:
         count = end.recv_into(view[:CHUNK])
         if not count:
