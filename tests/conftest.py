@@ -16,6 +16,7 @@ import cloudpickle
 import hypothesis
 import pytest
 
+import hosts
 import lockstep
 import pytest_lockstep
 import warm
@@ -127,6 +128,13 @@ def world_of_one() -> Iterator[None]:
     lockstep.init()
     yield
     lockstep.shutdown()
+
+
+@pytest.fixture
+def network() -> Iterator[Callable[..., hosts.Network]]:
+    """Simulate hosts, as `hosts.network` does, until the test ends."""
+    with hosts.closing_networks() as create:
+        yield create
 
 
 @pytest.fixture(autouse=True)
