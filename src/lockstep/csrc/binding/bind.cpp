@@ -15,6 +15,7 @@
 #include "backend.h"
 #include "errors.h"
 #include "torch_errors.h"
+#include "tree_reduce.h"
 
 namespace py = pybind11;
 
@@ -117,6 +118,55 @@ static int64_t compare_exchange(const at::Tensor& tensor, int64_t index, int64_t
   return expected;
 }
 
+// Combines the nodes of a tree, as the collective calls do, into `result`.
+//
+// `inputs` are vectors with the values of `nodes`, which together cover all leaves; nodes that
+// are not `present` (an empty list: all are) are left out. Inputs and the result have the dtype
+// `dtype`, or float32 where they are nodes of 16-bit floats that are not rounded yet. Returns
+// whether any node is present; the result is not changed otherwise.
+static bool combine_nodes(const Tensors& inputs, const std::vector<std::pair<int, int>>& nodes,
+                          int leaves, const std::vector<bool>& present, at::ScalarType dtype,
+                          int reduction, bool round_each, double divisor,
+                          const std::vector<double>& factors, const at::Tensor& result) {
+  const char* op = "combine";
+  ReductionSpec spec{data_type_of(dtype), static_cast<Reduction>(reduction), round_each, divisor,
+                     factors};
+  CHECK_ARGUMENT(
+      reduction >= 0 && reduction < kReductions && is_supported(spec.reduction, spec.type), op,
+      ": the reduction is not defined for ", dtype_name(static_cast<int>(dtype)));
+  CHECK_ARGUMENT(inputs.size() == nodes.size() &&
+                     (present.empty() || present.size() == nodes.size()) &&
+                     (factors.empty() || factors.size() == nodes.size()),
+                 op, ": a node needs an input, a flag and a factor");
+  const bool has_wide = is_half(spec.type) && !round_each;
+  const auto check = [&](const at::Tensor& tensor) {
+    check_tensor(op, tensor);
+    const at::ScalarType type = tensor.scalar_type();
+    CHECK_ARGUMENT(is_plain(tensor) && tensor.numel() == result.numel() &&
+                       (type == dtype || (has_wide && type == at::kFloat)),
+                   op, ": inputs and the result must be contiguous and alike");
+    return type != dtype;
+  };
+  spec.wide_result = check(result);
+  CHECK_ARGUMENT(!spec.wide_result || divisor == 1, op, ": a node is not divided");
+  std::vector<const char*> values;
+  for (const at::Tensor& input : inputs) {
+    spec.wide_inputs.push_back(check(input));
+    values.push_back(static_cast<const char*>(input.data_ptr()));
+  }
+  std::vector<int> steps;
+  try {
+    steps = tree_steps(nodes, leaves, present);
+  } catch (...) {
+    std::rethrow_exception(to_torch_error());
+  }
+  if (steps.empty()) return false;
+  if (result.numel())
+    TreeReducer(std::move(steps), std::move(spec))
+        .run(values, {static_cast<char*>(result.data_ptr())}, static_cast<size_t>(result.numel()));
+  return true;
+}
+
 static WorkPtr exact_sum_of_bucket(LockstepBackend& backend, at::Tensor packed, at::Tensor result,
                                    at::Tensor present, size_t length,
                                    std::vector<std::pair<size_t, size_t>> members,
@@ -164,6 +214,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::call_guard<py::gil_scoped_release>());
   // The first touch of new memory takes seconds per gigabyte: let other threads run.
   module.def("empty", &empty, py::arg("sizes"), py::arg("dtype"),
+             py::call_guard<py::gil_scoped_release>());
+  module.def("combine", &combine_nodes, py::arg("inputs"), py::arg("nodes"), py::arg("leaves"),
+             py::arg("present"), py::arg("dtype"), py::arg("reduction"), py::arg("round_each"),
+             py::arg("divisor"), py::arg("factors"), py::arg("result"),
              py::call_guard<py::gil_scoped_release>());
   module.def("is_shared", &is_shared, py::arg("tensor"));
   module.def("handle_of", &handle_of, py::arg("tensor"));

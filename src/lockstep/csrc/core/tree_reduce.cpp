@@ -69,6 +69,7 @@ TreeReducer::TreeReducer(std::vector<int> steps, ReductionSpec spec)
     : steps_(std::move(steps)), spec_(std::move(spec)) {
   const bool rounded = spec_.round_each && is_half(spec_.type);
   working_type_ = rounded ? spec_.type : accumulation_type(spec_.type);
+  result_type_ = spec_.wide_result ? working_type_ : spec_.type;
   combine_ =
       rounded
           ? kernels().add_rounded[spec_.type == DataType::bf16]
@@ -96,10 +97,11 @@ void TreeReducer::run(const std::vector<const char*>& inputs, const std::vector<
     reduce_block(inputs, outputs, begin, std::min(width, count - begin), bypass_caches, scratch);
 }
 
-const char* TreeReducer::load_input(const char* input, int number, size_t count,
+const char* TreeReducer::load_input(const char* input, int number, size_t begin, size_t count,
                                     char* scratch) const {
-  const char* value = input;
-  if (working_type_ != spec_.type) {
+  const bool is_narrow = working_type_ != spec_.type && !is_wide(number);
+  const char* value = input + begin * element_size(is_narrow ? spec_.type : working_type_);
+  if (is_narrow) {
     kernels().widen[spec_.type == DataType::bf16](reinterpret_cast<float*>(scratch),
                                                   reinterpret_cast<const uint16_t*>(value), count);
     value = scratch;
@@ -115,15 +117,15 @@ const char* TreeReducer::load_input(const char* input, int number, size_t count,
 void TreeReducer::reduce_block(const std::vector<const char*>& inputs,
                                const std::vector<char*>& outputs, size_t begin, size_t count,
                                bool bypass_caches, char* scratch) const {
-  const size_t item = element_size(spec_.type);
+  const size_t item = element_size(result_type_);
   const char* stack[33];  // a tree of 2^31 leaves has a height of 32
   size_t height = 0;
   // The last step writes to the outputs directly, if no conversion follows.
-  const bool is_direct = working_type_ == spec_.type && spec_.divisor == 1;
+  const bool is_direct = working_type_ == result_type_ && spec_.divisor == 1;
   for (size_t i = 0; i < steps_.size(); ++i) {
     if (steps_[i] != kCombine) {
-      stack[height] = load_input(inputs[steps_[i]] + begin * item, steps_[i], count,
-                                 scratch + height * kBlockBytes);
+      stack[height] =
+          load_input(inputs[steps_[i]], steps_[i], begin, count, scratch + height * kBlockBytes);
       ++height;
       continue;
     }
@@ -146,7 +148,7 @@ void TreeReducer::reduce_block(const std::vector<const char*>& inputs,
 
 void TreeReducer::write_outputs(const char* value, const std::vector<char*>& outputs, size_t begin,
                                 size_t count, bool bypass_caches) const {
-  const size_t item = element_size(spec_.type);
+  const size_t item = element_size(result_type_);
   char* first = outputs[0] + begin * item;
   if (spec_.divisor != 1) {
     const bool half = is_half(spec_.type);
@@ -165,7 +167,7 @@ void TreeReducer::write_outputs(const char* value, const std::vector<char*>& out
                                                      count);
       value = first;
     }
-  } else if (working_type_ != spec_.type) {
+  } else if (working_type_ != result_type_) {
     kernels().narrow[spec_.type == DataType::bf16](reinterpret_cast<uint16_t*>(first),
                                                    reinterpret_cast<const float*>(value), count);
     value = first;

@@ -34,6 +34,10 @@ struct ReductionSpec {
   bool round_each = false;      // 16-bit floats: round at every node, not once
   double divisor = 1;           // of the result (AVG)
   std::vector<double> factors;  // of each input (PREMUL_SUM), or empty
+  // Nodes of a tree that several hosts reduce: 16-bit floats that are rounded once, at the root,
+  // are float32 below it. `wide_inputs`: which inputs are (empty: none are).
+  std::vector<bool> wide_inputs;
+  bool wide_result = false;  // not with a divisor
 };
 
 class TreeReducer {
@@ -49,13 +53,16 @@ class TreeReducer {
  private:
   void reduce_block(const std::vector<const char*>& inputs, const std::vector<char*>& outputs,
                     size_t begin, size_t count, bool bypass_caches, char* scratch) const;
-  const char* load_input(const char* input, int number, size_t count, char* scratch) const;
+  bool is_wide(int number) const { return !spec_.wide_inputs.empty() && spec_.wide_inputs[number]; }
+  const char* load_input(const char* input, int number, size_t begin, size_t count,
+                         char* scratch) const;
   void write_outputs(const char* value, const std::vector<char*>& outputs, size_t begin,
                      size_t count, bool bypass_caches) const;
 
   std::vector<int> steps_;
   ReductionSpec spec_;
   DataType working_type_;  // in which values are combined
+  DataType result_type_;
   Kernels::Combine combine_;
   size_t stack_depth_;
 };

@@ -1,0 +1,548 @@
+"""Reductions across hosts: in shared memory inside a host, in messages between hosts.
+
+`lockstep.comm.host_reduction_plan` says which rank combines and sends what. The slices are cut into
+chunks, which pass through a pipeline, so that the network never waits for memory:
+
+    chunk i          the ranks of a host publish it; each rank combines the terms of the slices
+                     that it handles, and sends them to their owners
+    chunk i - 1      each owner receives the terms of its slice from the other hosts, combines them
+                     with those of its own host in the order of the tree, and sends the result back
+    chunk i - 3      the results have arrived; every rank of the host takes them
+
+When a rank waits for a chunk, the messages of two later steps are queued in the other direction.
+The arithmetic is that of the one-host backend (csrc/core/tree_reduce.h): 16-bit floats that are
+rounded once, at the root of the tree, travel as float32 where they have been combined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm import backend
+from lockstep.comm.host_reduction_plan import (
+    ReductionPlan,
+    Term,
+    plan_reduction,
+    round_up,
+    slice_bounds,
+)
+from lockstep.comm.tree import Node
+
+__all__ = ["HostReducer", "Reduction"]
+
+CHUNK_BYTES = 2 << 20
+"""The bytes of a chunk, of all slices together, by measurement: see LOG.md."""
+
+LEAST_MESSAGE_BYTES = 64 << 10
+"""A chunk is not smaller than this per slice, unless the slice is."""
+
+DELAY = 3
+"""The number of chunks between the publication of a chunk and the use of its results."""
+
+SLOTS = DELAY + 2
+"""The number of staging buffers of a rank. A rank writes the buffer of chunk i while other ranks
+may still read that of chunk i - 4."""
+
+TERM_TAG, RESULT_TAG = 0x4C530001, 0x4C530002
+"""The tags of the messages."""
+
+SUM, AVG = 0, 1
+"""Numbers of reductions in `torch.distributed.ReduceOp`."""
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Group(Protocol):
+    """A group whose ranks are on several hosts, as one of its ranks holds it.
+
+    Attributes:
+        map: The ranks of each host.
+        rank: This rank.
+        local: The native backend of the ranks on this host, in the order of the map.
+        between: A process group of all ranks, which carries messages between hosts.
+    """
+
+    map: Any
+    rank: int
+    local: Any
+    between: Any
+
+
+class Reduction:
+    """The arithmetic of a reduction.
+
+    Args:
+        dtype: The element type.
+        number: The number of the reduction in `torch.distributed.ReduceOp`.
+        ranks: The number of ranks, by which an average is divided.
+        factors: The factor of each rank (PREMUL_SUM), or nothing.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, number: int, ranks: int, factors: Sequence[float] = ()
+    ) -> None:
+        self.dtype, self.number, self.factors = dtype, number, list(factors)
+        self.round_each = False
+        self.divisor = float(ranks) if number == AVG else 1.0
+        self.wide = torch.float32 if dtype in HALF else dtype
+
+    @classmethod
+    def exact_sum(cls, dtype: torch.dtype, divisor: float) -> Reduction:
+        """Return the sum of gradients, which is rounded to their dtype at every node."""
+        found = cls(dtype, SUM, 1)
+        found.round_each, found.divisor, found.wide = True, divisor, dtype
+        return found
+
+    @property
+    def is_order_free(self) -> bool:
+        """Whether the result does not depend on the order, which is so for integers and bools."""
+        kind = self.dtype
+        return not (kind.is_floating_point or kind.is_complex or self.factors)
+
+    def factors_of(self, term: Term) -> list[float]:
+        """Return the factors of the inputs of a term."""
+        return [self.factors[rank] for rank, _ in term.inputs] if self.factors else []
+
+    def combine(
+        self,
+        inputs: Sequence[torch.Tensor],
+        nodes: Sequence[Node],
+        leaves: int,
+        result: torch.Tensor,
+        factors: Sequence[float] = (),
+        present: Sequence[bool] = (),
+        divisor: float = 1.0,
+    ) -> None:
+        """Combine the values of nodes that cover a tree, into `result`."""
+        backend.load().combine(
+            inputs, nodes, leaves, present, self.dtype, self.number, self.round_each, divisor,
+            factors, result,
+        )  # fmt: skip
+
+
+class StagedValues:
+    """The values of ranks with private memory, which pass through the staging buffers of the host.
+
+    Args:
+        reducer: The reducer, with the staging buffers.
+        sources: For each slice, the vector from which this rank's values are read.
+        targets: For each slice, the vector to which its results are written, or None.
+    """
+
+    def __init__(
+        self,
+        reducer: HostReducer,
+        plan: ReductionPlan,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor | None],
+        chunk: int,
+    ) -> None:
+        self._reducer, self._sources, self._targets = reducer, sources, targets
+        self._chunk, self._dtype = chunk, sources[0].dtype
+        host = reducer.host
+        self._handlers = [plan.handler(each, host) for each in range(len(plan.owners))]
+        self._ranks = plan.hosts[host]
+
+    def begin(self) -> None:
+        """Do nothing: every chunk is published by itself."""
+
+    def load(self, chunk: int) -> None:
+        """Copy this rank's values of a chunk to its staging buffer."""
+        lo = chunk * self._chunk
+        for number, source in enumerate(self._sources):
+            part = source[lo : lo + self._chunk]
+            if part.numel():
+                self._staged(self._reducer.rank, number, chunk, part.numel()).copy_(part)
+
+    def publish(self) -> None:
+        """Wait until all ranks of the host have come here."""
+        self._reducer.barrier()
+
+    def read(self, rank: int, number: int, slice_: int, chunk: int) -> torch.Tensor:
+        """Return the values of a rank of this host."""
+        return self._staged(rank, slice_, chunk, self._size(slice_, chunk))
+
+    def result(self, slice_: int, chunk: int) -> torch.Tensor:
+        """Return the memory for the result of a slice that this rank handles."""
+        return self.read(self._reducer.rank, 0, slice_, chunk)
+
+    def spread(self, slice_: int, chunk: int) -> None:
+        """Do nothing: the other ranks of the host read the result in `store`."""
+
+    def store(self, chunk: int) -> None:
+        """Copy the results of a chunk to this rank's tensors."""
+        lo = chunk * self._chunk
+        for number, target in enumerate(self._targets):
+            if target is None:
+                continue
+            part = target[lo : lo + self._chunk]
+            if part.numel():
+                part.copy_(self._staged(self._handlers[number], number, chunk, part.numel()))
+
+    def end(self) -> None:
+        """Do nothing: the next call begins with another staging buffer."""
+
+    def _size(self, slice_: int, chunk: int) -> int:
+        return max(0, min(self._chunk, self._sources[slice_].numel() - chunk * self._chunk))
+
+    def _staged(self, rank: int, slice_: int, chunk: int, size: int) -> torch.Tensor:
+        row = self._reducer.staging(self._ranks.index(rank), chunk)
+        item = self._dtype.itemsize
+        start = slice_ * self._chunk * item
+        return row[start : start + size * item].view(self._dtype)
+
+
+class PackedValues:
+    """The nodes of a bucket, which every rank of the host has packed in shared memory.
+
+    Args:
+        rows: By rank of this host, its nodes as a matrix with a row per node; the sums replace the
+            first row.
+        cuts: The bounds of the slices.
+        is_scattered: Whether the owner of a slice keeps its result for itself.
+    """
+
+    def __init__(
+        self,
+        reducer: HostReducer,
+        rows: dict[int, torch.Tensor],
+        cuts: Sequence[int],
+        is_scattered: bool,
+        chunk: int,
+    ) -> None:
+        self._reducer, self._rows, self._cuts, self._chunk = reducer, rows, cuts, chunk
+        others = [rank for rank in rows if rank != reducer.rank]
+        self._others = [] if is_scattered else [rows[rank][0] for rank in others]
+
+    def begin(self) -> None:
+        """Wait until all ranks of the host have packed their nodes."""
+        self._reducer.barrier()
+
+    def load(self, chunk: int) -> None:
+        """Do nothing: the values are in shared memory."""
+
+    def publish(self) -> None:
+        """Do nothing: only the handler of a slice reads and writes it on this host."""
+
+    def span(self, slice_: int, chunk: int) -> tuple[int, int]:
+        """Return the elements of the bucket in a chunk of a slice."""
+        lo = self._cuts[slice_] + chunk * self._chunk
+        return lo, max(lo, min(lo + self._chunk, self._cuts[slice_ + 1]))
+
+    def read(self, rank: int, number: int, slice_: int, chunk: int) -> torch.Tensor:
+        """Return the values of a node of a rank of this host."""
+        lo, hi = self.span(slice_, chunk)
+        return self._rows[rank][number, lo:hi]
+
+    def result(self, slice_: int, chunk: int) -> torch.Tensor:
+        """Return the memory for the result of a slice that this rank handles."""
+        return self.read(self._reducer.rank, 0, slice_, chunk)
+
+    def spread(self, slice_: int, chunk: int) -> None:
+        """Write the result of a slice that this rank handles to the other ranks of the host."""
+        lo, hi = self.span(slice_, chunk)
+        for row in self._others:
+            row[lo:hi].copy_(self.result(slice_, chunk))
+
+    def store(self, chunk: int) -> None:
+        """Do nothing: the handlers write the results to every rank's memory."""
+
+    def end(self) -> None:
+        """Wait until all handlers of the host have written their results."""
+        self._reducer.barrier()
+
+
+class HostReducer:
+    """Reduces tensors over a group whose ranks are on several hosts; keeps its buffers.
+
+    All ranks must make the same calls in the same order, from one thread at a time.
+
+    Args:
+        group: The group.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.rank = group.rank
+        hosts = group.map.hosts
+        self.host = next(number for number, ranks in enumerate(hosts) if group.rank in ranks)
+        self._ranks = len(hosts[self.host])
+        self._staging: torch.Tensor | None = None
+        self._staging_slot = 0  # of the next call
+        self._scratch: dict[tuple[str, int], torch.Tensor] = {}
+
+    # ---- calls ----
+
+    def all_reduce(self, tensor: torch.Tensor, number: int, factors: Sequence[float] = ()) -> None:
+        """Reduce a contiguous tensor over all ranks, in place.
+
+        Args:
+            tensor: The tensor, of the same dtype and number of elements on every rank.
+            number: The number of the reduction in `torch.distributed.ReduceOp`.
+            factors: The factor of each rank, for PREMUL_SUM.
+        """
+        self._reduce_whole(tensor, number, factors, None)
+
+    def reduce(
+        self, tensor: torch.Tensor, number: int, root: int, factors: Sequence[float] = ()
+    ) -> None:
+        """Reduce a contiguous tensor to rank `root`; the tensors of other ranks do not change."""
+        self._reduce_whole(tensor, number, factors, root)
+
+    def reduce_scatter(
+        self,
+        inputs: Sequence[torch.Tensor],
+        output: torch.Tensor,
+        number: int,
+        factors: Sequence[float] = (),
+    ) -> None:
+        """Reduce a contiguous tensor per rank; rank r gets the result of tensor r.
+
+        Args:
+            inputs: A tensor for each rank, with the number of elements of its output.
+            output: This rank's result.
+            number: The number of the reduction.
+            factors: The factor of each rank, for PREMUL_SUM.
+        """
+        reduction = Reduction(output.dtype, number, len(inputs), factors)
+        plan = self._plan(reduction, None, scatter=True)
+        sources = [each.view(-1) for each in inputs]
+        targets: list[torch.Tensor | None] = [None] * len(inputs)
+        targets[self.rank] = output.view(-1)
+        self._run_staged(plan, reduction, sources, targets)
+
+    def _reduce_whole(
+        self, tensor: torch.Tensor, number: int, factors: Sequence[float], root: int | None
+    ) -> None:
+        ranks = sum(len(each) for each in self._group.map.hosts)
+        reduction = Reduction(tensor.dtype, number, ranks, factors)
+        plan = self._plan(reduction, root, scatter=False)
+        flat = tensor.view(-1)
+        bounds = slice_bounds(flat.numel(), len(plan.owners), flat.dtype.itemsize)
+        slices = [flat[lo:hi] for lo, hi in pairwise(bounds)]
+        is_target = root is None or root == self.rank
+        self._run_staged(plan, reduction, slices, slices if is_target else [None] * len(slices))
+
+    def _plan(self, reduction: Reduction, root: int | None, scatter: bool) -> ReductionPlan:
+        ranks = sum(len(each) for each in self._group.map.hosts)
+        return plan_reduction(
+            self._group.map.hosts,
+            [[(each, each + 1)] for each in range(ranks)],
+            ranks,
+            root,
+            scatter=scatter,
+            is_order_free=reduction.is_order_free,
+            wide_factor=reduction.wide.itemsize // reduction.dtype.itemsize,
+            is_scaled=bool(reduction.factors),
+        )
+
+    def _run_staged(
+        self,
+        plan: ReductionPlan,
+        reduction: Reduction,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor | None],
+    ) -> None:
+        sizes = [each.numel() for each in sources]
+        chunk = chunk_length(sizes, reduction.dtype.itemsize)
+        if self._staging is None:
+            self._staging = self._group.local.share(SLOTS * self._ranks * CHUNK_BYTES)
+        values = StagedValues(self, plan, sources, targets, chunk)
+        chunks = self._run(plan, reduction, values, sizes, chunk)
+        self._staging_slot = (self._staging_slot + chunks) % SLOTS
+
+    def exact_sum(
+        self,
+        plan: ReductionPlan,
+        reduction: Reduction,
+        rows: dict[int, torch.Tensor],
+        cuts: Sequence[int],
+        is_scattered: bool,
+    ) -> None:
+        """Add the nodes of a bucket that the ranks of this host have packed; see `PackedValues`."""
+        sizes = [hi - lo for lo, hi in pairwise(cuts)]
+        chunk = chunk_length(sizes, reduction.dtype.itemsize)
+        values = PackedValues(self, rows, cuts, is_scattered, chunk)
+        self._run(plan, reduction, values, sizes, chunk)
+
+    # ---- memory and messages ----
+
+    def staging(self, position: int, chunk: int) -> torch.Tensor:
+        """Return the staging buffer for a chunk, of the rank at a position of this host."""
+        assert self._staging is not None
+        slot = (self._staging_slot + chunk) % SLOTS
+        start = (slot * self._ranks + position) * CHUNK_BYTES
+        return self._staging[start : start + CHUNK_BYTES]
+
+    def barrier(self) -> None:
+        """Wait until all ranks of this host have come here."""
+        self._group.local.barrier(dist.BarrierOptions()).wait()
+
+    def buffer(self, name: str, number: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a buffer, which is kept for the next calls."""
+        needed = size * dtype.itemsize
+        found = self._scratch.get((name, number))
+        if found is None or found.numel() < needed:
+            found = self._scratch[name, number] = torch.empty(needed, dtype=torch.uint8)
+        return found[:needed].view(dtype)
+
+    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+        """Start to send a vector to a rank of another host."""
+        return self._group.between.send([tensor.view(torch.uint8)], rank, tag)
+
+    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+        """Start to receive a vector from a rank of another host."""
+        return self._group.between.recv([tensor.view(torch.uint8)], rank, tag)
+
+    def _run(
+        self,
+        plan: ReductionPlan,
+        reduction: Reduction,
+        values: StagedValues | PackedValues,
+        sizes: Sequence[int],
+        chunk: int,
+    ) -> int:
+        """Pass all chunks through the pipeline; return their number."""
+        chunks = -(-max(sizes, default=0) // chunk) if max(sizes, default=0) else 0
+        pipeline = _Pipeline(self, plan, reduction, values, sizes, chunk)
+        values.begin()
+        for i in range(chunks + DELAY if chunks else 0):
+            if i < chunks:
+                values.load(i)
+            if i >= DELAY:
+                pipeline.finish(i - DELAY)
+            values.publish()
+            if i >= DELAY:
+                values.store(i - DELAY)
+            if i < chunks:
+                pipeline.send_terms(i)
+            if 1 <= i <= chunks:
+                pipeline.reduce(i - 1)
+        values.end()
+        return chunks
+
+
+def chunk_length(sizes: Sequence[int], itemsize: int) -> int:
+    """Return the number of elements of a chunk of one slice, in whole cache lines."""
+    line = max(64 // itemsize, 1)
+    most = CHUNK_BYTES // len(sizes) // itemsize // line * line
+    largest = max(sizes, default=0)
+    least = LEAST_MESSAGE_BYTES // itemsize
+    quarter = round_up(round_up(largest, 4) // 4, line)
+    return max(line, min(most, max(least, quarter)))
+
+
+class _Pipeline:
+    """The messages of one call."""
+
+    def __init__(
+        self,
+        reducer: HostReducer,
+        plan: ReductionPlan,
+        reduction: Reduction,
+        values: StagedValues | PackedValues,
+        sizes: Sequence[int],
+        chunk: int,
+    ) -> None:
+        self._reducer, self._plan, self._reduction = reducer, plan, reduction
+        self._values, self._sizes, self._chunk = values, sizes, chunk
+        self._handled = plan.handled(reducer.rank)
+        self._others = [each for each in range(len(plan.hosts)) if each != reducer.host]
+        # By chunk: works that send, and (slice, works) that receive terms and results.
+        self._sends: dict[int, list[Any]] = {}
+        self._terms: dict[int, list[tuple[Any, Term, torch.Tensor]]] = {}
+        self._results: dict[int, list[tuple[int, Any]]] = {}
+
+    def _size(self, slice_: int, chunk: int) -> int:
+        return max(0, min(self._chunk, self._sizes[slice_] - chunk * self._chunk))
+
+    def _owns(self, slice_: int) -> bool:
+        return self._plan.owners[slice_] == self._reducer.rank
+
+    def _term_dtype(self, host: int) -> torch.dtype:
+        return self._reduction.wide if self._plan.is_wide[host] else self._reduction.dtype
+
+    def send_terms(self, chunk: int) -> None:
+        """Send the terms of a chunk to their owners, and start to receive those of this rank."""
+        reducer, plan = self._reducer, self._plan
+        sends = self._sends.setdefault(chunk, [])
+        receives = self._terms.setdefault(chunk, [])
+        results = self._results.setdefault(chunk, [])
+        for slice_ in self._handled:
+            size = self._size(slice_, chunk)
+            if not size:
+                continue
+            owner = plan.owners[slice_]
+            if self._owns(slice_):
+                for host in self._others:
+                    dtype = self._term_dtype(host)
+                    for n, term in enumerate(plan.terms[host]):
+                        name = f"received {host} {n}"
+                        buffer = reducer.buffer(name, chunk % SLOTS, size, dtype)
+                        handler = plan.handler(slice_, host)
+                        receives.append((reducer.receive(buffer, handler, TERM_TAG), term, buffer))
+                continue
+            if plan.returns:
+                target = self._values.result(slice_, chunk)
+                results.append((slice_, reducer.receive(target, owner, RESULT_TAG)))
+            for n, term in enumerate(plan.terms[reducer.host]):
+                value = self._term(term, f"sent {slice_} {n}", slice_, chunk, size)
+                sends.append(reducer.send(value, owner, TERM_TAG))
+
+    def _inputs(self, term: Term, slice_: int, chunk: int) -> list[torch.Tensor]:
+        return [self._values.read(rank, n, slice_, chunk) for rank, n in term.inputs]
+
+    def _term(self, term: Term, name: str, slice_: int, chunk: int, size: int) -> torch.Tensor:
+        """Return the value of a term of this host."""
+        reduction = self._reduction
+        inputs = self._inputs(term, slice_, chunk)
+        if len(inputs) == 1 and not reduction.factors:
+            return inputs[0]  # in shared memory, which does not change before the result comes
+        dtype = self._term_dtype(self._reducer.host)
+        buffer = self._reducer.buffer(name, chunk % SLOTS, size, dtype)
+        reduction.combine(inputs, term.nodes, term.leaves, buffer, reduction.factors_of(term))
+        return buffer
+
+    def reduce(self, chunk: int) -> None:
+        """Reduce a chunk of this rank's slice, and send the result to the other hosts."""
+        reducer, plan, reduction = self._reducer, self._plan, self._reduction
+        for slice_ in self._handled:
+            if not (self._owns(slice_) and self._size(slice_, chunk)):
+                continue
+            inputs: list[torch.Tensor] = []
+            nodes: list[Node] = []
+            factors: list[float] = []
+            for term in plan.terms[reducer.host]:
+                inputs += self._inputs(term, slice_, chunk)
+                nodes += [(term.node[0] + a, term.node[0] + b) for a, b in term.nodes]
+                factors += reduction.factors_of(term)
+            for work, term, buffer in self._terms.pop(chunk):
+                work.wait()
+                inputs.append(buffer)
+                nodes.append(term.node)
+                if reduction.factors:
+                    factors.append(1)  # its host has multiplied its values
+            leaves = plan.leaves
+            if reduction.is_order_free:
+                nodes, leaves = [(n, n + 1) for n in range(len(inputs))], len(inputs)
+            result = self._values.result(slice_, chunk)
+            reduction.combine(inputs, nodes, leaves, result, factors, divisor=reduction.divisor)
+            if plan.returns:
+                for host in self._others:
+                    handler = plan.handler(slice_, host)
+                    work = reducer.send(result, handler, RESULT_TAG)
+                    self._sends[chunk].append(work)
+            self._values.spread(slice_, chunk)
+
+    def finish(self, chunk: int) -> None:
+        """Wait for the messages of a chunk."""
+        for slice_, work in self._results.pop(chunk):
+            work.wait()
+            self._values.spread(slice_, chunk)
+        for work in self._sends.pop(chunk):
+            work.wait()

@@ -1,0 +1,126 @@
+"""Reductions across simulated hosts: the bits are those of one host, for any placement."""
+
+import itertools
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.comm import backend as native
+from lockstep.comm import host_reduction
+from lockstep.comm.host_reduction import HostReducer
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="not built")
+
+PLACEMENTS = {
+    2: [((0,), (1,))] * 2,
+    3: [((0, 1), (2,)), ((0, 2), (1,)), ((0,), (1,), (2,))],
+    4: [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2), (3,)), ((0,), (1, 2, 3))],
+}
+SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR, PREMUL_SUM = range(9)
+NAMES = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
+FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+INTEGERS = [
+    torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+]  # fmt: skip
+COMPLEX = [torch.complex64, torch.complex128]
+CASES = [
+    *((dtype, n) for dtype in FLOATS for n in (SUM, AVG, PRODUCT, MIN, MAX, PREMUL_SUM)),
+    *((dtype, n) for dtype in COMPLEX for n in (SUM, AVG, PREMUL_SUM)),
+    *((dtype, n) for dtype in INTEGERS for n in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)),
+    *((torch.bool, n) for n in (SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR)),
+]
+
+
+@contextmanager
+def new_group(hosts):
+    """Make the group that `HostReducer` takes; the hosts are native groups on this machine."""
+    rank = dist.get_rank()
+    groups = [dist.new_group(list(ranks), backend="lockstep") for ranks in hosts]
+    (mine,) = (group for group, ranks in zip(groups, hosts, strict=True) if rank in ranks)
+    between = dist.group.WORLD._get_backend(torch.device("cpu"))
+    yield SimpleNamespace(
+        map=SimpleNamespace(hosts=hosts), rank=rank, local=native.of_group(mine), between=between
+    )
+    dist.destroy_process_group(mine)
+
+
+def rank_values(dtype, length, rank):
+    generator = torch.Generator().manual_seed(rank)
+    bits = torch.randint(0, 256, (length * dtype.itemsize,), generator=generator)
+    if dtype == torch.bool:
+        return bits > 127
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return bits.to(torch.uint8).view(dtype)
+    values = torch.randn(length, generator=generator, dtype=torch.float64)
+    values *= 10.0 ** torch.randint(-3, 4, (length,), generator=generator)
+    found = values.to(dtype)
+    if dtype.is_floating_point and length > 9:
+        found[7], found[8] = float("nan"), -0.0 if rank % 2 else 0.0
+        found[9] = float("inf") if rank % 2 else float("-inf")
+    return found
+
+
+def bits(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def operation(number, rank):
+    if number == PREMUL_SUM:
+        return dist._make_nccl_premul_sum(0.3 + rank)
+    return getattr(dist.ReduceOp, NAMES[number])
+
+
+def factors(number, ranks):
+    return [0.3 + rank for rank in range(ranks)] if number == PREMUL_SUM else []
+
+
+def check_all_reduce(reducer, one_host, dtype, number, length):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    expected = rank_values(dtype, length, rank)
+    found = expected.clone()
+    dist.all_reduce(expected, operation(number, rank), group=one_host)
+    reducer.all_reduce(found, number, factors(number, ranks))
+    assert torch.equal(bits(found), bits(expected))
+
+
+def check_reduce(reducer, one_host, dtype, number, length):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    expected = rank_values(dtype, length, rank)
+    found = expected.clone()
+    dist.reduce(expected, ranks - 1, operation(number, rank), group=one_host)
+    reducer.reduce(found, number, ranks - 1, factors(number, ranks))
+    if rank != ranks - 1:
+        expected = rank_values(dtype, length, rank)
+    assert torch.equal(bits(found), bits(expected))
+
+
+def check_reduce_scatter(reducer, one_host, dtype, number, length):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    inputs = [rank_values(dtype, length, rank * ranks + each) for each in range(ranks)]
+    found, expected = torch.empty_like(inputs[0]), torch.empty_like(inputs[0])
+    dist.reduce_scatter(expected, inputs, operation(number, rank), group=one_host)
+    reducer.reduce_scatter(inputs, found, number, factors(number, ranks))
+    assert torch.equal(bits(found), bits(expected))
+
+
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
+def test_every_reduction_of_every_dtype_has_the_bits_of_one_host(world_size, monkeypatch):
+    """Run every dtype and reduction; the operation, the placement and the length take turns."""
+    monkeypatch.setattr(host_reduction, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(host_reduction, "LEAST_MESSAGE_BYTES", 64)
+    one_host = dist.new_group(list(range(world_size)), backend="lockstep")
+    lengths = itertools.cycle([501, 1, 130, 2003, 0])
+    checks = itertools.cycle([check_all_reduce, check_reduce, check_reduce_scatter])
+    placements = PLACEMENTS[world_size]
+    for number, hosts in enumerate(placements):
+        with new_group(hosts) as group:
+            reducer = HostReducer(group)
+            for case in CASES[number % 2 :: 2]:
+                next(checks)(reducer, one_host, *case, next(lengths))
+            for dtype in (torch.float32, torch.bfloat16):
+                check_all_reduce(reducer, one_host, dtype, SUM, 20_011)
+    dist.destroy_process_group(one_host)
