@@ -187,6 +187,11 @@ class Host:
         os.ftruncate(self._hosts_file, 0)
         os.pwrite(self._hosts_file, text.encode(), 0)
 
+    def rename(self, name: str) -> None:
+        """Change the host name that programs get, also to an empty one."""
+        words = name.encode()
+        self.call(lambda: _call("sethostname", words, len(words)))
+
     def kill(self) -> None:
         """Kill all processes on this host, and wait until they are gone."""
         deadline = time.monotonic() + PATIENCE
@@ -217,11 +222,8 @@ class Host:
             settings = Path(f"/proc/sys/net/ipv6/conf/{which}")
             (settings / "accept_dad").write_text("0")
             (settings / "accept_ra").write_text("0")
-        staged = b"/dev/shm/hosts"
-        found = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        _call("mount", staged, b"/etc/hosts", None, MS_BIND, None)
-        os.unlink(staged)
-        return found
+        os.close(_mount_file("/etc/nsswitch.conf", "hosts: files\n"))  # no name server
+        return _mount_file("/etc/hosts", "")
 
 
 class Network:
@@ -501,6 +503,16 @@ def _in_thread(function: Callable[[], Result]) -> Result:
 def _enter(descriptors: Sequence[int]) -> None:
     for descriptor in descriptors:
         _call("setns", descriptor, 0)
+
+
+def _mount_file(path: str, text: str) -> int:
+    """Put a new file in the place of another, inside a host; return its descriptor."""
+    staged = "/dev/shm/staged"
+    descriptor = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    os.write(descriptor, text.encode())
+    _call("mount", staged.encode(), path.encode(), None, MS_BIND, None)
+    os.unlink(staged)
+    return descriptor
 
 
 def _call(name: str, *arguments: Any) -> None:

@@ -138,6 +138,13 @@ def test_names_are_those_of_the_written_file(net):
     assert "gaierror" in done.stderr
 
 
+def test_a_host_may_lose_its_name(net):
+    net.a.rename("")
+    program = "import socket; print(repr(socket.gethostname()))"
+    assert net.a.run([sys.executable, "-SEc", program], timeout=60).stdout == b"''\n"
+    assert net.b.run(["cat", "/proc/sys/kernel/hostname"], timeout=60).stdout == b"b\n"
+
+
 def test_two_networks_and_a_route_there_that_is_not_the_route_back(network):
     net = network("a", "b", networks=2)
     net.a.namespaces.ip(f"route add {net.b.address}/32 dev eth1")
