@@ -18,7 +18,7 @@ from lockstep.launcher.rendezvous_check import check_ranks
 RANK_0 = RankInfo(
     rank=0, world_size=2, local_world_size=2, master_addr="10.0.0.1", master_port=29500
 )
-REGISTRATION = {"rank": 1, "world_size": 2, "process": 7, "host": "gpu03"}
+REGISTRATION = {"rank": 1, "world_size": 2, "process": 7, "host": "gpu03", "identity": "a0"}
 
 
 def check_with(key, value):
@@ -60,6 +60,8 @@ WRONG = [
     json.dumps(REGISTRATION | {"host": "\x1b]0;title\x07"}),
     json.dumps(REGISTRATION | {"host": "x" * 10_000}),
     json.dumps(REGISTRATION | {"host": None}),
+    json.dumps(REGISTRATION | {"identity": None}),
+    json.dumps(REGISTRATION | {"identity": "\x1b]0;title\x07"}),
 ]  # fmt: skip
 
 

@@ -1,16 +1,25 @@
 """The environment variables of a rank: what launchers set, read and written.
 
-    launcher          rank                    world size               local rank
-    lockstep run,     RANK                    WORLD_SIZE               LOCAL_RANK
-    torchrun, manual
-    mpiexec (Open)    OMPI_COMM_WORLD_RANK    OMPI_COMM_WORLD_SIZE     OMPI_COMM_WORLD_LOCAL_RANK
-    mpiexec (MPICH)   PMI_RANK                PMI_SIZE                 MPI_LOCALRANKID
-    srun              SLURM_PROCID            SLURM_STEP_NUM_TASKS     SLURM_LOCALID
-    python            none: a world of one
+    launcher           rank                  world size            local rank          host
+    lockstep run,      RANK                  WORLD_SIZE            LOCAL_RANK          GROUP_RANK
+    torchrun, Ray,
+    manual
+    jsrun (LSF)        JSM_NAMESPACE_RANK    JSM_NAMESPACE_SIZE    JSM_NAMESPACE_      -
+                                                                   LOCAL_RANK
+    mpiexec (Open)     OMPI_COMM_WORLD_RANK  OMPI_COMM_WORLD_SIZE  OMPI_COMM_WORLD_    -
+                                                                   LOCAL_RANK
+    mpiexec (MPICH,    PMI_RANK              PMI_SIZE              MPI_LOCALRANKID     -
+    Intel MPI)
+    srun               SLURM_PROCID          SLURM_STEP_NUM_TASKS  SLURM_LOCALID       SLURM_NODEID
+    Kubeflow           PET_NODE_RANK         PET_NNODES            one rank per pod
+    SkyPilot           SKYPILOT_NODE_RANK    SKYPILOT_NUM_NODES    one rank per host
+    blaunch (LSF)      LSF_PM_TASKID - 1     LSB_DJOB_NUMPROC      -                   -
+    python             none: a world of one
 
 The first row with a variable that is set applies, so a rank started by `lockstep run`
 under `srun` belongs to `lockstep run`. A row that is only partly set is an error: a guess
-could start a second world beside the intended one. This module opens no socket.
+could start a second world beside the intended one. What a launcher does not give ("-") is found
+out when the ranks have met (`placement.py`). This module opens no socket.
 """
 
 from __future__ import annotations
@@ -20,9 +29,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep.errors import LaunchEnvironmentError
+from lockstep.launcher import master_address
 from lockstep.launcher.listening_socket import strip_brackets
 
-__all__ = ["RankEnvironment", "RankInfo", "first_host", "read_rank_info"]
+__all__ = ["RankEnvironment", "RankInfo", "read_rank_info"]
 
 # Set in every rank by Lockstep's own launcher, in addition to torchrun's variables.
 LAUNCHER = "LOCKSTEP_LAUNCHER"
@@ -61,10 +71,12 @@ class RankInfo:
         host: Index of its host, from 0.
         master_addr: Address of the store; None if the environment names none.
         master_port: Port of the store; None if the environment names none.
-        launcher: "lockstep", "torchrun", "environment" (variables set by hand), "mpiexec",
-            "srun" or "python" (alone).
+        launcher: "lockstep", "torchrun", "environment" (variables set by hand, Ray), "mpiexec",
+            "srun", "jsrun", "blaunch", "kubernetes", "skypilot" or "python" (alone).
         store: Address of a private store that replaces the one at `master_addr`
             (`local_rendezvous.py`); None if there is none.
+        unknown: Which of `local_rank`, `local_world_size` and `host` the environment does not
+            give. They have the values of a single host until the ranks have met.
     """
 
     rank: int = 0
@@ -76,11 +88,12 @@ class RankInfo:
     master_port: int | None = None
     launcher: str = "python"
     store: str | None = None
+    unknown: tuple[str, ...] = ()
 
     @property
     def is_single_host(self) -> bool:
-        """Whether every rank is on this host."""
-        return self.local_world_size == self.world_size
+        """Whether every rank is known to be on this host."""
+        return self.local_world_size == self.world_size and not self.unknown
 
     @property
     def store_location(self) -> str:
@@ -99,15 +112,21 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class VariableNames:
-    """The variables that one kind of launcher sets; `setter` is its name in messages."""
+    """The variables that one kind of launcher sets; `setter` is its name in messages.
+
+    A name is empty if the launcher sets no such variable. Numbers of ranks are counted from
+    `first`. With `is_one_per_host` the launcher starts one process on each host.
+    """
 
     launcher: str
     setter: str
     rank: str
     world_size: str
-    local_rank: str
-    local_world_size: str
-    host: str
+    local_rank: str = ""
+    local_world_size: str = ""
+    host: str = ""
+    first: int = 0
+    is_one_per_host: bool = False
 
 
 TORCH = VariableNames(
@@ -119,6 +138,14 @@ TORCH = VariableNames(
     "LOCAL_WORLD_SIZE",
     "GROUP_RANK",
 )
+JSRUN = VariableNames(
+    "jsrun",
+    "jsrun",
+    "JSM_NAMESPACE_RANK",
+    "JSM_NAMESPACE_SIZE",
+    "JSM_NAMESPACE_LOCAL_RANK",
+    "JSM_NAMESPACE_LOCAL_SIZE",
+)
 OPEN_MPI = VariableNames(
     "mpiexec",
     "Open MPI's mpiexec",
@@ -126,16 +153,14 @@ OPEN_MPI = VariableNames(
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_RANK",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "LOCKSTEP_HOST",
 )
-MPICH = VariableNames(
+HYDRA = VariableNames(
     "mpiexec",
-    "MPICH's mpiexec",
+    "mpiexec of MPICH and Intel MPI",
     "PMI_RANK",
     "PMI_SIZE",
     "MPI_LOCALRANKID",
     "MPI_LOCALNRANKS",
-    "LOCKSTEP_HOST",
 )
 SLURM = VariableNames(
     "srun",
@@ -143,9 +168,23 @@ SLURM = VariableNames(
     "SLURM_PROCID",
     "SLURM_STEP_NUM_TASKS",
     "SLURM_LOCALID",
-    "LOCKSTEP_LOCAL_WORLD_SIZE",
-    "SLURM_NODEID",
+    host="SLURM_NODEID",
 )
+KUBEFLOW = VariableNames(
+    "kubernetes",
+    "Kubeflow's trainer",
+    "PET_NODE_RANK",
+    "PET_NNODES",
+    is_one_per_host=True,
+)
+SKYPILOT = VariableNames(
+    "skypilot",
+    "SkyPilot",
+    "SKYPILOT_NODE_RANK",
+    "SKYPILOT_NUM_NODES",
+    is_one_per_host=True,
+)
+BLAUNCH = VariableNames("blaunch", "blaunch", "LSF_PM_TASKID", "LSB_DJOB_NUMPROC", first=1)
 
 
 def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
@@ -155,60 +194,75 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
         LaunchEnvironmentError: Variables are missing, not numbers, or contradict each other.
             The message names the variable, its value, who normally sets it and the remedy.
     """
-    for names in (TORCH, OPEN_MPI, MPICH):
+    names = _choose_names(environ)
+    return RankInfo() if names is None else _read(names, environ)
+
+
+def _choose_names(environ: Mapping[str, str]) -> VariableNames | None:
+    """Return the variables of the launcher that started this process; None for plain python."""
+    is_step = _is_in_srun(environ)
+    for names in (TORCH, JSRUN, OPEN_MPI, HYDRA):
+        # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE, but no local rank: its own row says more.
+        if names is HYDRA and is_step and HYDRA.local_rank not in environ:
+            continue
         if any(name in environ for name in (names.rank, names.world_size, names.local_rank)):
-            return _read(names, environ)
-    if _inside_srun(environ):
-        return _read(SLURM, environ)
-    return RankInfo()
+            return names
+    if is_step:
+        return SLURM
+    if environ.get("PET_NNODES", "1").strip() not in ("", "1", "1:1"):
+        return KUBEFLOW
+    if "SKYPILOT_NODE_RANK" in environ:
+        return SKYPILOT
+    if "LSF_PM_TASKID" in environ and "LSB_JOBID" in environ:
+        return BLAUNCH
+    return None
 
 
-def _inside_srun(environ: Mapping[str, str]) -> bool:
+def _is_in_srun(environ: Mapping[str, str]) -> bool:
     step = environ.get("SLURM_STEP_ID", "")
     return "SLURM_PROCID" in environ and step.isdigit() and int(step) < FIRST_SPECIAL_STEP
 
 
 def _read(names: VariableNames, environ: Mapping[str, str]) -> RankInfo:
-    rank = _required(names, names.rank, names.world_size, environ)
-    world_size = _required(names, names.world_size, names.rank, environ)
-    if world_size < 1:
-        raise LaunchEnvironmentError(
-            f"{names.world_size} is {world_size}, but a world has at least one rank; "
-            f"{names.setter} set it to the number of processes"
-        )
-    if rank >= world_size:
-        raise LaunchEnvironmentError(
-            f"{names.rank} is {rank}, but {names.world_size} is {world_size}: ranks count from 0 "
-            f"to {world_size - 1}; {names.setter} set both: unset or correct the one set by hand"
-        )
-    local_world_size = _local_world_size(names, world_size, environ)
-    local_rank = _number(names, names.local_rank, environ)
-    if local_rank is None:
-        local_rank = rank % local_world_size
-    _check_local(names, local_rank, local_world_size, world_size)
-    host = _number(names, names.host, environ)
-    addr, port = _master(names, world_size, local_world_size, environ)
+    rank, world_size = _read_rank(names, environ)
+    if names is KUBEFLOW:
+        _check_ranks_per_pod(environ)
+    if names is SKYPILOT:
+        _check_addresses(world_size, environ)
+    location = None
+    given = strip_brackets(environ.get("MASTER_ADDR", "")) or None, _read_port(environ)
+    local = _read_local(names, rank, world_size, given[0], environ)
+    unknown = tuple(name for name, value in local.items() if value is None)
+    local_world_size = local["local_world_size"] or world_size
+    is_single_host = local_world_size == world_size and not unknown
+    if world_size > 1 or None not in given:
+        location = _locate_store(names, given, is_single_host, environ)
+    addr, port = location or (None, None)
+    local_rank, host = local["local_rank"], local["host"]
     return RankInfo(
         rank=rank,
         world_size=world_size,
-        local_rank=local_rank,
+        local_rank=rank % local_world_size if local_rank is None else local_rank,
         local_world_size=local_world_size,
         host=rank // local_world_size if host is None else host,
         master_addr=addr,
         master_port=port,
-        launcher=_launcher(names, environ),
-        store=_store(addr, port, environ) if names is TORCH else None,
+        launcher=_name_launcher(names, environ),
+        store=_find_private_store(addr, port, environ) if names is TORCH else None,
+        unknown=unknown,
     )
 
 
-def _store(addr: str | None, port: int | None, environ: Mapping[str, str]) -> str | None:
+def _find_private_store(
+    addr: str | None, port: int | None, environ: Mapping[str, str]
+) -> str | None:
     """Return the address of the private store that replaces this address and port."""
     head = f"{addr} {port} "
     value = environ.get(STORE, "")
     return value.removeprefix(head) if value.startswith(head) else None
 
 
-def _launcher(names: VariableNames, environ: Mapping[str, str]) -> str:
+def _name_launcher(names: VariableNames, environ: Mapping[str, str]) -> str:
     if names is not TORCH:
         return names.launcher
     if LAUNCHER in environ:
@@ -216,11 +270,32 @@ def _launcher(names: VariableNames, environ: Mapping[str, str]) -> str:
     return "torchrun" if "TORCHELASTIC_RUN_ID" in environ else names.launcher
 
 
-def _number(names: VariableNames, name: str, environ: Mapping[str, str]) -> int | None:
+# --- rank and world size -------------------------------------------------------------------
+
+
+def _read_rank(names: VariableNames, environ: Mapping[str, str]) -> tuple[int, int]:
+    rank = _read_required(names, names.rank, names.world_size, environ) - names.first
+    world_size = _read_required(names, names.world_size, names.rank, environ)
+    if world_size < 1:
+        raise LaunchEnvironmentError(
+            f"{names.world_size} is {world_size}, but a world has at least one rank; "
+            f"{names.setter} set it to the number of processes"
+        )
+    if not 0 <= rank < world_size:
+        first = names.first
+        raise LaunchEnvironmentError(
+            f"{names.rank} is {rank + first}, but {names.world_size} is {world_size}: ranks count "
+            f"from {first} to {world_size - 1 + first}; {names.setter} set both: unset or correct "
+            f"the one set by hand"
+        )
+    return rank, world_size
+
+
+def _read_number(names: VariableNames, name: str, environ: Mapping[str, str]) -> int | None:
     text = environ.get(name)
     if text is None:
         return None
-    if not re.fullmatch(r"\s*\d+\s*", text, re.ASCII):
+    if not re.fullmatch(r"\s*\d{1,18}\s*", text, re.ASCII):
         raise LaunchEnvironmentError(
             f"{name} is {text!r}, which is not an integer of at least 0; {names.setter} set it: "
             "unset it to run alone, or start the program with lockstep run"
@@ -228,8 +303,10 @@ def _number(names: VariableNames, name: str, environ: Mapping[str, str]) -> int 
     return int(text)
 
 
-def _required(names: VariableNames, name: str, partner: str, environ: Mapping[str, str]) -> int:
-    value = _number(names, name, environ)
+def _read_required(
+    names: VariableNames, name: str, partner: str, environ: Mapping[str, str]
+) -> int:
+    value = _read_number(names, name, environ)
     if value is not None:
         return value
     there = next(n for n in (partner, names.local_rank) if n in environ)
@@ -239,85 +316,146 @@ def _required(names: VariableNames, name: str, partner: str, environ: Mapping[st
     )
 
 
-def _local_world_size(names: VariableNames, world_size: int, environ: Mapping[str, str]) -> int:
+# --- place within the hosts ----------------------------------------------------------------
+
+
+def _read_local(
+    names: VariableNames,
+    rank: int,
+    world_size: int,
+    master_addr: str | None,
+    environ: Mapping[str, str],
+) -> dict[str, int | None]:
+    """Return local rank, number of ranks on this host, and index of the host; None if unknown."""
+    if names.is_one_per_host:
+        return {"local_rank": 0, "local_world_size": 1, "host": rank}
+    local_rank = _read_number(names, names.local_rank, environ)
+    host = _read_number(names, names.host, environ)
+    if names is TORCH and host is None:
+        host = _read_number(names, "NODE_RANK", environ)  # Ray Train
+    local_world_size = _read_number(names, names.local_world_size, environ)
     if names is SLURM:
-        return _slurm_local_world_size(world_size, environ)
-    value = _number(names, names.local_world_size, environ)
-    return world_size if value is None else value
+        local_world_size = _read_slurm_local_world_size(world_size, environ)
+    if local_world_size is None and (world_size == 1 or master_addr in LOOPBACK):
+        local_world_size = world_size
+    if local_world_size == world_size:
+        local_rank = rank if local_rank is None else local_rank
+        host = 0 if host is None else host
+    if local_world_size is not None:
+        _check_local(names, local_rank or 0, local_world_size, world_size)
+    return {"local_rank": local_rank, "local_world_size": local_world_size, "host": host}
 
 
-def _slurm_local_world_size(world_size: int, environ: Mapping[str, str]) -> int:
+def _read_slurm_local_world_size(world_size: int, environ: Mapping[str, str]) -> int:
     """Read SLURM_STEP_TASKS_PER_NODE, such as "4(x2),3", at this host's index."""
-    counts: list[int] = []
-    for part in environ.get("SLURM_STEP_TASKS_PER_NODE", str(world_size)).split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
-        if match is None:
-            return world_size
-        counts += [int(match[1])] * int(match[2] or 1)
-    host = int(environ.get("SLURM_NODEID", "0") or 0)
-    return counts[host] if host < len(counts) else world_size
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE")
+    if text is None:
+        return world_size
+    groups = [re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part) for part in text.split(",")]
+    counts = [(int(group[1]), int(group[2] or 1)) for group in groups if group]
+    if len(counts) < len(groups):
+        raise LaunchEnvironmentError(
+            f"SLURM_STEP_TASKS_PER_NODE is {text!r}, which is not a list such as 4(x2),3; srun "
+            f"sets it: unset the variables of Slurm to run alone"
+        )
+    total = sum(tasks * hosts for tasks, hosts in counts)
+    if total != world_size:
+        raise LaunchEnvironmentError(
+            f"SLURM_STEP_TASKS_PER_NODE is {text!r}, {total} tasks, but SLURM_STEP_NUM_TASKS is "
+            f"{world_size}; srun sets both: correct or unset the one set by hand"
+        )
+    host = _read_number(SLURM, "SLURM_NODEID", environ) or 0
+    before = 0
+    for tasks, hosts in counts:
+        before += hosts
+        if host < before:
+            return tasks
+    raise LaunchEnvironmentError(
+        f"SLURM_NODEID is {host}, but SLURM_STEP_TASKS_PER_NODE is {text!r}, {before} hosts "
+        f"counted from 0; srun sets both: correct or unset the one set by hand"
+    )
 
 
 def _check_local(
     names: VariableNames, local_rank: int, local_world_size: int, world_size: int
 ) -> None:
+    size_name = names.local_world_size or "SLURM_STEP_TASKS_PER_NODE"
     if not 1 <= local_world_size <= world_size:
         raise LaunchEnvironmentError(
-            f"{names.local_world_size} is {local_world_size}, but {names.world_size} is "
-            f"{world_size}: a host has 1 to {world_size} of its ranks; {names.setter} set both"
+            f"{size_name} is {local_world_size}, but {names.world_size} is {world_size}: a host "
+            f"has 1 to {world_size} of its ranks; {names.setter} set both"
         )
     if local_rank >= local_world_size:
         raise LaunchEnvironmentError(
             f"{names.local_rank} is {local_rank}, but this host has {local_world_size} of the "
             f"{world_size} ranks, counted from 0; {names.setter} set {names.local_rank} and "
-            f"{names.local_world_size}: correct or unset the one set by hand"
+            f"{size_name}: correct or unset the one set by hand"
         )
 
 
-def _master(
-    names: VariableNames, world_size: int, local_world_size: int, environ: Mapping[str, str]
-) -> tuple[str | None, int | None]:
-    addr = strip_brackets(environ.get("MASTER_ADDR", "")) or None
-    port = _number(TORCH, "MASTER_PORT", environ)
+def _check_ranks_per_pod(environ: Mapping[str, str]) -> None:
+    count = environ.get("PET_NPROC_PER_NODE", "1").strip()
+    if count.isdigit() and int(count) != 1:
+        raise LaunchEnvironmentError(
+            f"PET_NPROC_PER_NODE is {count}, but this process was started without a launcher: "
+            f"start the script with lockstep run or torchrun, which read the PET_ variables of "
+            f"the pod, or set PET_NPROC_PER_NODE to 1 for one rank per pod"
+        )
+
+
+def _check_addresses(world_size: int, environ: Mapping[str, str]) -> None:
+    hosts = environ.get("SKYPILOT_NODE_IPS", "").split()
+    if len(hosts) != world_size and "SKYPILOT_NODE_IPS" in environ:
+        raise LaunchEnvironmentError(
+            f"SKYPILOT_NODE_IPS names {len(hosts)} hosts, but SKYPILOT_NUM_NODES is {world_size}; "
+            f"SkyPilot sets both: correct or unset the one set by hand"
+        )
+
+
+# --- where the store is --------------------------------------------------------------------
+
+
+def _read_port(environ: Mapping[str, str]) -> int | None:
+    port = _read_number(TORCH, "MASTER_PORT", environ)
     if port is not None and not 0 < port < 65536:
         raise LaunchEnvironmentError(
             f"MASTER_PORT is {port}, but a port is a number from 1 to 65535"
         )
+    return port
+
+
+def _locate_store(
+    names: VariableNames,
+    given: tuple[str | None, int | None],
+    is_single_host: bool,
+    environ: Mapping[str, str],
+) -> tuple[str, int] | None:
+    """Return address and port of the store; None for a rendezvous file on this host."""
+    addr, port = given
     if addr is not None and port is not None:
         return addr, port
-    if world_size == 1:
-        return None, None
-    if names is SLURM and local_world_size < world_size:
-        return _slurm_master(addr, port, environ)
-    if names is not TORCH and local_world_size == world_size:
-        return None, None  # one host: the ranks use a rendezvous file
+    if is_single_host and names is not TORCH:
+        return None
+    derived = master_address.derive(names.launcher, environ)
+    if derived is not None:
+        return addr or derived[0], port or derived[1]
     missing = "MASTER_ADDR" if addr is None else "MASTER_PORT"
-    raise LaunchEnvironmentError(
-        f"{names.world_size} is {world_size}, but {missing} is not set, so the ranks cannot find "
-        "each other; torchrun and lockstep run set it: set MASTER_ADDR to the address of rank 0's "
-        "host and MASTER_PORT to a free port there"
-    )
-
-
-def _slurm_master(
-    addr: str | None, port: int | None, environ: Mapping[str, str]
-) -> tuple[str, int]:
-    """Return the step's first host, and a port derived from the job and step numbers."""
-    hosts = environ.get("SLURM_STEP_NODELIST", "")
-    if addr is None and not hosts:
+    size = f"{names.world_size} is {environ[names.world_size]}"
+    if names is TORCH:
         raise LaunchEnvironmentError(
-            "MASTER_ADDR and SLURM_STEP_NODELIST are not set; srun sets the latter"
+            f"{size}, but {missing} is not set, so the ranks cannot find each other; torchrun and "
+            "lockstep run set it: set MASTER_ADDR to the address of rank 0's host and MASTER_PORT "
+            "to a free port there"
         )
-    job, step = (int(environ.get(f"SLURM_{name}_ID", "0")) for name in ("JOB", "STEP"))
-    return addr or first_host(hosts), port or 20000 + (job * 31 + step) % 12000
-
-
-def first_host(hosts: str) -> str:
-    """Return the first name of Slurm's host list: "gpu[03-05,9],c1" gives "gpu03"."""
-    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", hosts)
-    if match is None:
-        raise LaunchEnvironmentError(f"SLURM_STEP_NODELIST is {hosts!r}, which names no host")
-    return match[1] + (match[2] or "") + (match[3] or "")
+    advice = {
+        OPEN_MPI: ", for example mpiexec -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
+        HYDRA: ", for example mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500",
+    }
+    raise LaunchEnvironmentError(
+        f"{size} on several hosts, but {missing} is not set, and {names.setter} do not tell the "
+        f"ranks where rank 0 is: set MASTER_ADDR to the address of rank 0's host and MASTER_PORT "
+        f"to a free port there{advice.get(names, '')}"
+    )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
     launched by                 who serves the store          its address
     lockstep run, one host      the launcher, private         LOCKSTEP_STORE
     lockstep run, torchrun      the launcher                  MASTER_ADDR:MASTER_PORT
-    srun, mpiexec, manually     rank 0                        MASTER_ADDR:MASTER_PORT
+    manually                    rank 0                        MASTER_ADDR:MASTER_PORT
+    any other launcher          rank 0                        the same, or derived from its
+                                                              variables (`master_address.py`)
     srun, mpiexec on one host   rank 0, private               in a rendezvous file
     python, alone               none needed                   -
 
@@ -43,9 +45,10 @@ from lockstep.launcher.listening_socket import (
     resolve_address,
 )
 from lockstep.launcher.local_rendezvous import RendezvousFile, attach_store, create_store
+from lockstep.launcher.placement import place_rank
 from lockstep.messages import say
 
-__all__ = ["find_interface", "leave", "wait_for_ranks"]
+__all__ = ["find_interface", "find_place", "leave", "wait_for_ranks"]
 
 LEAVE_TIMEOUT = 5.0  # seconds that the rank that serves the store waits at exit for the others
 RETRY = 0.1  # seconds between two attempts
@@ -99,6 +102,19 @@ def wait_for_ranks(rank_info: RankInfo, timeout: float) -> Store:
         if rank_info.master_addr is None and rank_info.rank == 0:
             RendezvousFile(rank_info.rank).remove()
     return store
+
+
+def find_place(store: Store, rank_info: RankInfo) -> RankInfo:
+    """Return `rank_info` with what the environment does not say about the hosts of the ranks.
+
+    Args:
+        store: What `wait_for_ranks` returned.
+        rank_info: This rank.
+
+    Raises:
+        RendezvousError: Another program has written into the store.
+    """
+    return place_rank(rank_info, rendezvous_check.read_hosts(store, rank_info))
 
 
 def leave() -> None:

@@ -2,8 +2,9 @@
 
     rank r                             keys of one world in the store
       ── my world size ──────────────>  size        the first rank writes it; others must agree
-      ── I am r, process p ──────────>  rank/r      a second process with this rank: error
+      ── I am r, process p of host h ─>  rank/r      a second process with this rank: error
       <─ who has registered ──────────  rank/*      the rank that finds all of them completes it
+      <─ the host of each rank ───────  hosts       before that it writes who shares a host
       <─ all here, or two ranks ──────  complete    a rank that finds an error writes the two
                                                     ranks that contradict each other
 
@@ -29,10 +30,11 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from lockstep.errors import LaunchEnvironmentError, RendezvousError
 from lockstep.formatting import format_numbered
 from lockstep.launcher.environment import RankInfo
+from lockstep.launcher.placement import get_host_identity, number_hosts
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.messages import escape_control, say
 
-__all__ = ["check_ranks"]
+__all__ = ["check_ranks", "read_hosts"]
 
 ALL_HERE = "all here"
 CHECK_INTERVAL = 0.5  # seconds between two checks for missing ranks
@@ -44,12 +46,21 @@ MAX_HOST_NAME = 255  # characters
 
 @dataclass(frozen=True)
 class Registration:
-    """The entry in the store that a rank writes about itself."""
+    """The entry in the store that a rank writes about itself.
+
+    Attributes:
+        rank: Its rank.
+        world_size: The number of ranks, according to this rank.
+        process: Its process id.
+        host: The name of its host.
+        identity: What ranks have in common that share a host.
+    """
 
     rank: int
     world_size: int
     process: int
     host: str
+    identity: str
 
     def __str__(self) -> str:
         """Return "process 7 on HOST"."""
@@ -84,7 +95,7 @@ def check_ranks(store: Store, rank_info: RankInfo, deadline: float) -> None:
 
 def _register(store: Store, rank_info: RankInfo) -> None:
     host = escape_control(socket.gethostname())[:MAX_HOST_NAME]
-    own = Registration(rank_info.rank, rank_info.world_size, os.getpid(), host)
+    own = Registration(rank_info.rank, rank_info.world_size, os.getpid(), host, get_host_identity())
     first = _claim(store, rank_info, "size", own)
     if first.world_size != rank_info.world_size:
         _report_contradiction(store, rank_info, first, own)
@@ -92,12 +103,44 @@ def _register(store: Store, rank_info: RankInfo) -> None:
     if holder != own:
         _report_contradiction(store, rank_info, holder, own)
     if store.check([f"rank/{rank}" for rank in range(rank_info.world_size)]):
+        if rank_info.master_addr is not None and rank_info.store is None:
+            _write_hosts(store, rank_info)
         store.compare_set("complete", "", ALL_HERE)
+
+
+def _write_hosts(store: Store, rank_info: RankInfo) -> None:
+    """Write the index of each rank's host."""
+    registrations = [
+        _read_registration(rank_info, f"rank/{rank}", store.get(f"rank/{rank}"))
+        for rank in range(rank_info.world_size)
+    ]
+    store.set("hosts", json.dumps(number_hosts([each.identity for each in registrations])))
+
+
+def read_hosts(store: Store, rank_info: RankInfo) -> list[int]:
+    """Return the index of each rank's host, after `check_ranks`.
+
+    Raises:
+        RendezvousError: Another program has written into the store.
+    """
+    try:
+        hosts: Any = json.loads(store.get("hosts"))
+    except (ValueError, RecursionError):
+        hosts = None
+    numbers = range(rank_info.world_size)
+    is_list = isinstance(hosts, list) and len(hosts) == rank_info.world_size
+    if not is_list or not all(type(host) is int and host in numbers for host in hosts):
+        _raise_foreign_value(rank_info, "hosts")
+    return list(hosts)
 
 
 def _claim(store: Store, rank_info: RankInfo, key: str, own: Registration) -> Registration:
     """Write `own` under a key unless it is taken; return the registration that is there."""
     value = store.compare_set(key, "", json.dumps(asdict(own)))
+    return _read_registration(rank_info, key, value)
+
+
+def _read_registration(rank_info: RankInfo, key: str, value: bytes) -> Registration:
     try:
         return _parse_registration(json.loads(value))
     except (ValueError, RecursionError):
@@ -133,16 +176,16 @@ def _raise_contradiction(rank_info: RankInfo, value: bytes) -> NoReturn:
 
 def _parse_registration(value: Any) -> Registration:
     """Return the registration that JSON data describes; ValueError if it describes none."""
-    names = {"rank", "world_size", "process", "host"}
+    names = {"rank", "world_size", "process", "host", "identity"}
     if not isinstance(value, dict) or value.keys() != names:
         raise ValueError
     found = Registration(**value)
     numbers = (found.rank, found.world_size, found.process)
     if not all(type(number) is int and 0 <= number < 1 << 31 for number in numbers):
         raise ValueError
-    host = found.host
-    if not isinstance(host, str) or len(host) > MAX_HOST_NAME or not host.isprintable():
-        raise ValueError
+    for text in (found.host, found.identity):
+        if not isinstance(text, str) or len(text) > MAX_HOST_NAME or not text.isprintable():
+            raise ValueError
     return found
 
 

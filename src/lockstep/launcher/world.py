@@ -115,7 +115,13 @@ def init(
                 f"once, or call lockstep.shutdown() in between"
             )
         return _current
-    rank_info = read_rank_info(os.environ)
+    rank_info, store = read_rank_info(os.environ), None
+    if rank_info.unknown and not dist.is_initialized():
+        # Which device and backend are used depends on the ranks of this host.
+        comm.register()
+        _check_arguments(backend, timeout)
+        store = rendezvous.wait_for_ranks(rank_info, timeout)
+        rank_info = rendezvous.find_place(store, rank_info)
     chosen = choose_device(device, rank_info)
     _configure_torch(threads, chosen)
     if not dist.is_initialized():
@@ -125,7 +131,7 @@ def init(
             if os.environ.get(JOIN):
                 _wait_alone(name, timeout)
             else:
-                _join(rank_info, name, timeout, chosen)
+                _join(rank_info, name, timeout, chosen, store)
         except BaseException:
             _unset_variables()
             raise
@@ -354,16 +360,17 @@ def _configure_torch(threads: int, device: torch.device) -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _join(rank_info: RankInfo, backend: str, timeout: float, device: torch.device) -> None:
-    if timeout <= 0:
-        raise UsageError(f"init(timeout={timeout}): expected a positive number of seconds")
-    _check_backend(backend)
+def _join(
+    rank_info: RankInfo, backend: str, timeout: float, device: torch.device, store: Store | None
+) -> None:
+    _check_arguments(backend, timeout)
     if backend == "lockstep":
         # With this variable DistributedDataParallel allocates its buckets in the shared memory of
         # the backend.
         _set_variable("DDP_DISABLE_COMM_MEM", "0")
     started = time.monotonic()
-    store = rendezvous.wait_for_ranks(rank_info, timeout)
+    if store is None:
+        store = rendezvous.wait_for_ranks(rank_info, timeout)
     has_interface = _choose_interface(rank_info)
     if not has_interface and rank_info.is_loopback and "gloo" in backend:
         raise RendezvousError(
@@ -392,6 +399,14 @@ def _join(rank_info: RankInfo, backend: str, timeout: float, device: torch.devic
             f"rank {rank_info.rank}: all {rank_info.world_size} ranks joined, but {backend} could "
             f"not connect them{f' in {seconds} s' if seconds else ''}: {said}"
         ) from error
+
+
+def _check_arguments(backend: str | None, timeout: float) -> None:
+    """Raise UsageError for arguments of init() that are not valid, before waiting for ranks."""
+    if timeout <= 0:
+        raise UsageError(f"init(timeout={timeout}): expected a positive number of seconds")
+    if backend is not None:
+        _check_backend(backend)
 
 
 def _check_backend(backend: str) -> None:
