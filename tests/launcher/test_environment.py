@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +13,6 @@ from lockstep.errors import LaunchEnvironmentError
 from lockstep.launcher.environment import (
     RankEnvironment,
     RankInfo,
-    first_host,
     read_rank_info,
 )
 
@@ -51,10 +53,20 @@ def test_torchrun():
     assert found == RankInfo(3, 4, 1, 2, 1, "10.0.0.1", 29500, "torchrun")
 
 
-def test_variables_set_manually_need_no_local_ones():
+def test_variables_set_manually_need_no_local_ones_on_the_loopback_interface():
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    assert read_rank_info(environ) == RankInfo(1, 2, 1, 2, 0, "127.0.0.1", 1, "environment")
+
+
+def test_without_local_variables_the_hosts_of_the_ranks_are_unknown():
     found = read_rank_info({"RANK": "1", "WORLD_SIZE": "2", **MEETING})
-    assert (found.local_rank, found.local_world_size, found.host) == (1, 2, 0)
-    assert found.launcher == "environment"
+    assert found.unknown == ("local_rank", "local_world_size", "host")
+    assert not found.is_single_host
+    alone = read_rank_info({"RANK": "0", "WORLD_SIZE": "1", **MEETING})
+    assert alone == RankInfo(0, 1, 0, 1, 0, "10.0.0.1", 29500, "environment")
+    given = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert read_rank_info({**given, **MEETING}).unknown == ("host",)
+    assert read_rank_info({**given, **MEETING, "NODE_RANK": "1"}).host == 1  # Ray Train
 
 
 def test_open_mpi_and_mpich_use_a_file_on_one_host():
@@ -64,6 +76,119 @@ def test_open_mpi_and_mpich_use_a_file_on_one_host():
     expected = RankInfo(1, 2, 1, 2, 0, None, None, "mpiexec")
     assert read_rank_info(open_mpi) == read_rank_info(mpich) == expected
     assert expected.is_loopback
+
+
+RECORDED = Path(__file__).parent / "environments"
+AGREED = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+# Of each launch: the launcher, and local rank, number of ranks on the host and index of the host of
+# each rank; None where the launcher gives no such number.
+PLACES: dict[str, tuple[str, list[tuple[int, int, int | None]]]] = {
+    "open-mpi-1-host": ("mpiexec", [(0, 2, 0), (1, 2, 0)]),
+    "open-mpi-2-hosts": ("mpiexec", [(0, 2, None), (1, 2, None), (0, 2, None), (1, 2, None)]),
+    "open-mpi-2-hosts-by-node": (
+        "mpiexec", [(0, 2, None), (0, 2, None), (1, 2, None), (1, 2, None)],
+    ),
+    "mpich-1-host": ("mpiexec", [(0, 2, 0), (1, 2, 0)]),
+    "mpich-2-hosts": ("mpiexec", [(0, 2, None), (1, 2, None), (0, 2, None), (1, 2, None)]),
+    "intel-mpi-1-host": ("mpiexec", [(0, 2, 0), (1, 2, 0)]),
+    "intel-mpi-2-hosts": ("mpiexec", [(0, 2, None), (1, 2, None), (0, 2, None), (1, 2, None)]),
+    "srun-1-host": ("srun", [(0, 2, 0), (1, 2, 0)]),
+    "srun-2-hosts": ("srun", [(0, 3, 0), (1, 3, 0), (2, 3, 0), (0, 1, 1)]),
+    "srun-2-hosts-3-tasks": ("srun", [(0, 2, 0), (1, 2, 0), (0, 1, 1)]),
+    "srun-2-hosts-cyclic": ("srun", [(0, 3, 0), (0, 1, 1), (1, 3, 0), (2, 3, 0)]),
+    "srun-pmi2-2-hosts": ("srun", [(0, 3, 0), (1, 3, 0), (2, 3, 0), (0, 1, 1)]),
+    "pytorchjob": ("environment", [(None, None, None)] * 3),
+    "kubeflow-trainer": ("kubernetes", [(0, 1, 0), (0, 1, 1)]),
+    "skypilot": ("skypilot", [(0, 1, 0), (0, 1, 1)]),
+    "jsrun": ("jsrun", [(0, 2, None), (1, 2, None), (0, 2, None), (1, 2, None)]),
+    "blaunch": ("blaunch", [(None, None, None)] * 4),
+    "ray-train": ("environment", [(0, 2, 0), (1, 2, 0), (0, 2, 1), (1, 2, 1)]),
+}  # fmt: skip
+
+
+def read_recorded(name):
+    return json.loads((RECORDED / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_recorded_environments(name):
+    launcher, places = PLACES[name]
+    environments = read_recorded(name)
+    assert len(environments) == len(places)
+    for rank, (environ, place) in enumerate(zip(environments, places, strict=True)):
+        found = read_rank_info({**AGREED, **environ})
+        assert (found.rank, found.world_size, found.launcher) == (rank, len(places), launcher)
+        names = ("local_rank", "local_world_size", "host")
+        expected = dict(zip(names, place, strict=True))
+        assert found.unknown == tuple(name for name in names if expected[name] is None)
+        for each in set(names) - set(found.unknown):
+            assert getattr(found, each) == expected[each], (rank, each)
+
+
+def test_every_recorded_environment_is_read():
+    assert {path.stem for path in RECORDED.iterdir()} == {*PLACES, "sbatch-shell"}
+    assert read_rank_info(read_recorded("sbatch-shell")[0]) == RankInfo()
+
+
+@pytest.mark.parametrize(
+    ("name", "address", "port"),
+    [
+        ("srun-1-host", None, None),
+        ("srun-2-hosts", "gpu01", range(20000, 32000)),
+        ("srun-pmi2-2-hosts", "gpu01", range(20000, 32000)),
+        ("open-mpi-1-host", None, None),
+        ("mpich-1-host", None, None),
+        ("intel-mpi-1-host", None, None),
+        ("pytorchjob", "train-master-0", [23456]),
+        ("kubeflow-trainer", "train-node-0-0.train", [29500]),
+        ("skypilot", "10.0.0.1", range(20000, 32000)),
+        ("jsrun", "h41n08", range(20000, 32000)),
+        ("blaunch", "hostA", range(20000, 32000)),
+    ],
+)
+def test_the_address_of_the_store_follows_from_the_variables(name, address, port):
+    found = {
+        (info.master_addr, info.master_port) for info in map(read_rank_info, read_recorded(name))
+    }
+    assert len(found) == 1
+    assert next(iter(found))[0] == address
+    assert port is None or next(iter(found))[1] in port
+
+
+@pytest.mark.parametrize("name", ["open-mpi-2-hosts", "mpich-2-hosts", "intel-mpi-2-hosts"])
+def test_mpiexec_on_several_hosts_needs_an_address(name):
+    environ = read_recorded(name)[1]
+    with pytest.raises(LaunchEnvironmentError) as caught:
+        read_rank_info(environ)
+    message = str(caught.value)
+    assert "on several hosts, but MASTER_ADDR is not set, and no variable of " in message
+    assert "for example mpiexec -" in message
+    with pytest.raises(LaunchEnvironmentError, match="MASTER_PORT is not set"):
+        read_rank_info({**environ, "MASTER_ADDR": "a"})
+
+
+def test_mpiexec_in_a_batch_job_uses_its_first_host():
+    environ = read_recorded("mpich-2-hosts")[2]
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[07-09]"}
+    lsf = {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "hostA 2 hostB 2", "LSB_HOSTS": "hostA hostA hostB"}
+    for variables, address in ((slurm, "gpu07"), (lsf, "hostA")):
+        first = read_rank_info({**environ, **variables})
+        assert first.master_addr == address
+        assert first.master_port == read_rank_info({**environ, **variables}).master_port
+        again = read_rank_info({**environ, **variables, "SLURM_JOB_ID": "8", "LSB_JOBID": "8"})
+        assert first.master_port != again.master_port
+
+
+@pytest.mark.parametrize("nnodes", ["", "1", "1:1"])
+def test_a_single_pod_is_a_world_of_one(nnodes):
+    environ = {"PET_NNODES": nnodes, "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "4"}
+    assert read_rank_info(environ) == RankInfo()
+
+
+def test_the_address_of_a_pod_may_be_an_endpoint():
+    environ = read_recorded("kubeflow-trainer")[1] | {"PET_RDZV_ENDPOINT": "head:30000"}
+    assert read_rank_info(environ).master_addr == "head"
+    assert read_rank_info(environ).master_port == 30000
 
 
 SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1",
@@ -80,6 +205,10 @@ def test_srun_uses_the_first_host_and_a_port_of_the_job():
     assert found.master_port != read_rank_info({**SRUN, "SLURM_JOB_ID": "78"}).master_port
 
 
+POD = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "head"}
+SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"}
+
+
 @pytest.mark.parametrize("step", [None, "4294967290", "4294967291", "4294967292"])
 def test_a_shell_in_an_allocation_is_a_world_of_one(step):
     environ = {k: v for k, v in SRUN.items() if k != "SLURM_STEP_ID"}
@@ -87,14 +216,6 @@ def test_a_shell_in_an_allocation_is_a_world_of_one(step):
         read_rank_info(environ if step is None else {**environ, "SLURM_STEP_ID": step})
         == RankInfo()
     )
-
-
-@pytest.mark.parametrize(
-    ("hosts", "first"),
-    [("gpu[03-05,9],c1", "gpu03"), ("a", "a"), ("a,b", "a"), ("n[1,3]-ib", "n1-ib")],
-)
-def test_first_host_of_a_slurm_node_list(hosts, first):
-    assert first_host(hosts) == first
 
 
 def test_variables_of_lockstep_take_precedence_over_those_of_srun():
@@ -112,7 +233,7 @@ def test_variables_of_lockstep_take_precedence_over_those_of_srun():
         ({"RANK": "4", "WORLD_SIZE": "4"}, ["RANK is 4", "WORLD_SIZE is 4", "from 0 to 3"]),
         ({"RANK": "0", "WORLD_SIZE": "0"}, ["WORLD_SIZE is 0"]),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, ["RANK is '-1'", "integer of at least 0"]),
-        ({"RANK": "one", "WORLD_SIZE": "2"}, ["RANK is 'one'", "torchrun and lockstep run set it"]),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, ["RANK is 'one'", "set by torchrun and lockstep run"]),
         ({"RANK": "1", "WORLD_SIZE": "2"}, ["MASTER_ADDR is not set"]),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, ["MASTER_PORT is not set"]),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "70000"}, ["MASTER_PORT is 70000"]),
@@ -124,7 +245,28 @@ def test_variables_of_lockstep_take_precedence_over_those_of_srun():
             {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "3", **MEETING},
             ["LOCAL_WORLD_SIZE is 3", "WORLD_SIZE is 2"],
         ),
-        ({"PMI_RANK": "1"}, ["PMI_RANK is '1'", "PMI_SIZE is not set", "MPICH's mpiexec"]),
+        ({"PMI_RANK": "1"}, ["PMI_RANK is '1'", "PMI_SIZE is not set", "of MPICH"]),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4,4"}, ["'4,4', 8 tasks", "NUM_TASKS is 7"]),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4,x"}, ["'4,x'", "4(x2),3", "set by srun"]),
+        ({**SRUN, "SLURM_NODEID": "2"}, ["SLURM_NODEID is 2", "'4,3', 2 hosts"]),
+        ({**SRUN, "SLURM_LOCALID": "3"}, ["SLURM_LOCALID is 3", "has 3 of the 7 ranks"]),
+        ({**SRUN, "SLURM_STEP_NODELIST": "gpu[1-"}, ["'gpu[1-'", "list of hosts"]),
+        ({**SRUN, "SLURM_STEP_NODELIST": ""}, ["SLURM_STEP_NODELIST are not set"]),
+        ({**POD, "PET_NPROC_PER_NODE": "8"}, ["PET_NPROC_PER_NODE is 8", "lockstep run"]),
+        ({**POD, "PET_MASTER_PORT": "x"}, ["PET_MASTER_PORT is 'x'"]),
+        ({**POD, "PET_RDZV_ENDPOINT": "a:70000"}, ["PET_RDZV_ENDPOINT is 'a:70000'"]),
+        ({"PET_NNODES": "2"}, ["PET_NNODES is '2'", "PET_NODE_RANK is not set"]),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, ["on several hosts", "Kubeflow's trainer"]),
+        ({**SKY, "SKYPILOT_NODE_IPS": "10.0.0.1"}, ["names 1 hosts", "NUM_NODES is 2"]),
+        (
+            {"LSF_PM_TASKID": "5", "LSB_DJOB_NUMPROC": "4", "LSB_JOBID": "1"},
+            ["LSF_PM_TASKID is 5", "from 1 to 4", "blaunch"],
+        ),
+        ({"LSF_PM_TASKID": "1", "LSB_JOBID": "1"}, ["LSB_DJOB_NUMPROC is not set"]),
+        (
+            {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_LOCAL_SIZE": "1"},
+            ["on several hosts", "no variable of jsrun"],
+        ),
     ],
 )
 def test_contradictions_name_variable_value_and_launcher(environ, words):

@@ -325,6 +325,25 @@ def test_ranks_that_were_started_manually_meet_without_a_launcher(capfd):
     assert attempts(3, lambda rank: change) == ["joined"] * 3
 
 
+def test_ranks_without_local_variables_find_out_who_shares_their_host(capfd):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+
+    def join():
+        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+            del os.environ[name]
+        # Not one of the names of the loopback interface, so the hosts are unknown at first.
+        os.environ.update(MASTER_ADDR="127.0.0.2", MASTER_PORT=port)
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        assert read_rank_info(os.environ).unknown
+        world = ls.init(timeout=30)
+        return world.local_rank, world.local_world_size, world.host, world.backend
+
+    backend = cpu_backend()
+    assert ls.launch(join, nprocs=3, timeout=60) == [(rank, 3, 0, backend) for rank in range(3)]
+
+
 def test_a_rank_that_never_joins_is_named_before_the_timeout():
     def join():
         if ls.rank() != 1:

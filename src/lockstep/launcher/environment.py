@@ -156,7 +156,7 @@ OPEN_MPI = VariableNames(
 )
 HYDRA = VariableNames(
     "mpiexec",
-    "mpiexec of MPICH and Intel MPI",
+    "mpiexec of MPICH or Intel MPI",
     "PMI_RANK",
     "PMI_SIZE",
     "MPI_LOCALRANKID",
@@ -279,14 +279,14 @@ def _read_rank(names: VariableNames, environ: Mapping[str, str]) -> tuple[int, i
     if world_size < 1:
         raise LaunchEnvironmentError(
             f"{names.world_size} is {world_size}, but a world has at least one rank; "
-            f"{names.setter} set it to the number of processes"
+            f"it is set by {names.setter} to the number of processes"
         )
     if not 0 <= rank < world_size:
         first = names.first
         raise LaunchEnvironmentError(
             f"{names.rank} is {rank + first}, but {names.world_size} is {world_size}: ranks count "
-            f"from {first} to {world_size - 1 + first}; {names.setter} set both: unset or correct "
-            f"the one set by hand"
+            f"from {first} to {world_size - 1 + first}; both are set by {names.setter}: unset or "
+            f"correct the one set by hand"
         )
     return rank, world_size
 
@@ -297,8 +297,8 @@ def _read_number(names: VariableNames, name: str, environ: Mapping[str, str]) ->
         return None
     if not re.fullmatch(r"\s*\d{1,18}\s*", text, re.ASCII):
         raise LaunchEnvironmentError(
-            f"{name} is {text!r}, which is not an integer of at least 0; {names.setter} set it: "
-            "unset it to run alone, or start the program with lockstep run"
+            f"{name} is {text!r}, which is not an integer of at least 0; it is set by "
+            f"{names.setter}: unset it to run alone, or start the program with lockstep run"
         )
     return int(text)
 
@@ -311,7 +311,7 @@ def _read_required(
         return value
     there = next(n for n in (partner, names.local_rank) if n in environ)
     raise LaunchEnvironmentError(
-        f"{there} is {environ[there]!r}, but {name} is not set; {names.setter} set both: "
+        f"{there} is {environ[there]!r}, but {name} is not set; both are set by {names.setter}: "
         f"set {name} too, or unset {there} to run alone"
     )
 
@@ -355,14 +355,14 @@ def _read_slurm_local_world_size(world_size: int, environ: Mapping[str, str]) ->
     counts = [(int(group[1]), int(group[2] or 1)) for group in groups if group]
     if len(counts) < len(groups):
         raise LaunchEnvironmentError(
-            f"SLURM_STEP_TASKS_PER_NODE is {text!r}, which is not a list such as 4(x2),3; srun "
-            f"sets it: unset the variables of Slurm to run alone"
+            f"SLURM_STEP_TASKS_PER_NODE is {text!r}, which is not a list such as 4(x2),3; it is "
+            f"set by srun: unset the variables of Slurm to run alone"
         )
     total = sum(tasks * hosts for tasks, hosts in counts)
     if total != world_size:
         raise LaunchEnvironmentError(
             f"SLURM_STEP_TASKS_PER_NODE is {text!r}, {total} tasks, but SLURM_STEP_NUM_TASKS is "
-            f"{world_size}; srun sets both: correct or unset the one set by hand"
+            f"{world_size}; both are set by srun: correct or unset the one set by hand"
         )
     host = _read_number(SLURM, "SLURM_NODEID", environ) or 0
     before = 0
@@ -372,7 +372,7 @@ def _read_slurm_local_world_size(world_size: int, environ: Mapping[str, str]) ->
             return tasks
     raise LaunchEnvironmentError(
         f"SLURM_NODEID is {host}, but SLURM_STEP_TASKS_PER_NODE is {text!r}, {before} hosts "
-        f"counted from 0; srun sets both: correct or unset the one set by hand"
+        f"counted from 0; both are set by srun: correct or unset the one set by hand"
     )
 
 
@@ -383,13 +383,13 @@ def _check_local(
     if not 1 <= local_world_size <= world_size:
         raise LaunchEnvironmentError(
             f"{size_name} is {local_world_size}, but {names.world_size} is {world_size}: a host "
-            f"has 1 to {world_size} of its ranks; {names.setter} set both"
+            f"has 1 to {world_size} of its ranks; both are set by {names.setter}"
         )
     if local_rank >= local_world_size:
         raise LaunchEnvironmentError(
             f"{names.local_rank} is {local_rank}, but this host has {local_world_size} of the "
-            f"{world_size} ranks, counted from 0; {names.setter} set {names.local_rank} and "
-            f"{size_name}: correct or unset the one set by hand"
+            f"{world_size} ranks, counted from 0; {names.local_rank} and {size_name} are set by "
+            f"{names.setter}: correct or unset the one set by hand"
         )
 
 
@@ -408,7 +408,7 @@ def _check_addresses(world_size: int, environ: Mapping[str, str]) -> None:
     if len(hosts) != world_size and "SKYPILOT_NODE_IPS" in environ:
         raise LaunchEnvironmentError(
             f"SKYPILOT_NODE_IPS names {len(hosts)} hosts, but SKYPILOT_NUM_NODES is {world_size}; "
-            f"SkyPilot sets both: correct or unset the one set by hand"
+            f"both are set by SkyPilot: correct or unset the one set by hand"
         )
 
 
@@ -443,18 +443,18 @@ def _locate_store(
     size = f"{names.world_size} is {environ[names.world_size]}"
     if names is TORCH:
         raise LaunchEnvironmentError(
-            f"{size}, but {missing} is not set, so the ranks cannot find each other; torchrun and "
-            "lockstep run set it: set MASTER_ADDR to the address of rank 0's host and MASTER_PORT "
-            "to a free port there"
+            f"{size}, but {missing} is not set, so the ranks cannot find each other; it is set by "
+            "torchrun and lockstep run: set MASTER_ADDR to the address of rank 0's host and "
+            "MASTER_PORT to a free port there"
         )
     advice = {
         OPEN_MPI: ", for example mpiexec -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
         HYDRA: ", for example mpiexec -genv MASTER_ADDR HOST -genv MASTER_PORT 29500",
     }
     raise LaunchEnvironmentError(
-        f"{size} on several hosts, but {missing} is not set, and {names.setter} do not tell the "
-        f"ranks where rank 0 is: set MASTER_ADDR to the address of rank 0's host and MASTER_PORT "
-        f"to a free port there{advice.get(names, '')}"
+        f"{size} on several hosts, but {missing} is not set, and no variable of {names.setter} "
+        f"says where rank 0 is: set MASTER_ADDR to the address of rank 0's host and MASTER_PORT to "
+        f"a free port there{advice.get(names, '')}"
     )
 
 

@@ -30,7 +30,7 @@ def get_host_identity() -> str:
     try:
         parts = [
             BOOT_ID.read_text(),
-            *(os.readlink(f"/proc/self/ns/{name}") for name in NAMESPACES),
+            *(os.readlink(f"/proc/thread-self/ns/{name}") for name in NAMESPACES),
         ]
     except OSError:  # not Linux
         parts = list(os.uname())
