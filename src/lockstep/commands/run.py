@@ -13,6 +13,7 @@ import click
 
 from lockstep.elastic.elastic_launch import launch_elastic
 from lockstep.errors import UsageError
+from lockstep.launcher.environment import SECRET_FILE
 from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import Interrupted, launch_script
@@ -198,6 +199,13 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     default="",
     help="Same as --master-addr HOST --master-port PORT; the default port is 29500.",
 )
+@option(
+    "secret-file",
+    metavar="FILE",
+    default=None,
+    help="File with the secret that a process must have to join this run; host 0 creates it, the "
+    "other hosts need a copy. No effect on a single host. Default: LOCKSTEP_SECRET_FILE.",
+)
 @option("rdzv-backend", type=click.Choice(["static", "c10d"]), default="static", hidden=True)
 @option("rdzv-conf", default="", hidden=True)
 @option("max-restarts", default=0, hidden=True)
@@ -301,6 +309,7 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
         master_addr=master_addr,
         master_port=master_port,
         run_id=options["rdzv_id"],
+        secret_file=options["secret_file"] or os.environ.get(SECRET_FILE),
         role=options["role"],
         spawn=options["start_method"] == "spawn",
         log_dir=options["log_dir"],

@@ -24,6 +24,7 @@ out when the ranks have met (`placement.py`). This module opens no socket.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ LAUNCHER = "LOCKSTEP_LAUNCHER"
 # Set on a single host: "ADDRESS PORT PID FD INODE", the private store (PID FD INODE) to use
 # instead of the store at ADDRESS and PORT. It is ignored if a script sets another address.
 STORE = "LOCKSTEP_STORE"
+# The file with the secret of a run that spans hosts.
+SECRET_FILE = "LOCKSTEP_SECRET_FILE"
 
 # Set in the ranks of an elastic run (`lockstep.elastic`):
 #     ELASTIC    1 in every rank
@@ -479,6 +482,7 @@ class RankEnvironment:
         node_rank: Index of this host, from 0.
         role: Value of ROLE_NAME.
         store: Address of the private store; empty if there is none.
+        secret_file: File with the secret of the run (`run_secret.py`); None if there is none.
     """
 
     nprocs: int
@@ -489,12 +493,14 @@ class RankEnvironment:
     node_rank: int = 0
     role: str = "default"
     store: str = ""
+    secret_file: str | None = None
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """Return the variables to add to the environment of this host's rank `local_rank`."""
         rank = str(self.nprocs * self.node_rank + local_rank)
         world_size = str(self.nprocs * self.nnodes)
         store = {STORE: f"{self.master_addr} {self.master_port} {self.store}"} if self.store else {}
+        secret = {SECRET_FILE: os.path.abspath(self.secret_file)} if self.secret_file else {}
         return {
             "RANK": rank,
             "LOCAL_RANK": str(local_rank),
@@ -514,4 +520,5 @@ class RankEnvironment:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             LAUNCHER: self.run_id,
             **store,
+            **secret,
         }

@@ -32,6 +32,8 @@ class LaunchConfig:
         master_addr: Address of host 0.
         master_port: Port on host 0; 0 selects a free one.
         run_id: Name of the launch; empty for a random one.
+        secret_file: File with the secret of the run; None for a run without a secret, or with
+            one in the environment (`run_secret.py`).
         role: Value of the variable ROLE_NAME in the ranks.
         spawn: Whether to start each rank in a new interpreter.
         log_dir: Folder that gets this run's folder; None for "runs".
@@ -62,6 +64,7 @@ class LaunchConfig:
     master_addr: str = LOOPBACK
     master_port: int = 0
     run_id: str = ""
+    secret_file: str | None = None
     role: str = "default"
     spawn: bool = False
     log_dir: str | None = None

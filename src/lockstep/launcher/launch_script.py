@@ -60,6 +60,7 @@ from lockstep.launcher.run_folder import (
     wait_until_free,
     write_description,
 )
+from lockstep.launcher.run_secret import make_secret, warn_without_secret
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.launcher.target import check_target, find_source
 from lockstep.messages import say
@@ -298,10 +299,16 @@ def open_supervisor(config: LaunchConfig, folder: RunFolder, ranks: range) -> Ra
 
 def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:
     """Serve the ranks' stores; return the variables that tell this host's ranks where they are."""
-    port = config.master_port
+    port, is_single_host = config.master_port, config.nnodes == 1
+    secret = None
+    if not is_single_host:
+        secret = make_secret(config.secret_file, config.node_rank, os.environ)
     if config.node_rank == 0:
-        is_single_host = config.nnodes == 1
-        port = ranks.serve_store(config.master_addr, port, is_single_host=is_single_host)
+        port = ranks.serve_store(
+            config.master_addr, port, is_single_host=is_single_host, secret=secret
+        )
+        if not is_single_host and secret is None:
+            say(warn_without_secret(config.master_addr, port))
     return RankEnvironment(
         nprocs=config.nprocs,
         master_addr=config.master_addr,
@@ -310,7 +317,8 @@ def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:
         nnodes=config.nnodes,
         node_rank=config.node_rank,
         role=config.role,
-        store=ranks.create_store() if config.nnodes == 1 else "",
+        store=ranks.create_store() if is_single_host else "",
+        secret_file=None if is_single_host else config.secret_file,
     )
 
 

@@ -25,6 +25,7 @@ import pickle
 import runpy
 import select
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -106,7 +107,7 @@ class ForkedProcess:
         is_inherited = self.message["kind"] == "rank" and self._calls_exec
         die_with_parent(self.parent_death_pipe, inherit=is_inherited)
         if self.message["kind"] == "store":
-            return serve_store(self.descriptors[0], self.message["host"], self.message["port"])
+            return serve_store(self.descriptors[0], self.message)
         *streams, report, work = self.descriptors
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
@@ -146,14 +147,26 @@ def _wait_for_parent(reading: int) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def serve_store(listening: int, host: str, port: int) -> int:
-    """Serve the ranks' TCPStore on the bound socket `listening` until this process is killed."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+def serve_store(listening: int, message: Message) -> int:
+    """Serve the ranks' store on the bound socket `listening` until this process is killed."""
+    server: object
+    if "secret" in message:
+        from lockstep.launcher.store_server import StoreServer
 
-    store = TCPStore(
-        host, port, None, True, STORE_TIMEOUT, wait_for_workers=False, master_listen_fd=listening
-    )
-    while store:
+        server = StoreServer(socket.socket(fileno=listening), bytes.fromhex(message["secret"]), say)
+    else:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        server = TCPStore(
+            message["host"],
+            message["port"],
+            None,
+            True,
+            STORE_TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listening,
+        )
+    while server:
         signal.pause()
     return 0
 

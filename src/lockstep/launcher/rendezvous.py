@@ -24,6 +24,7 @@ import struct
 import sys
 import time
 from datetime import timedelta
+from typing import ClassVar
 
 import psutil
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -34,7 +35,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from lockstep.errors import RendezvousError
+from lockstep.errors import LockstepError, RendezvousError
 from lockstep.launcher import rendezvous_check
 from lockstep.launcher.environment import RankInfo
 from lockstep.launcher.listening_socket import (
@@ -46,11 +47,17 @@ from lockstep.launcher.listening_socket import (
 )
 from lockstep.launcher.local_rendezvous import RendezvousFile, attach_store, create_store
 from lockstep.launcher.placement import place_rank
+from lockstep.launcher.run_secret import SECRET_FILE, read_secret, warn_without_secret
+from lockstep.launcher.secret_store import SecretStore
+from lockstep.launcher.store_server import StoreServer
 from lockstep.messages import say
+from lockstep.transport.connection import requires_secret
+from lockstep.transport.handshake import Refused, Status
 
 __all__ = ["find_interface", "find_place", "leave", "wait_for_ranks"]
 
 LEAVE_TIMEOUT = 5.0  # seconds that the rank that serves the store waits at exit for the others
+ATTEMPT = 2.0  # seconds to connect to a store with a secret, before a note is due
 RETRY = 0.1  # seconds between two attempts
 
 # The first bytes from the client of a TCPStore: validate, a magic number, ping, a number that the
@@ -58,6 +65,10 @@ RETRY = 0.1  # seconds between two attempts
 # frames if another program answers, and waits beyond its timeout if a program does not answer.
 PING_NUMBER = b"\x01\x02\x03\x04"
 FOREIGN = "another program answers"
+CLOSED = "a program closes connections there at once"
+NEEDS_SECRET = "the store requires a secret"
+NO_SECRET = "the store has no secret"
+OTHER_SECRET = "the store has another secret"
 SILENT = "a program accepts connections there and does not answer"
 GREETING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + PING_NUMBER
 
@@ -66,10 +77,14 @@ class ProcessState:
     """The state that a process keeps between worlds: its store, and the number of worlds joined.
 
     `is_private` means that every rank holds the store itself and needs no process that serves it.
+    `server` is the store's server if rank 0 serves it to processes that have the run's secret.
     """
 
     store: Store | None = None
     is_private = False
+    has_secret = False
+    server: StoreServer | None = None
+    kept: ClassVar[list[Store]] = []  # torch's groups keep no reference to a Python store
     rank_info: RankInfo | None = None
     worlds = 0
 
@@ -139,7 +154,7 @@ def _may_close_early(rank_info: RankInfo) -> bool:
     """Return whether the store ends with rank 0 or its launcher, while other ranks use it."""
     if rank_info.launcher == "lockstep":
         return not rank_info.is_single_host
-    return not _launcher_serves()
+    return ProcessState.has_secret or not _launcher_serves()
 
 
 def _launcher_serves() -> bool:
@@ -153,10 +168,57 @@ def _open_store(rank_info: RankInfo, deadline: float) -> Store:
     if rank_info.master_addr is None or rank_info.master_port is None:
         return _open_local_store(rank_info, deadline)
     resolve_address(rank_info.master_addr)
-    if rank_info.rank == 0 and not _launcher_serves():
-        address, port = rank_info.master_addr, rank_info.master_port
+    address, port = rank_info.master_addr, rank_info.master_port
+    secret = read_secret(os.environ)
+    ProcessState.has_secret = secret is not None
+    if secret is not None:
+        return _open_secret_store(rank_info, address, port, secret, deadline)
+    is_served = _launcher_serves()
+    if rank_info.rank == 0 and not is_served:
+        if not rank_info.is_loopback:
+            say(warn_without_secret(address, port))
         return _serve(listen(address, port, is_single_host=rank_info.is_single_host), deadline)
-    return _connect(rank_info, rank_info.master_addr, rank_info.master_port, deadline)
+    return _connect(rank_info, address, port, deadline)
+
+
+def _open_secret_store(
+    rank_info: RankInfo, address: str, port: int, secret: bytes, deadline: float
+) -> Store:
+    """Open the store that admits only processes with the run's secret.
+
+    `lockstep run` or rank 0 serves it at the master's address. torchrun serves a TCPStore there,
+    in which rank 0 publishes the address of its own server. A stranger may change that address,
+    but has no secret to answer with.
+    """
+    is_served = _launcher_serves()
+    if is_served and rank_info.launcher != "lockstep":
+        outer = _connect(rank_info, address, port, deadline)
+        key = f"lockstep/secret-store/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+        if rank_info.rank == 0:
+            own = find_own_address(address, port)
+            outer.set(key, f"{_serve_secret_store(own, 0, secret)} {own}")
+        outer.set_timeout(_time_left(deadline))
+        port, address = _parse_published(outer.get(key))
+    elif rank_info.rank == 0 and not is_served:
+        _serve_secret_store(address, port, secret)
+    store = _connect(rank_info, address, port, deadline, secret)
+    ProcessState.kept.append(store)
+    return store
+
+
+def _serve_secret_store(address: str, port: int, secret: bytes) -> int:
+    ProcessState.server = StoreServer(listen(address, port, is_single_host=False), secret, say)
+    return ProcessState.server.port
+
+
+def _parse_published(value: bytes) -> tuple[int, str]:
+    port, _, address = value.decode("ascii", "replace").partition(" ")
+    if not (port.isdecimal() and 0 < int(port) < 65536 and address):
+        raise RendezvousError(
+            "the address of the store of this run was changed by another program or user, which "
+            "writes into torchrun's store"
+        )
+    return int(port), address
 
 
 def _attach(address: str) -> Store | None:
@@ -182,13 +244,16 @@ def _serve(listening: socket.socket, deadline: float) -> Store:
     )
 
 
-def _connect(rank_info: RankInfo, address: str, port: int, deadline: float) -> Store:
+def _connect(
+    rank_info: RankInfo, address: str, port: int, deadline: float, secret: bytes | None = None
+) -> Store:
     """Connect as soon as the store answers; print a note if that takes long."""
     started, has_noted = time.monotonic(), False
-    while reason := _try_connect(address, port, deadline):
-        waited = time.monotonic() - started
-        if reason == FOREIGN:
-            raise RendezvousError(_describe_foreign_program(rank_info, address, port))
+    while True:
+        found = _attempt(rank_info, address, port, deadline, secret)
+        if not isinstance(found, str):
+            return found
+        reason, waited = found, time.monotonic() - started
         if time.monotonic() >= deadline:
             raise RendezvousError(
                 f"rank {rank_info.rank}: no answer from {address}:{port} (MASTER_ADDR, "
@@ -203,6 +268,40 @@ def _connect(rank_info: RankInfo, address: str, port: int, deadline: float) -> S
                 f"{deadline - time.monotonic():.0f} s more"
             )
         time.sleep(RETRY)
+
+
+def _attempt(
+    rank_info: RankInfo, address: str, port: int, deadline: float, secret: bytes | None
+) -> Store | str:
+    """Return the store at an address, or why it cannot be reached yet.
+
+    Raises:
+        RendezvousError: Another program answers, or only one end has a secret, or another one.
+    """
+    place = f"rank {rank_info.rank}: the store at {address}:{port} (MASTER_ADDR, MASTER_PORT)"
+    if secret is not None:
+        found = _try_with_secret(address, port, secret, deadline)
+        if found == NO_SECRET:
+            raise RendezvousError(
+                f"{place} has no secret, but this host has one: start the host that serves the "
+                f"store (rank 0's) with the same --secret-file ({SECRET_FILE})"
+            )
+        if found == OTHER_SECRET:
+            raise RendezvousError(
+                f"{place} has another secret than this host: give every host the same "
+                f"--secret-file ({SECRET_FILE})"
+            )
+        return found
+    reason = _try_connect(address, port, deadline)
+    if reason == FOREIGN:
+        raise RendezvousError(_describe_foreign_program(rank_info, address, port))
+    if reason == NEEDS_SECRET:
+        raise RendezvousError(
+            f"{place} requires a secret: copy the file that --secret-file names on its host to "
+            f"this host, and give it with --secret-file ({SECRET_FILE})"
+        )
+    if reason:
+        return reason
     try:
         return TCPStore(address, port, None, False, _time_left(deadline), wait_for_workers=False)
     except (DistError, RuntimeError) as error:
@@ -217,12 +316,29 @@ def _describe_foreign_program(rank_info: RankInfo, address: str, port: int) -> s
     )
 
 
+def _try_with_secret(address: str, port: int, secret: bytes, deadline: float) -> Store | str:
+    """Return the store, or why it cannot be reached: NO_SECRET, OTHER_SECRET or a reason."""
+    left = _time_left(deadline).total_seconds()
+    try:
+        return SecretStore(address, port, secret, left, connect_timeout=min(ATTEMPT, left))
+    except LockstepError as error:
+        if isinstance(error.__cause__, Refused):
+            is_other = error.__cause__.status is Status.OTHER_KEY
+            return OTHER_SECRET if is_other else str(error.__cause__)
+        if _try_connect(address, port, deadline) == "":
+            return NO_SECRET
+        return str(error.__cause__ or error)
+
+
 def _try_connect(address: str, port: int, deadline: float) -> str:
     """Return why a connection fails: FOREIGN for another program; "" if it succeeds."""
     timeout = min(5.0, max(0.1, deadline - time.monotonic()))
     try:
         with socket.create_connection((address, port), timeout=timeout) as connection:
-            return _greet(connection, min(timeout, rendezvous_check.NOTE_AFTER))
+            reason = _greet(connection, min(timeout, rendezvous_check.NOTE_AFTER))
+        if reason == CLOSED:
+            return NEEDS_SECRET if requires_secret(address, port, timeout) else ""
+        return reason
     except TimeoutError:
         return "timed out"
     except OSError as error:
@@ -237,7 +353,8 @@ def _try_connect(address: str, port: int, deadline: float) -> str:
 def _greet(connection: socket.socket, timeout: float) -> str:
     """Return FOREIGN if the answer to the greeting is text, SILENT if there is none, else "".
 
-    Binary data, or the end of the connection, may come from a TCPStore of another torch version.
+    Binary data may come from a TCPStore of another torch version. CLOSED, too, or from a store
+    that requires a secret.
     """
     connection.settimeout(timeout)
     try:
@@ -247,9 +364,11 @@ def _greet(connection: socket.socket, timeout: float) -> str:
     except TimeoutError:
         return SILENT
     except OSError:
-        return ""
+        return CLOSED
+    if not answer:
+        return CLOSED
     is_text = all(0x20 <= byte < 0x7F for byte in answer)
-    return FOREIGN if answer and is_text else ""
+    return FOREIGN if is_text else ""
 
 
 def _time_left(deadline: float) -> timedelta:
@@ -295,6 +414,14 @@ def _find_store(file: RendezvousFile, rank_info: RankInfo, deadline: float) -> S
     return _attach(text)
 
 
+def find_own_address(address: str, port: int) -> str:
+    """Return the address of this host from which `address` is reached; OSError if it is not."""
+    family, number = resolve_address(address)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((number, port))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
 def find_interface(rank_info: RankInfo) -> str | None:
     """Return the network interface that this host's ranks should use; None if unknown.
 
@@ -303,10 +430,7 @@ def find_interface(rank_info: RankInfo) -> str | None:
     """
     address = LOOPBACK if rank_info.is_loopback else str(rank_info.master_addr)
     with contextlib.suppress(OSError):
-        family, number = resolve_address(address)
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((number, rank_info.master_port or 1))  # sends nothing
-            own = probe.getsockname()[0]
+        own = find_own_address(address, rank_info.master_port or 1)
         for name, addresses in psutil.net_if_addrs().items():
             if any(entry.address == own for entry in addresses):
                 return name

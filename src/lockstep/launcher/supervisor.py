@@ -121,19 +121,33 @@ class RankSupervisor:
 
     # --- starting -------------------------------------------------------------------------
 
-    def serve_store(self, address: str, port: int, *, is_single_host: bool = True) -> int:
-        """Serve the ranks' TCPStore at `address`:`port` (0: a free port); return the port.
+    def serve_store(
+        self,
+        address: str,
+        port: int,
+        *,
+        is_single_host: bool = True,
+        secret: bytes | None = None,
+    ) -> int:
+        """Serve the ranks' store at `address`:`port` (0: a free port); return the port.
+
+        With a secret it admits only processes that have the secret (`store_server.py`).
+        Otherwise it is a TCPStore, and admits everyone.
 
         Without a loopback interface nothing is served. Only scripts that call
         `torch.distributed.init_process_group` themselves need this store.
         """
         with listen(address, port, is_single_host=is_single_host) as listening:
-            self.start_store(listening)
+            self.start_store(listening, secret)
             return int(listening.getsockname()[1])
 
-    def start_store(self, listening: socket.socket) -> None:
-        """Serve the ranks' TCPStore as `serve_store` does, on a socket that already listens."""
+    def start_store(self, listening: socket.socket, secret: bytes | None = None) -> None:
+        """Serve the ranks' store as `serve_store` does, on a socket that already listens."""
         assert self._channel is not None
+        if secret is not None:
+            message = {"kind": "store", "rank": -1, "secret": secret.hex()}
+            self._channel.send(message, [listening.fileno()])
+            return
         if reason := find_obstacle(listening):
             say(f"{reason}; torch.distributed.init_process_group cannot connect the ranks")
             return

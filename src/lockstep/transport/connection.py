@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 import time
 
 from lockstep.errors import RendezvousError, UsageError
-from lockstep.transport.credentials import Credentials, Identity
+from lockstep.transport.credentials import Credentials, Identity, Role
 from lockstep.transport.frame import FrameSocket, receive_exactly
 from lockstep.transport.handshake import Agreement, Refused, Status, Steps, call
 
-__all__ = ["HANDSHAKE_TIMEOUT", "connect", "open_frame_socket", "shake_hands"]
+__all__ = ["HANDSHAKE_TIMEOUT", "connect", "open_frame_socket", "requires_secret", "shake_hands"]
 
 HANDSHAKE_TIMEOUT = 5.0  # seconds; the caller tries again
+KEY_SIZE = 32  # bytes
 RETRY = 0.2  # seconds between two attempts
 
 
@@ -69,6 +71,19 @@ def connect(
                     f"{target} could not be reached within {timeout:g} s: {error}"
                 ) from error
             time.sleep(RETRY)
+
+
+def requires_secret(address: str, port: int, timeout: float) -> bool:
+    """Return whether a Lockstep process listens at an address and refuses those without its key."""
+    stranger = Credentials(secrets.token_bytes(KEY_SIZE), Identity(Role.PEER))
+    try:
+        steps = call(stranger, stranger.own)
+        _attempt(address, port, steps, timeout, timeout).end.close()
+    except Refused as error:
+        return error.status is Status.OTHER_KEY
+    except _AttemptFailed:
+        pass
+    return False
 
 
 def open_frame_socket(end: socket.socket, agreement: Agreement, silence: float) -> FrameSocket:
