@@ -31,13 +31,14 @@ def join_group(backend: str, timeout: float) -> Iterator[None]:
     comm.register()
     if backend == comm.NAME and not comm.available():
         backend = "gloo"
+    store = rendezvous.wait_for_ranks(rank_info, timeout)
     if backend != comm.NAME and "GLOO_SOCKET_IFNAME" not in os.environ:
-        name = rendezvous.find_interface(rank_info)  # 3 ms
+        name = rendezvous.choose_interface(rank_info, store)  # 3 ms
         os.environ.update({} if name is None else {"GLOO_SOCKET_IFNAME": name})
     os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")  # lets DDP use the backend's memory
     dist.init_process_group(
         backend,
-        store=rendezvous.wait_for_ranks(rank_info, timeout),
+        store=store,
         rank=rank_info.rank,
         world_size=rank_info.world_size,
         timeout=timedelta(seconds=timeout),

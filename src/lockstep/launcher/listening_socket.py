@@ -7,7 +7,9 @@ interface unless several hosts take part.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import ipaddress
 import re
 import socket
 
@@ -17,7 +19,9 @@ __all__ = [
     "DEFAULT_PORT",
     "LOOPBACK",
     "find_obstacle",
+    "find_source_address",
     "get_connectable_address",
+    "is_loopback",
     "listen",
     "parse_endpoint",
     "resolve_address",
@@ -27,6 +31,7 @@ __all__ = [
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
 CONNECT_TIMEOUT = 5.0  # seconds
+ANY_PORT = 1  # the route does not depend on the port
 BACKLOG = 1024  # every rank of a host may connect at the same moment
 
 
@@ -58,19 +63,22 @@ def strip_brackets(address: str) -> str:
 def listen(address: str, port: int, *, is_single_host: bool = True) -> socket.socket:
     """Return a socket that listens at `address`.
 
-    If the address resolves but belongs to no interface of this host (such as the external
-    address of a container), the socket listens on every interface.
+    The socket listens on every interface if the address belongs to none of this host (such as the
+    external address of a container), and if it is the host's name with several hosts and resolves
+    to a loopback address (127.0.1.1 on Debian), where other hosts cannot reach it.
 
     Args:
         address: A name or numeric address of this host.
         port: The port; 0 selects a free one.
-        is_single_host: Whether every rank is on this host. Otherwise the error message adds that
-            the launcher of another host may hold the port.
+        is_single_host: Whether every rank is on this host. Otherwise error messages add that the
+            launcher of another host may hold the port.
 
     Raises:
         UsageError: The address is unknown, or the port is in use or not permitted.
     """
     family, host = resolve_address(address)
+    if not is_single_host and is_loopback(host) and not is_loopback(address):
+        host = ""
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -119,6 +127,13 @@ def get_connectable_address(listening: socket.socket) -> str:
     return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
 
 
+def is_loopback(address: str) -> bool:
+    """Return whether an address is "localhost" or a numeric address of the loopback interface."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
+    return address == "localhost"
+
+
 def _bind(listening: socket.socket, host: str, port: int) -> None:
     try:
         listening.bind((host, port))
@@ -131,6 +146,8 @@ def _bind(listening: socket.socket, host: str, port: int) -> None:
 def resolve_address(address: str) -> tuple[socket.AddressFamily, str]:
     """Return the address family and the numeric address of a host name.
 
+    Of several addresses it is the first IPv4 address, unless this host only has a route to others.
+
     Raises:
         UsageError: The name does not resolve.
     """
@@ -141,6 +158,18 @@ def resolve_address(address: str) -> tuple[socket.AddressFamily, str]:
             f"MASTER_ADDR is {address!r}, which cannot be resolved on this host: set it "
             f"(--master-addr) to the name or address of rank 0's host"
         ) from None
-    # IPv4 first: "localhost" is often both, and server and clients must choose the same one.
-    family, _, _, _, numeric = min(found, key=lambda entry: entry[0] != socket.AF_INET)
-    return family, str(numeric[0])
+    # IPv4 first: "localhost" is often both, and server and clients must choose the same one. But
+    # a host without IPv4 may find an IPv4 address under a name.
+    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    pairs = [(family, str(numeric[0])) for family, _, _, _, numeric in found]
+    routed = (pair for pair in pairs if len(pairs) == 1 or find_source_address(pair[1]))
+    return next(routed, pairs[0])
+
+
+def find_source_address(address: str) -> str | None:
+    """Return this host's own address on the route to a numeric address; None without a route."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, ANY_PORT))  # sends nothing
+        return str(probe.getsockname()[0])
+    return None

@@ -26,7 +26,6 @@ import time
 from datetime import timedelta
 from typing import ClassVar
 
-import psutil
 from torch.distributed import (  # type: ignore[attr-defined]
     DistError,
     HashStore,
@@ -42,10 +41,12 @@ from lockstep.launcher.listening_socket import (
     LOOPBACK,
     find_obstacle,
     get_connectable_address,
+    is_loopback,
     listen,
     resolve_address,
 )
 from lockstep.launcher.local_rendezvous import RendezvousFile, attach_store, create_store
+from lockstep.launcher.network_interface import find_interface, find_served_address
 from lockstep.launcher.placement import place_rank
 from lockstep.launcher.run_secret import SECRET_FILE, read_secret, warn_without_secret
 from lockstep.launcher.secret_store import SecretStore
@@ -54,7 +55,7 @@ from lockstep.messages import say
 from lockstep.transport.connection import requires_secret
 from lockstep.transport.handshake import Refused, Status
 
-__all__ = ["find_interface", "find_place", "leave", "wait_for_ranks"]
+__all__ = ["choose_interface", "find_place", "leave", "wait_for_ranks"]
 
 LEAVE_TIMEOUT = 5.0  # seconds that the rank that serves the store waits at exit for the others
 ATTEMPT = 2.0  # seconds to connect to a store with a secret, before a note is due
@@ -69,6 +70,7 @@ CLOSED = "a program closes connections there at once"
 NEEDS_SECRET = "the store requires a secret"
 NO_SECRET = "the store has no secret"
 OTHER_SECRET = "the store has another secret"
+REFUSED = os.strerror(errno.ECONNREFUSED).lower()
 SILENT = "a program accepts connections there and does not answer"
 GREETING = struct.pack("=BIB", 0, 0x3C85F7CE, 13) + PING_NUMBER
 
@@ -130,6 +132,11 @@ def find_place(store: Store, rank_info: RankInfo) -> RankInfo:
         RendezvousError: Another program has written into the store.
     """
     return place_rank(rank_info, rendezvous_check.read_hosts(store, rank_info))
+
+
+def choose_interface(rank_info: RankInfo, store: Store) -> str | None:
+    """Return the network interface for `store`'s world: see `find_interface`."""
+    return find_interface(rank_info, None if ProcessState.is_private else store)
 
 
 def leave() -> None:
@@ -195,7 +202,7 @@ def _open_secret_store(
         outer = _connect(rank_info, address, port, deadline)
         key = f"lockstep/secret-store/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         if rank_info.rank == 0:
-            own = find_own_address(address, port)
+            own = find_served_address(address)
             outer.set(key, f"{_serve_secret_store(own, 0, secret)} {own}")
         outer.set_timeout(_time_left(deadline))
         port, address = _parse_published(outer.get(key))
@@ -255,17 +262,19 @@ def _connect(
             return found
         reason, waited = found, time.monotonic() - started
         if time.monotonic() >= deadline:
+            advice = "check that rank 0 was started there and that no firewall is in between"
             raise RendezvousError(
                 f"rank {rank_info.rank}: no answer from {address}:{port} (MASTER_ADDR, "
-                f"MASTER_PORT) within {waited:.0f} s: {reason}; check that rank 0 was started "
-                f"there and that no firewall is in between"
+                f"MASTER_PORT) within {waited:.0f} s: {reason}; "
+                f"{_describe_loopback(rank_info, address, reason) or advice}"
             )
         if waited >= rendezvous_check.NOTE_AFTER and not has_noted:
             has_noted = True
+            advice = _describe_loopback(rank_info, address, reason)
             say(
                 f"rank {rank_info.rank}: no answer from {address}:{port} (MASTER_ADDR, "
-                f"MASTER_PORT) for {waited:.0f} s: {reason}; waiting "
-                f"{deadline - time.monotonic():.0f} s more"
+                f"MASTER_PORT) for {waited:.0f} s: {reason}; {advice}{'; ' if advice else ''}"
+                f"waiting {deadline - time.monotonic():.0f} s more"
             )
         time.sleep(RETRY)
 
@@ -306,6 +315,19 @@ def _attempt(
         return TCPStore(address, port, None, False, _time_left(deadline), wait_for_workers=False)
     except (DistError, RuntimeError) as error:
         raise RendezvousError(_describe_foreign_program(rank_info, address, port)) from error
+
+
+def _describe_loopback(rank_info: RankInfo, address: str, reason: str) -> str:
+    """Return what to do about an address that leads to no other host; "" if it may lead to one."""
+    numeric = resolve_address(address)[1]
+    if rank_info.is_single_host or reason != REFUSED or not is_loopback(numeric):
+        return ""
+    resolved = "" if numeric == address else f"{numeric}, "
+    return (
+        f"on this host {address} is {resolved}the loopback interface, which leads to no other "
+        f"host: set --master-addr (MASTER_ADDR) to an address of rank 0's host in your network"
+        + ("" if is_loopback(address) else ", or correct /etc/hosts")
+    )
 
 
 def _describe_foreign_program(rank_info: RankInfo, address: str, port: int) -> str:
@@ -412,26 +434,3 @@ def _find_store(file: RendezvousFile, rank_info: RankInfo, deadline: float) -> S
     if text.isdecimal():
         return _connect(rank_info, LOOPBACK, int(text), deadline)
     return _attach(text)
-
-
-def find_own_address(address: str, port: int) -> str:
-    """Return the address of this host from which `address` is reached; OSError if it is not."""
-    family, number = resolve_address(address)
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((number, port))  # sends nothing
-        return str(probe.getsockname()[0])
-
-
-def find_interface(rank_info: RankInfo) -> str | None:
-    """Return the network interface that this host's ranks should use; None if unknown.
-
-    That is the loopback interface if the ranks meet there, otherwise the one from which the
-    master is reached; the host's own name often resolves to a different one.
-    """
-    address = LOOPBACK if rank_info.is_loopback else str(rank_info.master_addr)
-    with contextlib.suppress(OSError):
-        own = find_own_address(address, rank_info.master_port or 1)
-        for name, addresses in psutil.net_if_addrs().items():
-            if any(entry.address == own for entry in addresses):
-                return name
-    return None

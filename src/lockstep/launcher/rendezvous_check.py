@@ -30,6 +30,7 @@ from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from lockstep.errors import LaunchEnvironmentError, RendezvousError
 from lockstep.formatting import format_numbered
 from lockstep.launcher.environment import RankInfo
+from lockstep.launcher.listening_socket import is_loopback
 from lockstep.launcher.placement import get_host_identity, number_hosts
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.messages import escape_control, say
@@ -249,9 +250,11 @@ def _describe_timeout(rank_info: RankInfo, missing: list[int], waited: float) ->
     if not missing:
         return f"rank {rank_info.rank}: all ranks joined, but too late, after {waited:.0f} s"
     who = format_numbered("rank", missing)
+    is_local = not rank_info.is_single_host and is_loopback(rank_info.master_addr or "")
+    reach = ", which other hosts cannot reach" if is_local else ""
     return (
         f"{who} of {rank_info.world_size} did not join within {waited:.0f} s (rank "
-        f"{rank_info.rank} waited at {rank_info.store_location}): check that every host was "
+        f"{rank_info.rank} waited at {rank_info.store_location}{reach}): check that every host was "
         "started with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE and with its own RANK "
         "(--node-rank), or increase init(timeout=...)"
     )

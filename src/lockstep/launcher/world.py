@@ -371,11 +371,14 @@ def _join(
     started = time.monotonic()
     if store is None:
         store = rendezvous.wait_for_ranks(rank_info, timeout)
-    has_interface = _choose_interface(rank_info)
-    if not has_interface and rank_info.is_loopback and "gloo" in backend:
+    if not _choose_interface(rank_info, store, device) and "gloo" in backend:
         raise RendezvousError(
             f"rank {rank_info.rank}: gloo connects the ranks of a host through the loopback "
             f"interface, which is down (ip link set lo up); the backend 'lockstep' does not need it"
+            if rank_info.is_single_host
+            else f"rank {rank_info.rank}: the address from which this host reaches the other hosts "
+            f"belongs to the loopback interface, which gloo cannot use between hosts: set "
+            f"GLOO_SOCKET_IFNAME to another interface"
         )
     atexit.unregister(rendezvous.leave)
     atexit.register(rendezvous.leave)  # atexit is LIFO: runs after shutdown()
@@ -421,15 +424,17 @@ def _check_backend(backend: str) -> None:
             )
 
 
-def _choose_interface(rank_info: RankInfo) -> bool:
-    """Set Gloo's network interface; by default Gloo uses that of the host's name.
+def _choose_interface(rank_info: RankInfo, store: Store, device: torch.device) -> bool:
+    """Set the network interface of Gloo and NCCL, which would use host names or any interface.
 
     Returns:
-        Whether one is set, here or by the user.
+        Whether one is set for Gloo, here or by the user.
     """
-    name = rendezvous.find_interface(rank_info)
+    name = rendezvous.choose_interface(rank_info, store)
     if name is not None:
         _set_variable("GLOO_SOCKET_IFNAME", name)
+        if device.type == "cuda" and not rank_info.is_single_host:
+            _set_variable("NCCL_SOCKET_IFNAME", f"={name}")  # "=": not any name that begins so
     return "GLOO_SOCKET_IFNAME" in os.environ
 
 
