@@ -8,6 +8,7 @@ Anyone who has it can run any code in the driver and its workers.
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 from pathlib import Path
@@ -20,7 +21,7 @@ from lockstep.transport.secret import (
     read_secret_file,
 )
 
-__all__ = ["KEY_SOURCE", "KEY_VARIABLE", "make_key", "read_key"]
+__all__ = ["KEY_SOURCE", "KEY_VARIABLE", "derive_store_secret", "make_key", "read_key"]
 
 KEY_VARIABLE = "LOCKSTEP_DRIVER_KEY"
 KEY_SOURCE = f"a key file or {KEY_VARIABLE}"
@@ -56,3 +57,8 @@ def read_key(file: str | Path | None) -> bytes:
             f"it with --key-file, or set {KEY_VARIABLE}"
         )
     return parse_secret(text, KEY_VARIABLE, NOUN)
+
+
+def derive_store_secret(key: bytes) -> bytes:
+    """Return the secret of the store in which the driver's workers meet."""
+    return hmac.digest(key, b"store of the workers", "sha256")

@@ -33,9 +33,11 @@ from typing import Any
 from lockstep.errors import LockstepError, RankError
 from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.rank_process import describe_error
+from lockstep.launcher.run_secret import give_secret
 from lockstep.launcher.world import init, shutdown
 from lockstep.remote.calls import DRIVER, Calls, make_lost_outcome
 from lockstep.remote.connection import Connection
+from lockstep.remote.credentials import derive_store_secret
 from lockstep.remote.future import SETTLE
 from lockstep.remote.hang_recovery import is_in_collective
 from lockstep.remote.objects import ObjectAddress, ObjectStore, TokenCounter
@@ -201,6 +203,7 @@ class WorkerServer:
         self.calls = Calls(self.rank, self, self.queue.wait)
         self.calls.resolve = self._resolve
         self._tokens = TokenCounter(self.rank)
+        give_secret(derive_store_secret(self._credentials.key))
         os.environ.update(header["variables"])
         answer: dict[str, Any] = {"kind": "joined"}
         try:

@@ -33,7 +33,7 @@ from lockstep.launcher.output import RankOutput
 from lockstep.launcher.supervisor import GRACE, TICK, RankSupervisor
 from lockstep.remote.calls import DRIVER, Calls, make_lost_outcome
 from lockstep.remote.connection import Connection
-from lockstep.remote.credentials import KEY_SOURCE
+from lockstep.remote.credentials import KEY_SOURCE, derive_store_secret
 from lockstep.remote.future import SETTLE, Future, gather
 from lockstep.remote.hang_recovery import CHECKS, HangRecovery
 from lockstep.remote.node_agent import start_worker
@@ -155,7 +155,8 @@ class WorkerPool:
             get_fork_server(for_training=True).open_launch(), range(nprocs)
         )
         self._local.add_reader(self._wake[0], self._on_wake)
-        self._master = (address, self._local.serve_store(address, 0))
+        secret = derive_store_secret(key)
+        self._master = (address, self._local.serve_store(address, 0, secret=secret))
         self._store = "" if remote else self._local.create_store()
         for rank in range(nprocs):
             self._start(rank)
