@@ -10,8 +10,9 @@ import click
 
 from benchmarks.progress import Progress, about
 from lockstep.cli import run
-from lockstep.commands.bench_collective import command_line, describe_machine, save_text, status
+from lockstep.commands.bench_collective import command_line, describe_machine, status
 from lockstep.errors import UsageError, WorkError
+from lockstep.files import write_output
 
 if TYPE_CHECKING:
     from benchmarks.pipeline.case import Case
@@ -187,7 +188,7 @@ def write(everything: list[list[Outcome]], flags: dict[str, Any], said: dict[str
 
     if flags["file"]:
         found = [one for outcomes in everything for one in table.records(outcomes, said)]
-        save_text(flags["file"], json.dumps(found, indent=1) + "\n")
+        write_output(flags["file"], json.dumps(found, indent=1) + "\n")
     if flags["plot"]:
         from benchmarks.pipeline.plot import draw
         from lockstep.bench.plot import save

@@ -16,10 +16,10 @@ from lockstep.commands.bench_collective import (
     command_line,
     describe_machine,
     parse_rank_counts,
-    save_text,
     status,
 )
 from lockstep.errors import UsageError, WorkError
+from lockstep.files import write_output
 from lockstep.formatting import format_size
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ def write(
 
     if flags["file"]:
         text = json.dumps(records(outcomes, costs, found, said), indent=1)
-        save_text(flags["file"], text + "\n")
+        write_output(flags["file"], text + "\n")
     if flags["plot"] and any(outcome.times for outcome in outcomes):
         from benchmarks.step.plot import draw
         from lockstep.bench.plot import save

@@ -4,6 +4,7 @@
     create_file     a record, a log                 0600, a new file
     open_or_create  a lock, a continued log         0600 if it is new
     open_for_write  a report                        0600 if it is new
+    write_output    a table of measurements         0600 if it is new
     replace_file    weights                         0600, replaced atomically
 
 The modes are set when a file is created, so others can never open it in between, and no
@@ -22,6 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from lockstep.errors import FileError
+
 __all__ = [
     "FOLDER_MODE",
     "create_file",
@@ -31,6 +34,7 @@ __all__ = [
     "open_or_create",
     "replace_file",
     "sync_folder",
+    "write_output",
 ]
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
@@ -80,6 +84,19 @@ def open_for_write(path: Path) -> BinaryIO:
     """Open an output that the user named, emptied if it exists; a device or pipe works too."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, FILE_MODE), "wb")
+
+
+def write_output(path: Path, content: str | bytes) -> None:
+    """Write an output that the user named.
+
+    Raises:
+        FileError: It cannot be written.
+    """
+    try:
+        with open_for_write(path) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+    except OSError as error:
+        raise FileError(f"{path} cannot be written: {error.strerror}") from error
 
 
 @contextlib.contextmanager

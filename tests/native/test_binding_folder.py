@@ -140,3 +140,15 @@ def test_a_folder_has_its_name_when_it_is_complete(tmp_path):
     with pytest.raises(RuntimeError), temporary_folder(tmp_path):
         raise RuntimeError
     assert os.listdir(tmp_path) == ["name"]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o022])
+def test_a_key_is_trusted_with_any_umask(tmp_path, umask):
+    made = tmp_path / KEY.name
+    made.mkdir(mode=0o700)
+    before = os.umask(umask)
+    try:
+        write_key(made, KEY)
+    finally:
+        os.umask(before)
+    assert reason_not_trusted(made / "key.json") is None

@@ -21,6 +21,7 @@ import lockstep as ls
 import warm
 from lockstep.errors import RankError, RendezvousError
 from lockstep.remote.credentials import KEY_VARIABLE, make_key
+from lockstep.transport.connection import requires_secret
 from lockstep.transport.listener import REPORT_INTERVAL
 
 WORKER = [*warm.LOCKSTEP, "worker"]
@@ -69,6 +70,8 @@ def test_local_and_remote_workers_are_one_world(connect, place, tmp_path, capsys
     worker = connect("-n", "2", "--key-file", key)
     with ls.Driver(nprocs=1, remote=2, listen=place, key_file=key, timeout=PATIENCE) as driver:
         assert driver.run(all_reduced) == [("0", 0, 6.0), ("1", 0, 6.0), ("1", 1, 6.0)]
+        port = int(driver.on(2).run(os.environ.get, "MASTER_PORT"))
+        assert requires_secret("127.0.0.1", port, PATIENCE)
         shelf = driver.on(2).create(list)
         driver.on(1).run(lambda ref: ref.append(5), shelf)
         assert driver.on(0).run(lambda ref: ref.get(), shelf) == [5]

@@ -19,7 +19,8 @@ import numpy as np
 from lockstep.bench.collectives import COLLECTIVES
 from lockstep.bench.results import Result
 from lockstep.bench.runners import CopyRunner
-from lockstep.errors import FileError, UsageError
+from lockstep.errors import UsageError
+from lockstep.files import write_output
 from lockstep.formatting import format_bytes, format_duration, format_size
 from lockstep.report.chart import Axis, log_axis
 from lockstep.report.picture import Dot, Label, Line, Picture, Point, text_width
@@ -67,13 +68,7 @@ def check_format(path: Path) -> None:
 
 def save(picture: Picture, path: Path) -> None:
     """Write the plot in the format of the suffix."""
-    try:
-        if path.suffix == ".png":
-            path.write_bytes(picture.png())
-        else:
-            path.write_text(picture.svg())
-    except OSError as error:
-        raise FileError(f"{path} cannot be written: {error.strerror}") from error
+    write_output(path, picture.png() if path.suffix == ".png" else picture.svg())
 
 
 def draw(results: list[Result], machine: str, command: str) -> Picture:

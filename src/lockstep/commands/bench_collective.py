@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.bench.collectives import COLLECTIVES, Collective
-from lockstep.errors import FileError, UsageError, WorkError
+from lockstep.errors import UsageError, WorkError
+from lockstep.files import write_output
 from lockstep.formatting import format_size, parse_size, parse_sizes, size_range
 from lockstep.messages import say
 
@@ -171,7 +172,7 @@ def run(collective: Collective, flags: dict[str, Any]) -> None:
             everything += results
             records += [record(one, results[0], machine, command) for one in results if one.times]
     if flags["json_file"]:
-        save_text(flags["json_file"], json.dumps(records, indent=1) + "\n")
+        write_output(flags["json_file"], json.dumps(records, indent=1) + "\n")
     if flags["plot"] and records:
         from lockstep.bench.plot import draw, save
 
@@ -350,11 +351,3 @@ def status(text: str) -> None:
     """Show the current activity on a terminal, on a line that the next status replaces."""
     if sys.stderr.isatty():
         click.echo(f"\r\x1b[K{text}", nl=False, err=True)
-
-
-def save_text(path: Path, text: str) -> None:
-    """Write a text file, or raise FileError."""
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise FileError(f"{path} cannot be written: {error.strerror}") from error

@@ -23,7 +23,8 @@ from typing import Any
 import click
 
 from lockstep.commands.bench_collective import RANKS_HELP, parse_rank_counts
-from lockstep.errors import FileError, UsageError, WorkError
+from lockstep.errors import UsageError, WorkError
+from lockstep.files import write_output
 from lockstep.launcher.launch import launch
 from lockstep.record.environment import count_usable_cores, processor_name
 
@@ -69,7 +70,7 @@ def command(nprocs: str, repeats: int, file: Path | None) -> None:
             click.echo(f"    {start.launcher:<24}{times}")
         records += [{**start.record(), **context} for start in starts]
     if file is not None:
-        _write(file, json.dumps(records, indent=1) + "\n")
+        write_output(file, json.dumps(records, indent=1) + "\n")
 
 
 def _machine() -> str:
@@ -77,13 +78,6 @@ def _machine() -> str:
     load = os.getloadavg()[0]
     machine = f"{processor_name()}, {count_usable_cores()} cores"
     return f"{machine}, torch {torch}, load {load:.1f} at the start"
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.write_text(text)
-    except OSError as error:
-        raise FileError(f"{file} cannot be written: {error.strerror}") from error
 
 
 @dataclass(frozen=True)

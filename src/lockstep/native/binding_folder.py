@@ -110,7 +110,10 @@ def find_archive(folder: Path, key: Mapping[str, str]) -> Path | None:
 def write_key(folder: Path, key: BindingKey | Mapping[str, str]) -> None:
     """Write the key of a binding or of the core into its folder."""
     text = key.to_json() if isinstance(key, BindingKey) else json.dumps(key, indent=1)
-    (folder / KEY).write_text(text + "\n")
+    path = folder / KEY
+    path.write_text(text + "\n")
+    # Some systems have the umask 002. A key that others may write would not be trusted.
+    path.chmod(0o644 & folder.stat().st_mode)
 
 
 def read_installation_reason() -> str | None:
