@@ -70,7 +70,7 @@ def test_local_and_remote_workers_are_one_world(connect, place, tmp_path, capsys
     worker = connect("-n", "2", "--key-file", key)
     with ls.Driver(nprocs=1, remote=2, listen=place, key_file=key, timeout=PATIENCE) as driver:
         assert driver.run(all_reduced) == [("0", 0, 6.0), ("1", 0, 6.0), ("1", 1, 6.0)]
-        port = int(driver.on(2).run(os.environ.get, "MASTER_PORT"))
+        port = int(driver.on(2).run(lambda: os.environ["MASTER_PORT"]))
         assert requires_secret("127.0.0.1", port, PATIENCE)
         shelf = driver.on(2).create(list)
         driver.on(1).run(lambda ref: ref.append(5), shelf)
