@@ -181,7 +181,7 @@ def test_presence_is_told_by_number():
         gradients.accumulate(0)
         gradients.accumulate(1)
         assert gradients.used_parameter_mask() == "4"
-        gradients.reduce([[(0, 2)]], [gradients.used_parameter_mask()])
+        gradients.reduce([[(0, 2)]], gradients.used_parameter_mask())
         assert [each.grad is not None for _, each in parameters] == [False, False, True]
     finally:
         ls.shutdown()
@@ -198,7 +198,7 @@ def test_a_skipped_micro_batch_is_absent_whatever_grad_holds():
         assert parameter.grad is not None
         gradients.accumulate(1)
         assert parameter.grad is None
-        gradients.reduce([[(0, 2)]], [gradients.used_parameter_mask()])
+        gradients.reduce([[(0, 2)]], gradients.used_parameter_mask())
         assert parameter.grad.tolist() == [1.0, 1.0]
     finally:
         ls.shutdown()

@@ -1,5 +1,7 @@
 """Buffers: what becomes of the values that micro-batches write."""
 
+from functools import reduce
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,7 @@ from torch import nn
 from lockstep.comm.tree import nodes_of
 from lockstep.data.microbatch import split_evenly
 from lockstep.errors import BufferMismatchError
-from lockstep.model.buffers import Buffers
+from lockstep.model.buffers import Buffers, merge_reports
 
 
 class Holder(nn.Module):
@@ -32,9 +34,11 @@ def run(write, leaves=3, ranks=1, rank=0, gathered=None):
         write(model, leaf)
         buffers.collect(leaf, share=(leaf + 1) / 6)
     buffers.restore()
-    findings = buffers.hash_results()
-    everyone = [findings] if gathered is None else gathered(findings)
-    buffers.merge(everyone, [nodes_of(each, leaves) for each in owned], leaves, None)
+    report = buffers.hash_results().of_replica(rank)
+    everyone = [report] if gathered is None else gathered(report)
+    buffers.merge(
+        reduce(merge_reports, everyone), [nodes_of(each, leaves) for each in owned], leaves, None
+    )
     return model
 
 
@@ -84,7 +88,7 @@ def test_a_buffer_keeps_its_identity_and_its_other_name():
     model.mean.add_(1)
     buffers.collect(0, 1.0)
     buffers.restore()
-    buffers.merge([buffers.hash_results()], [[(0, 1)]], 1, None)
+    buffers.merge(buffers.hash_results(), [[(0, 1)]], 1, None)
     assert model.mean is kept
     assert model.again.same is kept
     assert kept.tolist() == [1.0, 1.0]

@@ -2,11 +2,9 @@
 
 import json
 
-import pytest
-
 from lockstep.model.evaluation import Evaluation
-from lockstep.training.history import History, StepResult, compute_rank_times
-from lockstep.training.rank_status import RankStatus
+from lockstep.record.rank_summary import RankTimes, RankUsage
+from lockstep.training.history import History, StepResult
 
 
 class Lines:
@@ -29,11 +27,15 @@ def result(step, loss=1.0, samples=2, **metrics):
     return StepResult(step, 0, loss, samples, metrics, lr=0.1, seconds=0.5, ranks=[[1, 2, 3, 4]])
 
 
+def usage(*memory):
+    return RankUsage([RankTimes(rank, 0.0, 0.0, 0.0, size) for rank, size in enumerate(memory)])
+
+
 def test_an_epoch_is_the_mean_over_its_samples():
     writer, steps, epochs = Lines(), [], []
     history = History([writer], [steps.append, OnEpochs(epochs)])
-    history.step(result(0, loss=1.0, samples=3, hit=1.0), [10, 20])
-    history.step(result(1, loss=5.0, samples=1, hit=0.0, rare=2.0), [11, 21])
+    history.step(result(0, loss=1.0, samples=3, hit=1.0), usage(10, 20))
+    history.step(result(1, loss=5.0, samples=1, hit=0.0, rare=2.0), usage(11, 21))
     epoch = history.end_epoch(4)
     history.notify(epoch)
     assert (epoch.epoch, epoch.loss, epoch.samples, epoch.seconds) == (4, 2.0, 4, 1.0)
@@ -47,7 +49,7 @@ def test_the_line_of_an_epoch_waits_for_its_evaluation():
     writer = Lines()
     history = History([writer])
     for epoch in range(3):
-        history.step(result(epoch), [5])
+        history.step(result(epoch), usage(5))
         history.end_epoch(epoch)
         if epoch == 1:
             history.add_evaluation(Evaluation(0.5, {"hit": 1.0}, 9))
@@ -65,36 +67,26 @@ def test_the_line_of_an_epoch_waits_for_its_evaluation():
     assert writer.closed == 1
 
 
-def test_times_split_a_step_by_rank():
-    pages = [RankStatus(compute=2.0, data=1.0), RankStatus(compute=5.0, data=0.0)]
-    slow_first = compute_rank_times(pages, exchanged=2.5, reduced=1.0, updated=0.5)
-    assert slow_first == [
-        pytest.approx([2.5, 1.5, 2.0, 1.0]),
-        pytest.approx([5.5, 3.5, 0.0, 0.0]),
-    ]
-    assert compute_rank_times(pages[:1], 0.1, 0.1, 0.5) == [pytest.approx([2.5, 0.0, 0.0, 1.0])]
-
-
 def test_an_open_epoch_goes_on_where_it_was_saved():
     whole, first, second = (History([]) for _ in range(3))
     results = [
         result(step, loss=0.1 * step + 1 / 3, samples=step + 1, hit=0.7) for step in range(6)
     ]
     for each in results:
-        whole.step(each, [1])
+        whole.step(each)
     for each in results[:4]:
-        first.step(each, [1])
+        first.step(each)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for each in results[4:]:
-        second.step(each, [1])
+        second.step(each)
     assert second.end_epoch(0) == whole.end_epoch(0)
 
 
 def test_a_broken_off_epoch_is_forgotten():
     history = History([])
-    history.step(result(0, loss=100.0), [1])
+    history.step(result(0, loss=100.0))
     history.begin_epoch(0, None)
-    history.step(result(1, loss=1.0), [1])
+    history.step(result(1, loss=1.0))
     assert history.end_epoch(0).loss == 1.0
 
 

@@ -1,45 +1,72 @@
-"""The status of ranks: what all ranks conclude from it."""
+"""The statuses of ranks: what all ranks conclude from their summary."""
 
 import math
+from functools import partial, reduce
+from operator import add
+from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lockstep.model.step_context import MicrobatchResult, StepLabel
+from lockstep.comm import collectives
+from lockstep.comm.tree import total
+from lockstep.data.microbatch import split_evenly
+from lockstep.model.buffers import BufferReport
+from lockstep.model.step_context import IGNORED_TARGETS, MicrobatchResult, StepLabel
+from lockstep.record.rank_summary import DETAILED_RANKS
 from lockstep.training.rank_status import (
+    LISTED_WARNINGS,
+    NonFiniteLoss,
     RankStatus,
-    average_metrics,
+    StatusPlace,
+    StatusSummary,
     exchange_statuses,
-    find_non_finite,
-    sum_losses,
+    summarize,
 )
 
-
-def status(*results, buffers=()):
-    return RankStatus(list(results), list(buffers), compute=0.5, data=0.25, memory=7)
+MANY = DETAILED_RANKS + 1  # as far as a status knows
 
 
-def test_statuses_arrive_with_every_bit(ranks):
-    def swap():
-        rank = dist.get_rank()
+def status(*results, **fields):
+    return RankStatus(list(results), compute=0.5, data=0.25, memory=7, **fields)
+
+
+def summaries(statuses, leaves, stages=1, ranks=None):
+    count = len(statuses) if ranks is None else ranks
+    return [
+        summarize(each, StatusPlace(rank, count, rank // stages, rank % stages, leaves))
+        for rank, each in enumerate(statuses)
+    ]
+
+
+def merged(statuses, leaves, **options):
+    return reduce(StatusSummary.merge, summaries(statuses, leaves, **options))
+
+
+def swap(threshold):
+    """Exchange statuses whose floats need all their bits, and one that is longer than a page."""
+    rank = dist.get_rank()
+    collectives.ALL_GATHER_RANKS = threshold
+    try:
         values = [1 / 3, 5e-324, math.inf, -0.0]
-        entry = MicrobatchResult(
-            leaf=rank, size=3, share=0.1, loss=values[rank], metrics={"é": 1e300 / 7}
-        )
-        entries = [] if rank == 2 else [entry] * 40  # longer than the first message, and empty
-        return exchange_statuses(
-            status(*entries, buffers=["differ"] * rank), StepLabel(1, "in step 1", "", "")
-        )
+        results = [MicrobatchResult(rank, 3, 0.1, values[rank], {"é": 1e300 / 7})]
+        long = [f"rank {rank}: {'x' * 5000}"] if rank == 1 else []
+        mine = RankStatus(results if rank != 2 else [], batch="b", warnings=long)
+        place = StatusPlace(rank, 4, rank, 0, 4)
+        return exchange_statuses(summarize(mine, place), StepLabel(1, "in step 1", "", ""))
+    finally:
+        collectives.ALL_GATHER_RANKS = 64
 
-    found = ranks(swap, 3)
-    assert found[0] == found[1] == found[2]
-    for rank, each in enumerate(found[0]):
-        assert each.buffers == ["differ"] * rank
-        assert len(each.microbatches) == (0 if rank == 2 else 40)
-        for entry in each.microbatches:
-            assert entry.metrics == {"é": 1e300 / 7}
-    assert found[0][0].microbatches[0].loss == 1 / 3
-    assert found[0][1].microbatches[0].loss == 5e-324
+
+def test_statuses_arrive_with_every_bit_in_one_call_and_along_the_tree(ranks):
+    found = ranks(partial(swap, 64), 4)
+    assert found == ranks(partial(swap, 1), 4)
+    assert found[0] == found[1] == found[2] == found[3]
+    assert found[0].losses == [(0, 1 / 3), (1, 5e-324), (3, -0.0)]
+    assert found[0].average_metrics() == {"é": math.fsum([1e300 / 7 * 3] * 3) / 9}
+    assert found[0].warnings == [(1, f"rank 1: {'x' * 5000}")]
 
 
 def test_the_loss_is_added_along_the_tree():
@@ -47,19 +74,36 @@ def test_the_loss_is_added_along_the_tree():
     entries = [MicrobatchResult(leaf, 1, 1.0, loss) for leaf, loss in enumerate(terms)]
     expected = ((1e16 + 1.0) + (1.0 + 1.0)) - 1e16
     assert expected != sum(terms)
-    assert sum_losses([status(*entries[3:]), status(*entries[:3])], 5) == expected
+    assert merged([status(*entries[3:]), status(*entries[:3])], 5).sum_losses() == expected
 
 
 def test_micro_batches_that_were_left_out_add_nothing():
-    assert sum_losses([status(MicrobatchResult(1, 4, 0.5, 3.0))], 3) == 1.5
+    found = merged([status(MicrobatchResult(1, 4, 0.5, 3.0))], 3)
+    assert found.sum_losses() == 1.5
+    assert found.list_losses() == [None, 3.0, None]
+
+
+def test_skipped_micro_batches_let_the_sums_of_a_rank_be_one_number():
+    results = [MicrobatchResult(leaf, 1, 0.5, 1.0) for leaf in range(0, 64, 3)]
+    skipped = sorted({*range(64)} - {each.leaf for each in results})
+    found = merged([status(*results, skipped=skipped), status()], 128, ranks=MANY)
+    assert found.nodes == [(0, 64, 11.0)]
+    assert found.sum_losses() == 11.0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_the_first_non_finite_loss_is_found_with_its_rank(value):
     good, bad = MicrobatchResult(0, 1, 0.5, 1.0), MicrobatchResult(3, 1, 0.5, value)
     later = MicrobatchResult(4, 1, 0.5, math.nan)
-    assert find_non_finite([status(good)]) is None
-    assert find_non_finite([status(good), status(bad, later)]) == (1, bad)
+    ignoring = [f"rank 1: the loss {IGNORED_TARGETS}"]
+    assert merged([status(good)], 5).non_finite is None
+    for statuses in (
+        [status(good), status(later, bad, warnings=ignoring)],
+        [status(good), status(bad, warnings=ignoring), status(later)],
+    ):
+        found = merged(statuses, 5).non_finite
+        assert found == NonFiniteLoss(3, 1, found.loss, True)
+        assert found.loss == value or math.isnan(value)
 
 
 def test_metrics_are_means_over_the_samples():
@@ -67,5 +111,150 @@ def test_metrics_are_means_over_the_samples():
         status(MicrobatchResult(0, 3, 0.0, 0.0, {"hit": 1.0})),
         status(MicrobatchResult(1, 1, 0.0, 0.0, {"hit": 0.0, "rare": 5.0})),
     ]
-    assert average_metrics(statuses) == {"hit": 0.75, "rare": 5.0}
-    assert average_metrics([status()]) == {}
+    assert merged(statuses, 2).average_metrics() == {"hit": 0.75, "rare": 5.0}
+    assert merged([status()], 1).average_metrics() == {}
+
+
+def test_the_first_rank_that_stops_the_step_is_named():
+    statuses = [status(), status(side_effect="wrote"), status(stopped="no memory")]
+    assert merged(statuses, 1).failure == (1, "side_effect", "wrote")
+    assert merged(statuses[2:], 1).failure == (0, "stopped", "no memory")
+
+
+def test_values_that_differ_are_none():
+    same = [status(batch="b", settings="s", weights="w")] * 3
+    found = merged(same, 1)
+    assert (found.batch, found.settings, found.weights) == ("b", "s", {"0": "w"})
+    for name in ("batch", "settings"):
+        assert getattr(merged([*same, status(**{name: "x"}), *same], 1), name) is None
+    stages = [status(weights="first"), status(weights="second")] * 3
+    assert merged(stages, 1, stages=2).weights == {"0": "first", "1": "second"}
+    assert merged([*stages, status(weights="x")], 1, stages=2).weights["0"] is None
+
+
+def test_warnings_are_listed_once_with_the_first_rank_that_has_them():
+    def warn(rank, *sentences):
+        return status(warnings=[f"rank {rank}: {each}" for each in sentences])
+
+    statuses = [warn(0, "hot"), warn(1, "hot", "wet", "hot"), warn(2, "dry", "wet")]
+    expected = [(0, "rank 0: hot"), (1, "rank 1: wet"), (2, "rank 2: dry")]
+    assert merged(statuses, 1).warnings == merged(statuses, 1, ranks=MANY).warnings == expected
+    many = [warn(rank, f"number {rank}") for rank in range(MANY)]
+    assert len(merged(many[:-1], 1).warnings) == DETAILED_RANKS
+    assert len(merged(many, 1).warnings) == LISTED_WARNINGS
+
+
+# --- any tree ------------------------------------------------------------------------------------
+
+FLOATS = st.floats(-1e6, 1e6) | st.sampled_from([math.inf, -0.0, 5e-324, 1e16])
+TEXTS = st.sampled_from(["", "", "", "a", "b"])
+HASHES = st.sampled_from(["", "differ", "x", "y"])
+
+
+@st.composite
+def trainings(draw):
+    """Draw (statuses, number of micro-batches, stages)."""
+    replicas, stages = draw(st.integers(1, 9)), draw(st.integers(1, 2))
+    leaves = draw(st.integers(1, 20))
+    spans = split_evenly(leaves, replicas)
+    found = []
+    for rank in range(replicas * stages):
+        owned = spans[rank // stages] if rank % stages == stages - 1 else ()
+        results = [
+            MicrobatchResult(
+                leaf, draw(st.integers(1, 5)), draw(st.sampled_from([0.5, 0.3])), draw(FLOATS),
+                draw(st.dictionaries(st.sampled_from("pq"), st.floats(-1e9, 1e9))),
+            )
+            for leaf in owned if draw(st.integers(0, 5))
+        ]  # fmt: skip
+        hashes = draw(st.lists(HASHES, min_size=2, max_size=2)) if spans[rank // stages] else []
+        fields = {name: draw(TEXTS) for name in ("batch", "settings", "weights", "stop")}
+        for name in ("failure", "side_effect", "stopped"):
+            fields[name] = draw(st.sampled_from(["", "", "", "", name]))
+        found.append(
+            RankStatus(
+                results,
+                buffers=[BufferReport(hashes)],
+                gradients=[f"{draw(st.integers(0, 9)):x}"],
+                warnings=[f"rank {rank}: {each}" for each in draw(st.lists(TEXTS, max_size=2))],
+                compute=draw(st.integers(0, 999)) / 1000,
+                memory=draw(st.integers(0, 99)),
+                is_checkpoint_due=draw(st.booleans()),
+                admits=draw(st.integers(-1, 2)),
+                **fields,
+            )
+        )
+    return found, leaves, stages
+
+
+def merge_in_tree(draw, parts):
+    """Merge parts in the shape of a drawn tree, with the messages of a real exchange."""
+    if len(parts) == 1:
+        return parts[0]
+    cut = draw(st.integers(1, len(parts) - 1))
+    left, right = merge_in_tree(draw, parts[:cut]), merge_in_tree(draw, parts[cut:])
+    return left.merge(StatusSummary.unpack(right.pack()))
+
+
+class Expected(NamedTuple):
+    """What the ranks concluded when each of them had all statuses."""
+
+    loss: float
+    metrics: dict
+    differing: list
+    changed: list
+    used: int
+
+    @classmethod
+    def of(cls, statuses, leaves, stages):
+        results = sorted((r for s in statuses for r in s.microbatches), key=lambda r: r.leaf)
+        terms = dict.fromkeys(((leaf, leaf + 1) for leaf in range(leaves)), 0.0)
+        terms |= {(each.leaf, each.leaf + 1): each.loss * each.share for each in results}
+        metrics = {}
+        for name in {name for each in results for name in each.metrics}:
+            known = [each for each in results if name in each.metrics]
+            sums = math.fsum(each.metrics[name] * each.size for each in known)
+            metrics[name] = sums / sum(each.size for each in known)
+        reports = [each.buffers[0].hashes for each in statuses[::stages] if each.buffers[0].hashes]
+        columns = [set(column) for column in zip(*reports, strict=True)]
+        differing = [n for n, seen in enumerate(columns) if "differ" in seen or len(seen) > 1]
+        changed = [n for n, seen in enumerate(columns) if seen != {""} and n not in differing]
+        used = 0
+        for each in statuses[::stages]:
+            used |= int(each.gradients[0], 16)
+        return cls(total(terms, leaves, add), metrics, differing, changed, used)
+
+
+@given(st.data(), trainings(), st.booleans())
+def test_any_tree_gives_the_summary_of_all_at_once(data, training, is_large):
+    statuses, leaves, stages = training
+    parts = summaries(statuses, leaves, stages, MANY if is_large else None)
+    found = merge_in_tree(data.draw, parts)
+    assert found.pack() == reduce(StatusSummary.merge, parts).pack()
+    expected = Expected.of(statuses, leaves, stages)
+    assert found.sum_losses().hex() == expected.loss.hex()
+    assert found.average_metrics() == expected.metrics
+    (report,) = found.buffers["0"]
+    assert [n for n, each in enumerate(report.hashes) if each == "differ"] == expected.differing
+    changed = [n for n, each in enumerate(report.hashes) if each not in ("differ", "")]
+    assert changed == expected.changed
+    assert int(found.gradients["0"][0], 16) == expected.used
+    assert found.admits == statuses[0].admits
+    assert found.is_checkpoint_due == statuses[0].is_checkpoint_due
+    assert found.stop == next((each.stop for each in statuses if each.stop), "")
+    same = {each.batch for each in statuses}
+    assert found.batch == (same.pop() if len(same) == 1 else None)
+
+
+def test_the_size_of_a_summary_does_not_grow_with_the_number_of_ranks():
+    sizes = []
+    for ranks in (128, 1024, 8192):
+        statuses = [
+            status(
+                MicrobatchResult(rank, 1, 1 / ranks, 1 / (rank + 1), {"hit": rank / 7}),
+                buffers=[BufferReport(["x"])], gradients=["ff"], batch="b", settings="s",
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        sizes.append(len(merged(statuses, ranks).pack()))
+    assert sizes[-1] <= sizes[0] + 60, sizes

@@ -1,5 +1,9 @@
 """Collectives of small messages and of lists of tensors.
 
+Up to `ALL_GATHER_RANKS` ranks, one call gathers small messages, and every rank combines them.
+Above, they are combined along a tree (`lockstep.comm.message_tree`), so that what a rank sends and
+receives hardly grows with the number of ranks.
+
 Data are sent as `uint8`, so that any dtype works on any backend, and in contiguous buffers:
 Gloo broadcasts non-contiguous tensors incorrectly, without an error. torch's object collectives
 are not used, because they unpickle received data.
@@ -7,19 +11,25 @@ are not used, because they unpickle received data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from lockstep.comm.activity import Waiting
+from lockstep.comm.message_tree import Packet, Receive, Send, run_along_tree
 from lockstep.errors import DisagreementError
 
 __all__ = [
     "all_gather_bytes",
     "all_gather_single",
+    "all_reduce_messages",
     "as_bytes",
+    "broadcast_bytes",
     "broadcast_tensors",
+    "gather_unless_equal",
     "message_device",
     "send_tensors",
 ]
@@ -32,6 +42,17 @@ PAGE = 1024
 
 PIECE = 32 << 20
 """The size of the buffers of a broadcast, in bytes."""
+
+ALL_GATHER_RANKS = 64
+"""The largest number of ranks whose messages one call gathers; see `benchmarks/growth.md`."""
+
+FRAME = 4096
+"""The size of a message between two ranks of the tree, in bytes; the rest follows in a second."""
+
+TREE_TAG = 0x6D74
+"""The tag of messages along the tree, which a stage's messages to its neighbors do not have."""
+
+Value = TypeVar("Value")
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,6 +92,11 @@ def all_gather_bytes(
     """
     if dist.get_world_size(group) == 1:
         return [message]
+    if dist.get_world_size(group) > ALL_GATHER_RANKS:
+        longest = _reduce_along_tree(len(message), max, _encode_int, int, about, group, remark)
+        with Waiting(f"all_gather of {longest} bytes, {about}"):
+            bodies = _gather_equal(_frame(message).ljust(8 + longest, b"\0"), group)
+        return [body[8 : 8 + int.from_bytes(body[:8], "little")] for body in bodies]
     topic = about.encode()[: PAGE // 2]
     if remark:
         topic += b"\0" + remark.encode()[: PAGE // 4]
@@ -88,18 +114,151 @@ def all_gather_bytes(
     return [body[:length] for body, length in zip(bodies, lengths, strict=True)]
 
 
+def all_reduce_messages(
+    value: Value,
+    merge: Callable[[Value, Value], Value],
+    encode: Callable[[Value], bytes],
+    decode: Callable[[bytes], Value],
+    about: str,
+    group: dist.ProcessGroup | None = None,
+    remark: str = "",
+) -> Value:
+    """Combine the values of all ranks, in rank order, on every rank.
+
+    Args:
+        value: The value of this rank.
+        merge: An associative function of the combined values of two adjacent ranges of ranks, the
+            lower one first; it changes neither.
+        encode: Returns the bytes of a value. They should not become longer with every merge.
+        decode: Returns the value of these bytes, equal to the one that was encoded.
+        about: A few words on the rank's activity, as for `all_gather_bytes`.
+        group: The process group; None is the default group.
+        remark: As for `all_gather_bytes`.
+
+    Raises:
+        DisagreementError: `about` differs between ranks; raised on every rank.
+    """
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return value
+    if ranks > ALL_GATHER_RANKS:
+        return _reduce_along_tree(value, merge, encode, decode, about, group, remark)
+    messages = all_gather_bytes(encode(value), about, group, remark)
+    return reduce(merge, map(decode, messages))
+
+
+def gather_unless_equal(
+    message: bytes, about: str, group: dist.ProcessGroup | None = None, remark: str = ""
+) -> list[bytes]:
+    """Return the messages of all ranks if they differ; else an empty list.
+
+    The arguments are those of `all_gather_bytes`.
+    """
+    if dist.get_world_size(group) > ALL_GATHER_RANKS:
+        found = _reduce_along_tree(b"=" + message, _keep_equal, bytes, bytes, about, group, remark)
+        if found:
+            return []
+    messages = all_gather_bytes(message, about, group, remark)
+    return messages if messages.count(messages[0]) < len(messages) else []
+
+
+def broadcast_bytes(
+    message: bytes, about: str, group: dist.ProcessGroup | None = None, remark: str = ""
+) -> bytes:
+    """Return the message of rank 0 of the group; the arguments are those of `all_gather_bytes`."""
+    mine = message if dist.get_rank(group) == 0 else b""
+    return all_reduce_messages(mine, _keep_left, bytes, bytes, about, group, remark)
+
+
+def _encode_int(value: int) -> bytes:
+    return str(value).encode()
+
+
+def _keep_left(left: bytes, _right: bytes) -> bytes:
+    return left
+
+
+def _keep_equal(left: bytes, right: bytes) -> bytes:
+    """Return the common message; an empty one if they differ."""
+    return left if left == right else b""
+
+
+def _reduce_along_tree(
+    value: Value,
+    merge: Callable[[Value, Value], Value],
+    encode: Callable[[Value], bytes],
+    decode: Callable[[bytes], Value],
+    about: str,
+    group: dist.ProcessGroup | None,
+    remark: str,
+) -> Value:
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    remarks = ((rank, remark[: PAGE // 4]),) if remark else ()
+    mine = Packet(about[: PAGE // 2], remarks=remarks)
+    exchange = run_along_tree(rank, ranks, mine, value, merge, encode, decode)
+    received: bytes | None = None
+    with Waiting(f"tree all_reduce, {about}"):
+        while True:
+            try:
+                action = exchange.send(received)
+            except StopIteration as end:
+                found: Packet = end.value
+                break
+            received = None
+            if isinstance(action, Receive):
+                received = _receive(action.peer, group)
+            else:
+                _send(action, group)
+    if found.conflict is not None:
+        raise _disagreement(found.conflict.rank, found.conflict.about, found.about, found.remarks)
+    return decode(found.body)
+
+
+def _frame(message: bytes) -> bytes:
+    """Return a message after its length."""
+    return len(message).to_bytes(8, "little") + message
+
+
+def _send(action: Send, group: dist.ProcessGroup | None) -> None:
+    device, framed = message_device(group), _frame(action.message)
+    for part in (framed[:FRAME].ljust(FRAME, b"\0"), framed[FRAME:]):
+        if part:
+            data = torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device)
+            dist.send(data, group=group, group_dst=action.peer, tag=TREE_TAG)
+
+
+def _receive(peer: int, group: dist.ProcessGroup | None) -> bytes:
+    device = message_device(group)
+    data = torch.empty(FRAME, dtype=torch.uint8, device=device)
+    dist.recv(data, group=group, group_src=peer, tag=TREE_TAG)
+    framed = data.cpu().numpy().tobytes()
+    length = int.from_bytes(framed[:8], "little")
+    if (missing := 8 + length - FRAME) > 0:
+        data = torch.empty(missing, dtype=torch.uint8, device=device)
+        dist.recv(data, group=group, group_src=peer, tag=TREE_TAG)
+        framed += data.cpu().numpy().tobytes()
+    return framed[8 : 8 + length]
+
+
 def _require_one_topic(topics: Sequence[bytes]) -> None:
     """Raise DisagreementError unless the topics of all ranks, in rank order, are equal."""
     said = [topic.decode(errors="replace").partition("\0") for topic in topics]
     first, _, _ = said[0]
     for rank, (about, _, _) in enumerate(said):
         if about != first:
-            remarks = [f"on rank {r}, {remark}" for r, (_, _, remark) in enumerate(said) if remark]
-            explained = f" ({'; '.join(remarks)})" if remarks else ""
-            raise DisagreementError(
-                f"rank {rank} is {about} while rank 0 is {first}: make the same calls on every "
-                f"rank, with the same arguments{explained}"
-            )
+            remarks = [(r, remark) for r, (_, _, remark) in enumerate(said) if remark]
+            raise _disagreement(rank, about, first, remarks)
+
+
+def _disagreement(
+    rank: int, about: str, first: str, remarks: Sequence[tuple[int, str]]
+) -> DisagreementError:
+    listed = [f"on rank {r}, {remark}" for r, remark in remarks]
+    explained = f" ({'; '.join(listed)})" if listed else ""
+    return DisagreementError(
+        f"rank {rank} is {about} while rank 0 is {first}: make the same calls on every "
+        f"rank, with the same arguments{explained}"
+    )
 
 
 def _gather_equal(message: bytes, group: dist.ProcessGroup | None) -> list[bytes]:

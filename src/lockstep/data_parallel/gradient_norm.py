@@ -26,6 +26,7 @@ __all__ = [
     "compute_norm",
     "compute_partial_sums",
     "compute_squares",
+    "merge_partial_sums",
     "stored_values",
 ]
 
@@ -97,6 +98,11 @@ def compute_partial_sums(squares: Iterable[float]) -> list[float]:
             return [value]
         left.append(-value)
     return found
+
+
+def merge_partial_sums(left: Sequence[float], right: Sequence[float]) -> list[float]:
+    """Return a few numbers with the same exact sum as the partial sums of two ranges of ranks."""
+    return compute_partial_sums([*left, *right])
 
 
 def compute_norm(squares: Iterable[float]) -> float:

@@ -319,17 +319,17 @@ class GradientReducer:
         return self._failure
 
     @torch.no_grad()
-    def reduce(self, nodes: Sequence[Sequence[Node]], masks: Sequence[str]) -> None:
+    def reduce(self, nodes: Sequence[Sequence[Node]], mask: str) -> None:
         """Set `.grad` of every parameter to the sum over all micro-batches, on every rank.
 
         A parameter without a gradient in any micro-batch keeps `.grad = None`.
 
         Args:
             nodes: The nodes of each rank of the group.
-            masks: The used-parameter mask of each rank.
+            mask: The union of the used-parameter masks of all ranks.
         """
         assert self._partial_sums is not None
-        held, used = self._partial_sums.nodes, _union(masks)
+        held, used = self._partial_sums.nodes, _list_used(mask)
         if len(nodes) == 1:
             (sums,) = held.values()
             pairs = list(enumerate(sums))
@@ -490,9 +490,7 @@ def _any(column: Sequence[torch.Tensor | None]) -> bool:
     return any(value is not None for value in column)
 
 
-def _union(masks: Sequence[str]) -> list[int]:
-    """Return the indices of the parameters that have a gradient on some rank."""
-    bits = 0
-    for each in masks:
-        bits |= int(each, 16)
+def _list_used(mask: str) -> list[int]:
+    """Return the indices of the parameters in a used-parameter mask."""
+    bits = int(mask, 16)
     return [index for index in range(bits.bit_length()) if bits >> index & 1]

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,14 @@ from lockstep.comm.reproducible_all_reduce import (
 from lockstep.comm.tree import Fold, Node
 from lockstep.errors import BufferMismatchError
 
-__all__ = ["BufferHash", "BufferSnapshot", "Buffers", "PausedBuffers"]
+__all__ = [
+    "BufferHash",
+    "BufferReport",
+    "BufferSnapshot",
+    "Buffers",
+    "PausedBuffers",
+    "merge_reports",
+]
 
 BufferHash = str
 """The hash of one rank's results for one buffer, or `UNCHANGED`, or `DIVERGED`."""
@@ -48,9 +56,38 @@ BufferSnapshot = list[tuple["_Slot", torch.Tensor | None]]
 """The values of a module's buffers at the start of a call."""
 
 UNCHANGED = ""  # the results equal the buffer at the start of the step
-DIVERGED = "differ"  # micro-batches of the same rank have different results
+DIVERGED = "differ"  # micro-batches of the same rank, or of two ranks, have different results
 
 BUCKET_BYTES = 4 << 20
+
+
+class BufferReport(NamedTuple):
+    """The results of some replicas for the buffers of a part of the model.
+
+    Attributes:
+        hashes: The hashes; empty if no replica computed a micro-batch.
+        source: The lowest replica that computed one; -1 if none did.
+        is_everyone: Whether all did.
+    """
+
+    hashes: list[BufferHash]
+    source: int = 0
+    is_everyone: bool = True
+
+    def of_replica(self, replica: int) -> BufferReport:
+        """Return the report as that of one replica."""
+        return self._replace(source=replica if self.hashes else -1, is_everyone=bool(self.hashes))
+
+
+def merge_reports(left: BufferReport, right: BufferReport) -> BufferReport:
+    """Return the report of two adjacent ranges of replicas, the lower one first."""
+    if not left.hashes or not right.hashes:
+        return (left if left.hashes else right)._replace(is_everyone=False)
+    hashes = left.hashes
+    if left.hashes != right.hashes:
+        pairs = zip(left.hashes, right.hashes, strict=True)
+        hashes = [one if one == two else DIVERGED for one, two in pairs]
+    return BufferReport(hashes, left.source, left.is_everyone and right.is_everyone)
 
 
 @dataclass
@@ -194,14 +231,14 @@ class Buffers:
             return slot.tensor if tensor is not None else None
         return tensor.detach().clone()
 
-    def hash_results(self, is_alone: bool = False) -> list[BufferHash]:
+    def hash_results(self, is_alone: bool = False) -> BufferReport:
         """Return the hash of this rank's results for every buffer.
 
         Args:
             is_alone: Whether there is no other rank to compare with, so that no hash is needed.
 
         Returns:
-            The hashes; an empty list if this rank computed no micro-batches.
+            The hashes; none if this rank computed no micro-batches.
 
         Raises:
             BufferMismatchError: A buffer was registered or removed during the step.
@@ -214,18 +251,19 @@ class Buffers:
                 "different one: register it before training"
             )
         if not self._results:
-            return []
-        return [
-            self._hash_result(slot, column, is_alone)
-            for slot, column in zip(
-                self._slots, zip(*self._results.values(), strict=True), strict=True
-            )
-        ]
+            return BufferReport([])
+        columns = zip(*self._results.values(), strict=True)
+        return BufferReport(
+            [
+                self._hash_result(slot, column, is_alone)
+                for slot, column in zip(self._slots, columns, strict=True)
+            ]
+        )
 
     @torch.no_grad()
     def merge(
         self,
-        hashes: Sequence[Sequence[BufferHash]],
+        report: BufferReport,
         holders: Sequence[Sequence[Node]],
         leaves: int,
         group: dist.ProcessGroup | None,
@@ -233,7 +271,7 @@ class Buffers:
         """Write the merged results of the step into the restored buffers.
 
         Args:
-            hashes: The hashes of every rank.
+            report: The merged report of all replicas.
             holders: The nodes of the tree that each rank holds, as for the gradients.
             leaves: The number of micro-batches.
             group: The group of the ranks that hold these buffers.
@@ -241,22 +279,18 @@ class Buffers:
         Raises:
             BufferMismatchError: The results of an integer buffer differ.
         """
-        reports = [report for report in hashes if report]
-        columns = [set(column) for column in zip(*reports, strict=True)]
-        differing = [n for n, seen in enumerate(columns) if DIVERGED in seen or len(seen) > 1]
-        changed = [
-            n for n, seen in enumerate(columns) if seen != {UNCHANGED} and n not in differing
-        ]
+        differing = [n for n, each in enumerate(report.hashes) if each == DIVERGED]
+        changed = [n for n, each in enumerate(report.hashes) if each not in (DIVERGED, UNCHANGED)]
         for number in differing:
             self._require_mean(self._slots[number])
         if self._results:
             first = next(iter(self._results.values()))
             for number in changed:
                 self._slots[number].tensor.copy_(first[number])
-        if len(reports) < len(hashes) and changed:
+        if not report.is_everyone and changed:
             # A rank without micro-batches receives the results from one that has some.
-            source = next(rank for rank, report in enumerate(hashes) if report)
-            broadcast_tensors([self._slots[number].tensor for number in changed], group, source)
+            tensors = [self._slots[number].tensor for number in changed]
+            broadcast_tensors(tensors, group, report.source)
         for number, mean in self._compute_means(differing, holders, leaves, group):
             self._slots[number].tensor.copy_(mean)
 

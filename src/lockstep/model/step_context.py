@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.collectives import all_gather_bytes, gather_unless_equal
 from lockstep.data.consistency import require_same_batch
 from lockstep.data.microbatch import Batch, Microbatch, split_evenly
 from lockstep.errors import LossError
@@ -127,8 +127,9 @@ class StepLabel:
         Raises:
             DisagreementError: The labels differ. Raised on every rank.
         """
-        labels = all_gather_bytes(self.batch.encode(), self.about, group, self.remark)
-        require_same_batch([each.decode() for each in labels], self.step)
+        labels = gather_unless_equal(self.batch.encode(), self.about, group, self.remark)
+        if labels:
+            require_same_batch([each.decode() for each in labels], self.step)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,6 +40,7 @@ from lockstep.launcher.launch import calls_in_this_process
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import say
 from lockstep.record.chain import add_link, find_last_link
+from lockstep.record.rank_summary import STATISTICS
 from lockstep.record.sources import SourceFolder
 from lockstep.redaction import redact
 
@@ -131,7 +132,9 @@ class Recorder:
             return
         line = {"kind": kind, "t": round(time.perf_counter() - self._began, 6), **fields}
         if kind == "step" and "ranks" in fields:
-            line["ranks"] = [[round(part, 6) for part in row] for row in fields["ranks"]]
+            line["ranks"] = _round_rows(fields["ranks"])
+        elif kind == "step" and "rank_summary" in fields:
+            line["rank_summary"] = _round_summary(fields["rank_summary"])
         elif kind == "run":
             line = self._header(fields) | self._store_sources()
         elif kind == "end" and (wait := _read_core_wait(self._thread)) is not None:
@@ -218,6 +221,16 @@ class Recorder:
         self.close()
         with contextlib.suppress(OSError, ValueError):
             say(self.failure)
+
+
+def _round_rows(rows: Iterable[Iterable[float]]) -> list[list[float]]:
+    return [[round(part, 6) for part in row] for row in rows]
+
+
+def _round_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the summary of the ranks' times with six decimal digits."""
+    found = {name: [round(part, 6) for part in summary[name]] for name in STATISTICS}
+    return {"ranks": summary["ranks"], **found, "slowest": _round_rows(summary["slowest"])}
 
 
 def _create_file(path: Path) -> int:

@@ -24,10 +24,10 @@ from lockstep.record.environment import describe_environment
 from lockstep.record.loggers import Logger
 from lockstep.record.program import describe_data, describe_program
 from lockstep.record.progress import ScriptProgress
+from lockstep.record.rank_summary import RankUsage
 from lockstep.record.recorder import RECORD_FILE, Recorder
 from lockstep.redaction import redact
 from lockstep.training.optimization import Optimization
-from lockstep.training.rank_status import RankStatus
 
 __all__ = [
     "Callback",
@@ -36,7 +36,6 @@ __all__ = [
     "OnEpoch",
     "OnStep",
     "StepResult",
-    "compute_rank_times",
     "describe_run",
 ]
 
@@ -61,13 +60,16 @@ class StepResult:
         metrics: The means of the metrics over the samples of the batch.
         lr: The learning rate of the step.
         seconds: The duration of the step, in seconds.
-        ranks: [compute, communication, waiting, data] of every rank, in seconds.
+        ranks: [compute, communication, waiting, data] of every rank, in seconds; empty if there are
+            more than 64 ranks.
+        rank_summary: The minimum, median, maximum and mean of these times over the ranks, and the
+            rows of the slowest ranks; None if there are at most 64 ranks.
         norm: The 2-norm of the whole gradient before clipping.
         loss_scale: The scale of the loss; None without float16 autocast.
         is_skipped: Whether gradients overflowed, so that the weights did not change; None without
             float16 autocast.
         losses: The losses of the micro-batches; None for a micro-batch of weight 0, which is not
-            computed.
+            computed. Empty if there are more than 64 ranks.
         batch: A hash of the batch's sample indices, or of its content if it does not come from
             `trainer.batches`; None if neither is known.
     """
@@ -85,6 +87,7 @@ class StepResult:
     is_skipped: bool | None = None
     losses: list[float | None] = field(default_factory=list)
     batch: str | None = None
+    rank_summary: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -106,33 +109,6 @@ class EpochResult:
     samples: int
     seconds: float
     evaluation: Evaluation | None = None
-
-
-def compute_rank_times(
-    statuses: Sequence[RankStatus], exchanged: float, reduced: float, updated: float
-) -> list[list[float]]:
-    """Return [compute, communication, waiting, data] of a step for every rank, in seconds.
-
-    Ranks begin a step together, since the previous one ended with an exchange. Each rank
-    reports its time for loading data and for forward and backward; its waiting time is the time
-    until the last rank arrived, and the time that a pipeline stage waited for its neighbours.
-    Communication is this rank's measured time in the exchange, less a rank's waiting, and in the
-    reduction.
-
-    Args:
-        statuses: The statuses of all ranks.
-        exchanged: This rank's time in the exchange of the statuses, in seconds.
-        reduced: This rank's time in the reduction of the gradients, in seconds.
-        updated: This rank's time in the optimizer, in seconds.
-    """
-    arrivals = [each.data + each.compute + each.idle for each in statuses]
-    last = max(arrivals)
-    rows = []
-    for each, arrival in zip(statuses, arrivals, strict=True):
-        waiting = last - arrival
-        communication = max(0.0, exchanged - waiting) + reduced if len(statuses) > 1 else 0.0
-        rows.append([each.compute + updated, communication, waiting + each.idle, each.data])
-    return rows
 
 
 class OnStep(Protocol):
@@ -171,7 +147,7 @@ class History:
         self._on_step, self._on_epoch = _split_callbacks(callbacks)
         self._open = _Sums()
         self._pending: EpochResult | None = None
-        self._memory: list[int] = []
+        self._usage: RankUsage | None = None
         self._warned: set[str] = set()
         self._data: list[list[dict[str, Any]]] = []  # files of the datasets that were used
         self.samples = 0
@@ -232,16 +208,16 @@ class History:
     def _has_readers(self) -> bool:
         return bool(self.loggers) or self._backlog is not None
 
-    def step(self, result: StepResult, memory: Sequence[int]) -> None:
-        """Add one step, and the peak memory of each rank in bytes."""
+    def step(self, result: StepResult, usage: RankUsage | None = None) -> None:
+        """Add one step, and the usage of the ranks in it."""
         self.flush()
         self.failures.clear()
-        self._memory = list(memory)
+        self._usage = usage
         self._open.add(result)
         self.samples += result.samples
         self.last = result
         if self._has_readers:
-            self.write("step", **_without_none(vars(result) | _exact(result)))
+            self.write("step", **_describe_step(result))
         if self.progress is not None:
             self.progress.step(**vars(result))
         for callback in self._on_step:
@@ -337,7 +313,7 @@ class History:
             return
         self.epochs += 1
         if self._has_readers:
-            self.write("epoch", **_without_none(asdict(pending)), memory_bytes=self._memory)
+            self.write("epoch", **_without_none(asdict(pending)), **_describe_memory(self._usage))
 
     def warn(self, rank: int, message: str, show: bool) -> None:
         """Write a warning to the record, and show it if `show`; once per sentence, from any place.
@@ -448,10 +424,22 @@ class _Sums:
         return cls(Fraction(state["loss"]), metrics, state["samples"], state["seconds"])
 
 
-def _exact(result: StepResult) -> dict[str, Any]:
-    """Return the numbers that identify a step, in `float.hex` form."""
-    losses = [None if loss is None else loss.hex() for loss in result.losses]
-    return {"loss_hex": result.loss.hex(), "norm_hex": result.norm.hex(), "losses": losses}
+def _describe_step(result: StepResult) -> dict[str, Any]:
+    """Return the fields of the line of a step; floats that identify it in `float.hex` form, too."""
+    found = _without_none(vars(result))
+    if result.rank_summary is not None:  # instead of a row per rank, and a loss per micro-batch
+        del found["ranks"], found["losses"]
+    else:
+        found["losses"] = [None if loss is None else loss.hex() for loss in result.losses]
+    return found | {"loss_hex": result.loss.hex(), "norm_hex": result.norm.hex()}
+
+
+def _describe_memory(usage: RankUsage | None) -> dict[str, Any]:
+    """Return the peak memory of the ranks: of each rank, or a summary if they are many."""
+    summary = None if usage is None else usage.summarize_memory()
+    if summary is not None:
+        return {"memory_summary": summary}
+    return {"memory_bytes": [] if usage is None else usage.list_memory()}
 
 
 def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,18 @@
-"""The status of a rank in a step, which the ranks exchange in one small message.
+"""The status of a rank in a step, and what all ranks need to know of the statuses of all.
 
-Each rank reports on the micro-batches that it computed. Every rank then has all statuses and
-derives the same values from them: the loss, whether it is finite, the metrics, which buffers to
-merge. The messages are JSON: floats keep every bit, and nothing is unpickled.
+    RankStatus of rank 0 ──> StatusSummary ─┐
+    RankStatus of rank 1 ──> StatusSummary ─┴─ merge ─┐
+    RankStatus of rank 2 ──> StatusSummary ─┐         ├─ merge ──> StatusSummary, on every rank
+    RankStatus of rank 3 ──> StatusSummary ─┴─ merge ─┘
+
+Each rank reports on the micro-batches that it computed. Every rank then has the summary of all
+statuses and derives the same values from it: the loss, whether it is finite, the metrics, which
+buffers to merge. Merging is associative, so the summary does not depend on how ranks are grouped.
+Above `DETAILED_RANKS` ranks its size does not depend on their number either: losses are added along
+the tree, metrics without rounding, and times, memory and warnings of a few ranks are listed. Where
+an error needs more, such as which ranks differ, the failed step has a second exchange.
+
+The messages are JSON: floats keep every bit, and nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -11,30 +21,35 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lockstep.comm.collectives import all_gather_bytes
-from lockstep.comm.tree import total
-from lockstep.model.buffers import BufferHash
-from lockstep.model.step_context import MicrobatchResult, Span, StepLabel
+from lockstep.comm.collectives import all_reduce_messages
+from lockstep.comm.exact_sum import ExactSum, add_exactly
+from lockstep.comm.tree import Fold
+from lockstep.model.buffers import BufferReport, merge_reports
+from lockstep.model.step_context import IGNORED_TARGETS, MicrobatchResult, Span, StepLabel
+from lockstep.record.rank_summary import DETAILED_RANKS, RankTimes, RankUsage
 
 __all__ = [
+    "NonFiniteLoss",
     "RankStatus",
+    "StatusPlace",
+    "StatusSummary",
     "StepTrace",
-    "average_metrics",
     "exchange_statuses",
-    "find_non_finite",
-    "list_losses",
     "make_span_row",
     "make_timeline_rows",
     "read_peak_memory",
-    "sum_losses",
+    "summarize",
 ]
+
+LISTED_WARNINGS = 16
+"""The number of different warnings that a step of more than `DETAILED_RANKS` ranks reports."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +58,8 @@ class RankStatus:
 
     Attributes:
         microbatches: The results of the micro-batches that the rank computed.
-        buffers: The hashes of the buffers, for each part of the model that the rank holds: the
+        skipped: The micro-batches of the rank that have weight 0, if it computed others.
+        buffers: The results for the buffers of each part of the model that the rank holds: the
             whole model, or its stages.
         compute: Seconds of forward and backward.
         data: Seconds of loading the batch.
@@ -66,7 +82,8 @@ class RankStatus:
     """
 
     microbatches: list[MicrobatchResult] = field(default_factory=list)
-    buffers: list[list[BufferHash]] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    buffers: list[BufferReport] = field(default_factory=list)
     compute: float = 0.0
     data: float = 0.0
     memory: int = 0
@@ -86,19 +103,246 @@ class RankStatus:
     admits: int = -1
 
 
+class StatusPlace(NamedTuple):
+    """The place of a status among those of all ranks.
+
+    Attributes:
+        rank: The rank.
+        ranks: The number of ranks.
+        replica: The replica of the rank.
+        position: The place of the rank in its replica, from 0 to the number of stages.
+        leaves: The number of micro-batches of the batch.
+    """
+
+    rank: int
+    ranks: int
+    replica: int
+    position: int
+    leaves: int
+
+
+class NonFiniteLoss(NamedTuple):
+    """A loss that is NaN or infinite.
+
+    Attributes:
+        leaf: The index of its micro-batch.
+        rank: The rank that computed it.
+        loss: The loss.
+        ignores_targets: Whether the rank warned that the loss ignores some targets.
+    """
+
+    leaf: int
+    rank: int
+    loss: float
+    ignores_targets: bool
+
+
+class StatusSummary(NamedTuple):
+    """The statuses of a contiguous range of ranks.
+
+    A value that must be equal on all ranks is None if it differs between two of them.
+
+    Attributes:
+        leaves: The number of micro-batches of the batch.
+        batch: The identity of the batch.
+        settings: The hash of the settings.
+        weights: For each position in a replica, the hash of the parameters and buffers.
+        failure: The first rank that stops the step, as (rank, kind, sentence); the kind is the name
+            of a field of `RankStatus`. None: no rank does.
+        non_finite: The loss of the first micro-batch that is not finite; None: there is none.
+        gradients: For each position and part, the parameters that have a gradient on some rank.
+        buffers: For each position and part, the results for the buffers.
+        nodes: The losses times their shares, added along the tree, as (first leaf, end, sum).
+        losses: The index and the loss of each micro-batch, if the ranks are few.
+        metrics: For each metric the number of samples, and the sum of the values times samples.
+        warnings: The first rank that has each warning, and the warning.
+        usage: The times and the memory of the ranks.
+        is_checkpoint_due: Whether the lowest rank wants a checkpoint.
+        stop: The signal that asked a rank to stop; "" for none.
+        admits: The value of the lowest rank.
+        spans: The traced work of the first `DETAILED_RANKS` ranks, as (begun, spans).
+    """
+
+    leaves: int
+    batch: str | None
+    settings: str | None
+    weights: dict[str, str | None]
+    failure: tuple[int, str, str] | None
+    non_finite: NonFiniteLoss | None
+    gradients: dict[str, list[str]]
+    buffers: dict[str, list[BufferReport]]
+    nodes: list[tuple[int, int, float]]
+    losses: list[tuple[int, float]]
+    metrics: dict[str, tuple[int, ExactSum]]
+    warnings: list[tuple[int, str]]
+    usage: RankUsage
+    is_checkpoint_due: bool
+    stop: str
+    admits: int
+    spans: list[tuple[float, list[Any]]]
+
+    def merge(self, other: StatusSummary) -> StatusSummary:
+        """Return the summary of this range of ranks and the following one."""
+        return StatusSummary(
+            leaves=self.leaves,
+            batch=_keep_equal(self.batch, other.batch),
+            settings=_keep_equal(self.settings, other.settings),
+            weights=_merge_by_name(self.weights, other.weights, _keep_equal),
+            failure=self.failure or other.failure,
+            non_finite=_find_first(self.non_finite, other.non_finite),
+            gradients=_merge_by_name(self.gradients, other.gradients, _merge_masks),
+            buffers=_merge_by_name(self.buffers, other.buffers, _merge_buffers),
+            nodes=_add_nodes(self.nodes, other.nodes, self.leaves),
+            losses=self.losses + other.losses,
+            metrics=_merge_by_name(self.metrics, other.metrics, _add_metrics),
+            warnings=self._merge_warnings(other),
+            usage=self.usage.merge(other.usage),
+            is_checkpoint_due=self.is_checkpoint_due,
+            stop=self.stop or other.stop,
+            admits=self.admits,
+            spans=self.spans + other.spans,
+        )
+
+    def _merge_warnings(self, other: StatusSummary) -> list[tuple[int, str]]:
+        if not other.warnings:
+            return self.warnings
+        first: dict[str, tuple[int, str]] = {}
+        for rank, message in self.warnings + other.warnings:
+            first.setdefault(_sentence(message), (rank, message))
+        return list(first.values())[: LISTED_WARNINGS if self.usage.spread else None]
+
+    def pack(self) -> bytes:
+        """Return the bytes to send."""
+        return _encode(self).encode()
+
+    @classmethod
+    def unpack(cls, message: bytes) -> StatusSummary:
+        """Return the summary from the result of `pack`."""
+        found: list[Any] = json.loads(message)
+        for number, convert in CONVERSIONS.items():
+            if found[number]:
+                found[number] = convert(found[number])
+        return cls(*found)
+
+    # --- what the ranks conclude ---------------------------------------------------------------
+
+    def list_losses(self) -> list[float | None]:
+        """Return the loss of each micro-batch; None for one of weight 0, which is not computed.
+
+        Returns:
+            The losses; empty if there are more than `DETAILED_RANKS` ranks.
+        """
+        if self.usage.spread:
+            return []
+        known = dict(self.losses)
+        return [known.get(leaf) for leaf in range(self.leaves)]
+
+    def sum_losses(self) -> float:
+        """Return the loss of the batch.
+
+        The losses of the micro-batches, times their shares, are added in float64 along the tree.
+        Micro-batches that were not computed add 0.
+        """
+        fold: Fold[float] = Fold(self.leaves, add)
+        begin = 0
+        for lo, hi, value in [*sorted(self.nodes), (self.leaves, self.leaves, 0.0)]:
+            for leaf in range(begin, lo):
+                fold.put((leaf, leaf + 1), 0.0)
+            if lo < hi:
+                fold.put((lo, hi), value)
+            begin = hi
+        (result,) = fold.nodes.values()
+        return result
+
+    def average_metrics(self) -> dict[str, float]:
+        """Return each metric's mean over the samples of the micro-batches that reported it."""
+        return {name: float(value) / samples for name, (samples, value) in self.metrics.items()}
+
+
+def _make_tuples(lists: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    return [tuple(each) for each in lists]
+
+
+def _read_buffers(found: dict[str, Any]) -> dict[str, list[BufferReport]]:
+    return {place: [BufferReport(*each) for each in parts] for place, parts in found.items()}
+
+
+def _read_metrics(found: dict[str, Any]) -> dict[str, tuple[int, ExactSum]]:
+    return {name: (samples, ExactSum(*value)) for name, (samples, value) in found.items()}
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "failure": tuple,
+    "non_finite": lambda found: NonFiniteLoss(*found),
+    "buffers": _read_buffers,
+    "nodes": _make_tuples,
+    "losses": _make_tuples,
+    "metrics": _read_metrics,
+    "warnings": _make_tuples,
+    "usage": RankUsage.unpack,
+    "spans": _make_tuples,
+}
+"""How fields are read from JSON, which has lists for all tuples."""
+
+CONVERSIONS = {StatusSummary._fields.index(name): read for name, read in READERS.items()}
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def summarize(status: RankStatus, place: StatusPlace) -> StatusSummary:
+    """Return the summary of the status of one rank."""
+    results, rank, position = status.microbatches, place.rank, str(place.position)
+    is_detailed = place.ranks <= DETAILED_RANKS
+    kinds = ("stopped", "failure", "side_effect")
+    failed = next((kind for kind in kinds if getattr(status, kind)), None)
+    lost = [each for each in results if not math.isfinite(each.loss)]
+    non_finite = None
+    if lost:
+        first = min(lost, key=lambda each: each.leaf)
+        ignores = any(IGNORED_TARGETS in each for each in status.warnings)
+        non_finite = NonFiniteLoss(first.leaf, rank, first.loss, ignores)
+    times = RankTimes(rank, status.compute, status.data, status.idle, status.memory)
+    terms = [(each.leaf, each.leaf + 1, each.loss * each.share) for each in results]
+    terms += [(leaf, leaf + 1, 0.0) for leaf in status.skipped]
+    warnings = {_sentence(message): (rank, message) for message in reversed(status.warnings)}
+    return StatusSummary(
+        leaves=place.leaves,
+        batch=status.batch,
+        settings=status.settings,
+        weights={position: status.weights},
+        failure=None if failed is None else (rank, failed, getattr(status, failed)),
+        non_finite=non_finite,
+        gradients={position: status.gradients},
+        buffers={position: [each.of_replica(place.replica) for each in status.buffers]},
+        nodes=_add_nodes((), terms, place.leaves),
+        losses=[(each.leaf, each.loss) for each in results] if is_detailed else [],
+        metrics=_sum_metrics(results),
+        warnings=list(reversed(warnings.values())),
+        usage=RankUsage.of(times, place.ranks),
+        is_checkpoint_due=status.is_checkpoint_due,
+        stop=status.stop,
+        admits=status.admits,
+        spans=[(status.begun, status.spans)] if status.begun and rank < DETAILED_RANKS else [],
+    )
+
+
 def exchange_statuses(
-    status: RankStatus, label: StepLabel, group: dist.ProcessGroup | None = None
-) -> list[RankStatus]:
-    """Return the status of every rank, in rank order.
+    summary: StatusSummary, label: StepLabel, group: dist.ProcessGroup | None = None
+) -> StatusSummary:
+    """Return the summary of the statuses of all ranks, from that of this rank.
 
     Raises:
         DisagreementError: Ranks take different steps.
     """
-    if dist.get_world_size(group) == 1:
-        return [status]
-    message = json.dumps(vars(status), default=vars).encode()
-    messages = all_gather_bytes(message, label.about, group, label.remark)
-    return [_read(message) for message in messages]
+    return all_reduce_messages(
+        summary,
+        StatusSummary.merge,
+        StatusSummary.pack,
+        StatusSummary.unpack,
+        label.about,
+        group,
+        label.remark,
+    )
 
 
 def read_peak_memory() -> int:
@@ -107,57 +351,62 @@ def read_peak_memory() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _read(message: bytes) -> RankStatus:
-    content = json.loads(message)
-    content["microbatches"] = [MicrobatchResult(**each) for each in content["microbatches"]]
-    return RankStatus(**content)
+def _sentence(message: str) -> str:
+    """Return a warning without its place: "PLACE: SENTENCE"."""
+    return message.partition(": ")[2]
 
 
-def _microbatches(statuses: Iterable[RankStatus]) -> list[MicrobatchResult]:
-    found = (each for status in statuses for each in status.microbatches)
-    return sorted(found, key=lambda each: each.leaf)
+def _keep_equal(left: str | None, right: str | None) -> str | None:
+    return left if left == right else None
 
 
-def find_non_finite(statuses: Sequence[RankStatus]) -> tuple[int, MicrobatchResult] | None:
-    """Return (rank, micro-batch) of the first loss that is NaN or infinite, if any."""
-    found = [
-        (each.leaf, rank, each)
-        for rank, status in enumerate(statuses)
-        for each in status.microbatches
-        if not math.isfinite(each.loss)
-    ]
-    return min(found)[1:] if found else None
+def _find_first(left: NonFiniteLoss | None, right: NonFiniteLoss | None) -> NonFiniteLoss | None:
+    found = [each for each in (left, right) if each is not None]
+    return min(found, key=lambda each: each.leaf) if found else None
 
 
-def list_losses(statuses: Iterable[RankStatus], leaves: int) -> list[float | None]:
-    """Return the loss of each micro-batch; None for one of weight 0, which is not computed."""
-    found: list[float | None] = [None] * leaves
-    for status in statuses:
-        for each in status.microbatches:
-            found[each.leaf] = each.loss
+def _merge_by_name(
+    left: Mapping[str, Any], right: Mapping[str, Any], merge: Callable[[Any, Any], Any]
+) -> dict[str, Any]:
+    found = dict(left)
+    for name, value in right.items():
+        found[name] = merge(found[name], value) if name in found else value
     return found
 
 
-def sum_losses(statuses: Iterable[RankStatus], leaves: int) -> float:
-    """Return the loss of the batch.
-
-    The losses of the micro-batches, times their shares, are added in float64 along the tree.
-    """
-    terms = dict.fromkeys(((leaf, leaf + 1) for leaf in range(leaves)), 0.0)
-    for each in _microbatches(statuses):
-        terms[each.leaf, each.leaf + 1] = each.loss * each.share
-    return total(terms, leaves, add)
+def _merge_masks(left: list[str], right: list[str]) -> list[str]:
+    if left == right:
+        return left
+    # A rank that stops the step reports no parts, and nothing is reduced.
+    return [f"{int(one, 16) | int(two, 16):x}" for one, two in zip(left, right, strict=False)]
 
 
-def average_metrics(statuses: Iterable[RankStatus]) -> dict[str, float]:
-    """Return each metric's mean over the samples of the micro-batches that reported it."""
-    results = _microbatches(statuses)
-    names = dict.fromkeys(name for each in results for name in each.metrics)
-    return {
-        name: math.fsum(each.metrics[name] * each.size for each in results if name in each.metrics)
-        / sum(each.size for each in results if name in each.metrics)
-        for name in names
-    }
+def _merge_buffers(left: list[BufferReport], right: list[BufferReport]) -> list[BufferReport]:
+    return [merge_reports(one, two) for one, two in zip(left, right, strict=False)]
+
+
+def _add_metrics(left: tuple[int, ExactSum], right: tuple[int, ExactSum]) -> tuple[int, ExactSum]:
+    return left[0] + right[0], add_exactly(left[1], right[1])
+
+
+def _sum_metrics(results: Sequence[MicrobatchResult]) -> dict[str, tuple[int, ExactSum]]:
+    found = {}
+    for name in dict.fromkeys(name for each in results for name in each.metrics):
+        known = [each for each in results if name in each.metrics]
+        terms = (each.metrics[name] * each.size for each in known)
+        found[name] = sum(each.size for each in known), ExactSum.of(terms)
+    return found
+
+
+def _add_nodes(
+    known: Iterable[tuple[int, int, float]], more: Iterable[tuple[int, int, float]], leaves: int
+) -> list[tuple[int, int, float]]:
+    """Add nodes of the tree to nodes that are known, as far as siblings are."""
+    fold: Fold[float] = Fold(leaves, add)
+    fold.nodes = {(lo, hi): value for lo, hi, value in known}
+    for lo, hi, value in more:
+        fold.put((lo, hi), value)
+    return [(*node, fold.nodes[node]) for node in sorted(fold.nodes)]
 
 
 # --- the trace of a step -------------------------------------------------------------------------
@@ -190,23 +439,25 @@ def make_span_row(span: Span, begun: float) -> list[Any]:
 
 
 def make_timeline_rows(
-    statuses: Sequence[RankStatus], times: tuple[float, float, float]
+    summary: StatusSummary, times: tuple[float, float, float]
 ) -> list[dict[str, Any]]:
-    """Return the rows of a line "timeline", one per rank; none if the step was not traced.
+    """Return the rows of a line "timeline"; none if the step was not traced.
+
+    There is a row for each of the first `DETAILED_RANKS` ranks.
 
     Args:
-        statuses: The statuses of all ranks.
+        summary: The summary of the statuses of all ranks.
         times: The times, by rank 0's clock, at which rank 0 had exchanged the statuses, reduced
             the gradients and stepped the optimizer. Each of these ends together on all ranks.
     """
-    if not any(status.spans for status in statuses):
+    if not any(spans for _, spans in summary.spans):
         return []
     rows = []
-    for status in statuses:
-        begin, middle, end = (round(time - status.begun, DIGITS) for time in times)
+    for begun, spans in summary.spans:
+        begin, middle, end = (round(time - begun, DIGITS) for time in times)
         update = [
             ["reduce", None, None, begin, middle, 0, None, 0],
             ["update", None, None, middle, end, 0, None, 0],
         ]
-        rows.append({"begin": status.begun, "works": status.spans + update})
+        rows.append({"begin": begun, "works": spans + update})
     return rows

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ from lockstep.training.compatibility import (
 )
 from lockstep.training.hand_over import HandOver, read_newest_state
 from lockstep.training.history import History
-from lockstep.training.rank_status import RankStatus
+from lockstep.training.rank_status import StatusSummary
 from lockstep.training.repeated_work import measure_repeated_work
 from lockstep.training.run_checkpoints import RunCheckpoints, restore_objects
 from lockstep.training.run_record import RunRecord
@@ -406,20 +406,17 @@ class ResumableRun:
         """Return whether this rank wants a checkpoint after `steps` steps."""
         return self._checkpoints is not None and self._checkpoints.is_due_after(steps)
 
-    def note_step(self, statuses: Sequence[RankStatus], is_manual: bool) -> None:
-        """Note a step, and the requests in its statuses: to checkpoint, stop, join or leave.
+    def note_step(self, summary: StatusSummary, is_manual: bool) -> None:
+        """Note a step, and the requests of the ranks in it: to checkpoint, stop, join or leave.
 
         A manual step is logged, so that a resumed script does not repeat it unnoticed.
         """
         if is_manual:
             self._log.record_manual_step(self._state.position.steps)
-        self._admits = statuses[0].admits
+        self._admits = summary.admits
         if self._checkpoints is not None:
-            stops = [status.stop for status in statuses if status.stop]
             steps = self._state.position.steps
-            self._checkpoints.note_step(
-                statuses[0].is_checkpoint_due, stops[0] if stops else "", steps
-            )
+            self._checkpoints.note_step(summary.is_checkpoint_due, summary.stop, steps)
             self._checkpoints.report(self._history)
 
     def reach_safe_point(self, epoch: OpenEpoch | None = None, *, ask: bool = False) -> None:

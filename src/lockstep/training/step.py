@@ -1,7 +1,7 @@
 """One optimizer step, from top to bottom; it has the same outcome on every rank.
 
 (1) compute     this rank's micro-batches                 executor: whole model, or stages
-(2) exchange    the status of every rank                  rank_status
+(2) exchange    the summary of the statuses of all ranks  rank_status
 (3) check       may the step continue? nothing has changed so far
 (4) reduce      gradients along the tree, over the ranks
 (5) clip        by the norm of the whole gradient, which must be finite too
@@ -30,9 +30,8 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.stop_request import StopRequest
-from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.collectives import all_reduce_messages
 from lockstep.comm.tree import Node, nodes_of
-from lockstep.data.consistency import require_same_batch
 from lockstep.data.microbatch import Batch, split_evenly
 from lockstep.data_parallel import gradient_norm
 from lockstep.data_parallel.gradient_reducer import GradientReducer
@@ -44,21 +43,20 @@ from lockstep.model.compilation import static_shapes
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects, require_same_weights
-from lockstep.model.step_context import IGNORED_TARGETS, StepContext
+from lockstep.model.step_context import StepContext
 from lockstep.pipeline.placement import Placement
-from lockstep.training.history import StepResult, compute_rank_times
+from lockstep.training.history import StepResult
 from lockstep.training.live_settings import LiveSettings
 from lockstep.training.optimization import Optimization
 from lockstep.training.rank_status import (
     RankStatus,
+    StatusPlace,
+    StatusSummary,
     StepTrace,
-    average_metrics,
     exchange_statuses,
-    find_non_finite,
-    list_losses,
     make_span_row,
     read_peak_memory,
-    sum_losses,
+    summarize,
 )
 
 __all__ = ["CommittedStep", "Executor", "OptimizerStep", "PreparedStep"]
@@ -123,7 +121,7 @@ class PreparedStep:
     Attributes:
         step: The context of the step.
         status: The status of this rank.
-        statuses: The statuses of all ranks.
+        summary: The summary of the statuses of all ranks.
         norm: The 2-norm of the whole gradient before clipping.
         times: The times of `time.perf_counter` at which the exchange began, the statuses were
             exchanged, and gradients and buffers were reduced.
@@ -132,7 +130,7 @@ class PreparedStep:
 
     step: StepContext
     status: RankStatus
-    statuses: Sequence[RankStatus]
+    summary: StatusSummary
     norm: float
     times: tuple[float, float, float]
     updating: float = 0.0
@@ -145,14 +143,14 @@ class CommittedStep:
     Attributes:
         step: The context of the step.
         result: The result of the step.
-        statuses: The statuses of all ranks.
+        summary: The summary of the statuses of all ranks.
         times: The times of this rank's `time.perf_counter` at which the statuses were exchanged,
             the gradients reduced, and the optimizer done.
     """
 
     step: StepContext
     result: StepResult
-    statuses: Sequence[RankStatus]
+    summary: StatusSummary
     times: tuple[float, float, float]
 
 
@@ -257,23 +255,24 @@ class OptimizerStep:
         assert step.batch is not None
         leaves = step.batch.leaves
         begun = time.perf_counter()
-        statuses = exchange_statuses(status, step.label, self.parallel.group)
+        mine = summarize(status, self._place(leaves))
+        summary = exchange_statuses(mine, step.label, self.parallel.group)
         exchanged = time.perf_counter()
         step.is_agreed = True
-        self._check(step, statuses)
-        nodes, peers = self._nodes(leaves), self._peers(statuses)
+        self._check(step, summary)
+        nodes = self._nodes(leaves)
         with step.in_phase("reduction"):
-            self._reduce(step, status, nodes, peers)
+            self._reduce(step, status, nodes, summary)
             norm = self._clip(step)
         self._keep_buffers()
         try:
             with step.in_phase("reduction"):
-                self._merge_buffers(leaves, nodes, peers)
+                self._merge_buffers(nodes, summary)
         except BaseException:
             self._restore_buffers()
             raise
         times = begun, exchanged, time.perf_counter()
-        return PreparedStep(step, status, statuses, norm, times)
+        return PreparedStep(step, status, summary, norm, times)
 
     def _update_shared(self, prepared: PreparedStep) -> PreparedStep:
         """Do (7)."""
@@ -295,9 +294,8 @@ class OptimizerStep:
         return self.parallel.loss_scale is not None and not math.isfinite(prepared.norm)
 
     def _commit(self, prepared: PreparedStep) -> CommittedStep:
-        step, status, statuses = prepared.step, prepared.status, prepared.statuses
+        step, status, summary = prepared.step, prepared.status, prepared.summary
         assert step.batch is not None
-        leaves = step.batch.leaves
         begun, exchanged, reduced = prepared.times
         scale, is_skipped = self.parallel.loss_scale, self._is_skipped(prepared)
         rate = self.optimization.rate
@@ -308,26 +306,26 @@ class OptimizerStep:
         updated = reduced + prepared.updating + time.perf_counter() - started
         self._kept_buffers = []
         step.is_agreed = False
+        durations = exchanged - begun, reduced - exchanged, updated - reduced
         result = StepResult(
             step=step.number,
             epoch=step.batch.epoch,
-            loss=sum_losses(statuses, leaves),
+            loss=summary.sum_losses(),
             samples=step.batch.size,
-            metrics=average_metrics(statuses),
+            metrics=summary.average_metrics(),
             lr=rate,
             seconds=status.data + status.compute + status.idle + updated - begun,
-            ranks=compute_rank_times(
-                statuses, exchanged - begun, reduced - exchanged, updated - reduced
-            ),
+            ranks=summary.usage.compute_rows(*durations),
+            rank_summary=summary.usage.summarize_times(*durations),
             norm=prepared.norm,
             loss_scale=None if scale is None else scale.value,
             is_skipped=None if scale is None else is_skipped,
-            losses=list_losses(statuses, leaves),
+            losses=summary.list_losses(),
             batch=step.batch.identity.samples or step.batch.identity.checksum or None,
         )
         if scale is not None:
             scale.update(is_skipped)
-        return CommittedStep(step, result, statuses, (exchanged, reduced, updated))
+        return CommittedStep(step, result, summary, (exchanged, reduced, updated))
 
     # --- (2) exchange --------------------------------------------------------------------------
 
@@ -351,8 +349,13 @@ class OptimizerStep:
             step.observer.record_refusal(side_effect)
             side_effect = weights = ""
         is_alone = self.parallel.replicas == 1
+        results, skipped = [each.result() for each in step.computed], []
+        if results and len(results) < len(step.batch.microbatches):
+            known = {each.leaf for each in results}
+            skipped = [each.index for each in step.batch.microbatches if each.index not in known]
         return RankStatus(
-            microbatches=[each.result() for each in step.computed],
+            microbatches=results,
+            skipped=skipped,
             buffers=[buffers.hash_results(is_alone) for _, buffers in self.executor.parts()],
             compute=compute,
             data=step.batch.seconds,
@@ -374,37 +377,35 @@ class OptimizerStep:
 
     # --- (3) check -----------------------------------------------------------------------------
 
-    def _check(self, step: StepContext, statuses: Sequence[RankStatus]) -> None:
+    def _check(self, step: StepContext, summary: StatusSummary) -> None:
         """Raise, on every rank, the error that prevents the step, if there is one."""
-        require_same_batch([status.batch for status in statuses], step.number)
+        if summary.batch is None:
+            step.label.require_same(self.parallel.group)
         if step.error is not None and not isinstance(step.error, StoppedError):
             raise step.error
-        for rank, status in enumerate(statuses):
-            if status.stopped:
-                raise StoppedError(f"rank {self.parallel.rank} stopped because {status.stopped}")
-            if status.failure:
-                raise GradientError(f"rank {rank}, step {step.number}: {status.failure}")
-            if status.side_effect:
-                raise StateError(f"rank {rank}, step {step.number}: {status.side_effect}")
-        if len({status.settings for status in statuses}) > 1:
+        if summary.failure is not None:
+            rank, kind, sentence = summary.failure
+            if kind == "stopped":
+                raise StoppedError(f"rank {self.parallel.rank} stopped because {sentence}")
+            raise (GradientError if kind == "failure" else StateError)(
+                f"rank {rank}, step {step.number}: {sentence}"
+            )
+        if summary.settings is None:
             self.settings.require_same(step.number)
-        stages = self.parallel.stages
-        if any(len({each.weights for each in statuses[n::stages]}) > 1 for n in range(stages)):
+        if None in summary.weights.values():
             checksums = self.executor.side_effects.checksums()
             require_same_weights(checksums, step.label.about, self.parallel.group)
-        if (found := find_non_finite(statuses)) is not None:
-            rank, microbatch = found
-            place = f"rank {rank}, step {step.number}, micro-batch {microbatch.leaf}"
+        if (found := summary.non_finite) is not None:
+            place = f"rank {found.rank}, step {step.number}, micro-batch {found.leaf}"
             advice = ""
-            is_ignoring = any(IGNORED_TARGETS in each for each in statuses[rank].warnings)
-            if math.isnan(microbatch.loss) and is_ignoring:
+            if math.isnan(found.loss) and found.ignores_targets:
                 loss = "torch.nn.CrossEntropyLoss()" if self.parallel.loss is None else "loss"
                 advice = (
                     " (if it ignores all targets of the micro-batch, pass loss_weight="
                     f"ls.target_weight({loss}) to the trainer)"
                 )
-            error = LossError(f"{place}: the loss is {microbatch.loss}{advice}")
-            error.microbatch = microbatch.leaf
+            error = LossError(f"{place}: the loss is {found.loss}{advice}")
+            error.microbatch = found.leaf
             raise error
 
     # --- (4) reduce and (5) clip ---------------------------------------------------------------
@@ -414,11 +415,12 @@ class OptimizerStep:
         step: StepContext,
         status: RankStatus,
         nodes: Sequence[Sequence[Node]],
-        peers: Sequence[RankStatus],
+        summary: StatusSummary,
     ) -> None:
         """Reduce the gradients to sums over all micro-batches, in `.grad`."""
-        for number, (gradients, _) in enumerate(self.executor.parts()):
-            gradients.reduce(nodes, [each.gradients[number] for each in peers])
+        masks = summary.gradients[str(self.parallel.position)]
+        for (gradients, _), mask in zip(self.executor.parts(), masks, strict=True):
+            gradients.reduce(nodes, mask)
         self.executor.broadcast_tied_gradients(step.attempt.number)
         if step.observer is not None:
             losses = {each.leaf: each.loss for each in status.microbatches}
@@ -443,12 +445,15 @@ class OptimizerStep:
             squares = gradient_norm.compute_squares(
                 owned, self.parallel.replica, self.parallel.replicas
             )
-        sums = array("d", gradient_norm.compute_partial_sums(squares)).tobytes()
-        about = f"at the norm of the gradient {step.label.about}"
-        messages = all_gather_bytes(sums, about, self.parallel.group)
-        norm = gradient_norm.compute_norm(
-            each for message in messages for each in array("d", message)
+        sums = all_reduce_messages(
+            gradient_norm.compute_partial_sums(squares),
+            gradient_norm.merge_partial_sums,
+            _encode_floats,
+            _decode_floats,
+            f"at the norm of the gradient {step.label.about}",
+            self.parallel.group,
         )
+        norm = gradient_norm.compute_norm(sums)
         gradient_norm.clip_gradients_(present, norm, self.max_grad_norm)
         if not math.isfinite(norm) and (scale is None or not scale.can_decrease):
             at_scale = "" if scale is None else f" with a loss scale of {scale.value:g}"
@@ -457,12 +462,10 @@ class OptimizerStep:
 
     # --- (6) merge -----------------------------------------------------------------------------
 
-    def _merge_buffers(
-        self, leaves: int, nodes: Sequence[Sequence[Node]], peers: Sequence[RankStatus]
-    ) -> None:
-        for number, (_, buffers) in enumerate(self.executor.parts()):
-            findings = [each.buffers[number] for each in peers]
-            buffers.merge(findings, nodes, leaves, self.parallel.peers)
+    def _merge_buffers(self, nodes: Sequence[Sequence[Node]], summary: StatusSummary) -> None:
+        reports = summary.buffers[str(self.parallel.position)]
+        for (_, buffers), report in zip(self.executor.parts(), reports, strict=True):
+            buffers.merge(report, nodes, summary.leaves, self.parallel.peers)
 
     def _keep_buffers(self) -> None:
         """Copy the buffers, if a step can still be undone after they are merged."""
@@ -486,12 +489,22 @@ class OptimizerStep:
         """Return, for each replica, its nodes of the tree with this number of leaves."""
         return [nodes_of(span, leaves) for span in split_evenly(leaves, self.parallel.replicas)]
 
-    def _peers(self, statuses: Sequence[RankStatus]) -> Sequence[RankStatus]:
-        """Return the statuses of the ranks with the same stages as this one."""
-        return statuses[self.parallel.position :: self.parallel.stages]
+    def _place(self, leaves: int) -> StatusPlace:
+        """Return the place of this rank among those that exchange their statuses."""
+        parallel = self.parallel
+        ranks = parallel.replicas * parallel.stages
+        return StatusPlace(parallel.rank, ranks, parallel.replica, parallel.position, leaves)
 
 
 def _stored_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Return the stored elements of the existing gradients."""
     gradients = [each.grad for each in parameters if each.grad is not None]
     return [gradient_norm.stored_values(each) for each in gradients]
+
+
+def _encode_floats(values: Sequence[float]) -> bytes:
+    return array("d", values).tobytes()
+
+
+def _decode_floats(message: bytes) -> list[float]:
+    return array("d", message).tolist()

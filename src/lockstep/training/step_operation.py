@@ -158,14 +158,13 @@ class StepOperation:
 
     def _report(self, committed: CommittedStep, is_manual: bool = False) -> None:
         """Report a committed step to the record and the callbacks."""
-        result, statuses, rank = committed.result, committed.statuses, self._parallel.rank
+        result, summary, rank = committed.result, committed.summary, self._parallel.rank
         with self._noting_failure(committed.step):
-            self._run.note_step(statuses, is_manual)
-            for number, status in enumerate(statuses):
-                for message in status.warnings:
-                    self._history.warn(number, message, show=number == rank)
-            self._history.step(result, [status.memory for status in statuses])
-            if rank == 0 and (rows := make_timeline_rows(statuses, committed.times)):
+            self._run.note_step(summary, is_manual)
+            for number, message in summary.warnings:
+                self._history.warn(number, message, show=number == rank)
+            self._history.step(result, summary.usage)
+            if rank == 0 and (rows := make_timeline_rows(summary, committed.times)):
                 self._history.write("timeline", step=result.step, ranks=rows)
             if self.observer is not None:
                 self.observer.commit(committed)
