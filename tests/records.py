@@ -166,3 +166,31 @@ def write(folder, lines, tail=""):
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / RECORD_FILE).write_text(text + tail)
     return folder
+
+
+def summarized(steps=200, ranks=1024):
+    """Return the lines of a run on many ranks; rank 700 is slow, and step 150 by the data of 3."""
+    header = HEADER | {
+        "layout": HEADER["layout"] | {"world_size": ranks, "replicas": ranks, "microbatches": ranks}
+    }
+    lines = [header]
+    for number in range(steps):
+        slow = 0.09 if number == 150 else 0.0
+        rows = [[700, 0.0078, 0.002, 0.0, 0.0001], [5 + number % 90, 0.0071, 0.002, 0.0007, 0.0001]]
+        if slow:
+            rows = [[3, 0.007, 0.002, 0.0, 0.0901], *rows]
+        summary = {
+            "ranks": ranks,
+            "min": [0.006, 0.002, 0.0, 0.0001], "median": [0.007, 0.002, 0.0009, 0.0001],
+            "max": [0.0078, 0.0025, 0.0019 + slow, 0.0001 + slow],
+            "mean": [0.0069, 0.0021, 0.001 + slow, 0.0001], "slowest": rows,
+        }  # fmt: skip
+        line = step(number, 50, rank_summary=summary)
+        del line["ranks"]
+        lines.append(line | {"seconds": 0.01 + slow})
+        if number % 50 == 49:
+            done = epoch(number // 50)
+            del done["memory_bytes"]
+            memory = {"ranks": ranks, "min": 3e8, "median": 3.1e8, "max": 4e8}
+            lines.append(done | {"memory_summary": memory | {"largest": [[9, 4e8], [1, 3.9e8]]}})
+    return [*lines, END | {"steps": steps}]

@@ -26,7 +26,7 @@ def test_the_statistics_are_those_of_the_values(values):
     assert (found.lowest, found.highest, found.size) == (min(values), max(values), len(values))
     assert found.mean == sum(values) / len(values)
     assert found.median == pytest.approx(statistics.median_low(values), rel=0.032)
-    assert sum(count for _, count in found.list_bins()) == len(values)
+    assert sum(count for _, count in found.bins) == len(values)
 
 
 def test_small_numbers_have_their_own_bins():

@@ -36,7 +36,8 @@ def paced(seconds):
     columns = {name: np.full(count, np.nan) for name in ("t", "epoch", "loss", "lr")}
     steps = Steps(
         step=np.arange(count, dtype=float), samples=np.ones(count), seconds=seconds,
-        metrics={}, ranks=np.empty((count, 0, 4)), **columns,
+        metrics={}, ranks=np.empty((count, 0, 4)), spread=np.empty((count, 0, 4)),
+        slowest=np.empty((count, 0, 5)), **columns,
     )  # fmt: skip
     return step_times(Run(Path("x"), {}, steps))
 

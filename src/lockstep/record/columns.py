@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.messages import escape_control
+from lockstep.record.rank_summary import STATISTICS
 from lockstep.record.recorder import TIME_CATEGORIES
 
 __all__ = ["Column", "Line", "StepBlock", "Steps", "as_dict", "as_float"]
@@ -29,7 +30,12 @@ class Steps:
     """The steps of a run as columns of equal length; NaN where a line has no value.
 
     `ranks` has the shape [steps, ranks, 4]: the seconds that a rank spent on each of
-    `TIME_CATEGORIES`.
+    `TIME_CATEGORIES`. Steps of more than `DETAILED_RANKS` ranks have summaries instead:
+
+    `spread` has the shape [steps, 4, 4]: the `STATISTICS` of each category over the ranks.
+    `slowest` has the shape [steps, n, 5]: the numbers of the slowest ranks, and their seconds.
+
+    The second dimension is 0 if no step has values.
     """
 
     t: Column
@@ -41,6 +47,8 @@ class Steps:
     lr: Column
     metrics: dict[str, Column]
     ranks: Column
+    spread: Column
+    slowest: Column
 
     def __len__(self) -> int:
         """Return the number of steps."""
@@ -54,16 +62,20 @@ class Steps:
             **{name: getattr(self, name)[first:] for name in SCALARS},
             metrics={name: column[first:] for name, column in self.metrics.items()},
             ranks=ranks[:, : known[-1] + 1 if len(known) else 0],
+            spread=_without_unknown(self.spread[first:]),
+            slowest=_without_unknown(self.slowest[first:]),
         )
 
 
 @dataclass(frozen=True)
 class StepBlock:
-    """The columns of one block of steps; `ranks` has the shape [steps, ranks, 4]."""
+    """The columns of one block of steps, with the shapes of those of `Steps`."""
 
     scalars: dict[str, Column]
     metrics: dict[str, Column]
     ranks: Column
+    spread: Column
+    slowest: Column
 
     def rewind(self, step: float) -> StepBlock:
         """Return the block without the steps whose number is `step` or higher."""
@@ -74,6 +86,8 @@ class StepBlock:
             {name: column[kept] for name, column in self.scalars.items()},
             {name: column[kept] for name, column in self.metrics.items()},
             self.ranks[kept],
+            self.spread[kept],
+            self.slowest[kept],
         )
 
 
@@ -81,7 +95,17 @@ def parse_block(steps: list[Line]) -> StepBlock:
     """Convert the lines of some steps to columns."""
     scalars = {name: _column(steps, name) for name in SCALARS}
     metrics = _metric_columns([line.get("metrics") for line in steps])
-    return StepBlock(scalars, metrics, _rank_rows([line.get("ranks") for line in steps]))
+    width = len(TIME_CATEGORIES)
+    ranks = _rank_rows([line.get("ranks") for line in steps], width)
+    summaries = [line.get("rank_summary") for line in steps]
+    if not any(summaries):
+        spread, slowest = (np.empty((len(steps), 0, size)) for size in (width, width + 1))
+    else:
+        found = list(map(as_dict, summaries))
+        rows = [[each.get(name) for name in STATISTICS] if each else None for each in found]
+        spread = _rank_rows(rows, width)
+        slowest = _rank_rows([each.get("slowest") for each in found], width + 1)
+    return StepBlock(scalars, metrics, ranks, spread, slowest)
 
 
 def _column(lines: list[Any], name: str) -> Column:
@@ -97,9 +121,8 @@ def _metric_columns(values: list[Any]) -> dict[str, Column]:
     return {escape_control(str(name)): _column(dicts, name) for name in names}
 
 
-def _rank_rows(values: list[Any]) -> Column:
+def _rank_rows(values: list[Any], width: int) -> Column:
     lists = [value if isinstance(value, list) else [] for value in values]
-    width = len(TIME_CATEGORIES)
     shape = (len(lists), max(map(len, lists)), width)
     rows = list(chain.from_iterable(lists))
     with contextlib.suppress(ValueError, TypeError):
@@ -133,9 +156,6 @@ def as_dict(value: Any) -> Line:
 def concatenate_blocks(blocks: list[StepBlock]) -> Steps:
     """Concatenate blocks; metrics and ranks that a block does not have are NaN in it."""
     names = dict.fromkeys(chain.from_iterable(block.metrics for block in blocks))
-    world = max((block.ranks.shape[1] for block in blocks), default=0)
-    empty = np.empty((0, 0, len(TIME_CATEGORIES)))
-    ranks = [_pad_ranks(block.ranks, world) for block in blocks]
     return Steps(
         **{name: _concatenate([block.scalars[name] for block in blocks]) for name in SCALARS},
         metrics={
@@ -144,7 +164,9 @@ def concatenate_blocks(blocks: list[StepBlock]) -> Steps:
             )
             for name in names
         },
-        ranks=np.concatenate(ranks) if ranks else empty,
+        ranks=_concatenate_rows([block.ranks for block in blocks], len(TIME_CATEGORIES)),
+        spread=_concatenate_rows([block.spread for block in blocks], len(TIME_CATEGORIES)),
+        slowest=_concatenate_rows([block.slowest for block in blocks], len(TIME_CATEGORIES) + 1),
     )
 
 
@@ -152,5 +174,16 @@ def _concatenate(parts: list[Column]) -> Column:
     return np.concatenate(parts) if parts else np.empty(0)
 
 
-def _pad_ranks(rows: Column, world: int) -> Column:
-    return np.pad(rows, ((0, 0), (0, world - rows.shape[1]), (0, 0)), constant_values=np.nan)
+def _concatenate_rows(parts: list[Column], width: int) -> Column:
+    """Concatenate arrays of the shape [steps, rows, width]; missing rows are NaN."""
+    most = max((rows.shape[1] for rows in parts), default=0)
+    padding = (((0, 0), (0, most - rows.shape[1]), (0, 0)) for rows in parts)
+    padded = [
+        np.pad(rows, pad, constant_values=np.nan) for rows, pad in zip(parts, padding, strict=True)
+    ]
+    return np.concatenate(padded) if padded else np.empty((0, 0, width))
+
+
+def _without_unknown(rows: Column) -> Column:
+    """Return the rows, or none of them if all are NaN."""
+    return rows[:, :0] if np.isnan(rows).all() else rows

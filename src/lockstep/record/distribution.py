@@ -75,10 +75,6 @@ class Distribution(NamedTuple):
                 return self._find_middle(number)
         return 0
 
-    def list_bins(self) -> list[tuple[int, int]]:
-        """Return the middle of each bin that is not empty, and its number of values."""
-        return [(self._find_middle(number), count) for number, count in self.bins]
-
     @classmethod
     def unpack(cls, packed: Sequence[Any]) -> Distribution:
         """Return the distribution from its fields, as JSON has them."""

@@ -76,17 +76,19 @@ def collect_scalars(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:
     seconds = fields.get("seconds") or 0
     if seconds > 0:
         found["samples_per_second"] = fields.get("samples", 0) / seconds
-    times = _mean_times(fields.get("ranks") or ())
+    times = _mean_times(fields.get("ranks") or (), fields.get("rank_summary"))
     return _drop_missing(found | dict(fields.get("metrics") or {}) | times)
 
 
-def _mean_times(rows: Sequence[Sequence[float]]) -> dict[str, float]:
-    if not rows:
+def _mean_times(
+    rows: Sequence[Sequence[float]], summary: Mapping[str, Any] | None
+) -> dict[str, float]:
+    if not rows and not summary:
         return {}
     from lockstep.record.recorder import TIME_CATEGORIES  # late: commands need only the names
 
     columns = zip(*rows, strict=True)
-    means = (sum(column) / len(rows) for column in columns)
+    means = summary["mean"] if summary else [sum(column) / len(rows) for column in columns]
     return dict(zip(TIME_CATEGORIES, means, strict=False))
 
 

@@ -114,6 +114,7 @@ class Progress:
         samples: int = 0,
         metrics: dict[str, float] | None = None,
         ranks: Sequence[Sequence[float]] = (),
+        rank_summary: Mapping[str, Any] | None = None,
         **_: Any,
     ) -> None:
         """Add one step, and draw if the last drawing is old enough.
@@ -124,11 +125,13 @@ class Progress:
             samples: The number of samples.
             metrics: The means of the metrics over the step's samples.
             ranks: The seconds of compute, communication, waiting and data of each rank.
+            rank_summary: The means of these over the ranks, as "mean", if the ranks are many.
         """
         if self.quiet:
             return
         now = self._clock()
-        self.meter.step(now, epoch, loss, samples, metrics, ranks)
+        rows = ranks if rank_summary is None else [rank_summary["mean"]]
+        self.meter.step(now, epoch, loss, samples, metrics, rows)
         if now >= self._next:
             self._draw(now)
 

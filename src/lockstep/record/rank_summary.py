@@ -16,6 +16,7 @@ __all__ = [
     "DETAILED_RANKS",
     "LISTED_RANKS",
     "STATISTICS",
+    "Durations",
     "RankTimes",
     "RankUsage",
 ]
@@ -55,14 +56,30 @@ class RankTimes(NamedTuple):
         return self.compute + self.data
 
 
+class Durations(NamedTuple):
+    """What one rank measured in a step that ended, in seconds.
+
+    Attributes:
+        arrived: The time from the beginning of the step to the exchange of the statuses.
+        exchanged: The duration of the exchange.
+        reduced: The duration of the reduction of the gradients.
+        updated: The duration of the optimizer's step.
+    """
+
+    arrived: float
+    exchanged: float
+    reduced: float
+    updated: float
+
+
 class RankUsage(NamedTuple):
     """The times and the memory of the ranks of a contiguous range in one step.
 
     Attributes:
         rows: Every rank, in rank order, if the ranks are few; else the slowest ones, slowest first.
         largest: The ranks with the most memory as (bytes, rank); empty if the ranks are few.
-        spread: The distributions of compute, data, busy and arrival times in microseconds, and of
-            memory in bytes; empty if the ranks are few.
+        spread: The distributions of compute, data and busy times in microseconds, and of memory in
+            bytes; empty if the ranks are few.
         latest: The largest of the seconds after which a rank was ready to exchange its status.
     """
 
@@ -77,7 +94,7 @@ class RankUsage(NamedTuple):
         arrival = row.busy + row.idle
         if ranks <= DETAILED_RANKS:
             return cls([row], latest=arrival)
-        times = (row.compute, row.data, row.busy, arrival)
+        times = (row.compute, row.data, row.busy)
         values = [*(round(each / MICROSECOND) for each in times), row.memory]
         spread = tuple(Distribution.of([each]) for each in values)
         return cls([row], ((row.memory, row.rank),), spread, arrival)
@@ -110,37 +127,36 @@ class RankUsage(NamedTuple):
 
     # --- as fields of the record ---------------------------------------------------------------
 
-    def compute_rows(self, exchanged: float, reduced: float, updated: float) -> list[list[float]]:
+    def compute_rows(self, durations: Durations) -> list[list[float]]:
         """Return [compute, communication, waiting, data] of every rank, in seconds.
 
         Ranks begin a step together, since the previous one ended with an exchange. Each rank
         reports its time for loading data and for forward and backward; its waiting time is the time
         until the last rank arrived, and the time that a pipeline stage waited for its neighbors.
-        Communication is this rank's measured time in the exchange, less a rank's waiting, and in
-        the reduction.
 
         Args:
-            exchanged: This rank's time in the exchange of the statuses, in seconds.
-            reduced: This rank's time in the reduction of the gradients, in seconds.
-            updated: This rank's time in the optimizer, in seconds.
+            durations: What this rank measured.
 
         Returns:
             The rows; empty if there are more than `DETAILED_RANKS` ranks.
         """
-        if self.spread:
-            return []
-        return [self._make_row(each, exchanged, reduced, updated) for each in self.rows]
+        return [] if self.spread else self._make_rows(durations)
 
-    def _make_row(
-        self, each: RankTimes, exchanged: float, reduced: float, updated: float
-    ) -> list[float]:
-        waiting = self.latest - each.busy - each.idle
-        communication = max(0.0, exchanged - waiting) + reduced if self.ranks > 1 else 0.0
-        return [each.compute + updated, communication, waiting + each.idle, each.data]
+    def _make_rows(self, durations: Durations) -> list[list[float]]:
+        communication = self._communicate(durations)
+        return [
+            [each.compute + durations.updated, communication, self.latest - each.busy, each.data]
+            for each in self.rows
+        ]
 
-    def summarize_times(
-        self, exchanged: float, reduced: float, updated: float
-    ) -> dict[str, Any] | None:
+    def _communicate(self, durations: Durations) -> float:
+        """Return the seconds of communication, in which all ranks take part."""
+        if self.ranks == 1:
+            return 0.0
+        waited = self.latest - durations.arrived
+        return max(0.0, durations.exchanged - waited) + durations.reduced
+
+    def summarize_times(self, durations: Durations) -> dict[str, Any] | None:
         """Return the summary of the rows of `compute_rows`; None if every rank has a row.
 
         Returns:
@@ -149,34 +165,21 @@ class RankUsage(NamedTuple):
         """
         if not self.spread:
             return None
-        compute, data, busy, arrival, _ = self.spread
-
-        def communicate(arrived: float) -> float:
-            return max(0.0, exchanged - (self.latest - arrived * MICROSECOND)) + reduced
-
-        def wait(busied: float) -> float:  # busy and idle time add up to the time until `latest`
-            return max(0.0, self.latest - busied * MICROSECOND)
-
+        compute, data, busy, _ = self.spread
+        communication = self._communicate(durations)
         found: dict[str, Any] = {"ranks": self.ranks}
         names = (("lowest", "highest"), ("median", "median"), ("highest", "lowest"))
-        for name, (own, opposite) in zip(STATISTICS, names, strict=False):
+        for name, (own, opposite) in zip(STATISTICS, (*names, ("mean", "mean")), strict=True):
+            # Waiting is the rest of the time until the last rank arrived.
+            waiting = self.latest - getattr(busy, opposite) * MICROSECOND
             found[name] = [
-                getattr(compute, own) * MICROSECOND + updated,
-                communicate(getattr(arrival, own)),
-                wait(getattr(busy, opposite)),
+                getattr(compute, own) * MICROSECOND + durations.updated,
+                communication,
+                max(0.0, waiting),
                 getattr(data, own) * MICROSECOND,
             ]
-        communicated = sum(communicate(value) * count for value, count in arrival.list_bins())
-        found["mean"] = [
-            compute.mean * MICROSECOND + updated,
-            communicated / self.ranks,
-            wait(busy.mean),
-            data.mean * MICROSECOND,
-        ]
-        rows = [
-            [each.rank, *self._make_row(each, exchanged, reduced, updated)] for each in self.rows
-        ]
-        return found | {"slowest": rows}
+        rows = zip(self.rows, self._make_rows(durations), strict=True)
+        return found | {"slowest": [[each.rank, *row] for each, row in rows]}
 
     def list_memory(self) -> list[int]:
         """Return the peak memory of every rank in bytes; empty if the ranks are many."""

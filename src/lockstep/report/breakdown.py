@@ -6,7 +6,7 @@ If a run was resumed in another layout, breakdowns by rank cover only the last l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from lockstep.record.columns import Column, as_dict
 from lockstep.record.reader import Run
 from lockstep.record.recorder import TIME_CATEGORIES
 from lockstep.record.timeline import Timeline, read_timelines
+from lockstep.report.rank_spread import ListedRank, list_slow_ranks, mean_times
 from lockstep.report.summary import as_text, describe_layout, number_or, numbers_of
 
 __all__ = ["MAX_EPOCHS", "MAX_RANKS", "RESUME_COLUMNS", "EpochTable", "RankMemory", "RankTime"]
@@ -38,21 +39,37 @@ MAX_EPOCHS = 60  # epochs that are listed
 
 @dataclass(frozen=True)
 class RankTime:
-    """The time of one rank by category; `length` is its time relative to the longest one."""
+    """The time of one rank by category; `length` is its time relative to the longest one.
+
+    `rank` is -1 for the mean of all ranks, and `note` says how often a rank was the slowest: both
+    only if the record has summaries of the ranks. The times are then means per step.
+    """
 
     rank: int
     seconds: float
     length: float
     shares: dict[str, float]
+    note: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the rank, or of the mean."""
+        return "mean" if self.rank < 0 else f"rank {self.rank}"
 
     @property
     def description(self) -> str:
         """The shares as a phrase."""
-        return ", ".join(f"{name} {format_percent(share)}" for name, share in self.shares.items())
+        parts = [f"{name} {format_percent(share)}" for name, share in self.shares.items()]
+        return ", ".join([*parts, *([self.note] if self.note else [])])
 
 
 def time_by_rank(run: Run) -> list[RankTime]:
-    """Return the time of each rank by category; of more than 32 ranks, the busiest comes first."""
+    """Return the time of each rank by category; of more than 32 ranks, the busiest comes first.
+
+    If the record has summaries, these are the mean of the ranks, and the slowest ranks.
+    """
+    if times := mean_times(run):
+        return _summarized_times(run, times)
     totals = np.nansum(run.layout_steps.ranks, axis=0)
     longest = totals.sum(axis=1).max(initial=0.0)
     if not longest > 0:
@@ -68,9 +85,29 @@ def time_by_rank(run: Run) -> list[RankTime]:
     return found
 
 
+def _summarized_times(run: Run, times: list[float]) -> list[RankTime]:
+    slow = list_slow_ranks(run)
+    rows = [(-1, times, ""), *((each.rank, each.times, _describe_listed(each)) for each in slow)]
+    longest = max(sum(row) for _, row, _ in rows)
+    found = []
+    for rank, row, note in rows:
+        total = sum(row)
+        shares = dict(zip(TIME_CATEGORIES, (part / (total or 1.0) for part in row), strict=True))
+        found.append(RankTime(rank, total, total / (longest or 1.0), shares, note))
+    return found
+
+
+def _describe_listed(each: ListedRank) -> str:
+    return (
+        f"slowest in {format_percent(each.first)} of the steps, among the slowest in "
+        f"{format_percent(each.listed)}"
+    )
+
+
 def time_shares(run: Run) -> dict[str, float]:
     """Return the fraction of all ranks' time per category; empty if no times were recorded."""
-    totals = np.nansum(run.layout_steps.ranks, axis=(0, 1))
+    means = mean_times(run)
+    totals = np.array(means) if means else np.nansum(run.layout_steps.ranks, axis=(0, 1))
     total = totals.sum()
     if not total > 0:
         return {}
@@ -185,17 +222,27 @@ class RankMemory:
 
 
 def peak_memory(run: Run) -> list[RankMemory]:
-    """Return the peak memory of each rank over the epochs."""
+    """Return the peak memory of each rank over the epochs; if they are many, of the largest."""
     peaks: dict[int, float] = {}
     for line in run.layout_epochs:
-        values = line.get("memory_bytes")
-        for rank, value in enumerate(values if isinstance(values, list) else []):
-            peaks[rank] = max(peaks.get(rank, 0.0), number_or(value, 0.0))
+        for rank, value in _list_memory(line):
+            peaks[rank] = max(peaks.get(rank, 0.0), value)
     highest = max(peaks.values(), default=0.0)
     found = [RankMemory(rank, peak, peak / highest) for rank, peak in peaks.items() if highest]
     if len(found) <= MAX_RANKS:
         return found
     return sorted(found, key=lambda one: -one.num_bytes)[:MAX_RANKS]
+
+
+def _list_memory(line: dict[str, Any]) -> Iterator[tuple[int, float]]:
+    """Yield the ranks of the line of an epoch, and their memory in bytes."""
+    values = line.get("memory_bytes")
+    for rank, value in enumerate(values if isinstance(values, list) else []):
+        yield rank, number_or(value, 0.0)
+    largest = as_dict(line.get("memory_summary")).get("largest")
+    for pair in largest if isinstance(largest, list) else []:
+        if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int):
+            yield pair[0], number_or(pair[1], 0.0)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ from lockstep.report.breakdown import (
 from lockstep.report.chart import run_charts
 from lockstep.report.markdown import escape_markdown, fenced_block, markdown_table
 from lockstep.report.page import draw_panel, render_template
+from lockstep.report.rank_spread import spread_table
 from lockstep.report.reproduction import (
     CHECKPOINT_COLUMNS,
     REPLAY_COLUMNS,
@@ -91,6 +92,7 @@ def report_html(run: Run, simulated: Timeline | None = None) -> str:
         times=times[:MAX_RANKS],
         num_hidden_ranks=max(0, len(times) - MAX_RANKS),
         total_shares=time_shares(run),
+        spread=spread_table(run),
         timelines=layout_timelines([one for one in (recorded, simulated) if one]),
         timeline_sentences=timeline_sentences(recorded, simulated),
         waits=waits,
@@ -191,10 +193,18 @@ def report_markdown(run: Run) -> str:
 def _time_table(run: Run) -> list[str]:
     """Return the time of the ranks by category, as a Markdown table."""
     rows = [
-        [str(one.rank), format_duration(one.seconds), *map(format_percent, one.shares.values())]
+        [
+            "mean" if one.rank < 0 else str(one.rank),
+            format_duration(one.seconds),
+            *map(format_percent, one.shares.values()),
+        ]
         for one in time_by_rank(run)[:MAX_RANKS]
     ]
-    return ["", *markdown_table(("rank", "time", *TIME_CATEGORIES), rows)] if rows else []
+    lines = ["", *markdown_table(("rank", "time", *TIME_CATEGORIES), rows)] if rows else []
+    if (spread := spread_table(run)) is not None:
+        lines += ["", f"Spread over {format_quantity(spread.ranks, 'rank')}, per step:", ""]
+        lines += markdown_table(spread.names, spread.rows)
+    return lines
 
 
 def _waits_table(run: Run) -> list[str]:

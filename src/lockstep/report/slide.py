@@ -164,7 +164,7 @@ def _draw_time(picture: Picture, run: Run, x: float, y: float, width: float) -> 
     for number, row in enumerate(rows[:MAX_RANKS]):
         top = y + 18 + number * 22
         at, room = x + 56, (width - 140) * row.length
-        picture.add(Label(x, top + 12, f"rank {row.rank}", 13, SOFT))
+        picture.add(Label(x, top + 12, row.name, 13, SOFT))
         for name, share in row.shares.items():
             picture.add(Box(at, top, room * share, 16, FILLS[name]))
             at += room * share

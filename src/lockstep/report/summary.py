@@ -15,9 +15,11 @@ import numpy as np
 from lockstep.formatting import format_quantity
 from lockstep.launcher.run_folder import read_description
 from lockstep.messages import escape_control
-from lockstep.record.columns import Column, Line
+from lockstep.record.columns import Column, Line, Steps
+from lockstep.record.rank_summary import STATISTICS
 from lockstep.record.reader import Run
 from lockstep.record.recorder import TIME_CATEGORIES
+from lockstep.report.rank_spread import list_slow_ranks, mean_times
 
 __all__ = ["SlowRank", "SlowStep", "Summary", "as_text", "describe_layout", "find_slowest_rank"]
 __all__ += ["find_slowest_step", "last_time", "number_or", "numbers_of", "summarize"]
@@ -148,16 +150,26 @@ class SlowRank:
     """The rank that the others wait for.
 
     `seconds` is its mean working time per step, and `excess` the fraction by which it exceeds the
-    mean of all ranks.
+    mean of all ranks. `share` is the fraction of the steps in which it is the slowest; None if the
+    record has a row per rank.
     """
 
     rank: int
     seconds: float
     excess: float
+    share: float | None = None
 
 
 def find_slowest_rank(run: Run) -> SlowRank | None:
-    """Return the rank that works longest (compute and data) if it is clearly above the mean."""
+    """Return the rank that works longest (compute and data) if it is clearly above the mean.
+
+    If the record has summaries of the ranks, it must be the slowest in half of the steps.
+    """
+    if listed := list_slow_ranks(run):
+        first = listed[0]
+        is_slow = first.first >= 0.5 and first.excess > MIN_EXCESS
+        found = SlowRank(first.rank, first.busy, first.excess, first.first)
+        return found if is_slow else None
     rows = run.layout_steps.ranks
     if rows.shape[1] < 2:
         return None
@@ -194,7 +206,11 @@ def find_slowest_step(run: Run) -> SlowStep | None:
         return None
     at = int(np.nanargmax(seconds))
     usual = _finite_median(seconds)
-    part, rank = _find_cause(steps.ranks, at, float(seconds[at]) - usual)
+    excess = float(seconds[at]) - usual
+    if mean_times(run):
+        part, rank = _find_listed_cause(steps, at, excess)
+    else:
+        part, rank = _find_cause(steps.ranks, at, excess)
     return SlowStep(
         step=int(np.nan_to_num(steps.step[at])),
         epoch=int(np.nan_to_num(steps.epoch[at])),
@@ -217,6 +233,19 @@ def _find_cause(rows: Column, at: int, excess: float) -> tuple[str, int]:
     above[:, TIME_CATEGORIES.index("waiting")] = 0.0
     rank, part = (int(index) for index in np.unravel_index(np.argmax(above), above.shape))
     return (TIME_CATEGORIES[part], rank) if above[rank, part] > excess / 2 else ("", 0)
+
+
+def _find_listed_cause(steps: Steps, at: int, excess: float) -> tuple[str, int]:
+    """Return the same as `_find_cause`, for a step with a summary of the ranks."""
+    near = steps.spread[max(0, at - 500) : at + 500, STATISTICS.index("median")]
+    rows = steps.slowest[at]
+    if not np.isfinite(rows).any():
+        return "", 0
+    above = np.nan_to_num(rows[:, 1:] - np.median(np.nan_to_num(near), axis=0))
+    above[:, TIME_CATEGORIES.index("waiting")] = 0.0
+    row, part = (int(index) for index in np.unravel_index(np.argmax(above), above.shape))
+    is_cause = above[row, part] > excess / 2 and np.isfinite(rows[row, 0])
+    return (TIME_CATEGORIES[part], int(rows[row, 0])) if is_cause else ("", 0)
 
 
 def last_time(run: Run) -> float:

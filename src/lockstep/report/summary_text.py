@@ -142,12 +142,13 @@ def timing_sentences(run: Run) -> list[str]:
         found.append(f"The layout changed at step {first:,.0f}; times and speeds are those since.")
     rank, step = find_slowest_rank(run), find_slowest_step(run)
     if rank is not None:
+        often = "" if rank.share is None else f" in {format_percent(rank.share)} of the steps"
         found.append(
-            f"Rank {rank.rank} is the slowest: it works {format_duration(rank.seconds)} per "
+            f"Rank {rank.rank} is the slowest{often}: it works {format_duration(rank.seconds)} per "
             f"step, {format_percent(rank.excess)} more than the mean of the ranks, and the "
             "others wait for it."
         )
-    elif run.layout_steps.ranks.shape[1] > 1:
+    elif run.layout_steps.ranks.shape[1] > 1 or run.layout_steps.spread.shape[1]:
         found.append("No rank is slower than the others.")
     wait = number_or((run.end or {}).get("core_wait"), 0.0)
     if wait > BUSY:

@@ -45,6 +45,7 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects, require_same_weights
 from lockstep.model.step_context import StepContext
 from lockstep.pipeline.placement import Placement
+from lockstep.record.rank_summary import Durations
 from lockstep.training.history import StepResult
 from lockstep.training.live_settings import LiveSettings
 from lockstep.training.optimization import Optimization
@@ -306,7 +307,8 @@ class OptimizerStep:
         updated = reduced + prepared.updating + time.perf_counter() - started
         self._kept_buffers = []
         step.is_agreed = False
-        durations = exchanged - begun, reduced - exchanged, updated - reduced
+        arrived = status.data + status.compute + status.idle
+        durations = Durations(arrived, exchanged - begun, reduced - exchanged, updated - reduced)
         result = StepResult(
             step=step.number,
             epoch=step.batch.epoch,
@@ -314,9 +316,9 @@ class OptimizerStep:
             samples=step.batch.size,
             metrics=summary.average_metrics(),
             lr=rate,
-            seconds=status.data + status.compute + status.idle + updated - begun,
-            ranks=summary.usage.compute_rows(*durations),
-            rank_summary=summary.usage.summarize_times(*durations),
+            seconds=arrived + updated - begun,
+            ranks=summary.usage.compute_rows(durations),
+            rank_summary=summary.usage.summarize_times(durations),
             norm=prepared.norm,
             loss_scale=None if scale is None else scale.value,
             is_skipped=None if scale is None else is_skipped,

@@ -1,0 +1,122 @@
+"""The times and the memory of many ranks, from the summaries in the record.
+
+A run on more than `DETAILED_RANKS` ranks has no row per rank. Its steps have the minimum, median,
+maximum and mean over the ranks, and the rows of the slowest ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lockstep.formatting import format_bytes, format_duration
+from lockstep.record.columns import Column, as_dict, as_float
+from lockstep.record.rank_summary import STATISTICS
+from lockstep.record.reader import Run
+from lockstep.record.recorder import TIME_CATEGORIES
+
+__all__ = ["ListedRank", "SpreadTable", "list_slow_ranks", "mean_times", "spread_table"]
+
+BUSY = [TIME_CATEGORIES.index("compute"), TIME_CATEGORIES.index("data")]
+SHOWN_RANKS = 4  # of those that are often among the slowest
+ORDER = ("min", "median", "max")
+
+
+@dataclass(frozen=True)
+class ListedRank:
+    """A rank that is among the slowest of some steps.
+
+    Attributes:
+        rank: The rank.
+        times: The mean seconds of each category, over these steps.
+        listed: The fraction of the steps in which it is among the slowest.
+        first: The fraction of the steps in which it is the slowest.
+        excess: The fraction by which it works longer than the mean of the ranks in these steps.
+    """
+
+    rank: int
+    times: list[float]
+    listed: float
+    first: float
+    excess: float
+
+    @property
+    def busy(self) -> float:
+        """The mean seconds of compute and data."""
+        return sum(self.times[part] for part in BUSY)
+
+
+def mean_times(run: Run) -> list[float]:
+    """Return the mean seconds of each category per step and rank; empty without summaries."""
+    spread = run.layout_steps.spread
+    if not spread.shape[1] or np.isnan(spread).all():
+        return []
+    return _mean(spread)[STATISTICS.index("mean")]
+
+
+def _mean(spread: Column) -> list[list[float]]:
+    """Return the mean over the steps; 0 where no step has a number."""
+    known = np.isfinite(spread)
+    total = np.where(known, spread, 0.0).sum(axis=0)
+    found: list[list[float]] = (total / np.maximum(known.sum(axis=0), 1)).tolist()
+    return found
+
+
+def list_slow_ranks(run: Run) -> list[ListedRank]:
+    """Return the ranks that are most often the slowest, and then most often among the slowest."""
+    if not mean_times(run):
+        return []
+    slowest, spread = np.nan_to_num(run.layout_steps.slowest), run.layout_steps.spread
+    means = np.nan_to_num(spread[:, STATISTICS.index("mean")][:, BUSY]).sum(axis=1)
+    numbers = np.where(np.isfinite(run.layout_steps.slowest[:, :, 0]), slowest[:, :, 0], -1)
+    steps = max(1, int((numbers >= 0).any(axis=1).sum()))
+    found = []
+    for rank in np.unique(numbers[numbers >= 0]).tolist():
+        at, place = np.nonzero(numbers == rank)
+        times = slowest[at, place, 1:]
+        own, usual = times[:, BUSY].sum(axis=1).mean(), means[at].mean()
+        found.append(
+            ListedRank(
+                rank=int(rank),
+                times=times.mean(axis=0).tolist(),
+                listed=len(at) / steps,
+                first=int((place == 0).sum()) / steps,
+                excess=float(own / usual - 1) if usual > 0 else 0.0,
+            )
+        )
+    return sorted(found, key=lambda each: (-each.first, -each.listed, each.rank))[:SHOWN_RANKS]
+
+
+@dataclass(frozen=True)
+class SpreadTable:
+    """The spread of times and memory over the ranks, as rows of text."""
+
+    ranks: int
+    names: tuple[str, ...]
+    rows: list[list[str]]
+
+
+def spread_table(run: Run) -> SpreadTable | None:
+    """Return the table of times per step, and of the peak memory; None without summaries."""
+    if not mean_times(run):
+        return None
+    spread = _mean(run.layout_steps.spread)
+    columns = [STATISTICS.index(name) for name in ORDER]
+    rows = [
+        [name, *(format_duration(spread[column][part]) for column in columns)]
+        for part, name in enumerate(TIME_CATEGORIES)
+    ]
+    if memory := _last_memory(run):
+        values = [as_float(memory.get(name)) for name in ORDER]
+        cells = [format_bytes(value) if math.isfinite(value) else "" for value in values]
+        rows.append(["peak memory", *cells])
+    world = as_float(run.layout.get("world_size"))
+    return SpreadTable(int(world) if math.isfinite(world) else 0, ("", *ORDER), rows)
+
+
+def _last_memory(run: Run) -> dict[str, Any]:
+    lines = (as_dict(line.get("memory_summary")) for line in reversed(run.layout_epochs))
+    return next(filter(None, lines), {})
