@@ -119,9 +119,14 @@ def test_help_imports_click_only(arguments):
     ("statement", "expected"),
     [
         ("import lockstep", {"lockstep"}),
-        (  # by an entry point `import torch` imports this one
+        (  # by entry points `import torch` imports these two
             "import lockstep.comm.backend",
             {"lockstep", "lockstep.comm", "lockstep.comm.activity", "lockstep.comm.backend"},
+        ),
+        (
+            "import lockstep.launcher.mpi_rendezvous",
+            {"lockstep", "lockstep.comm", "lockstep.comm.mpi_backend", "lockstep.launcher"}
+            | {"lockstep.launcher.mpi_rendezvous"},
         ),
     ],
 )

@@ -9,64 +9,23 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-import lockstep as ls
+import mpi_ranks
 import pytest_lockstep
-from contract import (
-    aliases,
-    forms,
-    grouping,
-    layout,
-    lists,
-    messages,
-    movement,
-    plain,
-    reduction,
-    rounding,
-    sparse,
-)
-from contract.check import Ledger
-from contract.limits import GUARANTEE_TREE, LIMITS, SMALL_PIECES, THRESHOLDS
+from contract import rounding
+from contract.every import GROUPS, PATIENCE, run_all
+from contract.limits import GUARANTEE_TREE, LIMITS
 from lockstep.errors import LockstepError
 from lockstep.launcher.fork_server import get_fork_server
 
 WIDTHS = (1, 2, 3, 4)
-SIZES = (0, 1, 3, 16, 65, 1023, 4097, 65_537)  # elements; with each threshold's neighbours
-FEW_PIECES = 9_001  # elements of the largest message where pieces are small
-PATIENCE = 30.0  # seconds for one operation
 LAUNCH = 100.0  # seconds for all cases of one launch
-
-GROUPS: dict[str, Callable[..., None]] = {
-    "all_reduce": reduction.all_reduce,
-    "reduce": reduction.reduce,
-    "reduce_scatter": reduction.reduce_scatter,
-    "broadcast": movement.broadcast,
-    "all_gather": movement.all_gather,
-    "gather": movement.gather,
-    "scatter": movement.scatter,
-    "all_to_all": movement.all_to_all,
-    "barrier": movement.barrier,
-    "sparse": sparse.sparse,
-    "lists": lists.lists,
-    "messages": messages.messages,
-    "groups": grouping.groups,
-    "threads": grouping.threads,
-    "asynchronous": forms.asynchronous,
-    "objects": forms.objects,
-    "coalesced": forms.coalesced,
-    "aliases": aliases.aliases,
-    "programs": forms.programs,
-    "layouts": layout.layouts,
-    "rounding": rounding.rounding,
-}
 
 
 def backends() -> list[str]:
@@ -82,46 +41,14 @@ def backends() -> list[str]:
     return ["gloo", *(f"lockstep{variant}" for variant in variants)]
 
 
-def sizes(backend: str) -> tuple[int, ...]:
-    """Return the sizes in float32 elements, those around the backend's thresholds included."""
-    around = {bytes_ // 4 + step for bytes_ in THRESHOLDS[backend] for step in (-1, 0, 1)}
-    most = FEW_PIECES if "-" in backend else SIZES[-1]
-    return tuple(sorted({min(size, most) for size in (*SIZES, *around)}))
-
-
-def noted(place: int, case: str) -> None:
-    """Write down which case is running, into an open file."""
-    os.ftruncate(place, os.pwrite(place, case.encode(), 0))
-
-
-def run_all(variant: str, folder: str) -> dict[str, Any]:
-    """Run every case on this rank; say in `folder` which one is running."""
-    backend, _, route = variant.partition("-")
-    os.environ.update(SMALL_PIECES if route else {})
-    ls.init(backend=backend, timeout=PATIENCE)
-    if route == "shared" or (route == "mixed" and ls.rank() % 2):
-        plain.lie_in(lambda shape, dtype: ls.empty_shared(*shape, dtype=dtype))
-    place = os.open(Path(folder) / f"rank-{ls.rank()}", os.O_WRONLY | os.O_CREAT)
-    note = functools.partial(noted, place)
-    ledger = Ledger(backend, LIMITS[backend], note, small=bool(route))
-    for name, group in GROUPS.items():
-        ledger.prefix = name
-        more = {"guarantees_tree": backend in GUARANTEE_TREE} if name == "rounding" else {}
-        group(ledger, sizes(variant), **more)
-    digest = rounding.digest()
-    dist.barrier()
-    ls.shutdown()
-    os.close(place)
-    return {"results": ledger.results, "skipped": ledger.skipped,
-            "confirmed": ledger.confirmed, "digest": digest}  # fmt: skip
-
-
 @functools.cache
 def found(backend: str, n: int) -> list[dict[str, Any]] | str:
     """Return what each rank found, or the sentence with which the launch ended."""
     get_fork_server(for_training=True)  # functional collectives import torch's compiler
     with tempfile.TemporaryDirectory() as folder:
         try:
+            if backend == "mpi4py":
+                return mpi_ranks.run(run_all, backend, folder, ranks=n, timeout=LAUNCH)
             return pytest_lockstep.run(
                 run_all, backend, folder, ranks=n, timeout=LAUNCH, init=False
             )
@@ -136,6 +63,8 @@ def launches() -> Iterator[Any]:
         for n in WIDTHS:
             is_repetition = "-" in backend and n != 4  # other routes of the same backend
             yield pytest.param(backend, n, marks=[pytest.mark.stress] * is_repetition)
+    for n in WIDTHS:
+        yield pytest.param("mpi4py", n, marks=[mpi_ranks.needed, pytest.mark.stress][: 1 + n % 2])
 
 
 @pytest.mark.parametrize("group", GROUPS)

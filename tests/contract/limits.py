@@ -41,11 +41,12 @@ GLOO: tuple[Limit, ...] = (
     Limit("aliases scatter_to_*", "breaks", "gloo may receive before it has sent", least=2),
 )
 
-LIMITS: dict[str, tuple[Limit, ...]] = {"gloo": GLOO, "lockstep": ()}
+LIMITS: dict[str, tuple[Limit, ...]] = {"gloo": GLOO, "lockstep": (), "mpi4py": ()}
 
 # Bytes of a message at which a backend takes another path; sizes around each are tried.
 THRESHOLDS: dict[str, tuple[int, ...]] = {
     "gloo": (),
+    "mpi4py": (),
     "lockstep": (8 << 10, 16 << 10, 32 << 10, 64 << 10),
     **dict.fromkeys(("lockstep-small", "lockstep-shared", "lockstep-mixed"), (1 << 10, 2 << 10)),
 }

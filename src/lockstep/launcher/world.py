@@ -21,6 +21,7 @@ import torch.utils.deterministic
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from lockstep.comm import backend as comm
+from lockstep.comm import mpi_backend
 from lockstep.errors import RendezvousError, UsageError
 from lockstep.launcher import rendezvous
 from lockstep.launcher.environment import JOIN, RankInfo, read_rank_info
@@ -118,14 +119,14 @@ def init(
     rank_info, store = read_rank_info(os.environ), None
     if rank_info.unknown and not dist.is_initialized():
         # Which device and backend are used depends on the ranks of this host.
-        comm.register()
-        _check_arguments(backend, timeout)
+        _register_backends()
+        _check_arguments(backend, timeout, rank_info)
         store = rendezvous.wait_for_ranks(rank_info, timeout)
         rank_info = rendezvous.find_place(store, rank_info)
     chosen = choose_device(device, rank_info)
     _configure_torch(threads, chosen)
     if not dist.is_initialized():
-        comm.register()  # torch must know the backend's name before it is used
+        _register_backends()
         name = backend or default_backend(chosen, rank_info)
         try:
             if os.environ.get(JOIN):
@@ -363,7 +364,7 @@ def _configure_torch(threads: int, device: torch.device) -> None:
 def _join(
     rank_info: RankInfo, backend: str, timeout: float, device: torch.device, store: Store | None
 ) -> None:
-    _check_arguments(backend, timeout)
+    _check_arguments(backend, timeout, rank_info)
     if backend == "lockstep":
         # With this variable DistributedDataParallel allocates its buckets in the shared memory of
         # the backend.
@@ -404,12 +405,20 @@ def _join(
         ) from error
 
 
-def _check_arguments(backend: str | None, timeout: float) -> None:
+def _register_backends() -> None:
+    """Let torch know the names of the backends, if it has not called their entry points."""
+    comm.register()
+    mpi_backend.register()
+
+
+def _check_arguments(backend: str | None, timeout: float, rank_info: RankInfo) -> None:
     """Raise UsageError for arguments of init() that are not valid, before waiting for ranks."""
     if timeout <= 0:
         raise UsageError(f"init(timeout={timeout}): expected a positive number of seconds")
     if backend is not None:
         _check_backend(backend)
+    if backend == mpi_backend.NAME:
+        mpi_backend.check_ranks(rank_info.rank, rank_info.world_size)
 
 
 def _check_backend(backend: str) -> None:

@@ -1,0 +1,62 @@
+"""How a rank under mpiexec ends: with the others, or ending them.
+
+MPI_Finalize waits for the other ranks, which may wait for this one. A rank that fails therefore
+calls MPI_Abort, with which mpiexec ends all ranks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from typing import Any
+
+from lockstep.comm.mpi_departures import departures
+from lockstep.comm.mpi_work import progress, unfinished
+from lockstep.messages import say
+
+__all__ = ["end_together"]
+
+PATIENCE = 1.0  # seconds for operations that are in progress at exit
+
+_process: int | None = None
+
+
+def end_together(mpi: Any) -> None:
+    """Let this rank end the others if it fails; may be called repeatedly."""
+    global _process
+    if _process != os.getpid():
+        _process = os.getpid()
+        atexit.register(_leave, mpi)
+
+
+def _leave(mpi: Any) -> None:
+    """End the thread, and all ranks if this one has failed. Called at exit, before MPI_Finalize."""
+    if _process != os.getpid() or mpi.Is_finalized():
+        return
+    world = mpi.COMM_WORLD
+    who = f"rank {world.Get_rank()} of {world.Get_size()}"
+    pending = progress.stop()
+    departures.announce(world.Get_rank())
+    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    if error is not None:
+        _abort(mpi, f"{who} raised {type(error).__name__} and ends the other ranks (MPI_Abort)")
+    deadline = time.monotonic() + PATIENCE
+    while unfinished() or not all([work.advance() for work in pending]):
+        if time.monotonic() > deadline:
+            _abort(
+                mpi,
+                f"{who} ends with operations in progress that no other rank has completed, and "
+                "ends the other ranks (MPI_Abort)",
+            )
+        time.sleep(0.001)
+
+
+def _abort(mpi: Any, sentence: str) -> None:
+    if mpi.COMM_WORLD.Get_size() == 1:
+        return
+    say(sentence)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    mpi.COMM_WORLD.Abort(1)

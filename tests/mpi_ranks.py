@@ -1,0 +1,111 @@
+"""Functions on ranks of MPI, which mpiexec starts and the tests' fork server forks.
+
+A rank that mpiexec starts imports torch for two seconds. Here mpiexec starts stand-ins that import
+nothing: each hands its connection with mpiexec to a rank that the fork server has forked, and ends
+when that rank does. `tests/comm/test_mpi_programs.py` proves the real ones.
+
+    mpiexec ── PMI ──> stand-in r ── descriptor of PMI, variables ──> rank r, forked
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pytest_lockstep
+
+PATIENCE = 30.0  # seconds until mpiexec has started the stand-ins, and until it has ended
+
+STAND_IN = """
+import json, os, socket, sys
+pmi = {name: value for name, value in os.environ.items() if name.startswith(("PMI", "MPI"))}
+with socket.socket(socket.AF_UNIX) as listening:
+    name = sys.argv[1] + "/" + pmi["PMI_RANK"]
+    listening.bind(name + "-bound")
+    listening.listen()
+    os.rename(name + "-bound", name)
+    rank, _ = listening.accept()
+    socket.send_fds(rank, [json.dumps(pmi).encode()], [int(pmi["PMI_FD"])])
+    rank.recv(1)
+"""
+
+
+def missing() -> str | None:
+    """Return why there is no MPICH for the tests, or None."""
+    for package in ("mpi4py", "mpich"):
+        try:
+            importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return f"{package} is not installed"
+    return None
+
+
+needed = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+"""The mark of tests that need mpi4py and MPICH."""
+
+
+def mpiexec() -> str:
+    """Return MPICH's mpiexec, which is installed beside Python."""
+    beside = Path(sys.executable).parent / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    assert found is not None
+    return found
+
+
+def run(fn: Callable[..., Any], *args: Any, ranks: int, timeout: float = 100.0) -> list[Any]:
+    """Call `fn(*args)` in ranks of MPI, and return their values in rank order."""
+    with _stand_ins(ranks) as folder:
+        given = folder, fn, args
+        return pytest_lockstep.run(_call, *given, ranks=ranks, timeout=timeout, init=False)
+
+
+@contextlib.contextmanager
+def _stand_ins(ranks: int) -> Iterator[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [mpiexec(), "-n", str(ranks), sys.executable, "-S", "-E", "-c", STAND_IN, folder]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
+            try:
+                yield folder
+                assert process.wait(PATIENCE) == 0
+            finally:
+                if process.poll() is None:
+                    process.terminate()
+
+
+def _call(folder: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Call the function as the rank of MPI that a stand-in was started for."""
+    with _adopt(f"{folder}/{os.environ['RANK']}"):
+        try:
+            return fn(*args)
+        finally:
+            from mpi4py import MPI
+
+            # A forked rank does not end its interpreter, in which mpi4py would do this.
+            if MPI.Is_initialized() and not MPI.Is_finalized() and sys.exc_info()[0] is None:
+                MPI.Finalize()
+
+
+@contextlib.contextmanager
+def _adopt(name: str) -> Iterator[None]:
+    deadline = time.monotonic() + PATIENCE
+    while not os.path.exists(name):
+        assert time.monotonic() < deadline, "mpiexec did not start its ranks"
+        time.sleep(0.01)
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(name)
+        text, (descriptor,), _, _ = socket.recv_fds(connection, 1 << 14, 1)
+        os.environ.update(json.loads(text) | {"PMI_FD": str(descriptor)})
+        yield
