@@ -17,6 +17,7 @@ from lockstep.report import doctor
 from lockstep.report.checks import Requirements, good
 
 TRAIN = """
+import contextlib
 import os
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,11 @@ model, loss = torch.nn.Linear(4, 2), torch.nn.CrossEntropyLoss()
 batch = torch.randn(8, 4), torch.arange(8) % 2
 run = Path(os.environ["LOCKSTEP_RUN"])
 print("a line for the log")
+for process in Path("/proc").glob("[0-9]*"):
+    with contextlib.suppress(OSError):
+        shown = (process / "cmdline").read_bytes() + (process / "comm").read_bytes()
+        assert b"planted0" not in shown, shown
+        assert b"planted1" not in shown, shown
 sgd = partial(torch.optim.SGD, lr=0.1)
 options = {"api_key": "planted-option", "logger": [{"login": {"password": "planted-nested"}}]}
 about = {"options": options, "data": "https://me:planted-url@host/data?sig=planted-query"}
@@ -58,6 +64,7 @@ ARGUMENTS = ["--api-key", "planted-argument", "--secret=planted-assignment", "ke
 UNLISTED = {"LOCKSTEP_ANY": "planted-any", "TORCH_HOME": "planted-home"}
 ENVIRONMENT = {
     "LOCKSTEP_DRIVER_KEY": "planted0" * 8,
+    "LOCKSTEP_SECRET": "planted1" * 8,
     "HF_TOKEN": "planted-token",
     "NCCL_NET_PASSWORD": "planted-password",
     "NCCL_CONF_FILE": "https://me:planted-userinfo@host/nccl.conf",
