@@ -15,7 +15,7 @@ from lockstep.elastic.elastic_launch import launch_elastic
 from lockstep.errors import UsageError
 from lockstep.launcher.environment import SECRET_FILE
 from lockstep.launcher.hang_monitor import HangPolicy
-from lockstep.launcher.launch_config import LaunchConfig
+from lockstep.launcher.launch_config import HOST_TIMEOUT, LaunchConfig
 from lockstep.launcher.launch_script import Interrupted, launch_script
 from lockstep.launcher.listening_socket import (
     DEFAULT_PORT,
@@ -74,15 +74,22 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     type=int,
     default=None,
     help="Elastic run: continue with the remaining ranks when one is killed, as long as at least "
-    "A are left; a new rank replaces it. Default with --max: 1.",
+    "A are left on all hosts together; a new rank replaces it. Default with --max: 1.",
 )
 @option(
     "max",
     metavar="B",
     type=int,
     default=None,
-    help="Elastic run: number of ranks to start with, and to return to after one is killed. "
-    "Default with --min: -n.",
+    help="Elastic run: number of ranks on all hosts together to start with, and to return to after "
+    "one is killed. Default with --min: -n on each host.",
+)
+@option(
+    "host-timeout",
+    metavar="SECONDS",
+    default=HOST_TIMEOUT,
+    help="Elastic run on several hosts: seconds without a message after which a host counts as "
+    f"lost; given on host 0. Default: {HOST_TIMEOUT:g}.",
 )
 @option("nnodes", metavar="N", default="1", help="Number of hosts. Default: 1.")
 @option(
@@ -295,8 +302,8 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
             f"--max-restarts {options['max_restarts']}: lockstep run does not restart all ranks; "
             "omit this option, or use --min 1 to continue when a rank is killed"
         )
-    nprocs, min_nprocs = _choose_nprocs(options)
     nnodes = 1 if options["standalone"] else parse_nnodes(options["nnodes"])
+    nprocs, min_nprocs = _choose_nprocs(options, nnodes)
     master_addr, master_port = _choose_master(options, nnodes)
     name, parent = options["resume"], Path(options["log_dir"] or RUNS)
     return LaunchConfig(
@@ -323,18 +330,20 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
         hang_timeout=options["hang_timeout"],
         on_hang=options["on_hang"],
         min_nprocs=min_nprocs,
+        max_nprocs=options["max"],
+        host_timeout=options["host_timeout"],
     )
 
 
-def _choose_nprocs(options: dict[str, Any]) -> tuple[int, int | None]:
-    """Return the number of ranks on each host, and the smallest number in an elastic run."""
+def _choose_nprocs(options: dict[str, Any], nnodes: int) -> tuple[int, int | None]:
+    """Return the largest number of ranks on a host, and the smallest of an elastic run."""
     nprocs, least, most = options["nproc_per_node"], options["min"], options["max"]
     if most is not None and nprocs not in (None, str(most)):
         raise UsageError(
             f"-n {nprocs} and --max {most}: both are the number of ranks to begin with; give one"
         )
     if most is not None:
-        return most, 1 if least is None else least
+        return -(-most // nnodes), 1 if least is None else least
     return parse_nprocs(nprocs or "1", _count_gpus), least
 
 
@@ -395,7 +404,7 @@ def parse_nnodes(text: str) -> int:
     if match[2] is not None and match[2] != match[1]:
         raise UsageError(
             f"--nnodes {text}: lockstep run starts a fixed number of hosts; give one number, and "
-            f"--min and --max for the number of ranks on one host"
+            f"--min and --max for a variable number of ranks"
         )
     return int(match[1])
 

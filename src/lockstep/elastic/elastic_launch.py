@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import platform
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
+from lockstep.elastic.host_agent import HostAgent
+from lockstep.elastic.host_connection import PURPOSE
+from lockstep.elastic.host_plan import RankPlace
+from lockstep.elastic.host_supervisor import HostSupervisor
 from lockstep.elastic.rounds import Rounds
+from lockstep.errors import LockstepError
+from lockstep.launcher.environment import SECRET_FILE
+from lockstep.launcher.failure_attribution import STOPPED
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import (
+    Interrupted,
     RunFolder,
     launch_script,
+    make_hang_policy,
+    open_channel,
     open_store,
     open_supervisor,
     start_rank,
     terminating,
 )
+from lockstep.launcher.listening_socket import listen
+from lockstep.launcher.run_secret import make_secret
 from lockstep.launcher.supervisor import RankSupervisor
+from lockstep.messages import say
+from lockstep.transport.message_connection import MessageListener
+from lockstep.transport.secret import SECRET_SIZE
 
 __all__ = ["Watch", "launch_elastic"]
+
+NO_SECRET = bytes(SECRET_SIZE)  # the launcher warns that the run has none
 
 Watch = Callable[[RankSupervisor, Rounds, Path | None], None]
 """Called with the supervisor of the ranks and the run's folder when the first ranks start."""
@@ -28,9 +50,11 @@ Watch = Callable[[RankSupervisor, Rounds, Path | None], None]
 def launch_elastic(config: LaunchConfig, watch: Watch | None = None) -> int:
     """Run what `config` describes, with `config.min_nprocs` ranks or more, and wait for it.
 
+    On a host other than 0, the launcher is an agent of the one of host 0.
+
     Args:
         config: The program and the options of the launch.
-        watch: Called with the supervisor of the ranks.
+        watch: Called with the supervisor of the ranks; not on a host other than 0.
 
     Returns:
         As `launch_script`.
@@ -39,35 +63,118 @@ def launch_elastic(config: LaunchConfig, watch: Watch | None = None) -> int:
         LockstepError: As for `launch_script`.
         Interrupted: As for `launch_script`.
     """
+    if config.node_rank > 0:
+        return launch_script(config, _start_agent)
+    status, reason = 1, "host 0 has failed"
     with ExitStack() as opened:
 
         def start(config: LaunchConfig, folder: RunFolder) -> RankSupervisor:
             ranks, rounds = _start(config, folder, opened)
+            if isinstance(ranks, HostSupervisor):
+                opened.callback(lambda: ranks.end_hosts(status, reason))
             if watch is not None:
                 watch(ranks, rounds, folder.path)
             return ranks
 
-        return launch_script(config, start)
+        try:
+            status, reason = launch_script(config, start), ""
+        except Interrupted as interruption:
+            has_stopped = interruption.has_stopped
+            status, reason = STOPPED if has_stopped else interruption.exit_status, ""
+            raise
+        except LockstepError as error:
+            status, reason = error.exit_status, str(error)
+            raise
+        return status
 
 
 def _start(
     config: LaunchConfig, folder: RunFolder, opened: ExitStack
 ) -> tuple[RankSupervisor, Rounds]:
     assert config.min_nprocs is not None
-    ranks = open_supervisor(config, folder, range(0))
+    ranks: RankSupervisor
+    if config.nnodes > 1:
+        ranks = _open_hosts(config, folder)
+    else:
+        ranks = open_supervisor(config, folder, range(0))
 
-    def start_member(member: int, rank: int, variables: dict[str, str]) -> None:
-        start_rank(config, folder, ranks, member, rank, {**folder.variables(), **variables})
+    def start_member(member: int, place: RankPlace, variables: dict[str, str]) -> None:
+        variables = {**folder.variables(), **variables}
+        if config.nnodes > 1:  # newcomers must choose it, too, where all others are on their host
+            variables.setdefault("LOCKSTEP_BACKEND", os.environ.get("LOCKSTEP_BACKEND", "gloo"))
+        if isinstance(ranks, HostSupervisor) and place.host > 0:
+            ranks.start_remote(place.host, member, place.local_rank, variables)
+        else:
+            start_rank(config, folder, ranks, member, place.local_rank, variables)
 
     with terminating(ranks):
+        # Agents connect at the port of the options, and members get that of the store from them.
+        store_config = replace(config, master_port=0) if config.nnodes > 1 else config
         rounds = Rounds(
             ranks,
             start_member,
-            open_store(config, ranks),
-            wanted=config.nprocs,
+            open_store(store_config, ranks),
+            wanted=config.elastic_nprocs,
             at_least=config.min_nprocs,
             folder=folder.path,
+            nnodes=config.nnodes,
         )
         opened.enter_context(contextlib.closing(rounds))
-        rounds.begin()
+        if isinstance(ranks, HostSupervisor):
+            ranks.begin = rounds.begin
+        else:
+            rounds.begin()
     return ranks, rounds
+
+
+def _open_hosts(config: LaunchConfig, folder: RunFolder) -> HostSupervisor:
+    """Return the supervisor of a run on several hosts, which listens for their agents."""
+    listening = listen(config.master_addr, config.master_port, is_single_host=False)
+    return HostSupervisor(
+        open_channel(config),
+        make_hang_policy(config, folder),
+        MessageListener(listening, _find_secret(config), PURPOSE, say),
+        nnodes=config.nnodes,
+        silence=config.host_timeout,
+        folder=folder.path,
+        version=_describe_version(),
+    )
+
+
+def _start_agent(config: LaunchConfig, folder: RunFolder) -> HostAgent:
+    hello = {
+        "kind": "join",
+        "host": config.node_rank,
+        "name": socket.gethostname(),
+        "nnodes": config.nnodes,
+        "version": _describe_version(),
+    }
+    agent = HostAgent(
+        open_channel(config),
+        make_hang_policy(config, folder),
+        hello,
+        config.master_addr,
+        config.master_port,
+        _find_secret(config),
+    )
+
+    def start_member(member: int, local_rank: int, variables: dict[str, str]) -> None:
+        variables.pop(SECRET_FILE, None)  # a path on host 0
+        if config.secret_file is not None:
+            variables[SECRET_FILE] = os.path.abspath(config.secret_file)
+        start_rank(config, folder, agent, member, local_rank, variables)
+
+    agent.start = start_member
+    return agent
+
+
+def _find_secret(config: LaunchConfig) -> bytes:
+    """Return the secret of the run; without one, what stands for it admits everybody."""
+    found = make_secret(config.secret_file, config.node_rank, os.environ)
+    return NO_SECRET if found is None else found
+
+
+def _describe_version() -> str:
+    """Return the versions that all hosts must have for the same bits."""
+    own, torch = version("torch-lockstep"), version("torch")
+    return f"Lockstep {own}, torch {torch} and Python {platform.python_version()}"

@@ -44,10 +44,11 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lockstep.comm.backend import refuse_calls
 from lockstep.comm.collectives import all_gather_bytes
+from lockstep.elastic.launcher_inbox import LauncherInbox
 from lockstep.elastic.round_origin import find_round_origin
 from lockstep.errors import RendezvousError, WorkError
 from lockstep.launcher.channel import Message
-from lockstep.launcher.environment import ELASTIC, JOIN, MEMBER
+from lockstep.launcher.environment import ELASTIC, JOIN, MEMBER, is_elastic_on_hosts
 from lockstep.launcher.failure_attribution import is_lost_peer
 from lockstep.launcher.local_rendezvous import attach_store
 from lockstep.launcher.rank_process import (
@@ -56,6 +57,7 @@ from lockstep.launcher.rank_process import (
     receive_from_launcher,
     report_to_launcher,
 )
+from lockstep.launcher.rendezvous import open_common_store
 from lockstep.launcher.world import get_timeout, leave_round, rejoin
 
 __all__ = [
@@ -96,7 +98,10 @@ class Round:
         joined: The members that are new.
         left: The members that had to leave.
         noticed: When the launcher noticed the end of the previous round, in Unix time.
-        pids: The process ids by rank; empty if the launcher does not send them.
+        pids: The process ids by rank, 0 for those on other hosts; empty if the launcher does not
+            send them.
+        hosts: The index of the host of each rank; empty if all are on one host.
+        newcomers: The ranks of the members that are new.
     """
 
     number: int
@@ -110,6 +115,8 @@ class Round:
     left: tuple[int, ...] = ()
     noticed: float = 0.0
     pids: tuple[int, ...] = ()
+    hosts: tuple[int, ...] = ()
+    newcomers: tuple[int, ...] = ()
 
     @classmethod
     def from_message(cls, message: Message) -> Round:
@@ -126,6 +133,8 @@ class Round:
             left=tuple(message.get("left", ())),
             noticed=message.get("noticed", 0.0),
             pids=tuple(message.get("pids", ())),
+            hosts=tuple(message.get("hosts", ())),
+            newcomers=tuple(message.get("newcomers", ())),
         )
 
 
@@ -187,9 +196,12 @@ class Membership:
 
     Args:
         number: The member's number, which is unique in the run.
+        first_round: The number of the round that the process begins in.
         is_newcomer: Whether the process joins a run that has already started.
+        spans_hosts: Whether the run is on several hosts.
 
     Attributes:
+        spans_hosts: Whether the run is on several hosts.
         operation: The number of the current operation, or of the next one.
         round: The number of the current round.
         newcomers: The number of newcomers that wait; known to rank 0 only.
@@ -199,8 +211,15 @@ class Membership:
         has_left: Whether this process is ending while others continue the run.
     """
 
-    def __init__(self, number: int, first_round: int = 0, is_newcomer: bool = False) -> None:
+    def __init__(
+        self,
+        number: int,
+        first_round: int = 0,
+        is_newcomer: bool = False,
+        spans_hosts: bool = False,
+    ) -> None:
         self.number, self.has_state = number, not is_newcomer
+        self.spans_hosts = spans_hosts
         self.round, self.operation, self.newcomers = first_round, 0, 0
         self.hand_over_folder: Path | None = None
         self.has_left = False
@@ -210,6 +229,9 @@ class Membership:
         self._is_inside, self._is_repeatable, self._has_ended = False, True, False
         self._current: Round | None = None
         self._interrupted = 0.0  # when this process noticed the loss of a rank, in Unix time
+        self._inbox = LauncherInbox() if self.spans_hosts else None
+        if self._inbox is not None:
+            self._inbox.enter(first_round)
 
     @property
     def is_waiting(self) -> bool:
@@ -343,7 +365,7 @@ class Membership:
 
     def poll(self) -> int:
         """Return how many newcomers wait, on rank 0; reads what the launcher has sent."""
-        while (received := receive_from_launcher(0)) is not None:
+        while (received := self._receive(0)) is not None:
             if received[0]["kind"] == "newcomers":
                 self.newcomers = int(received[0]["count"])
         return self.newcomers
@@ -423,7 +445,7 @@ class Membership:
         begun = time.monotonic()
         while True:
             left = None if timeout is None else max(0.0, begun + timeout - time.monotonic())
-            received = receive_from_launcher(left)
+            received = self._receive(left)
             if received is None:
                 raise WorkError(
                     f"member {self.number}: round {self.round} is over, and there was no next one "
@@ -444,6 +466,19 @@ class Membership:
                     folder = Path(message["folder"])
                     return HandOverOrder(message["operation"], message["commit"], folder)
 
+    def _receive(self, timeout: float | None) -> tuple[Message, list[int]] | None:
+        """Return the launcher's next message; None if none comes in time."""
+        return (self._inbox.receive if self._inbox else receive_from_launcher)(timeout)
+
+    def _open_store(self, new: Round) -> Store:
+        if not new.store:
+            return open_common_store(get_timeout())
+        if self._store is None:
+            self._store = attach_store(new.store)
+        if self._store is None:
+            raise RendezvousError(f"rank {new.rank}: the store of round {new.number} is gone")
+        return self._store
+
     def _join_group(self, new: Round) -> None:
         """Join the group of a round once all of its members have arrived.
 
@@ -453,7 +488,7 @@ class Membership:
         with ExitStack() as stack:
             watched = select.poll()
             for rank, pid in enumerate(new.pids):
-                if rank == new.rank:
+                if rank == new.rank or not pid:
                     continue
                 try:
                     descriptor = os.pidfd_open(pid)
@@ -461,16 +496,13 @@ class Membership:
                     raise _RoundFailed from None
                 stack.callback(os.close, descriptor)
                 watched.register(descriptor, select.POLLIN)
-            if self._store is None:
-                self._store = attach_store(new.store)
-            if self._store is None:
-                raise RendezvousError(f"rank {new.rank}: the store of round {new.number} is gone")
-            store = PrefixStore(f"round-{new.number}", self._store)
+            opened = self._open_store(new)
+            store = PrefixStore(f"round-{new.number}", opened)
             store.set(f"here/{new.rank}", "")
             missing = [f"here/{rank}" for rank in range(new.world_size)]
             deadline = time.monotonic() + get_timeout()
             while missing := [each for each in missing if not store.check([each])]:
-                if watched.poll(1):
+                if watched.poll(1) or (self._inbox and self._inbox.lost_round >= new.number):
                     raise _RoundFailed
                 if time.monotonic() > deadline:
                     raise RendezvousError(
@@ -478,9 +510,16 @@ class Membership:
                         f"{new.number} within {get_timeout():g} s"
                     )
             # torch prefixes the keys of a backend with the second part.
-            keys = PrefixStore(f"round-{new.number}/0//cpu/", self._store)
-            with _giving_up_on_death(watched, keys):
-                rejoin(store, new.rank, new.world_size)
+            keys = PrefixStore(f"round-{new.number}/0//cpu/", opened)
+            try:
+                with _giving_up_on_death(watched, keys):
+                    rejoin(store, new.rank, new.world_size, new.hosts)
+            except RendezvousError:
+                if self._inbox and self._inbox.lost_round >= new.number:
+                    raise _RoundFailed from None
+                raise
+            if self._inbox is not None:
+                self._inbox.enter(new.number)
 
 
 @contextmanager
@@ -531,7 +570,8 @@ def membership() -> Membership | None:
         number = int(os.environ.get(MEMBER) or os.environ.get("RANK") or 0)
         origin = find_round_origin()
         first_round = 0 if origin is None else origin.round
-        _membership = Membership(number, first_round, bool(os.environ.get(JOIN)))
+        spans_hosts = is_elastic_on_hosts(os.environ)
+        _membership = Membership(number, first_round, bool(os.environ.get(JOIN)), spans_hosts)
         _owner = os.getpid()
     return _membership
 

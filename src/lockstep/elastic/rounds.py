@@ -35,11 +35,19 @@ from __future__ import annotations
 
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from lockstep.elastic.current_round import CurrentRound
+from lockstep.elastic.host_plan import (
+    RankPlace,
+    choose_host,
+    find_places,
+    order_by_host,
+    share_ranks,
+)
 from lockstep.elastic.newcomers import Newcomers
 from lockstep.elastic.round_origin import RoundOrigin, StateFolder
 from lockstep.elastic.round_plan import (
@@ -73,8 +81,8 @@ REPORT_SETTLE, REPORT_TIMEOUT = 0.5, 10.0
 SETTLE = 2.0  # seconds in which the death of a member explains that others lost a connection
 MAX_ROUNDS = 5  # in a row that saved nothing, or ended although no member had died
 
-StartMember = Callable[[int, int, dict[str, str]], None]
-"""Starts a process: its number as a member, its rank, and variables for its environment."""
+StartMember = Callable[[int, RankPlace, dict[str, str]], None]
+"""Starts a process: its number as a member, its place, and variables for its environment."""
 
 
 class Rounds:
@@ -87,6 +95,7 @@ class Rounds:
         wanted: The number of ranks that the run should have.
         at_least: The number of ranks that the run must have.
         folder: The run's folder.
+        nnodes: The number of hosts, some of which may be lost.
     """
 
     def __init__(
@@ -98,12 +107,14 @@ class Rounds:
         wanted: int,
         at_least: int,
         folder: Path | None,
+        nnodes: int = 1,
     ) -> None:
-        if not environment.store:
+        if not environment.store and nnodes == 1:
             raise UsageError("--min and --max: elastic runs need Linux")
         self._round = CurrentRound()
         self._ranks, self._start, self._environment = ranks, start, environment
         self._wanted, self._at_least, self._folder = wanted, at_least, folder
+        self._nnodes = nnodes
         self._next_member = 0
         self._newcomers = Newcomers(self._start_newcomer)
         self._leaving: dict[int, float] = {}  # when they are killed
@@ -135,7 +146,7 @@ class Rounds:
 
     def begin(self) -> None:
         """Start the members of the first round."""
-        self._start_members(self._wanted, {})
+        self._start_members(self._reachable, {})
 
     def close(self) -> None:
         """Remove mirrors and handed-over states."""
@@ -199,7 +210,13 @@ class Rounds:
         elif kind == "ready" and member in self._newcomers:
             self._newcomers.note_ready(member)
         elif kind == "round_over" and member in self.members and message["round"] == self.number:
-            self._round.note_report(Report.from_message(member, message))
+            report = Report.from_message(member, message)
+            if self._has_hosts:
+                report = replace(report, can_hand_over=False)  # other hosts could not read it
+                self._tell_lost(
+                    member, [each for each in self._alive if each not in self._round.reports]
+                )
+            self._round.note_report(report)
         elif kind == "handed_over" and self._handover is not None:
             self._handover.note_written(member, message["checkpoints"])
         elif kind == "resumed":
@@ -211,6 +228,41 @@ class Rounds:
         if self._has_ended and kind in ("ready", "round_over"):
             self._ranks.send(member, {"kind": "leave"})
         return kind in ("waiting", "ready", "round_over", "handed_over", "resumed")
+
+    # --- hosts --------------------------------------------------------------------------------
+
+    @property
+    def _shares(self) -> list[int]:
+        """The number of ranks that each host is to have."""
+        return share_ranks(self._wanted, self._nnodes)
+
+    @property
+    def _reachable(self) -> int:
+        """The number of ranks that the run can have on the hosts that take part now."""
+        if not self._has_hosts:
+            return self._wanted
+        shares = self._shares
+        return sum(shares[host] for host in self._ranks.present)
+
+    @property
+    def _has_hosts(self) -> bool:
+        return self._nnodes > 1
+
+    def _place_members(self, count: int) -> list[RankPlace]:
+        """Return the places of `count` new members that begin a round together."""
+        present = self._ranks.present
+        shares = zip(present, share_ranks(count, len(present)), strict=True)
+        return find_places([host for host, share in shares for _ in range(share)])
+
+    def _place_newcomer(self, rank: int) -> RankPlace:
+        """Return the place of a member that joins: the rank and the world that it expects."""
+        others = Counter(map(self._ranks.host_of, [*self._alive, *self._newcomers]))
+        host = choose_host(self._shares, self._ranks.present, others)
+        hosts = [each for each in range(self._nnodes) for _ in range(others[each])]
+        host = 0 if host is None else host
+        return replace(find_places([*hosts, host])[-1], rank=rank, world_size=rank + 1)
+
+    # --- ends ---------------------------------------------------------------------------------
 
     def _notice_end(self, member: int, outcome: Outcome) -> None:
         """Record that a member has ended, or is about to because it lost another one."""
@@ -237,10 +289,14 @@ class Rounds:
 
     def _lose(self, member: int, outcome: Outcome, number: int) -> None:
         self._round.lose(member, number)
-        if number:
+        if number and not outcome.lost_with:
             say(f"member {member} {describe_end(outcome)}")
         self._ranks.release(member)
-        for each in self._alive:
+        self._tell_lost(member, self._alive)
+
+    def _tell_lost(self, member: int, others: Iterable[int]) -> None:
+        """Tell members that one has left the round: over a network, a rank may not notice it."""
+        for each in others:
             self._ranks.send(each, {"kind": "lost", "round": self.number, "member": member})
 
     def _reconsider_consequences(self) -> None:
@@ -300,8 +356,7 @@ class Rounds:
 
     def _has_not_begun(self, member: int) -> bool:
         """Return whether a member has no operation to report yet: it may be waiting in `init`."""
-        is_silent = self._ranks.probes.read_activity(member).number == 0
-        return is_silent and member not in self._round.reports
+        return not self._ranks.has_begun(member) and member not in self._round.reports
 
     def _replace_silent_members(self, reports: Sequence[Report]) -> None:
         """Stop waiting for members that do not report, if the others have waited long enough."""
@@ -346,11 +401,17 @@ class Rounds:
 
     def _continue(self, plan: Continue) -> None:
         """Tell the members their ranks in the next round."""
+        members = order_by_host(
+            [each for each in plan.members if each not in plan.joined],
+            plan.joined,
+            self._ranks.host_of,
+        )
         message = {
             "kind": "round",
             **self._round.describe_end(),
-            "world_size": len(plan.members),
-            "pids": [self._ranks.pids.get(member, 0) for member in plan.members],
+            "world_size": len(members),
+            "hosts": [self._ranks.host_of(member) for member in members],
+            "newcomers": [members.index(member) for member in plan.joined],
             "store": self._environment.store,
             "operation": plan.operation,
             "commit": plan.commit,
@@ -360,11 +421,12 @@ class Rounds:
         for member in plan.joined:
             self._newcomers.remove(member)
         self._dismiss(plan.left)
-        self._round = self._round.follow(plan.members)
-        for rank, member in enumerate(plan.members):
+        self._round = self._round.follow(members)
+        for rank, member in enumerate(members):
             self._ranks.outcomes[member].rank_in_world = rank
             self._ranks.outcomes[member].is_outside = False
-            self._ranks.send(member, {**message, "rank": rank})
+            pids = [self._ranks.find_pid(each, member) for each in members]
+            self._ranks.send(member, {**message, "rank": rank, "pids": pids})
         say(f"round {self.number}: {plan.describe()}")
 
     def _fail(self, reason: str) -> None:
@@ -383,7 +445,7 @@ class Rounds:
                 self._dismiss([*self._newcomers][-surplus:])
             count = len(self._newcomers.ready) or len(self.members) - self._wanted
         else:
-            count = abs(choose_world_size(self._wanted, self._stages) - len(self.members))
+            count = abs(choose_world_size(self._reachable, self._stages) - len(self.members))
         self._notify(max(0, count))
 
     def _notify(self, count: int) -> None:
@@ -396,19 +458,23 @@ class Rounds:
 
     def _start_newcomers(self, members: int) -> bool:
         """Start the newcomers that are missing beside `members`; return whether any will join."""
-        return self._newcomers.start_missing(members, self._wanted)
+        return self._newcomers.start_missing(members, self._reachable)
 
     def _start_newcomer(self, rank: int) -> int:
-        environment = replace(self._environment, nprocs=rank + 1, store="")
-        member = self._start_member(rank, {**environment.variables(rank), JOIN: "1"})
+        environment = replace(self._environment, store="")
+        member = self._start_member(self._place_newcomer(rank), environment, {JOIN: "1"})
         self._ranks.outcomes[member].is_outside = True
         return member
 
-    def _start_member(self, rank: int, variables: dict[str, str]) -> int:
+    def _start_member(
+        self, place: RankPlace, environment: RankEnvironment, variables: dict[str, str]
+    ) -> int:
         member, self._next_member = self._next_member, self._next_member + 1
         count = {"TORCHELASTIC_RESTART_COUNT": str(self.number)}
-        own = {ELASTIC: "1", MEMBER: str(member), **self._states.variables()}
-        self._start(member, rank, {**variables, **count, **own})
+        mirrors = {} if self._has_hosts else self._states.variables()
+        own = {ELASTIC: "1", MEMBER: str(member), **mirrors}
+        of_place = {**environment.variables(0), **place.variables()}
+        self._start(member, place, {**of_place, **count, **own, **variables})
         return member
 
     def _dismiss(self, members: Iterable[int]) -> None:
@@ -446,7 +512,7 @@ class Rounds:
         if self._states.count_fruitless() > MAX_ROUNDS:
             self._fail(f"{MAX_ROUNDS} rounds in a row were replaced before they had saved a state")
             return
-        world_size = world_size or choose_world_size(self._wanted, self._stages)
+        world_size = world_size or choose_world_size(self._reachable, self._stages)
         end = self._round.describe_end()
         self._interrupted = self._interrupted or end["noticed"]
         origin = RoundOrigin(
@@ -471,9 +537,10 @@ class Rounds:
         if self._leaving or self._is_stopping:
             return
         self._replacement = None
-        store = self._ranks.create_store()
-        self._ranks.close_store(self._environment.store)
-        self._environment = replace(self._environment, store=store)
+        if self._environment.store:
+            store = self._ranks.create_store()
+            self._ranks.close_store(self._environment.store)
+            self._environment = replace(self._environment, store=store)
         self._round = self._round.follow(())
         self._resumed.clear()
         variables = {RESUME: "1"} if self._folder is not None else {}
@@ -482,11 +549,10 @@ class Rounds:
         self._start_members(len(origin.joined), variables)
 
     def _start_members(self, count: int, variables: dict[str, str]) -> None:
-        environment = replace(self._environment, nprocs=count)
         self._round.members = tuple(range(self._next_member, self._next_member + count))
-        for rank, member in enumerate(self.members):
-            self._start_member(rank, {**environment.variables(rank), **variables})
-            self._ranks.outcomes[member].rank_in_world = rank
+        for place in self._place_members(count):
+            member = self._start_member(place, self._environment, variables)
+            self._ranks.outcomes[member].rank_in_world = place.rank
 
 
 def _describe_unexplained(done: set[int]) -> str:

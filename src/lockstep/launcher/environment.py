@@ -55,6 +55,12 @@ JOIN, MIRROR = "LOCKSTEP_JOIN", "LOCKSTEP_MIRROR"
 ROUND, HANDOVER = "LOCKSTEP_ROUND", "LOCKSTEP_HANDOVER"
 OF_ELASTIC = (ELASTIC, MEMBER, JOIN, MIRROR, ROUND, HANDOVER)
 
+
+def is_elastic_on_hosts(environ: Mapping[str, str]) -> bool:
+    """Return whether this is a rank of an elastic run that may be on several hosts."""
+    return ELASTIC in environ and environ.get("GROUP_WORLD_SIZE", "1") != "1"
+
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 # Slurm gives steps that srun did not start (batch script, interactive shell, extern) the

@@ -78,6 +78,7 @@ class Outcome:
         was_terminated: Whether the launcher signalled it before it ended.
         waiting_for: The ranks that it waits for in `init`, according to its last report.
         hint: Further explanation of a signal.
+        lost_with: The host that it was lost with, such as "host 1 (node7)"; "" if it was not.
         is_replaced: Whether the launch continues without it; only in an elastic run.
         noun: What `rank` is: "rank", or "member" in an elastic run.
         rank_in_world: Its rank in the world if `rank` is the number of a member; else None.
@@ -93,6 +94,7 @@ class Outcome:
     was_terminated: bool = False
     waiting_for: tuple[int, ...] = ()
     hint: str = ""
+    lost_with: str = ""
     is_replaced: bool = False
     noun: str = "rank"
     rank_in_world: int | None = None
@@ -276,6 +278,8 @@ def describe_end(outcome: Outcome) -> str:
         return _describe_exception(outcome.error)
     if outcome.status is None:
         return "is still running"
+    if outcome.lost_with:
+        return f"was lost with {outcome.lost_with}"
     if outcome.status < 0:
         return f"was killed by {signal_name(-outcome.status)}{outcome.hint}"
     return f"exited with status {outcome.status}"

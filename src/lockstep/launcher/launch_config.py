@@ -15,7 +15,9 @@ from lockstep.launcher.listening_socket import LOOPBACK
 from lockstep.launcher.run_folder import RUNS
 from lockstep.launcher.supervisor import STOP_GRACE
 
-__all__ = ["LaunchConfig"]
+__all__ = ["HOST_TIMEOUT", "LaunchConfig"]
+
+HOST_TIMEOUT = 10.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,11 @@ class LaunchConfig:
         hang_timeout: Seconds after which ranks that wait or are stopped count as hanging; 0
             for no limit.
         on_hang: "report" to print a report and continue to wait, "end" to end the launch after it.
-        min_nprocs: The minimum number of ranks of an elastic run, which starts with `nprocs`;
-            None for a run that ends when a rank is killed.
+        min_nprocs: The minimum number of ranks of an elastic run, on all hosts together; None for
+            a run that ends when a rank is killed.
+        max_nprocs: The number of ranks, on all hosts together, with which an elastic run starts;
+            None for `nprocs` on each host.
+        host_timeout: Seconds of silence after which a host of an elastic run counts as lost.
 
     Raises:
         UsageError: The values contradict each other; the message names the option.
@@ -78,6 +83,8 @@ class LaunchConfig:
     hang_timeout: float = HangPolicy.timeout
     on_hang: str = "report"
     min_nprocs: int | None = None
+    max_nprocs: int | None = None
+    host_timeout: float = HOST_TIMEOUT
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -123,20 +130,27 @@ class LaunchConfig:
             self._check_elastic(self.min_nprocs)
 
     def _check_elastic(self, least: int) -> None:
-        if not 1 <= least <= self.nprocs:
+        most = self.elastic_nprocs
+        if not 1 <= least <= most:
+            raise UsageError(f"--min {least}: expected a number of ranks from 1 to --max ({most})")
+        if most < self.nnodes:
             raise UsageError(
-                f"--min {least}: expected a number of ranks from 1 to --max ({self.nprocs})"
+                f"--max {most}: with --nnodes {self.nnodes} each host needs at least one rank"
             )
-        if self.nnodes > 1:
+        if not 0 < self.host_timeout < math.inf:
             raise UsageError(
-                f"--min and --max: with --nnodes {self.nnodes} the number of ranks is fixed; an "
-                f"elastic run is on one host"
+                f"--host-timeout {self.host_timeout:g}: expected a number of seconds above 0"
             )
         if self.kind == "program":
             raise UsageError(
                 "--min and --max: a program that runs without Python (--no-python) cannot continue "
                 "without a killed rank"
             )
+
+    @property
+    def elastic_nprocs(self) -> int:
+        """The number of ranks, on all hosts together, with which an elastic run starts."""
+        return self.nprocs * self.nnodes if self.max_nprocs is None else self.max_nprocs
 
     @property
     def is_elastic(self) -> bool:

@@ -24,7 +24,7 @@ from typing import BinaryIO
 
 from lockstep.errors import FileError, LockstepError, RankError
 from lockstep.formatting import format_numbered
-from lockstep.launcher.channel import Message
+from lockstep.launcher.channel import Channel, Message
 from lockstep.launcher.environment import OF_ELASTIC, RankEnvironment
 from lockstep.launcher.failure_attribution import (
     STOPPED,
@@ -69,6 +69,8 @@ __all__ = [
     "Interrupted",
     "RunFolder",
     "launch_script",
+    "make_hang_policy",
+    "open_channel",
     "open_store",
     "open_supervisor",
     "start_rank",
@@ -290,11 +292,21 @@ def terminating(ranks: RankSupervisor) -> Iterator[None]:
 def open_supervisor(config: LaunchConfig, folder: RunFolder, ranks: range) -> RankSupervisor:
     """Return the supervisor of ranks that have not been started yet."""
     return RankSupervisor(
-        get_fork_server(for_training=_is_training(config)).open_launch(),
+        open_channel(config),
         ranks,
-        hang_policy=HangPolicy(config.hang_timeout, config.on_hang == "end", folder.path),
+        hang_policy=make_hang_policy(config, folder),
         noun="member" if config.is_elastic else "rank",
     )
+
+
+def open_channel(config: LaunchConfig) -> Channel:
+    """Return a new channel to the fork server."""
+    return get_fork_server(for_training=_is_training(config)).open_launch()
+
+
+def make_hang_policy(config: LaunchConfig, folder: RunFolder) -> HangPolicy:
+    """Return the policy for ranks that hang."""
+    return HangPolicy(config.hang_timeout, config.on_hang == "end", folder.path)
 
 
 def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:

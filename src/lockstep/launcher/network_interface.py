@@ -39,7 +39,12 @@ from lockstep.launcher.listening_socket import (
     resolve_address,
 )
 
-__all__ = ["find_interface", "find_served_address", "network_identity"]
+__all__ = [
+    "find_interface",
+    "find_master_interface",
+    "find_served_address",
+    "network_identity",
+]
 
 ALONE, UNKNOWN = "alone", "unknown"
 MAX_VALUE = 100  # bytes of a value in the store
@@ -69,6 +74,19 @@ def find_interface(rank_info: RankInfo, store: Store | None = None) -> str | Non
     if name is None or (address != LOOPBACK and _own_addresses().get(LOOPBACK) == name):
         return None
     return name
+
+
+def find_master_interface(master_addr: str) -> str | None:
+    """Return the interface of the route to the master, or on its host, that of its address.
+
+    For ranks that have nobody to ask yet. None if it cannot be found, or is the loopback interface
+    although the address is not.
+    """
+    _, master = resolve_address(master_addr)
+    addresses = _own_addresses()
+    own = master if master in addresses else find_source_address(master)
+    name = None if own is None else addresses.get(own)
+    return None if name == addresses.get(LOOPBACK) and not is_loopback(master) else name
 
 
 def find_served_address(address: str) -> str:

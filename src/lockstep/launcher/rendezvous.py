@@ -36,7 +36,12 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from lockstep.errors import LockstepError, RendezvousError
 from lockstep.launcher import rendezvous_check
-from lockstep.launcher.environment import RankInfo
+from lockstep.launcher.environment import (
+    ELASTIC,
+    RankInfo,
+    is_elastic_on_hosts,
+    read_rank_info,
+)
 from lockstep.launcher.listening_socket import (
     LOOPBACK,
     find_obstacle,
@@ -46,7 +51,11 @@ from lockstep.launcher.listening_socket import (
     resolve_address,
 )
 from lockstep.launcher.local_rendezvous import RendezvousFile, attach_store, create_store
-from lockstep.launcher.network_interface import find_interface, find_served_address
+from lockstep.launcher.network_interface import (
+    find_interface,
+    find_master_interface,
+    find_served_address,
+)
 from lockstep.launcher.placement import place_rank
 from lockstep.launcher.run_secret import SECRET_FILE, read_secret, warn_without_secret
 from lockstep.launcher.secret_store import SecretStore
@@ -55,7 +64,7 @@ from lockstep.messages import say
 from lockstep.transport.connection import requires_secret
 from lockstep.transport.handshake import Refused, Status
 
-__all__ = ["choose_interface", "find_place", "leave", "wait_for_ranks"]
+__all__ = ["choose_interface", "find_place", "leave", "open_common_store", "wait_for_ranks"]
 
 LEAVE_TIMEOUT = 5.0  # seconds that the rank that serves the store waits at exit for the others
 ATTEMPT = 2.0  # seconds to connect to a store with a secret, before a note is due
@@ -111,7 +120,10 @@ def wait_for_ranks(rank_info: RankInfo, timeout: float) -> Store:
     ProcessState.worlds += 1
     if ProcessState.store is None or ProcessState.rank_info != rank_info:
         ProcessState.store, ProcessState.rank_info = _open_store(rank_info, deadline), rank_info
-    store = PrefixStore(f"lockstep/{ProcessState.worlds}", ProcessState.store)
+    # Processes that replace others count worlds anew.
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    world = f"{ProcessState.worlds}" if count == "0" else f"{count}/{ProcessState.worlds}"
+    store = PrefixStore(f"lockstep/{world}", ProcessState.store)
     store.set_timeout(timedelta(seconds=timeout))
     try:
         rendezvous_check.check_ranks(store, rank_info, deadline)
@@ -134,9 +146,27 @@ def find_place(store: Store, rank_info: RankInfo) -> RankInfo:
     return place_rank(rank_info, rendezvous_check.read_hosts(store, rank_info))
 
 
-def choose_interface(rank_info: RankInfo, store: Store) -> str | None:
+def choose_interface(rank_info: RankInfo, store: Store | None) -> str | None:
     """Return the network interface for `store`'s world: see `find_interface`."""
+    if is_elastic_on_hosts(os.environ):  # the hosts that it has now are not all that it may have
+        return find_master_interface(str(rank_info.master_addr))
     return find_interface(rank_info, None if ProcessState.is_private else store)
+
+
+def open_common_store(timeout: float) -> Store:
+    """Return the store that the ranks of several hosts share, without a prefix.
+
+    Args:
+        timeout: Seconds to wait for the process that serves it.
+
+    Raises:
+        RendezvousError: It does not answer.
+    """
+    if ProcessState.store is None:
+        rank_info = read_rank_info(os.environ)
+        ProcessState.rank_info = rank_info
+        ProcessState.store = _open_store(rank_info, time.monotonic() + timeout)
+    return ProcessState.store
 
 
 def leave() -> None:
@@ -160,7 +190,8 @@ def leave() -> None:
 def _may_close_early(rank_info: RankInfo) -> bool:
     """Return whether the store ends with rank 0 or its launcher, while other ranks use it."""
     if rank_info.launcher == "lockstep":
-        return not rank_info.is_single_host
+        # In an elastic run, the launcher that serves it waits for the ranks of all hosts.
+        return not rank_info.is_single_host and ELASTIC not in os.environ
     return ProcessState.has_secret or not _launcher_serves()
 
 

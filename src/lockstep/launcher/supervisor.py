@@ -155,6 +155,23 @@ class RankSupervisor:
         message = {"kind": "store", "rank": -1, "host": address[0], "port": address[1]}
         self._channel.send(message, [listening.fileno()])
 
+    @property
+    def present(self) -> list[int]:
+        """The indices of the hosts that can start ranks: of this one alone."""
+        return [0]
+
+    def host_of(self, rank: int) -> int:
+        """Return the index of a rank's host."""
+        return 0
+
+    def has_begun(self, rank: int) -> bool:
+        """Return whether a rank has published an operation."""
+        return self.probes.read_activity(rank).number > 0
+
+    def find_pid(self, rank: int, asking: int) -> int:
+        """Return a rank's process id; 0 if `asking` is on another host, or if it is unknown."""
+        return self.pids.get(rank, 0)
+
     def create_store(self) -> str:
         """Create the private store of ranks that are all on this host.
 
@@ -542,9 +559,13 @@ class RankSupervisor:
             self._remove_reader(report.fileno())
             self._reports.pop(rank).close()
             return True  # it is unregistered already
-        message, descriptors = received
+        self.take_report(rank, *received)
+        return True
+
+    def take_report(self, rank: int, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Process a message that a rank has sent."""
         if self.on_report(rank, message):
-            return True
+            return
         outcome = self.outcomes[rank]
         match message["kind"]:
             case "stack":
@@ -558,7 +579,6 @@ class RankSupervisor:
                 outcome.error = message
                 if rank in self.outputs and not is_full():
                     self._hide_traceback(rank, outcome, message)
-        return True
 
     def _hide_traceback(self, rank: int, outcome: Outcome, report: Message) -> None:
         """Hide the traceback of an error that its message, or another rank's end, explains."""

@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -24,7 +25,8 @@ from lockstep.comm import backend as comm
 from lockstep.comm import mpi_backend
 from lockstep.errors import RendezvousError, UsageError
 from lockstep.launcher import rendezvous
-from lockstep.launcher.environment import JOIN, RankInfo, read_rank_info
+from lockstep.launcher.environment import JOIN, RankInfo, is_elastic_on_hosts, read_rank_info
+from lockstep.launcher.group_connections import GroupConnections
 from lockstep.launcher.malloc import keep_freed_memory
 from lockstep.launcher.rank_process import print_place_on_signal
 from lockstep.messages import escape_control, say
@@ -32,6 +34,7 @@ from lockstep.messages import escape_control, say
 __all__ = [
     "World",
     "choose_device",
+    "close_connections",
     "cpu_backend",
     "get_timeout",
     "init",
@@ -76,6 +79,7 @@ JOIN_TIMEOUT = 10.0  # seconds to connect the ranks of a new round, all of which
 _current: World | None = None
 _arguments: tuple[object, ...] = ()
 _variables_set: list[str] = []  # environment variables that init() has set
+_connections = GroupConnections()  # of the default group
 
 
 def init(
@@ -130,7 +134,7 @@ def init(
         name = backend or default_backend(chosen, rank_info)
         try:
             if os.environ.get(JOIN):
-                _wait_alone(name, timeout)
+                _wait_alone(rank_info, name, timeout, chosen)
             else:
                 _join(rank_info, name, timeout, chosen, store)
         except BaseException:
@@ -139,7 +143,14 @@ def init(
     _current, _arguments = _describe_world(rank_info, chosen), arguments
     if os.environ.get(JOIN):
         # The rank that it will have, so that a script does not take it for rank 0.
-        _current = _with_ranks(_current, rank_info.rank, rank_info.world_size)
+        _current = replace(
+            _current,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+            local_rank=rank_info.local_rank,
+            local_world_size=rank_info.local_world_size,
+            host=rank_info.host,
+        )
     print_place_on_signal(_current.rank)
     atexit.unregister(shutdown)
     atexit.register(shutdown)
@@ -213,35 +224,59 @@ def get_timeout() -> float:
 
 def leave_round() -> None:
     """Leave the group of a round that is over; ranks that wait for this one notice at once."""
+    close_connections()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def rejoin(store: Store, rank: int, world_size: int) -> World:
+def close_connections() -> None:
+    """Shut down the network connections of the default group; calls that wait for them raise.
+
+    May be called on any thread. Does nothing for a group in shared memory, which has none.
+    """
+    _connections.shut_down()
+
+
+def rejoin(store: Store, rank: int, world_size: int, hosts: Sequence[int] = ()) -> World:
     """Join the group of the next round; call it after `leave_round`.
 
     Args:
         store: The store of the round, which all its ranks have reached.
         rank: This process's rank in the round.
         world_size: The number of ranks.
+        hosts: The index of the host of each rank; empty if all are on this one.
 
     Raises:
         RendezvousError: The ranks could not be connected.
     """
     global _current
     assert _current is not None, "a process rejoins the world that it has joined"
-    numbers = {"RANK": rank, "WORLD_SIZE": world_size}
-    numbers |= {f"LOCAL_{name}": value for name, value in numbers.items()}
+    hosts = hosts or [_current.host] * world_size
+    joined = replace(
+        _current,
+        rank=rank,
+        world_size=world_size,
+        local_rank=hosts[:rank].count(hosts[rank]),
+        local_world_size=hosts.count(hosts[rank]),
+        host=hosts[rank],
+    )
+    numbers = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": joined.local_rank,
+        "LOCAL_WORLD_SIZE": joined.local_world_size,
+    }
     os.environ.update({name: str(value) for name, value in numbers.items()})
     os.environ.pop(JOIN, None)
     try:
-        dist.init_process_group(
-            _current.backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=JOIN_TIMEOUT),
-        )
+        with _connections:
+            dist.init_process_group(
+                _current.backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=JOIN_TIMEOUT),
+            )
     except (dist.DistError, RuntimeError) as error:
         # torch has counted the group, and names the next one by the count: its keys would not be
         # those of a newcomer, which counts from 0.
@@ -250,21 +285,16 @@ def rejoin(store: Store, rank: int, world_size: int) -> World:
         raise RendezvousError(f"rank {rank} could not join the round: {said}") from error
     group: Any = dist.group.WORLD
     group._get_backend(_current.device)._set_default_timeout(timedelta(seconds=get_timeout()))
-    _current = _with_ranks(_current, rank, world_size)
+    _current = joined
     print_place_on_signal(rank)
     return _current
 
 
-def _with_ranks(world: World, rank: int, world_size: int) -> World:
-    """Return a world with other ranks, all of them on this host."""
-    return replace(
-        world, rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size
-    )
-
-
-def _wait_alone(backend: str, timeout: float) -> None:
+def _wait_alone(rank_info: RankInfo, backend: str, timeout: float, device: torch.device) -> None:
     """Form a world of one, until the process joins a round in its first call of a trainer."""
     _check_backend(backend)
+    if is_elastic_on_hosts(os.environ):
+        _choose_interface(rank_info, None, device)
     if backend == "lockstep":
         _set_variable("DDP_DISABLE_COMM_MEM", "0")
     dist.init_process_group(
@@ -384,14 +414,15 @@ def _join(
     atexit.unregister(rendezvous.leave)
     atexit.register(rendezvous.leave)  # atexit is LIFO: runs after shutdown()
     try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank_info.rank,
-            world_size=rank_info.world_size,
-            timeout=timedelta(seconds=timeout),
-            device_id=device if device.type == "cuda" else None,
-        )
+        with _connections:
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank_info.rank,
+                world_size=rank_info.world_size,
+                timeout=timedelta(seconds=timeout),
+                device_id=device if device.type == "cuda" else None,
+            )
         if "gloo" in backend:
             # Gloo returns when this rank is connected. A rank that left the world at once would
             # close connections that a slower rank is still setting up, and that rank would fail.
@@ -433,7 +464,7 @@ def _check_backend(backend: str) -> None:
             )
 
 
-def _choose_interface(rank_info: RankInfo, store: Store, device: torch.device) -> bool:
+def _choose_interface(rank_info: RankInfo, store: Store | None, device: torch.device) -> bool:
     """Set the network interface of Gloo and NCCL, which would use host names or any interface.
 
     Returns:

@@ -61,7 +61,10 @@ class RoundEntry:
         self._member, self._parallel = member, parallel
         is_native = native_backend(parallel.device, torch.float32, parallel.group) is not None
         has_own_state = isinstance(executor, WholeModelExecutor) and optimization.sharded is None
-        self._executor = executor if is_native and has_own_state else None
+        # Connections between hosts are closed when a rank is lost. On one host, ranks that wait
+        # for each other over Gloo would not notice it.
+        can_notice = is_native or (member.spans_hosts and parallel.device.type == "cpu")
+        self._executor = executor if can_notice and has_own_state else None
         self._position, self._history, self._run = position, history, run
         self._promote = promote
         self._batches: WeakSet[Batches] = WeakSet()
@@ -134,9 +137,8 @@ class RoundEntry:
     # --- the state for newcomers ----------------------------------------------------------
 
     def _share_state(self, new: Round) -> None:
-        """Send the state of rank 0 to the newcomers, which have the last ranks."""
+        """Send the state of rank 0, which is no newcomer, to the newcomers."""
         group, about = self._parallel.group, f"letting members join round {new.number}"
-        first = new.world_size - len(new.joined)
         tensors: dict[str, torch.Tensor] = {}
         message = b""
         if new.rank == 0:
@@ -147,16 +149,15 @@ class RoundEntry:
             ]
             message = json.dumps([plain, shapes]).encode()
         message = all_gather_bytes(message, about, group)[0]
-        if 0 < new.rank < first:
+        is_new = new.rank in new.newcomers
+        if new.rank and not is_new:
             return
         plain, shapes = json.loads(message)
-        is_new = new.rank >= first
         if is_new:
             tensors = {
                 name: torch.empty(shape, dtype=getattr(torch, dtype))
                 for name, dtype, shape in shapes
             }
-        receivers = range(first, new.world_size)
-        send_tensors([tensors[name] for name, *_ in shapes], group, 0, receivers)
+        send_tensors([tensors[name] for name, *_ in shapes], group, 0, new.newcomers)
         if is_new:
             self._run.receive_state(decode(plain, tensors))

@@ -1,0 +1,108 @@
+"""The connection between the launchers of two hosts of an elastic run.
+
+    launcher of host 0                                    launcher of another host: its agent
+      <─ join         {host, name, nnodes, version}: asks to take part
+      ── welcome      {silence, folder}: the seconds of silence after which a host is lost, and the
+                      run's folder
+      ── refuse       {reason, is_final}: it cannot take part, or not yet
+      ── start        {member, variables}: start a process
+      ── send         {member, message}: pass the message to a member
+      ── signal       {member, number, group}: send a signal to a member
+      ── release      {member}: nothing more is needed from a member that has exited
+      ── end          {status, reason}: the run has ended
+      <─ started      {member, pid}
+      <─ begun        {members}: they have published an operation
+      <─ report       {member, message, age}: a member has sent this message, `age` seconds ago
+      <─ exit         {member, status, hint}
+      <─ leave        the host was asked to stop
+      <> heartbeat    nothing else was sent for a while
+
+A host that fails may not close its connections: no packet says that its power is gone or its
+cable is cut. An end that hears nothing for the agreed seconds counts as lost.
+"""
+
+from __future__ import annotations
+
+import time
+
+from lockstep.launcher.channel import Message
+from lockstep.transport.frame import ForgedFrame
+from lockstep.transport.message_connection import MessageConnection
+
+__all__ = ["PURPOSE", "ConnectionLost", "HostConnection"]
+
+PURPOSE = "elastic run"
+HEARTBEATS = 5  # within the seconds of silence after which a host is lost
+
+
+class ConnectionLost(Exception):
+    """The other end is gone; the message is the predicate of a sentence about it."""
+
+
+class HostConnection:
+    """One end of the connection: messages, and heartbeats between them.
+
+    Every method raises ConnectionLost if the other end is gone.
+
+    Args:
+        connection: The authenticated connection.
+        silence: Seconds after which an end that sends nothing is lost.
+    """
+
+    def __init__(self, connection: MessageConnection, silence: float) -> None:
+        self.silence, self.peer = silence, connection.peer
+        self._connection = connection
+        self._heard = self._sent = time.monotonic()
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket, for a selector."""
+        return self._connection.fileno()
+
+    def send(self, message: Message) -> None:
+        """Send one message; it is small, so this waits only where the other end reads nothing."""
+        try:
+            self._connection.send(message, timeout=self.silence)
+        except TimeoutError:
+            raise ConnectionLost(f"took no message for {self.silence:g} s") from None
+        except OSError as error:
+            raise ConnectionLost(_describe(error)) from None
+        self._sent = time.monotonic()
+
+    def receive(self, timeout: float = 0.0) -> list[Message]:
+        """Wait for a message, and return all that have arrived, without heartbeats."""
+        messages: list[Message] = []
+        while True:
+            try:
+                message = self._connection.receive(timeout)
+            except TimeoutError:
+                return messages
+            except (EOFError, ForgedFrame, OSError) as error:
+                if messages:
+                    return messages  # the next call raises
+                raise ConnectionLost(_describe(error)) from None
+            self._heard, timeout = time.monotonic(), 0.0
+            if message.get("kind") != "heartbeat":
+                messages.append(message)
+
+    def keep_alive(self) -> None:
+        """Send a heartbeat if one is due, and look at how long the other end has been silent.
+
+        Call it several times a second, after `receive`.
+        """
+        now = time.monotonic()
+        if now - self._heard >= self.silence:
+            raise ConnectionLost(f"was silent for {self.silence:g} s")
+        if now - self._sent >= self.silence / HEARTBEATS:
+            self.send({"kind": "heartbeat"})
+
+    def close(self) -> None:
+        """Close the connection; the other end notices at once if it can be reached."""
+        self._connection.close()
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, EOFError | ConnectionError):
+        return "closed the connection"
+    if isinstance(error, OSError):
+        return f"cannot be reached ({(error.strerror or str(error)).lower()})"
+    return f"sent {error}"

@@ -1,0 +1,394 @@
+"""The supervisor of the members of an elastic run on several hosts, in the launcher of host 0.
+
+Members on other hosts look like members on this one: they are started, get messages and signals,
+report and exit. Their agents (`host_agent.py`) start them and pass everything on:
+
+    Rounds ── start, send, signal ──> HostSupervisor ──> a process of this host
+                                            └────────── connection ──> agent ──> a process there
+
+When a host is lost, all of its members are. The launcher of a host that was lost may connect
+again; then the host gets new members.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from lockstep.elastic.host_connection import ConnectionLost, HostConnection
+from lockstep.errors import RankError, RendezvousError
+from lockstep.formatting import format_numbered
+from lockstep.launcher.channel import Channel, Message
+from lockstep.launcher.failure_attribution import Outcome
+from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy
+from lockstep.launcher.supervisor import STOP_GRACE, TICK, RankSupervisor
+from lockstep.messages import escape_control, say
+from lockstep.transport.message_connection import MessageConnection, MessageListener
+
+__all__ = ["HostSupervisor"]
+
+JOIN_TIMEOUT = 300.0  # seconds that all hosts have to join at the beginning
+NOTE_AFTER, NOTE_INTERVAL = 3.0, 30.0  # seconds until a note about missing hosts, and between two
+LEFT = 128 + signal.SIGTERM  # exit status of the launcher of a host that was asked to stop
+HELLO_TIMEOUT = 5.0  # seconds from a connection to its first message
+
+
+@dataclass(eq=False)
+class AgentHost:
+    """Another host, whose agent is connected.
+
+    Attributes:
+        index: Its index, from 1.
+        name: Its name in messages: "host 1 (node7)".
+        connection: The connection to its agent.
+        pids: The process ids of its members.
+        begun: Its members that have published an operation.
+        is_leaving: Whether it was asked to stop.
+    """
+
+    index: int
+    name: str
+    connection: HostConnection
+    pids: dict[int, int] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)
+    is_leaving: bool = False
+
+
+class HostSupervisor(RankSupervisor):
+    """The supervisor of local members, and of those on the hosts whose agents have connected.
+
+    Args:
+        channel: As for `RankSupervisor`.
+        hang_policy: The policy for members of this host that hang; agents have their own.
+        listener: Accepts the connections of agents.
+        nnodes: The number of hosts, including this one.
+        silence: Seconds after which a host that sends nothing is lost.
+        folder: The run's folder, which agents name in messages.
+        version: The version that agents must have.
+
+    Attributes:
+        begin: Called when all hosts have joined, to start the members.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        hang_policy: HangPolicy,
+        listener: MessageListener,
+        *,
+        nnodes: int,
+        silence: float,
+        folder: Path | None,
+        version: str,
+    ) -> None:
+        super().__init__(channel, range(0), hang_policy=hang_policy, noun="member")
+        self.hang_monitor = HangMonitor(_LocalMembers(self), self.probes, hang_policy)
+        self.begin: Callable[[], None] = lambda: None
+        self._listener, self._silence = listener, silence
+        self._nnodes, self._folder, self._version = nnodes, folder, version
+        self._hosts: dict[int, AgentHost] = {}
+        self._callers: dict[HostConnection, float] = {}  # that have not said who they are
+        self._host_of: dict[int, int] = {}
+        self._is_ending = False
+
+    # --- hosts --------------------------------------------------------------------------------
+
+    @property
+    def present(self) -> list[int]:
+        """The hosts that can start members, including this one."""
+        return [0, *sorted(index for index, each in self._hosts.items() if not each.is_leaving)]
+
+    def host_of(self, member: int) -> int:
+        """Return the index of a member's host."""
+        return self._host_of.get(member, 0)
+
+    def count_members(self, members: Sequence[int]) -> Counter[int]:
+        """Return how many of these members each host has."""
+        return Counter(map(self.host_of, members))
+
+    def start_remote(
+        self, host: int, member: int, local_rank: int, variables: Mapping[str, str]
+    ) -> None:
+        """Have the agent of another host start a member."""
+        self.outcomes[member] = Outcome(member, noun=self.noun)
+        self._started.add(member)
+        self._host_of[member] = host
+        self._post(
+            host,
+            {
+                "kind": "start",
+                "member": member,
+                "local_rank": local_rank,
+                "variables": dict(variables),
+            },
+        )
+        if host not in self._hosts:  # it was lost a moment ago
+            self._lose_member(member, f"host {host}")
+
+    def end_hosts(self, status: int, reason: str) -> None:
+        """Tell all agents that the run has ended, and close the connections."""
+        self._is_ending = True
+        for each in [*self._hosts.values()]:
+            self._post(each.index, {"kind": "end", "status": status, "reason": reason})
+        for connection in [*(each.connection for each in self._hosts.values()), *self._callers]:
+            connection.close()
+        self._hosts.clear()
+        self._callers.clear()
+        self._listener.close()
+
+    # --- as for local members -----------------------------------------------------------------
+
+    def has_begun(self, rank: int) -> bool:
+        """Return whether a member has published an operation."""
+        host = self._find_host(rank)
+        return super().has_begun(rank) if host is None else rank in host.begun
+
+    def find_pid(self, rank: int, asking: int) -> int:
+        """Return a member's process id on its host; 0 if `asking` is on another one."""
+        if self.host_of(rank) != self.host_of(asking):
+            return 0
+        host = self._find_host(rank)
+        return super().find_pid(rank, asking) if host is None else host.pids.get(rank, 0)
+
+    def send(self, rank: int, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send a message to a member, if it still runs."""
+        if self.host_of(rank) == 0:
+            super().send(rank, message, descriptors)
+        elif self.outcomes[rank].status is None:
+            self._post(self.host_of(rank), {"kind": "send", "member": rank, "message": message})
+
+    def send_signal(self, rank: int, number: int, *, group: bool = True) -> None:
+        """Send a signal to a member, or to its whole process group."""
+        if self.host_of(rank) == 0:
+            super().send_signal(rank, number, group=group)
+        else:
+            message = {"kind": "signal", "member": rank, "number": int(number), "group": group}
+            self._post(self.host_of(rank), message)
+
+    def release(self, rank: int) -> None:
+        """Close what belongs to a member that has exited; the others continue without it."""
+        super().release(rank)
+        if (host := self._find_host(rank)) is not None:
+            self._post(host.index, {"kind": "release", "member": rank})
+
+    def process_events(self, timeout: float) -> None:
+        """Process what members and agents have sent, and keep the connections alive."""
+        super().process_events(min(timeout, TICK))
+        self._accept_callers()
+        for each in [*self._hosts.values()]:
+            try:
+                each.connection.keep_alive()
+            except ConnectionLost as lost:
+                self._lose_host(each, str(lost))
+            if each.is_leaving and not self._list_running(each):
+                self._post(each.index, {"kind": "end", "status": LEFT, "reason": ""})
+                self._lose_host(each, "has left")
+
+    def wait(
+        self,
+        deadline: float | None = None,
+        *,
+        grace: float = STOP_GRACE,
+        is_stop_requested: Callable[[], bool] = lambda: False,
+    ) -> RankError | None:
+        """Wait until all hosts have joined, start the members, and wait for them.
+
+        Raises:
+            RendezvousError: A host did not join in time.
+        """
+        if not self._wait_for_hosts(is_stop_requested):
+            self.was_asked_to_stop = True
+            self.close()
+            return None
+        self.begin()
+        return super().wait(deadline, grace=grace, is_stop_requested=is_stop_requested)
+
+    def _wait_for_hosts(self, is_stop_requested: Callable[[], bool]) -> bool:
+        """Wait until all hosts have joined; return False if a stop was requested before."""
+        begun = time.monotonic()
+        next_note = begun + NOTE_AFTER
+        while missing := [host for host in range(1, self._nnodes) if host not in self._hosts]:
+            if is_stop_requested():
+                return False
+            waited = time.monotonic() - begun
+            who = format_numbered("host", missing)
+            if waited >= JOIN_TIMEOUT:
+                raise RendezvousError(
+                    f"{who} of {self._nnodes} did not join within {waited:.0f} s: start the same "
+                    f"command there, with its --node-rank, and check that it reaches port "
+                    f"{self._listener.port} of this host"
+                )
+            if time.monotonic() >= next_note:
+                next_note += NOTE_INTERVAL
+                say(
+                    f"host 0 has waited {waited:.0f} s for {who} of {self._nnodes}, and waits "
+                    f"{JOIN_TIMEOUT - waited:.0f} s more"
+                )
+            self.process_events(TICK)
+        return True
+
+    # --- connections --------------------------------------------------------------------------
+
+    def _find_host(self, member: int) -> AgentHost | None:
+        return self._hosts.get(self.host_of(member))
+
+    def _post(self, host: int, message: Message) -> None:
+        """Send a message to an agent; if that fails, its host is lost."""
+        if (found := self._hosts.get(host)) is None:
+            return
+        try:
+            found.connection.send(message)
+        except ConnectionLost as lost:
+            self._lose_host(found, str(lost))
+
+    def _accept_callers(self) -> None:
+        """Take new connections, and the first message of each."""
+        while (accepted := self._accept()) is not None:
+            self._callers[accepted] = time.monotonic() + HELLO_TIMEOUT
+        for connection, deadline in [*self._callers.items()]:
+            try:
+                messages = connection.receive()
+            except ConnectionLost:
+                messages, deadline = [], 0.0
+            if messages:
+                del self._callers[connection]
+                self._admit(connection, messages[0])
+            elif time.monotonic() >= deadline:
+                del self._callers[connection]
+                connection.close()
+
+    def _accept(self) -> HostConnection | None:
+        try:
+            accepted: MessageConnection = self._listener.accept(timeout=0.0)
+        except TimeoutError:
+            return None
+        return HostConnection(accepted, self._silence)
+
+    def _admit(self, connection: HostConnection, message: Message) -> None:
+        """Let a host take part, or refuse it."""
+        reason, is_final = self._find_obstacle(message)
+        try:
+            if reason:
+                connection.send({"kind": "refuse", "reason": reason, "is_final": is_final})
+                connection.close()
+                return
+            folder = None if self._folder is None else str(self._folder)
+            connection.send({"kind": "welcome", "silence": self._silence, "folder": folder})
+        except ConnectionLost:
+            connection.close()
+            return
+        index = int(message["host"])
+        name = f"host {index} ({escape_control(str(message['name']))[:255]})"
+        self._hosts[index] = host = AgentHost(index, name, connection)
+        self.add_reader(connection.fileno(), partial(self._on_agent, host))
+        say(f"{name} joined")
+
+    def _find_obstacle(self, message: Message) -> tuple[str, bool]:
+        """Return why a host cannot take part, and whether that cannot change; ("", _) if it can."""
+        index, nnodes, version = (message.get(key) for key in ("host", "nnodes", "version"))
+        if version != self._version:
+            return f"host 0 runs {self._version}, this host {version}: install the same", True
+        if nnodes != self._nnodes:
+            return f"--nnodes is {nnodes} here and {self._nnodes} on host 0", True
+        if not isinstance(index, int) or not 0 < index < self._nnodes:
+            return f"--node-rank is {index}, which is not that of another host", True
+        if self._is_ending or self.was_asked_to_stop:
+            return "the run is ending", True
+        if index in self._hosts:
+            return f"{self._hosts[index].name} takes part in the run already", False
+        return "", False
+
+    def _on_agent(self, host: AgentHost) -> bool:
+        """Process what an agent has sent; return False if its connection is closed."""
+        try:
+            for message in host.connection.receive():
+                if host.index in self._hosts:
+                    self._on_agent_message(host, message)
+        except ConnectionLost as lost:
+            self._lose_host(host, str(lost))
+            return True  # it is unregistered already
+        return True
+
+    def _on_agent_message(self, host: AgentHost, message: Message) -> None:
+        kind, member = message["kind"], int(message.get("member", -1))
+        if kind == "leave":
+            self._dismiss_host(host)
+        elif kind == "begun":
+            host.begun.update(message["members"])
+        elif self.host_of(member) != host.index:
+            self._lose_host(host, f"reported about member {member}, which is not on it")
+        elif kind == "started":
+            host.pids[member] = int(message["pid"])
+        elif kind == "report":
+            report = message["message"]
+            if "time" in report:  # in seconds of that host's clock
+                report["time"] = time.monotonic() - float(message["age"])
+            self.take_report(member, report)
+        elif kind == "exit":
+            outcome = self.outcomes[member]
+            outcome.status, outcome.when = int(message["status"]), time.monotonic()
+            outcome.hint = "" if outcome.was_terminated else str(message["hint"])
+            host.pids.pop(member, None)
+
+    def _dismiss_host(self, host: AgentHost) -> None:
+        """Continue without a host that was asked to stop."""
+        if host.is_leaving or self.was_asked_to_stop:
+            return
+        host.is_leaving = True
+        members = self._list_running(host)
+        what = f", with {format_numbered('member', members)}" if members else ""
+        say(f"{host.name} was asked to stop and leaves{what}")
+        for member in members:
+            self.outcomes[member].lost_with = host.name
+            self.send_signal(member, signal.SIGKILL)
+
+    def _lose_host(self, host: AgentHost, how: str) -> None:
+        """Count all members of a host as lost, unless this was done already."""
+        if self._hosts.get(host.index) is not host:
+            return
+        del self._hosts[host.index]
+        self._remove_reader(host.connection.fileno())
+        host.connection.close()
+        members = self._list_running(host)
+        verb = "is" if len(members) == 1 else "are"
+        what = f": {format_numbered('member', members)} {verb} lost" if members else ""
+        if not host.is_leaving:
+            say(f"{host.name} {how}{what}")
+        for member in members:
+            self._lose_member(member, host.name)
+
+    def _list_running(self, host: AgentHost) -> list[int]:
+        return [each for each in self.running if self.host_of(each) == host.index]
+
+    def _lose_member(self, member: int, host: str) -> None:
+        outcome = self.outcomes[member]
+        outcome.status, outcome.when = -signal.SIGKILL, time.monotonic()
+        outcome.lost_with = host
+
+
+class _LocalMembers:
+    """The members of this host, for the hang monitor."""
+
+    def __init__(self, ranks: HostSupervisor) -> None:
+        self._ranks = ranks
+
+    @property
+    def outcomes(self) -> Mapping[int, Outcome]:
+        """The outcomes of the members of this host."""
+        of_all = self._ranks.outcomes.items()
+        return {member: each for member, each in of_all if self._ranks.host_of(member) == 0}
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """Their process ids."""
+        return self._ranks.pids
+
+    @property
+    def running(self) -> Sequence[int]:
+        """Those that have not exited."""
+        return [each for each in self._ranks.running if self._ranks.host_of(each) == 0]

@@ -1,0 +1,349 @@
+"""Elastic runs on two simulated hosts: one is killed, cut off, comes back, or holds the store."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import hosts
+import warm
+from processes import until
+
+SCRIPT = """
+import os, time
+from functools import partial
+from pathlib import Path
+import torch
+from torch import nn
+import lockstep as ls
+from lockstep.elastic.membership import membership
+
+# The member STOPS stops in its step 5, until the test has done something; those in DIES die there.
+MEMBER = os.environ.get("LOCKSTEP_MEMBER", "alone")
+STOPS, DIES = os.environ.get("STOPS"), os.environ.get("DIES", "").split()
+# In step 7, rank 0 waits for members of a host that comes back, until there are FULL ranks.
+FULL = int(os.environ.get("FULL", "0"))
+ls.init(timeout=60)
+torch.manual_seed(1)
+
+
+class Last(nn.Linear):
+    def forward(self, inputs):
+        if trainer.steps == 5 and MEMBER in DIES:
+            os.kill(os.getpid(), 9)
+        if trainer.steps == 5 and MEMBER == os.environ.get("RAISES"):
+            raise OSError("out of paper")
+        if trainer.steps == 5 and MEMBER == STOPS:
+            Path("stopped").touch()
+            while not Path("go on").exists():
+                time.sleep(0.005)
+        return super().forward(nn.functional.dropout(torch.relu(inputs), 0.1))
+
+
+generator = torch.Generator().manual_seed(7)
+checkpoint = ls.CheckpointConfig(every_steps=2) if "CHECKPOINT" in os.environ else None
+pipeline = ls.PipelineConfig(stages=2) if "STAGES" in os.environ else None
+trainer = ls.Trainer(
+    nn.Sequential(nn.Linear(16, 32), Last(32, 4)), nn.CrossEntropyLoss(),
+    partial(torch.optim.AdamW, lr=0.01), microbatches=8, seed=3, progress=False,
+    checkpoint=checkpoint, pipeline=pipeline,
+)
+with trainer:
+    for _ in range(12):
+        inputs = torch.randn(24, 16, generator=generator)
+        trainer.step((inputs, (inputs[:, 0] > 0).long()))
+        place = ls.rank(), ls.world_size(), ls.local_rank(), ls.world().local_world_size
+        print("STEP", trainer.steps, *place, ls.world().host, flush=True)
+        while trainer.steps == 7 and ls.rank() == 0 and ls.world_size() < FULL:
+            time.sleep(0.01)
+            if membership().poll():
+                break
+print("DIGEST", trainer.digest(), flush=True)
+"""
+
+TIMEOUT = 60.0
+SILENCE = 2.0  # seconds after which a host counts as lost
+
+
+class Launch:
+    """The launchers of one run on two hosts.
+
+    Args:
+        net: The hosts.
+        folder: The working directory.
+        options: Further options of the launchers.
+        is_apart: Whether each host has a folder of its own.
+        variables: Further variables.
+    """
+
+    def __init__(
+        self,
+        net: hosts.Network,
+        folder: Path,
+        *options: str,
+        is_apart: bool = False,
+        **variables: str,
+    ) -> None:
+        self.net, self.folder, self._is_apart = net, folder, is_apart
+        for each in [folder / "a", folder / "b"] if is_apart else [folder]:
+            each.mkdir(exist_ok=True)
+            (each / "train.py").write_text(SCRIPT)
+        self._options = ["--nnodes", "2", "--host-timeout", f"{SILENCE:g}", *options]
+        self._options += ["--master-addr", net.a.address]
+        self._environ = {**os.environ, "LOCKSTEP_SECRET": secrets.token_hex(32), **variables}
+        self.a, self.b = self.start("a"), self.start("b")
+
+    def start(self, name: str, *options: str, script: str = "train.py") -> subprocess.Popen[Any]:
+        """Start the launcher of a host."""
+        rank = str("ab".index(name))
+        words = [*warm.LOCKSTEP, "run", *self._options, "--node-rank", rank, *options, script]
+        folder = self.folder / name if self._is_apart else self.folder
+        return self.net[name].popen(
+            [word for word in words if word],
+            start=warm.Popen,
+            cwd=folder,
+            env=self._environ,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    def wait_until_stopped(self) -> None:
+        """Wait until a member has stopped in its step."""
+        until(lambda: (self.folder / "stopped").exists(), "no member stops", TIMEOUT)
+
+    def finish(self, name: str) -> tuple[int, str]:
+        """Wait for the launcher of a host; return its exit status and what it printed."""
+        process = getattr(self, name)
+        output, _ = process.communicate(timeout=TIMEOUT)
+        return process.returncode, output
+
+    def run_folder(self) -> Path:
+        """Return the folder of the run on host 0: the one with a record or checkpoints."""
+        (found,) = {path.parent for path in self.folder.glob("runs/*/checkpoints")}
+        return found
+
+
+Start = Callable[..., Launch]
+
+
+@pytest.fixture
+def start(network: Any, tmp_path: Path) -> Iterator[Start]:
+    launches: list[Launch] = []
+
+    def begin(*options: str, is_apart: bool = False, **variables: str) -> Launch:
+        net = network("a", "b")
+        launches.append(Launch(net, tmp_path, *options, is_apart=is_apart, **variables))
+        return launches[-1]
+
+    yield begin
+    for launch in launches:
+        for process in (launch.a, launch.b):
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+        for process in (launch.a, launch.b):
+            with process:
+                pass
+
+
+@pytest.fixture(scope="module")
+def digest(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The digest of the training in one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "train.py").write_text(SCRIPT)
+    command = [*warm.LOCKSTEP, "run", "train.py"]
+    done = warm.run(command, timeout=TIMEOUT, cwd=folder, text=True)
+    assert done.returncode == 0, done.stderr
+    return find_digests(done.stdout).pop()
+
+
+def find_digests(output: str) -> set[str]:
+    return set(re.findall(r"DIGEST (\w+)", output))
+
+
+def said(output: str) -> list[str]:
+    """Return what the launcher said, without where the run is."""
+    lines = re.findall(r"^lockstep: (.*)", output, re.MULTILINE)
+    return [line for line in lines if not line.startswith(("the run is in", "host 1 (b) joined"))]
+
+
+def find_places(output: str, step: int) -> set[tuple[int, ...]]:
+    """Return rank, world size, local rank, local world size and host of each rank in a step."""
+    found = re.findall(rf"STEP {step} (.*)", output)
+    return {tuple(map(int, each.split())) for each in found}
+
+
+def test_a_killed_host_is_lost_and_joins_again(start, digest):
+    launch = start("--max", "2", STOPS="1", FULL="2")
+    launch.wait_until_stopped()
+    launch.net.b.kill()  # launcher, fork server and rank, in the middle of a step
+    assert launch.finish("b")[0] == -signal.SIGKILL
+    launch.b = launch.start("b")
+    status, output = launch.finish("a")
+    assert (status, said(output)) == (
+        0,
+        [
+            "host 1 (b) closed the connection: member 1 is lost",
+            "round 1: 1 rank",
+            "round 2: 2 ranks, member 2 joined",
+        ],
+    ), output
+    assert find_places(output, 5) == {(0, 2, 0, 1, 0)}
+    assert find_places(output, 6) == {(0, 1, 0, 1, 0)}
+    assert find_places(output, 12) == {(0, 2, 0, 1, 0)}
+    status, joined = launch.finish("b")
+    assert (status, said(joined)) == (0, [])
+    assert find_places(joined, 12) == {(1, 2, 0, 1, 1)}
+    assert find_digests(output) == find_digests(joined) == {digest}
+
+
+def test_a_host_that_is_cut_off_is_lost_within_the_deadline(start, digest):
+    """No packet says so: host 0 goes on, and the other host ends by itself."""
+    launch = start("--min", "2", "--max", "3", STOPS="2")
+    launch.wait_until_stopped()
+    launch.net.cut("b")
+    begun = time.monotonic()
+    status, output = launch.finish("a")
+    seconds = time.monotonic() - begun
+    assert (status, said(output)) == (
+        0,
+        [f"host 1 (b) was silent for {SILENCE:g} s: member 2 is lost", "round 1: 2 ranks"],
+    ), output
+    assert SILENCE - 1 < seconds < SILENCE + 20
+    assert find_places(output, 5) == {(0, 3, 0, 2, 0), (1, 3, 1, 2, 0)}
+    assert find_places(output, 6) == {(0, 2, 0, 2, 0), (1, 2, 1, 2, 0)}
+    assert find_digests(output) == {digest}
+    status, lost = launch.finish("b")
+    assert status == 75
+    (sentence,) = said(lost)
+    assert sentence.startswith(f"host 0 (10.77.0.1:29500) was silent for {SILENCE:g} s")
+    assert not find_digests(lost)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("fault", ["kill", "vanish"])
+def test_a_run_that_loses_the_host_of_its_store_is_resumed(start, digest, fault):
+    launch = start("--max", "4", STOPS="1", CHECKPOINT="1")
+    launch.wait_until_stopped()
+    saved = "runs/*/checkpoints/step-?"
+    until(lambda: any(launch.folder.glob(saved)), "no checkpoint", TIMEOUT)
+    if fault == "kill":
+        launch.net.a.kill()
+    else:
+        launch.net.vanish("a")
+    status, lost = launch.finish("b")
+    assert status == 75
+    (sentence,) = said(lost)
+    how = {"kill": "closed the connection", "vanish": f"was silent for {SILENCE:g} s"}[fault]
+    folder = launch.run_folder().relative_to(launch.folder)
+    assert sentence.startswith(f"host 0 (10.77.0.1:29500) {how}")
+    assert sentence.endswith(f"lockstep run --resume {folder}")
+    assert launch.finish("a")[0] == -signal.SIGKILL
+    launch.net.restore("a")
+    (launch.folder / "go on").touch()
+    for name in ("a", "b"):
+        setattr(launch, name, launch.start(name, "--resume", str(folder), script=""))
+    for name in ("a", "b"):
+        status, output = launch.finish(name)
+        assert (status, find_digests(output)) == (0, {digest}), output
+        assert len(find_places(output, 12)) == 2
+        assert ("resumed after step" in output) == (name == "a"), output
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("dead", ["1", "3", "0 1"])
+def test_killed_ranks_are_replaced_on_their_host(start, digest, dead):
+    """The others, to which no packet may say so, do not wait for them."""
+    launch = start("--max", "4", DIES=dead, FULL="4")
+    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    assert status == 0, output + of_b
+    killed = [f"member {member} was killed by SIGKILL" for member in dead.split()]
+    assert set(killed) <= set(said(output))
+    places = find_places(output, 12) | find_places(of_b, 12)
+    assert len(places) == 4
+    assert {each[2:] for each in places} == {(0, 2, 0), (1, 2, 0), (0, 2, 1), (1, 2, 1)}
+    assert find_digests(output) | find_digests(of_b) == {digest}
+
+
+@pytest.mark.stress
+def test_the_number_of_ranks_is_that_of_all_hosts(start, digest):
+    launch = start("--max", "2", STOPS="1", FULL="4")
+    launch.wait_until_stopped()
+    (folder,) = {path.parent for path in launch.folder.glob("runs/*/rank-0.log")}
+    scale = [*warm.LOCKSTEP, "scale", str(folder), "4"]
+    assert warm.run(scale, timeout=TIMEOUT, cwd=launch.folder).returncode == 0
+    (launch.folder / "go on").touch()
+    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    assert status == 0, output + of_b
+    assert {each[-1] for each in find_places(output, 12)} == {0}
+    assert {each[0] for each in find_places(output, 12)} == {0, 1}
+    assert {each[0] for each in find_places(of_b, 12)} == {2, 3}
+    assert find_digests(output) | find_digests(of_b) == {digest}
+
+
+@pytest.mark.stress
+def test_a_host_that_is_asked_to_stop_leaves(start, digest):
+    launch = start("--max", "2", STOPS="1")
+    launch.wait_until_stopped()
+    launch.b.send_signal(signal.SIGTERM)
+    status, left = launch.finish("b")
+    assert (status, said(left)[0]) == (143, "SIGTERM: this host leaves the run")
+    status, output = launch.finish("a")
+    assert status == 0, output
+    assert said(output) == [
+        "host 1 (b) was asked to stop and leaves, with member 1",
+        "round 1: 1 rank",
+    ]
+    assert find_digests(output) == {digest}
+
+
+@pytest.mark.stress
+def test_a_run_that_is_asked_to_stop_saves_a_checkpoint_and_ends_on_every_host(start, digest):
+    launch = start("--max", "2", STOPS="1", CHECKPOINT="1")
+    launch.wait_until_stopped()
+    launch.a.send_signal(signal.SIGTERM)
+    (launch.folder / "go on").touch()
+    (status, output), (other, of_b) = launch.finish("a"), launch.finish("b")
+    assert (status, other) == (75, 75), output + of_b
+    folder = launch.run_folder().relative_to(launch.folder)
+    assert f"lockstep run --resume {folder}" in output
+    assert f"lockstep run --resume {folder}" in of_b
+
+
+@pytest.mark.stress
+def test_an_error_on_another_host_ends_the_run_everywhere(start):
+    launch = start("--max", "2", RAISES="1")
+    (status, output), (other, of_b) = launch.finish("a"), launch.finish("b")
+    assert (status, other) == (1, 1)
+    assert "member 1 raised OSError: out of paper" in output
+    assert "member 1 raised OSError: out of paper" in said(of_b)[-1]
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("dead", ["3", "0"])
+def test_hosts_need_no_common_folder_while_rank_0_stays(start, digest, dead):
+    """One of a host with two ranks is killed: the state reaches the new one over the network."""
+    launch = start("--max", "4", is_apart=True, DIES=dead, FULL="4", CHECKPOINT="1")
+    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    assert status == 0, output + of_b
+    assert len(find_places(output, 12) | find_places(of_b, 12)) == 4
+    assert find_digests(output) | find_digests(of_b) == {digest}
+    assert [path.parent.parent.parent.name for path in launch.folder.glob("*/runs/*/checkpoints")]
+
+
+@pytest.mark.stress
+def test_processes_that_cannot_stay_continue_from_a_checkpoint(start, digest):
+    launch = start("--max", "4", DIES="3", STAGES="2", CHECKPOINT="1")
+    (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
+    assert status == 0, output + of_b
+    assert "round 1: 4 ranks, in new processes" in said(output)
+    assert find_digests(output) | find_digests(of_b) == {digest}
