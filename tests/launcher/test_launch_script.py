@@ -16,11 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+import hosts
 import warm
 from lockstep import cli
 from lockstep.commands.run import command, make_config
 from lockstep.commands.runs import list_runs
-from lockstep.errors import FileError, RankError, UsageError
+from lockstep.errors import FileError, LaunchEnvironmentError, RankError, UsageError
 from lockstep.launcher import hang_monitor, run_folder
 from lockstep.launcher import launch_script as launch_script_module
 from lockstep.launcher.launch_config import LaunchConfig
@@ -511,6 +512,40 @@ def test_master_address_and_port():
     alone = config_of(*two, "--master-addr", "a", "--master-port", "5", "--standalone")
     assert (alone.master_addr, alone.master_port) == ("127.0.0.1", 0)
     assert (alone.nnodes, alone.node_rank) == (1, 0)
+
+
+def test_the_index_of_a_host_follows_from_its_address():
+    endpoint = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint")
+    with hosts.network("a", "b", "c") as net:
+        for name, index in (("a", 0), ("b", 1)):
+            found = net[name].call(lambda: config_of(*endpoint, f"{net['a'].address}:7"))
+            assert (found.node_rank, found.master_port) == (index, 7)
+        three = ("--nnodes", "3", "--master-addr", net["a"].address)
+        assert net["a"].call(lambda: config_of(*three)).node_rank == 0
+        with pytest.raises(UsageError, match="--nnodes 3 needs --node-rank"):
+            net["b"].call(lambda: config_of(*three))
+    with pytest.raises(UsageError, match="--nnodes 2 needs --node-rank"):
+        config_of(*endpoint, "localhost")  # every host has that address
+
+
+@pytest.mark.parametrize("name", ["srun-2-hosts", "mpich-2-hosts", "skypilot"])
+def test_a_launcher_may_start_the_command_once_on_each_host(name, monkeypatch):
+    text = (Path(__file__).parent / "environments" / f"{name}.json").read_text()
+    tasks = json.loads(text)
+    for index, environ in enumerate(tasks):
+        with monkeypatch.context() as patch:
+            for variable, value in environ.items():
+                patch.setenv(variable, value)
+            size = ("--nnodes", str(len(tasks)))
+            assert config_of(*size, "--master-addr", "a").node_rank == index
+            assert config_of("--nnodes", "9", "--master-addr", "a", "--node-rank", "8").nnodes == 9
+            assert config_of("-n", "2").nnodes == 1
+            if name == "mpich-2-hosts":
+                with pytest.raises(LaunchEnvironmentError, match="MASTER_ADDR is not set"):
+                    config_of(*size)
+            else:
+                expected = "gpu01" if name == "srun-2-hosts" else "10.0.0.1"
+                assert config_of(*size).master_addr == expected
 
 
 def test_one_rank_per_core():

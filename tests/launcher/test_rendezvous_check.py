@@ -1,7 +1,9 @@
 """The rendezvous check reads values that any user may have written."""
 
 import json
+import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -10,10 +12,11 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from lockstep.errors import LaunchEnvironmentError, RendezvousError
-from lockstep.launcher import rendezvous
+from lockstep.launcher import rendezvous, rendezvous_check
 from lockstep.launcher.environment import RankInfo
 from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.rendezvous_check import check_ranks
+from processes import until
 
 RANK_0 = RankInfo(
     rank=0, world_size=2, local_world_size=2, master_addr="10.0.0.1", master_port=29500
@@ -82,6 +85,86 @@ def test_a_contradiction_that_another_rank_found_is_raised():
     assert check_with("complete", json.dumps([REGISTRATION] * 2)).startswith(
         "two processes are rank 1: process 7 on gpu03 and process 7 on gpu03"
     )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"missing": [1], "waited": "1"}, {"missing": [2], "waited": 1.0},
+        {"missing": [], "waited": 1.0}, {"missing": [1, 1], "waited": 1.0},
+        {"missing": [True], "waited": 1.0}, {"missing": [1], "waited": 1e30}, {"missing": [1]},
+    ],
+)  # fmt: skip
+def test_a_timeout_that_no_rank_wrote_is_a_foreign_value(value):
+    assert check_with("complete", json.dumps(value)).startswith("rank 0: the value of 'complete'")
+
+
+def wait_together(monkeypatch, late, world_size=4, timeout=1.0, launcher="lockstep"):
+    """Let all ranks but `late` wait in threads; return what each raised."""
+    monkeypatch.setattr(rendezvous_check, "NOTE_AFTER", 0.1)
+    monkeypatch.setattr(rendezvous_check, "NOTE_INTERVAL", 0.4)
+    monkeypatch.setattr(rendezvous_check, "CHECK_INTERVAL", 0.01)
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=30))
+
+    def join(rank):
+        info = RankInfo(
+            rank, world_size, rank % 2, 2, rank // 2, "10.0.0.1", 29500, launcher=launcher
+        )
+        # The last rank gives up first, and so do the others.
+        seconds = timeout + (rank < world_size - 1) * 30
+        with pytest.raises(RendezvousError) as caught:
+            check_ranks(store, info, time.monotonic() + seconds)
+        return str(caught.value)
+
+    ranks = [rank for rank in range(world_size) if rank not in late]
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(join, ranks))
+
+
+def test_one_rank_prints_who_is_missing_and_all_end_with_the_first(monkeypatch, capfd):
+    told = wait_together(monkeypatch, late=(0, 1), timeout=1.3)
+    assert len(told) == 2
+    assert len(set(told)) == 1
+    assert re.fullmatch(
+        r"host 0 \(ranks 0 and 1 of 4\) did not join within 1 s, while the others waited at "
+        r"10\.0\.0\.1:29500; check that lockstep run was started there with --node-rank 0 and can "
+        r"reach 10\.0\.0\.1:29500",
+        told[0],
+    )
+    notes = capfd.readouterr().err.splitlines()
+    # 1.3 s after the start, at most the notes of 0.1, 0.5, 0.9 and 1.3 s have been printed.
+    assert 2 <= len(notes) <= 4
+    for note in notes:
+        assert re.match(
+            r"lockstep: rank 2 has waited \d s \(since \d\d:\d\d:\d\d\) for host 0 "
+            r"\(ranks 0 and 1 of 4\), and waits \d+ s more; check that lockstep run",
+            note,
+        )
+
+
+def test_notes_of_two_ranks_are_counted_together(monkeypatch, capfd):
+    """Rank 1 waits alone and prints; then rank 0 comes, which is the lowest from then on."""
+    monkeypatch.setattr(rendezvous_check, "NOTE_AFTER", 0.05)
+    monkeypatch.setattr(rendezvous_check, "NOTE_INTERVAL", 60.0)
+    monkeypatch.setattr(rendezvous_check, "CHECK_INTERVAL", 0.01)
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=30))
+
+    def join(rank, seconds):
+        info = RankInfo(rank, 3, 0, 1, rank, "10.0.0.1", 29500, launcher="torchrun")
+        with pytest.raises(RendezvousError):
+            check_ranks(store, info, time.monotonic() + seconds)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(join, 1, 30)
+        until(lambda: store.add("notes", 0) == 1, "no note", 20)
+        second = pool.submit(join, 0, 0.5)
+        second.result(30)
+        first.result(30)
+    notes = capfd.readouterr().err.splitlines()
+    assert len(notes) == 1
+    assert "rank 1 has waited" in notes[0]
 
 
 VALUES = st.binary(max_size=200) | st.builds(

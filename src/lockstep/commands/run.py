@@ -13,13 +13,14 @@ import click
 
 from lockstep.elastic.elastic_launch import launch_elastic
 from lockstep.errors import UsageError
-from lockstep.launcher.environment import SECRET_FILE
+from lockstep.launcher.environment import SECRET_FILE, RankInfo, read_rank_info
 from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.launch_config import HOST_TIMEOUT, LaunchConfig
 from lockstep.launcher.launch_script import Interrupted, launch_script
 from lockstep.launcher.listening_socket import (
     DEFAULT_PORT,
     LOOPBACK,
+    is_own_address,
     parse_endpoint,
     strip_brackets,
 )
@@ -97,14 +98,16 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     metavar="K",
     type=int,
     default=None,
-    help="Index of this host, from 0. Required with several hosts. Default on a single host: 0.",
+    help="Index of this host, from 0. Default: 0 on the host with the address of --master-addr; "
+    "1 on the other one of two; with more hosts required, unless srun, mpiexec, SkyPilot or "
+    "Kubeflow started this command once on each.",
 )
 @option(
     "master-addr",
     metavar="HOST",
     default="",
-    help="Name or address of host 0. Required with several hosts. Default on a single host: "
-    "127.0.0.1.",
+    help="Name or address of host 0. Required with several hosts, unless srun, SkyPilot or "
+    "Kubeflow started this command once on each. Default on a single host: 127.0.0.1.",
 )
 @option(
     "master-port",
@@ -304,7 +307,8 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
         )
     nnodes = 1 if options["standalone"] else parse_nnodes(options["nnodes"])
     nprocs, min_nprocs = _choose_nprocs(options, nnodes)
-    master_addr, master_port = _choose_master(options, nnodes)
+    started_by = _read_task(options, nnodes)
+    master_addr, master_port = _choose_master(options, nnodes, started_by)
     name, parent = options["resume"], Path(options["log_dir"] or RUNS)
     return LaunchConfig(
         target=script,
@@ -312,7 +316,7 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
         kind="module" if options["module"] else "program" if options["no_python"] else "script",
         nprocs=nprocs,
         nnodes=nnodes,
-        node_rank=_choose_node_rank(options, nnodes),
+        node_rank=_choose_node_rank(options, nnodes, master_addr, started_by),
         master_addr=master_addr,
         master_port=master_port,
         run_id=options["rdzv_id"],
@@ -347,7 +351,21 @@ def _choose_nprocs(options: dict[str, Any], nnodes: int) -> tuple[int, int | Non
     return parse_nprocs(nprocs or "1", _count_gpus), least
 
 
-def _choose_master(options: dict[str, Any], nnodes: int) -> tuple[str, int]:
+def _read_task(options: dict[str, Any], nnodes: int) -> RankInfo | None:
+    """Return this task of srun, mpiexec and others, if they started this command on each host."""
+    if nnodes == 1 or {"RANK", "WORLD_SIZE"} & os.environ.keys():  # PyTorchJob: see PET_ variables
+        return None
+    # Variables that begin with PET_ are options of this command, which count as such.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
+    if options["master_addr"] or options["rdzv_endpoint"]:
+        environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(DEFAULT_PORT)}  # not needed then
+    task = read_rank_info(environ)
+    return task if task.world_size == nnodes else None
+
+
+def _choose_master(
+    options: dict[str, Any], nnodes: int, started_by: RankInfo | None
+) -> tuple[str, int]:
     address, port = strip_brackets(options["master_addr"]), options["master_port"]
     if options["standalone"]:
         return LOOPBACK, 0
@@ -355,6 +373,8 @@ def _choose_master(options: dict[str, Any], nnodes: int) -> tuple[str, int]:
         address, port = parse_endpoint(options["rdzv_endpoint"])
     if nnodes == 1:
         return address or LOOPBACK, port
+    if started_by is not None and not address and started_by.master_addr is not None:
+        return started_by.master_addr, port or started_by.master_port or DEFAULT_PORT
     if not address:
         raise UsageError(
             f"--nnodes {nnodes} needs --master-addr, the name or address of host 0, on every host"
@@ -362,16 +382,23 @@ def _choose_master(options: dict[str, Any], nnodes: int) -> tuple[str, int]:
     return address, port or DEFAULT_PORT
 
 
-def _choose_node_rank(options: dict[str, Any], nnodes: int) -> int:
+def _choose_node_rank(
+    options: dict[str, Any], nnodes: int, master_addr: str, started_by: RankInfo | None
+) -> int:
     if options["standalone"]:
         return 0
     node_rank: int | None = options["node_rank"]
-    if node_rank is None and nnodes > 1:
-        raise UsageError(
-            f"--nnodes {nnodes} needs --node-rank (PET_NODE_RANK) on every host: its index, from 0 "
-            f"on the host with the address of --master-addr to {nnodes - 1}"
-        )
-    return node_rank or 0
+    if node_rank is not None or nnodes == 1:
+        return node_rank or 0
+    if started_by is not None:
+        return started_by.rank
+    is_host_0 = is_own_address(master_addr)
+    if is_host_0 or (is_host_0 is False and nnodes == 2):
+        return 0 if is_host_0 else 1
+    raise UsageError(
+        f"--nnodes {nnodes} needs --node-rank (PET_NODE_RANK) on every host: its index, from 0 "
+        f"on the host with the address of --master-addr to {nnodes - 1}"
+    )
 
 
 def _count_gpus() -> int:

@@ -22,6 +22,7 @@ __all__ = [
     "find_source_address",
     "get_connectable_address",
     "is_loopback",
+    "is_own_address",
     "listen",
     "parse_endpoint",
     "resolve_address",
@@ -132,6 +133,26 @@ def is_loopback(address: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(address).is_loopback
     return address == "localhost"
+
+
+def is_own_address(address: str) -> bool | None:
+    """Return whether an interface of this host has this address; None if that cannot be told.
+
+    That is so for a name that does not resolve, and for the loopback interface, which every host
+    has.
+    """
+    try:
+        family, host = resolve_address(address)
+    except UsageError:
+        return None
+    if is_loopback(host):
+        return None
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _bind(listening: socket.socket, host: str, port: int) -> None:

@@ -42,6 +42,7 @@ from lockstep.launcher.environment import (
     is_elastic_on_hosts,
     read_rank_info,
 )
+from lockstep.launcher.late_ranks import NoteTimer, format_start, is_speaker
 from lockstep.launcher.listening_socket import (
     LOOPBACK,
     find_obstacle,
@@ -285,27 +286,29 @@ def _serve(listening: socket.socket, deadline: float) -> Store:
 def _connect(
     rank_info: RankInfo, address: str, port: int, deadline: float, secret: bytes | None = None
 ) -> Store:
-    """Connect as soon as the store answers; print a note if that takes long."""
-    started, has_noted = time.monotonic(), False
+    """Connect as soon as the store answers; print notes if that takes long."""
+    started = time.monotonic()
+    timer, printed = _make_timer(started), 0
     while True:
         found = _attempt(rank_info, address, port, deadline, secret)
         if not isinstance(found, str):
             return found
-        reason, waited = found, time.monotonic() - started
-        if time.monotonic() >= deadline:
-            advice = "check that rank 0 was started there and that no firewall is in between"
+        reason, now = found, time.monotonic()
+        advice = _describe_loopback(rank_info, address, reason) or (
+            "check that rank 0 was started there and that no firewall is in between"
+        )
+        waited, left = now - started, deadline - now
+        if left <= 0:
             raise RendezvousError(
                 f"rank {rank_info.rank}: no answer from {address}:{port} (MASTER_ADDR, "
-                f"MASTER_PORT) within {waited:.0f} s: {reason}; "
-                f"{_describe_loopback(rank_info, address, reason) or advice}"
+                f"MASTER_PORT) within {waited:.0f} s: {reason}; {advice}"
             )
-        if waited >= rendezvous_check.NOTE_AFTER and not has_noted:
-            has_noted = True
-            advice = _describe_loopback(rank_info, address, reason)
+        if is_speaker(rank_info) and timer.is_due(now, printed):
+            printed += 1
             say(
                 f"rank {rank_info.rank}: no answer from {address}:{port} (MASTER_ADDR, "
-                f"MASTER_PORT) for {waited:.0f} s: {reason}; {advice}{'; ' if advice else ''}"
-                f"waiting {deadline - time.monotonic():.0f} s more"
+                f"MASTER_PORT) for {waited:.0f} s (since {format_start(waited)}): {reason}; "
+                f"waiting {left:.0f} s more; {advice}"
             )
         time.sleep(RETRY)
 
@@ -359,6 +362,10 @@ def _describe_loopback(rank_info: RankInfo, address: str, reason: str) -> str:
         f"host: set --master-addr (MASTER_ADDR) to an address of rank 0's host in your network"
         + ("" if is_loopback(address) else ", or correct /etc/hosts")
     )
+
+
+def _make_timer(started: float) -> NoteTimer:
+    return NoteTimer(started, rendezvous_check.NOTE_AFTER, rendezvous_check.NOTE_INTERVAL)
 
 
 def _describe_foreign_program(rank_info: RankInfo, address: str, port: int) -> str:
@@ -433,17 +440,22 @@ def _open_local_store(rank_info: RankInfo, deadline: float) -> Store:
     file = RendezvousFile(rank_info.rank)
     if rank_info.rank == 0:
         return _publish_store(file, deadline)
-    started, has_noted = time.monotonic(), False
+    started = time.monotonic()
+    timer, printed = _make_timer(started), 0
     while (store := _find_store(file, rank_info, deadline)) is None:
-        waited = time.monotonic() - started
-        if time.monotonic() >= deadline:
+        now = time.monotonic()
+        if now >= deadline:
             raise RendezvousError(
-                f"rank {rank_info.rank}: rank 0 did not join within {waited:.0f} s; check that it "
-                f"was started on this host by the same {rank_info.launcher}"
+                f"rank {rank_info.rank}: rank 0 did not join within {now - started:.0f} s; check "
+                f"that it was started on this host by the same {rank_info.launcher}"
             )
-        if waited >= rendezvous_check.NOTE_AFTER and not has_noted:
-            has_noted = True
-            say(f"rank {rank_info.rank} has waited {waited:.0f} s for rank 0 and keeps waiting")
+        if is_speaker(rank_info) and timer.is_due(now, printed):
+            printed += 1
+            waited, left = now - started, deadline - now
+            say(
+                f"rank {rank_info.rank} has waited {waited:.0f} s (since {format_start(waited)}) "
+                f"for rank 0, and waits {left:.0f} s more"
+            )
         time.sleep(RETRY)
     return store
 

@@ -5,12 +5,14 @@
       ── I am r, process p of host h ─>  rank/r      a second process with this rank: error
       <─ who has registered ──────────  rank/*      the rank that finds all of them completes it
       <─ the host of each rank ───────  hosts       before that it writes who shares a host
-      <─ all here, or two ranks ──────  complete    a rank that finds an error writes the two
-                                                    ranks that contradict each other
+      <─ all here, or an error ───────  complete    a rank that finds an error writes the two
+                                                    ranks that contradict each other, or at the
+                                                    timeout the missing ranks
 
-So on a contradiction every rank raises the same message at once, and a rank that waits can name
-the missing ranks. After a few seconds the lowest rank that has registered prints them; every
-rank reports them to its launcher, which knows which ranks have exited.
+So on a contradiction, or at the timeout of the first rank, every rank raises the same message at
+once. The lowest rank that has registered prints which ranks are missing, every ten seconds; the
+key "notes" counts that over all ranks. The ranks of a launcher also report to it which of its
+ranks are missing, because it knows which have exited.
 
 Every user who can reach the port of a store can write to it. Values are therefore validated, and
 error messages are composed from them here.
@@ -18,18 +20,20 @@ error messages are composed from them here.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from lockstep.errors import LaunchEnvironmentError, RendezvousError
-from lockstep.formatting import format_numbered
 from lockstep.launcher.environment import RankInfo
+from lockstep.launcher.late_ranks import NoteTimer, advise, describe_ranks, format_start
 from lockstep.launcher.listening_socket import is_loopback
 from lockstep.launcher.placement import get_host_identity, number_hosts
 from lockstep.launcher.rank_process import report_to_launcher
@@ -41,7 +45,9 @@ ALL_HERE = "all here"
 CHECK_INTERVAL = 0.5  # seconds between two checks for missing ranks
 MIN_POLL, MAX_POLL = 0.001, 0.05  # seconds between two checks for completion
 NOTE_AFTER = 3.0  # seconds until a waiting rank prints a note
-NOTE_INTERVAL = 30.0  # seconds between two notes
+NOTE_INTERVAL = 10.0  # seconds between two notes, over all ranks
+END_TIMEOUT = 5.0  # seconds that ranks on the host of the store wait for the others to read it
+RANKS_PER_CHECK = 128  # with more ranks each checks less often: one store serves all of them
 MAX_HOST_NAME = 255  # characters
 
 
@@ -83,8 +89,13 @@ def check_ranks(store: Store, rank_info: RankInfo, deadline: float) -> None:
             another program has written into the store.
     """
     try:
-        _register(store, rank_info)
-        _wait(store, rank_info, deadline)
+        try:
+            _register(store, rank_info)
+            _wait(store, rank_info, deadline)
+        except (LaunchEnvironmentError, RendezvousError):
+            with contextlib.suppress(DistError, RuntimeError):
+                _wait_for_readers(store, rank_info)
+            raise
     except (DistError, RuntimeError) as error:
         if isinstance(error, RendezvousError):
             raise
@@ -104,18 +115,18 @@ def _register(store: Store, rank_info: RankInfo) -> None:
     if holder != own:
         _report_contradiction(store, rank_info, holder, own)
     if store.check([f"rank/{rank}" for rank in range(rank_info.world_size)]):
-        if rank_info.master_addr is not None and rank_info.store is None:
-            _write_hosts(store, rank_info)
-        store.compare_set("complete", "", ALL_HERE)
+        _complete(store, rank_info)
 
 
-def _write_hosts(store: Store, rank_info: RankInfo) -> None:
-    """Write the index of each rank's host."""
-    registrations = [
-        _read_registration(rank_info, f"rank/{rank}", store.get(f"rank/{rank}"))
-        for rank in range(rank_info.world_size)
-    ]
-    store.set("hosts", json.dumps(number_hosts([each.identity for each in registrations])))
+def _complete(store: Store, rank_info: RankInfo) -> None:
+    """Write the index of each rank's host, where there may be several; then, that all are here."""
+    if rank_info.master_addr is not None and rank_info.store is None:
+        registrations = [
+            _read_registration(rank_info, f"rank/{rank}", store.get(f"rank/{rank}"))
+            for rank in range(rank_info.world_size)
+        ]
+        store.set("hosts", json.dumps(number_hosts([each.identity for each in registrations])))
+    store.compare_set("complete", "", ALL_HERE)
 
 
 def read_hosts(store: Store, rank_info: RankInfo) -> list[int]:
@@ -154,15 +165,22 @@ def _report_contradiction(
     pair = json.dumps([asdict(first), asdict(second)])
     written: bytes = store.compare_set("complete", "", pair)
     value = pair.encode() if written == ALL_HERE.encode() else written
-    _raise_contradiction(rank_info, value)
+    _raise_error(rank_info, value)
 
 
-def _raise_contradiction(rank_info: RankInfo, value: bytes) -> NoReturn:
-    """Raise the error for the two registrations that some rank wrote."""
+def _raise_error(rank_info: RankInfo, value: bytes) -> NoReturn:
+    """Raise the error that some rank wrote: two registrations, or the missing ranks."""
     try:
-        first, second = map(_parse_registration, json.loads(value))
+        found = json.loads(value)
+        if isinstance(found, dict):
+            missing, waited = _parse_timeout(rank_info, found)
+        else:
+            missing, waited = [], 0.0
+            first, second = map(_parse_registration, found)
     except (ValueError, TypeError, RecursionError):
         _raise_foreign_value(rank_info, "complete")
+    if isinstance(found, dict):
+        raise RendezvousError(_describe_timeout(rank_info, missing, waited))
     if first.world_size == second.world_size:
         raise LaunchEnvironmentError(
             f"two processes are rank {second.rank}: {first} and {second}; give each its own RANK "
@@ -173,6 +191,20 @@ def _raise_contradiction(rank_info: RankInfo, value: bytes) -> NoReturn:
         f"{second.world_size} according to rank {second.rank} ({second}): start every rank with "
         f"the same WORLD_SIZE (--nnodes times --nproc-per-node)"
     )
+
+
+def _parse_timeout(rank_info: RankInfo, value: dict[str, Any]) -> tuple[list[int], float]:
+    """Return the missing ranks and the seconds that JSON data describes; else ValueError."""
+    if value.keys() != {"missing", "waited"}:
+        raise ValueError
+    missing, waited = value["missing"], value["waited"]
+    ranks = range(rank_info.world_size)
+    if not isinstance(missing, list) or not all(type(each) is int for each in missing):
+        raise ValueError
+    is_ascending = missing == sorted({*missing} & {*ranks})
+    if not missing or not is_ascending or type(waited) is not float or not 0 <= waited < 1e9:
+        raise ValueError
+    return missing, waited
 
 
 def _parse_registration(value: Any) -> Registration:
@@ -201,20 +233,55 @@ def _raise_foreign_value(rank_info: RankInfo, key: str) -> NoReturn:
 
 def _wait(store: Store, rank_info: RankInfo, deadline: float) -> None:
     started = time.monotonic()
-    note_at = started + NOTE_AFTER
-    while not _is_complete(store, min(CHECK_INTERVAL, max(deadline - time.monotonic(), 0.001))):
-        missing = _missing_ranks(store, rank_info)
+    timer = NoteTimer(started, NOTE_AFTER, NOTE_INTERVAL)
+    interval = CHECK_INTERVAL * max(1.0, rank_info.world_size / RANKS_PER_CHECK)
+    reported: Sequence[int] = _ranks_of_launcher(rank_info)
+    while not _is_complete(store, min(interval, max(deadline - time.monotonic(), 0.001))):
         now = time.monotonic()
         if now >= deadline:
-            raise RendezvousError(_describe_timeout(rank_info, missing, now - started))
-        report_to_launcher({"kind": "waiting", "ranks": missing})
-        if now >= note_at and missing:
-            note_at = now + NOTE_INTERVAL
-            _print_note(rank_info, missing, now - started, deadline - now)
+            _end_at_timeout(store, rank_info, now - started)
+            break
+        reported = _list_missing(store, reported)
+        report_to_launcher({"kind": "waiting", "ranks": reported})
+        if _is_lowest(store, rank_info):
+            _print_note(store, rank_info, timer, now - started, deadline - now)
     report_to_launcher({"kind": "waiting", "ranks": []})
     value: bytes = store.get("complete")
     if value != ALL_HERE.encode():
-        _raise_contradiction(rank_info, value)
+        _raise_error(rank_info, value)
+
+
+def _end_at_timeout(store: Store, rank_info: RankInfo, waited: float) -> None:
+    """Let every rank that waits raise the same error."""
+    missing = _list_missing(store, range(rank_info.world_size))
+    if not missing:
+        _complete(store, rank_info)  # the last rank came at this moment
+        return
+    store.compare_set("complete", "", json.dumps({"missing": missing, "waited": float(waited)}))
+
+
+def _wait_for_readers(store: Store, rank_info: RankInfo) -> None:
+    """On the host of the store, wait until the ranks of other hosts know the error.
+
+    The store ends with this process, or with its launcher.
+    """
+    store.add("ended", 1)
+    if rank_info.is_single_host or rank_info.host != 0 or "host" in rank_info.unknown:
+        return
+    deadline = time.monotonic() + END_TIMEOUT
+    missing = _list_missing(store, range(rank_info.world_size))
+    while store.add("ended", 0) < rank_info.world_size - len(missing):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(MAX_POLL)
+
+
+def _ranks_of_launcher(rank_info: RankInfo) -> range:
+    """Return the ranks that `lockstep run` has started on this host."""
+    if rank_info.launcher != "lockstep":
+        return range(0)
+    first = rank_info.rank - rank_info.local_rank
+    return range(first, first + rank_info.local_world_size)
 
 
 def _is_complete(store: Store, timeout: float) -> bool:
@@ -231,30 +298,37 @@ def _is_complete(store: Store, timeout: float) -> bool:
     return True
 
 
-def _missing_ranks(store: Store, rank_info: RankInfo) -> list[int]:
-    return [rank for rank in range(rank_info.world_size) if not store.check([f"rank/{rank}"])]
+def _list_missing(store: Store, ranks: Iterable[int]) -> list[int]:
+    return [rank for rank in ranks if not store.check([f"rank/{rank}"])]
 
 
-def _print_note(rank_info: RankInfo, missing: list[int], waited: float, left: float) -> None:
-    """Print which ranks are missing; only the lowest rank that has registered does."""
-    lowest = next(rank for rank in range(rank_info.world_size) if rank not in missing)
-    if rank_info.rank == lowest:
-        whom = format_numbered("rank", missing)
-        say(
-            f"rank {rank_info.rank} has waited {waited:.0f} s for {whom} of "
-            f"{rank_info.world_size}, and waits {left:.0f} s more"
-        )
+def _is_lowest(store: Store, rank_info: RankInfo) -> bool:
+    """Return whether no lower rank has registered."""
+    return not any(store.check([f"rank/{rank}"]) for rank in range(rank_info.rank))
+
+
+def _print_note(
+    store: Store, rank_info: RankInfo, timer: NoteTimer, waited: float, left: float
+) -> None:
+    """Print which ranks are missing, if no other rank has done so for some time."""
+    printed = store.add("notes", 0)
+    if not timer.is_due(time.monotonic(), printed):
+        return
+    missing = _list_missing(store, range(rank_info.world_size))
+    # Two ranks may both have found themselves the lowest: the first one to count prints.
+    if not missing or store.add("notes", 1) != printed + 1:
+        return
+    say(
+        f"rank {rank_info.rank} has waited {waited:.0f} s (since {format_start(waited)}) for "
+        f"{describe_ranks(missing, rank_info)}, and waits {left:.0f} s more; "
+        f"{advise(missing, rank_info)}"
+    )
 
 
 def _describe_timeout(rank_info: RankInfo, missing: list[int], waited: float) -> str:
-    if not missing:
-        return f"rank {rank_info.rank}: all ranks joined, but too late, after {waited:.0f} s"
-    who = format_numbered("rank", missing)
     is_local = not rank_info.is_single_host and is_loopback(rank_info.master_addr or "")
     reach = ", which other hosts cannot reach" if is_local else ""
     return (
-        f"{who} of {rank_info.world_size} did not join within {waited:.0f} s (rank "
-        f"{rank_info.rank} waited at {rank_info.store_location}{reach}): check that every host was "
-        "started with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE and with its own RANK "
-        "(--node-rank), or increase init(timeout=...)"
+        f"{describe_ranks(missing, rank_info)} did not join within {waited:.0f} s, while the "
+        f"others waited at {rank_info.store_location}{reach}; {advise(missing, rank_info)}"
     )
