@@ -73,6 +73,8 @@ def methods(native: Any) -> dict[str, Callable[[], object]]:
     lists, plan = [[torch.ones(2), torch.ones(2)]], Bucket(torch.float32, (Member(0, 4, 0),), 16)
     exact = NativeAllReduce(native, plan, [[(0, 1)], [(1, 2)]], 2, native.rank(), 1)
     return {
+        "_abort_because": lambda: native._abort_because("a test"),
+        "_is_aborted": native._is_aborted,
         "_allgather_base": lambda: native._allgather_base(two, one),
         "_end_coalescing": native._end_coalescing,
         "_reduce_scatter_base": lambda: native._reduce_scatter_base(one, two),

@@ -20,6 +20,19 @@ MessagePtr receive_from(int source, int64_t tag) {
 
 }  // namespace
 
+TEST(a_receive_that_was_removed_matches_nothing) {
+  PostedReceives posted;
+  const MessagePtr first = receive_from(-1, 3), second = receive_from(-1, 3);
+  posted.add(-1, 3, first);
+  posted.add(-1, 3, second);
+  CHECK(posted.remove(-1, 3, first));
+  CHECK(!posted.remove(-1, 3, first));
+  CHECK(!posted.remove(0, 3, second));
+  CHECK(posted.take(1, 3) == second);
+  CHECK(!posted.remove(-1, 3, second));
+  CHECK(posted.take(1, 3) == nullptr);
+}
+
 TEST(a_message_matches_the_first_receive_that_was_posted) {
   std::mt19937 random(1);
   PostedReceives posted;

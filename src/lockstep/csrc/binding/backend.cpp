@@ -7,6 +7,7 @@
 #include <sstream>
 #include <thread>
 
+#include "collectives/share.h"
 #include "errors.h"
 #include "torch_errors.h"
 
@@ -17,6 +18,31 @@ struct LockstepBackend::Core {
   std::unique_ptr<Group> group;
   std::atomic<unsigned long> caller{0};  // the thread that made the last call
 };
+
+namespace {
+
+class NativeRunner : public CollectiveBackend::Runner {
+ public:
+  explicit NativeRunner(std::shared_ptr<LockstepBackend::Core> core) : core_(std::move(core)) {}
+  void run(const CollectiveBackend::PreparedCall& prepared, std::chrono::milliseconds timeout,
+           bool is_background) override {
+    try {
+      CollectiveCall call(*core_->group, prepared.info, timeout, is_background);
+      NativeExecutor executor(call);
+      prepared.body(executor);
+    } catch (const CallError&) {
+      throw;  // all ranks throw, and the group stays usable
+    } catch (const std::exception& error) {
+      core_->group->abort(error.what());
+      throw;
+    }
+  }
+
+ private:
+  const std::shared_ptr<LockstepBackend::Core> core_;
+};
+
+}  // namespace
 
 static GroupInfo make_group_info(std::string name, std::vector<int> ranks, LocateThread locate,
                                  const std::atomic<unsigned long>& caller,
@@ -34,14 +60,7 @@ LockstepBackend::LockstepBackend(const c10::intrusive_ptr<c10d::Store>& store, i
                                  std::chrono::milliseconds timeout, std::string name,
                                  std::vector<int> ranks, LocateThread locate,
                                  PollSignals poll_signals)
-    : Backend(rank, size),
-      options_(c10::make_intrusive<Options>("lockstep", timeout)),
-      core_(std::make_shared<Core>()) {
-  CHECK_ARGUMENT(rank >= 0 && rank < size && (ranks.empty() || ranks.size() == size_t(size)),
-                 "a group of ", size, " can't have a rank ", rank, " and ", ranks.size(),
-                 " global ranks");
-  for (int global : ranks) options_->global_ranks_in_group.push_back(static_cast<uint64_t>(global));
-  options_->group_name = name;
+    : CollectiveBackend(rank, size, timeout, name, ranks), core_(std::make_shared<Core>()) {
   core_->caller = static_cast<unsigned long>(pthread_self());
   try {
     core_->group = join(
@@ -50,6 +69,7 @@ LockstepBackend::LockstepBackend(const c10::intrusive_ptr<c10d::Store>& store, i
   } catch (...) {
     std::rethrow_exception(to_torch_error());
   }
+  runner_ = std::make_shared<NativeRunner>(core_);
   queue_ = std::make_shared<CallQueue>([core = core_] { core->group->poll_signals(); });
   // A work that is still referenced keeps the group's memory mapped until its message is done.
   p2p_.reset(new PointToPoint(*core_->group), [core = core_](PointToPoint* p2p) { delete p2p; });
@@ -68,6 +88,7 @@ LockstepBackend::~LockstepBackend() {
     // slept on it at the fork, which the child does not have.
     leak(queue_);
     leak(p2p_);
+    leak(runner_);
     leak(core_);
     return;
   }
@@ -88,13 +109,19 @@ void LockstepBackend::shutdown() {
   core_->group->leave();
   queue_.reset();
   p2p_.reset();
+  runner_.reset();
   core_.reset();
 }
 
 void LockstepBackend::abort() {
   if (!core_) return;
+  abort_because(core_->group->format_rank(rank_) + " aborted the group");
+}
+
+void LockstepBackend::abort_because(const std::string& reason) {
+  if (!core_) return;
   check_process();
-  core_->group->abort(core_->group->format_rank(rank_) + " aborted the group");
+  core_->group->abort(reason);
 }
 
 c10d::ErrorType LockstepBackend::getError() {
@@ -123,6 +150,10 @@ void set_refusal(const std::string& reason) {
   is_refusing.store(!reason.empty(), std::memory_order_relaxed);
 }
 
+const std::string* current_refusal() {
+  return is_refusing.load(std::memory_order_relaxed) ? &refusal : nullptr;
+}
+
 void LockstepBackend::check_usable() {
   if (!core_) C10_THROW_ERROR(DistBackendError, "the group was destroyed");
   check_process();
@@ -131,12 +162,13 @@ void LockstepBackend::check_usable() {
 }
 
 void LockstepBackend::check_permitted(Op op) {
-  if (!is_refusing.load(std::memory_order_relaxed)) return;
+  const std::string* reason = current_refusal();
+  if (!reason) return;
   if (size_ == 1 && op == Op::barrier) return;  // it waits for nobody
   const std::string location = core_->group->info().locate();
   CHECK_ARGUMENT(false, core_->group->format_rank(rank_), location.empty() ? "" : ", " + location,
                  ": ", op_name(op), " on group ", core_->group->info().name,
-                 " is refused: ", refusal);
+                 " is refused: ", *reason);
 }
 
 void LockstepBackend::adopt_group_name() {
@@ -144,19 +176,6 @@ void LockstepBackend::adopt_group_name() {
   const std::string& given = getGroupDesc();
   if (calls_ == 0 && !given.empty() && given != "undefined" && given != "default_pg")
     core_->group->set_name(given);
-}
-
-void LockstepBackend::check_root(const char* op, int root) const {
-  CHECK_ARGUMENT(root >= 0 && root < size_, op, ": invalid root rank: there is no rank ", root,
-                 " in a group of ", size_);
-}
-
-at::Tensor LockstepBackend::allocateTensor(long size, at::TensorOptions options) {
-  try {
-    return shared_empty({size}, c10::typeMetaToScalarType(options.dtype()));
-  } catch (...) {
-    std::rethrow_exception(to_torch_error());
-  }
 }
 
 // ---- joining ----
@@ -260,56 +279,68 @@ std::unique_ptr<Group> LockstepBackend::join(c10d::Store& store, int rank, int s
   return group;
 }
 
-// ---- collective calls ----
+// ---- calls that c10d does not have ----
 
-WorkPtr LockstepBackend::start(c10d::OpType type, Tensors outputs, std::vector<PreparedCall> calls,
-                               std::chrono::milliseconds timeout, bool is_async,
-                               std::vector<OutputTensor> copied_back, const Tensors* inputs) {
-  check_usable();
-  if (!calls.empty()) check_permitted(calls.front().info.op);
-  calls_ += calls.size();
-  if (timeout <= std::chrono::milliseconds(0)) timeout = options_->timeout;
-  auto body = [core = core_, calls = std::move(calls), copied_back = std::move(copied_back),
-               timeout](bool is_background) {
-    for (const PreparedCall& prepared : calls) {
-      try {
-        CollectiveCall call(*core->group, prepared.info, timeout, is_background);
-        prepared.body(call);
-      } catch (const CallError&) {
-        throw;  // all ranks throw, and the group stays usable
-      } catch (const std::exception& error) {
-        core->group->abort(error.what());
-        throw;
-      }
-    }
-    for (const OutputTensor& tensor : copied_back) tensor.copy_back();
+WorkPtr LockstepBackend::exact_sum(ExactBucket bucket, at::Tensor packed, at::Tensor result,
+                                   at::Tensor present, std::optional<at::Tensor> own) {
+  const char* op = "exact_sum";
+  bucket.type = data_type_of(result.scalar_type());
+  CHECK_ARGUMENT(result.is_floating_point() && bucket.type != DataType::bytes, op,
+                 ": supports floating-point tensors, not ",
+                 dtype_name(static_cast<int>(result.scalar_type())));
+  CHECK_ARGUMENT(static_cast<int>(bucket.holders.size()) == size_, op, ": holders for ",
+                 bucket.holders.size(), " ranks in a group of ", size_);
+  CHECK_ARGUMENT(is_plain(packed) && is_plain(result) && is_plain(present) &&
+                     packed.nbytes() >= packed_bytes(bucket, rank_) &&
+                     result.numel() >= static_cast<int64_t>(bucket.length) &&
+                     present.nbytes() >= bucket.members.size(),
+                 op, ": a buffer is too small or not contiguous");
+  CHECK_ARGUMENT(!own || (is_plain(*own) && own->scalar_type() == result.scalar_type() &&
+                          own->numel() == static_cast<int64_t>(bucket.length)),
+                 op, ": `own` must have the length and dtype of the bucket");
+  CHECK_ARGUMENT(
+      Heap::instance().find(packed.data_ptr(), packed_bytes(bucket, rank_)).is_shared() &&
+          (bucket.scatter || Heap::instance().find(result.data_ptr(), result.nbytes()).is_shared()),
+      op, ": the buffers must be in shared memory (lockstep.empty_shared)");
+  try {
+    check(bucket, rank_, static_cast<char*>(packed.data_ptr()),
+          static_cast<char*>(result.data_ptr()));
+  } catch (...) {
+    std::rethrow_exception(to_torch_error());
+  }
+  CallInfo info;
+  info.op = Op::exact_sum;
+  info.dtype = static_cast<uint8_t>(result.scalar_type());
+  info.count = bucket.length;
+  info.plan_digest = bucket.digest();
+  Body body = [bucket = std::move(bucket), packed, result, present, own](Executor& executor) {
+    CollectiveCall& call = static_cast<NativeExecutor&>(executor).call();
+    const char* values = own ? static_cast<const char*>(own->data_ptr()) : nullptr;
+    const std::vector<bool> is_new =
+        lockstep::exact_sum(call, bucket, static_cast<char*>(packed.data_ptr()),
+                            static_cast<char*>(result.data_ptr()), values);
+    auto* flags = static_cast<uint8_t*>(present.data_ptr());
+    for (size_t m = 0; m < is_new.size(); ++m) flags[m] = is_new[m];
   };
-  auto work = c10::make_intrusive<CollectiveWork>(type, std::move(outputs), inputs, queue_,
-                                                  std::move(body));
-  if (is_coalescing_) is_async = true;
-  work->start(is_async);
-  if (is_coalescing_) add_to_coalesced(work);
-  return work;
+  return start(c10d::OpType::UNKNOWN, {result}, {{info, std::move(body)}},
+               std::chrono::milliseconds(0), true, {});
 }
 
-void LockstepBackend::startCoalescing() {
-  check_usable();
-  is_coalescing_ = true;
-  coalesced_.clear();
-}
-
-void LockstepBackend::add_to_coalesced(const WorkPtr& work) {
-  // Completed works need not be waited for. If an exception left the coalescing manager,
-  // endCoalescing is never called, and this list must not grow with every later call.
-  std::erase_if(coalesced_,
-                [](const WorkPtr& each) { return each->isCompleted() && each->isSuccess(); });
-  coalesced_.push_back(work);
-}
-
-WorkPtr LockstepBackend::endCoalescing() {
-  check_usable();
-  is_coalescing_ = false;
-  return c10::make_intrusive<CompositeWork>(std::exchange(coalesced_, {}), std::vector<Tensors>());
+at::Tensor LockstepBackend::share(int64_t bytes) {
+  CHECK_ARGUMENT(bytes >= 0, "share: negative number of bytes: ", bytes);
+  CallInfo info;
+  info.op = Op::share;
+  info.count = static_cast<uint64_t>(bytes);
+  auto segment = std::make_shared<std::unique_ptr<Segment>>();
+  Body body = [segment, bytes](Executor& executor) {
+    *segment = lockstep::share(static_cast<NativeExecutor&>(executor).call(),
+                               static_cast<uint64_t>(bytes));
+  };
+  start(c10d::OpType::UNKNOWN, {}, {{info, std::move(body)}}, std::chrono::milliseconds(0), false,
+        {});
+  char* data = (*segment)->data() + kSharedStart;
+  return at::from_blob(
+      data, {bytes}, [segment](void*) { segment->reset(); }, at::TensorOptions().dtype(at::kByte));
 }
 
 // ---- messages ----

@@ -14,6 +14,7 @@
 #include "activity.h"
 #include "backend.h"
 #include "errors.h"
+#include "python_host_calls.h"
 #include "torch_errors.h"
 #include "tree_reduce.h"
 
@@ -65,6 +66,47 @@ static c10::intrusive_ptr<LockstepBackend> create(const c10::intrusive_ptr<c10d:
                                                   std::string name, std::vector<int> ranks) {
   return c10::make_intrusive<LockstepBackend>(store, rank, size, timeout, std::move(name),
                                               std::move(ranks), &locate_thread, &poll_signals);
+}
+
+static c10::intrusive_ptr<HostsBackend> create_across_hosts(py::object calls, int rank, int size,
+                                                            std::chrono::milliseconds timeout,
+                                                            std::string name,
+                                                            std::vector<int> ranks) {
+  auto host_calls = std::make_shared<PythonHostCalls>(
+      std::move(calls), rank, size, name.empty() || name == "0" ? "default" : name, ranks,
+      &poll_signals);
+  return c10::make_intrusive<HostsBackend>(rank, size, timeout, name, ranks, std::move(host_calls));
+}
+
+static c10::intrusive_ptr<HostMessageWork> create_message(
+    const std::string& op, const at::Tensor& tensor, std::chrono::milliseconds timeout,
+    py::function interrupt, py::function fail_late, std::shared_ptr<CallbackPool> callbacks) {
+  // Both are called from threads without the interpreter's lock, and freed by them.
+  const auto guarded = [](py::function function) {
+    return std::shared_ptr<py::function>(new py::function(std::move(function)), [](auto* held) {
+      if (!Py_IsInitialized()) return;
+      py::gil_scoped_acquire lock;
+      delete held;
+    });
+  };
+  auto poll = [interrupt = guarded(std::move(interrupt))] {
+    try {
+      poll_signals();
+    } catch (py::error_already_set&) {
+      py::gil_scoped_acquire lock;
+      (*interrupt)();
+      throw;
+    }
+  };
+  auto fail = [fail_late = guarded(std::move(fail_late))] {
+    py::gil_scoped_acquire lock;
+    (*fail_late)();
+  };
+  const auto type = op == "send"   ? c10d::OpType::SEND
+                    : op == "recv" ? c10d::OpType::RECV
+                                   : c10d::OpType::RECVANYSOURCE;
+  return c10::make_intrusive<HostMessageWork>(type, tensor, timeout, std::move(poll),
+                                              std::move(fail), std::move(callbacks));
 }
 
 static at::Tensor empty(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
@@ -198,6 +240,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::arg("scatter") = false, py::arg("own") = std::nullopt,
            py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &LockstepBackend::getBackendOptions)
+      .def("_abort_because", &LockstepBackend::abort_because, py::arg("reason"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("_is_aborted",
+           [](LockstepBackend& backend) { return backend.getError() != c10d::ErrorType::SUCCESS; })
       // As ProcessGroupGloo has it; applies to the calls that follow.
       .def("_set_default_timeout", &LockstepBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
@@ -205,6 +251,46 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::call_guard<py::gil_scoped_release>())
       .def("map_peer", &LockstepBackend::map_peer, py::arg("handle"), py::arg("bytes"),
            py::call_guard<py::gil_scoped_release>());
+  py::class_<HostCallInfo>(module, "HostCallInfo")
+      .def_property_readonly("op", &HostCallInfo::op)
+      .def_property_readonly("reduction", &HostCallInfo::reduction)
+      .def_property_readonly("dtype", &HostCallInfo::dtype)
+      .def_property_readonly("root", [](const HostCallInfo& call) { return call.info.root; })
+      .def_property_readonly("count", [](const HostCallInfo& call) { return call.info.count; })
+      .def_property_readonly("factor", [](const HostCallInfo& call) { return call.info.factor; })
+      .def_property_readonly("is_uneven",
+                             [](const HostCallInfo& call) { return call.info.uneven != 0; })
+      .def_readonly("number", &HostCallInfo::number)
+      .def_readonly("timeout", &HostCallInfo::timeout)
+      .def_readonly("caller", &HostCallInfo::caller);
+  py::class_<HostsBackend, c10d::Backend, c10::intrusive_ptr<HostsBackend>>(module, "HostsBackend")
+      .def_property_readonly("options", &HostsBackend::getBackendOptions)
+      // The Python object that makes the calls; None after `shutdown`.
+      .def_property_readonly("calls",
+                             [](const HostsBackend& backend) -> py::object {
+                               const auto* calls =
+                                   dynamic_cast<PythonHostCalls*>(backend.host_calls().get());
+                               return calls ? calls->object() : py::none();
+                             })
+      .def("_set_default_timeout", &HostsBackend::setTimeout, py::arg("timeout"),
+           py::call_guard<py::gil_scoped_release>());
+  py::class_<MessageWork, c10d::Work, c10::intrusive_ptr<MessageWork>>(module, "MessageWork")
+      .def("cancel", &MessageWork::cancel, py::call_guard<py::gil_scoped_release>());
+  py::class_<CallbackPool, std::shared_ptr<CallbackPool>>(module, "CallbackPool")
+      .def(py::init<>())
+      .def("stop", &CallbackPool::stop, py::call_guard<py::gil_scoped_release>());
+  py::class_<HostMessageWork, c10d::Work, c10::intrusive_ptr<HostMessageWork>>(module,
+                                                                               "HostMessageWork")
+      .def(py::init(&create_message), py::arg("op"), py::arg("tensor"), py::arg("timeout"),
+           py::arg("interrupt"), py::arg("fail_late"), py::arg("callbacks"))
+      .def_property_readonly("buffer", &HostMessageWork::buffer)
+      .def("finish", &HostMessageWork::finish, py::arg("source"), py::arg("error") = "",
+           py::call_guard<py::gil_scoped_release>());
+  module.def("create_across_hosts", &create_across_hosts, py::arg("calls"), py::arg("rank"),
+             py::arg("size"), py::arg("timeout"), py::arg("name"), py::arg("ranks"));
+  // The wait of a thread of Python, as `lockstep.comm.activity` reads it.
+  module.def("begin_wait", [](const std::string& what) { begin_wait(what, Clock::now()); });
+  module.def("end_wait", [] { end_wait(); });
   module.def("load", &load_word, py::arg("tensor"), py::arg("index"));
   module.def("store", &store_word, py::arg("tensor"), py::arg("index"), py::arg("value"));
   module.def("compare_exchange", &compare_exchange, py::arg("tensor"), py::arg("index"),

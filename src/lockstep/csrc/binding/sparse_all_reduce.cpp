@@ -6,7 +6,6 @@
 #include <array>
 #include <sstream>
 
-#include "collectives/exchange.h"
 #include "errors.h"
 #include "tensors.h"
 #include "torch_errors.h"
@@ -59,8 +58,8 @@ at::Tensor add_along_tree(const std::vector<at::Tensor>& parts) {
   return stack.back();
 }
 
-void gather(CollectiveCall& call, const Block& own, std::vector<Block> receive) {
-  exchange(call, {std::vector<Block>(receive.size(), own), std::move(receive), true});
+void gather(Executor& executor, const Block& own, std::vector<Block> receive) {
+  executor.exchange({std::vector<Block>(receive.size(), own), std::move(receive), true});
 }
 
 }  // namespace
@@ -80,36 +79,36 @@ SparseAllReduce::SparseAllReduce(std::vector<at::Tensor> tensors) : tensors_(std
   own_ = add_along_tree(parts);
 }
 
-void SparseAllReduce::gather_shapes(CollectiveCall& call) {
-  const auto ranks = static_cast<size_t>(call.size());
+void SparseAllReduce::gather_shapes(Executor& executor) {
+  const auto ranks = static_cast<size_t>(executor.size());
   Shape own = shape_of(own_);
   std::vector<Shape> shapes(ranks);
   std::vector<Block> receive;
   for (Shape& shape : shapes) receive.push_back({reinterpret_cast<char*>(&shape), sizeof shape});
-  gather(call, {reinterpret_cast<char*>(&own), sizeof own}, std::move(receive));
+  gather(executor, {reinterpret_cast<char*>(&own), sizeof own}, std::move(receive));
   for (size_t rank = 1; rank < ranks; ++rank) {
     if (shapes[rank].matches(shapes[0])) continue;
-    Group& group = call.group();  // every rank compares the same shapes, and throws
+    // Every rank compares the same shapes, and throws.
     throw MismatchError(
-        group.format_rank(call.rank()) + ": the ranks of group " + group.info().name +
-        " disagree in all_reduce of a sparse tensor: " + group.format_rank(0) + " has " +
-        shapes[0].format() + "; " + group.format_rank(static_cast<int>(rank)) + " has " +
+        executor.format_rank(executor.rank()) + ": the ranks of group " + executor.group_name() +
+        " disagree in all_reduce of a sparse tensor: " + executor.format_rank(0) + " has " +
+        shapes[0].format() + "; " + executor.format_rank(static_cast<int>(rank)) + " has " +
         shapes[rank].format());
   }
   for (const Shape& shape : shapes) counts_.push_back(shape.count);
 }
 
-void SparseAllReduce::gather_indices(CollectiveCall& call) {
+void SparseAllReduce::gather_indices(Executor& executor) {
   const at::Tensor own = own_.indices().contiguous();
   std::vector<Block> receive;
   for (int64_t count : counts_) {
     indices_.push_back(at::empty({own_.sparse_dim(), count}, own.options()));
     receive.push_back(block_of(indices_.back()));
   }
-  gather(call, block_of(own), std::move(receive));
+  gather(executor, block_of(own), std::move(receive));
 }
 
-void SparseAllReduce::gather_values(CollectiveCall& call) {
+void SparseAllReduce::gather_values(Executor& executor) {
   const at::Tensor own = own_.values().resolve_conj().resolve_neg().contiguous();
   std::vector<Block> receive;
   for (int64_t count : counts_) {
@@ -118,7 +117,7 @@ void SparseAllReduce::gather_values(CollectiveCall& call) {
     values_.push_back(at::empty(sizes, own.options().memory_format(std::nullopt)));
     receive.push_back(block_of(values_.back()));
   }
-  gather(call, block_of(own), std::move(receive));
+  gather(executor, block_of(own), std::move(receive));
 }
 
 void SparseAllReduce::write_sum() {

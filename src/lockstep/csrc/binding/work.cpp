@@ -146,10 +146,12 @@ class CollectiveWork::Execution : public QueuedCall {
 
 CollectiveWork::CollectiveWork(c10d::OpType type, std::vector<at::Tensor> outputs,
                                const std::vector<at::Tensor>* inputs,
-                               std::shared_ptr<CallQueue> queue, std::function<void(bool)> body)
+                               std::shared_ptr<CallQueue> queue, std::function<void(bool)> body,
+                               bool runs_in_waiter)
     : FutureWork(type, std::move(outputs), inputs),
       queue_(std::move(queue)),
-      body_(std::move(body)) {}
+      body_(std::move(body)),
+      runs_in_waiter_(runs_in_waiter) {}
 
 void CollectiveWork::start(bool is_async) {
   execution_ = std::make_shared<Execution>(this);
@@ -164,7 +166,7 @@ void CollectiveWork::start(bool is_async) {
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
   check_process();
   const bool is_unlimited = timeout <= std::chrono::milliseconds(0);
-  if (is_unlimited) queue_->help_until_executed(*execution_);
+  if (is_unlimited && runs_in_waiter_) queue_->help_until_executed(*execution_);
   const auto begun = Clock::now();
   {
     SleepScope scope;
@@ -248,6 +250,8 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
   if (exception_) std::rethrow_exception(exception_);
   return true;
 }
+
+bool MessageWork::cancel() { return p2p_->cancel(message_); }
 
 int MessageWork::sourceRank() const { return message_->source; }
 

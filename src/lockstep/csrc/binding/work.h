@@ -48,9 +48,10 @@ class FutureWork : public c10d::Work {
 class CollectiveWork : public FutureWork {
  public:
   // `body` executes the call; its argument says whether it runs in a background thread.
+  // `runs_in_waiter`: a thread that waits may execute it.
   CollectiveWork(c10d::OpType type, std::vector<at::Tensor> outputs,
                  const std::vector<at::Tensor>* inputs, std::shared_ptr<CallQueue> queue,
-                 std::function<void(bool)> body);
+                 std::function<void(bool)> body, bool runs_in_waiter = true);
   void start(bool is_async);
   bool wait(std::chrono::milliseconds timeout) override;
 
@@ -58,6 +59,7 @@ class CollectiveWork : public FutureWork {
   class Execution;
   std::shared_ptr<CallQueue> queue_;
   std::function<void(bool)> body_;
+  const bool runs_in_waiter_;
   std::shared_ptr<Execution> execution_;
 };
 
@@ -73,6 +75,8 @@ class MessageWork : public FutureWork {
   bool wait(std::chrono::milliseconds timeout) override;
   int sourceRank() const override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  // Finishes a receive with an error, unless a message has taken it. Returns whether it did.
+  bool cancel();
 
  private:
   class PostedMessage;

@@ -22,6 +22,15 @@ std::shared_ptr<Message> PostedReceives::take(int source, int64_t tag) {
   return receive;
 }
 
+bool PostedReceives::remove(int source, int64_t tag, const std::shared_ptr<Message>& receive) {
+  const auto found = queues_.find({tag, source});
+  if (found == queues_.end()) return false;
+  const size_t removed =
+      std::erase_if(found->second, [&](const Posted& each) { return each.receive == receive; });
+  if (found->second.empty()) queues_.erase(found);
+  return removed > 0;
+}
+
 std::vector<std::shared_ptr<Message>> PostedReceives::take_all() {
   std::vector<Posted> all;
   for (auto& [place, queue] : queues_)

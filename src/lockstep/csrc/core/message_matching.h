@@ -32,6 +32,8 @@ class PostedReceives {
   void add(int source, int64_t tag, std::shared_ptr<Message> receive);
   // Removes and returns the first receive that a message matches, or nullptr.
   std::shared_ptr<Message> take(int source, int64_t tag);
+  // Removes a receive; returns whether it was there.
+  bool remove(int source, int64_t tag, const std::shared_ptr<Message>& receive);
   // Removes and returns all, in the order of posting.
   std::vector<std::shared_ptr<Message>> take_all();
 

@@ -127,6 +127,18 @@ void PointToPoint::finish(const MessagePtr& message, Messages& finished, const s
   --unfinished_;
 }
 
+bool PointToPoint::cancel(const MessagePtr& receive) {
+  Messages finished;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (posted_receives_.remove(receive->peer, receive->tag, receive))
+      finish(receive, finished, "it was cancelled");
+  }
+  const bool is_cancelled = !finished.empty();
+  complete(finished);
+  return is_cancelled;
+}
+
 void PointToPoint::fail_all(const std::string& error, Messages& finished) {
   for (const MessagePtr& message : posted_receives_.take_all()) finish(message, finished, error);
   for (int rank = 0; rank < size_; ++rank) {

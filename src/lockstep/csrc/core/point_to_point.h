@@ -84,6 +84,8 @@ class PointToPoint {
   bool wait(const MessagePtr& message, std::chrono::milliseconds limit = {});
   // Makes progress without blocking. Returns whether the message is done.
   bool test(const MessagePtr& message);
+  // Finishes a receive with an error, unless a message has taken it. Returns whether it did.
+  bool cancel(const MessagePtr& receive);
   // Makes progress in the background, within the message's timeout from now on.
   void progress_in_background(const MessagePtr& message);
   // "rank 0: recv from rank 1 (tag 0) on group default"

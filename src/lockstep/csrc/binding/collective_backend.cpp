@@ -1,15 +1,77 @@
 // torch's collective calls: each checks its arguments, then hands the call to the core.
+#include "collective_backend.h"
 #include "arguments.h"
-#include "backend.h"
-#include "collectives/all_reduce.h"
-#include "collectives/barrier.h"
-#include "collectives/exchange.h"
-#include "collectives/reduce_scatter.h"
-#include "collectives/share.h"
 #include "sparse_all_reduce.h"
 #include "torch_errors.h"
 
 namespace lockstep {
+
+CollectiveBackend::CollectiveBackend(int rank, int size, std::chrono::milliseconds timeout,
+                                     const std::string& name, const std::vector<int>& ranks)
+    : Backend(rank, size), options_(c10::make_intrusive<Options>("lockstep", timeout)) {
+  CHECK_ARGUMENT(rank >= 0 && rank < size && (ranks.empty() || ranks.size() == size_t(size)),
+                 "a group of ", size, " can't have a rank ", rank, " and ", ranks.size(),
+                 " global ranks");
+  for (int global : ranks) options_->global_ranks_in_group.push_back(static_cast<uint64_t>(global));
+  options_->group_name = name;
+}
+
+at::Tensor CollectiveBackend::allocateTensor(long size, at::TensorOptions options) {
+  try {
+    return shared_empty({size}, c10::typeMetaToScalarType(options.dtype()));
+  } catch (...) {
+    std::rethrow_exception(to_torch_error());
+  }
+}
+
+// ---- starting calls ----
+
+WorkPtr CollectiveBackend::start(c10d::OpType type, Tensors outputs,
+                                 std::vector<PreparedCall> calls, std::chrono::milliseconds timeout,
+                                 bool is_async, std::vector<OutputTensor> copied_back,
+                                 const Tensors* inputs) {
+  check_usable();
+  if (!calls.empty()) check_permitted(calls.front().info.op);
+  calls_ += calls.size();
+  if (timeout <= std::chrono::milliseconds(0)) timeout = options_->timeout;
+  auto body = [runner = runner_, calls = std::move(calls), copied_back = std::move(copied_back),
+               timeout](bool is_background) {
+    for (const PreparedCall& prepared : calls) runner->run(prepared, timeout, is_background);
+    for (const OutputTensor& tensor : copied_back) tensor.copy_back();
+  };
+  auto work = c10::make_intrusive<CollectiveWork>(type, std::move(outputs), inputs, queue_,
+                                                  std::move(body), runs_in_caller_);
+  if (is_coalescing_) is_async = true;
+  work->start(is_async || !runs_in_caller_);
+  if (!is_async && !runs_in_caller_) work->wait(kNoTimeout);
+  if (is_coalescing_) add_to_coalesced(work);
+  return work;
+}
+
+void CollectiveBackend::check_root(const char* op, int root) const {
+  CHECK_ARGUMENT(root >= 0 && root < size_, op, ": invalid root rank: there is no rank ", root,
+                 " in a group of ", size_);
+}
+
+void CollectiveBackend::startCoalescing() {
+  check_usable();
+  is_coalescing_ = true;
+  coalesced_.clear();
+}
+
+void CollectiveBackend::add_to_coalesced(const WorkPtr& work) {
+  // Completed works need not be waited for. If an exception left the coalescing manager,
+  // endCoalescing is never called, and this list must not grow with every later call.
+  std::erase_if(coalesced_,
+                [](const WorkPtr& each) { return each->isCompleted() && each->isSuccess(); });
+  coalesced_.push_back(work);
+}
+
+WorkPtr CollectiveBackend::endCoalescing() {
+  check_usable();
+  is_coalescing_ = false;
+  return c10::make_intrusive<CompositeWork>(std::exchange(coalesced_, {}), std::vector<Tensors>());
+}
 
 static CallInfo make_call_info(Op op, const at::Tensor& tensor, int root = -1) {
   CallInfo info;
@@ -45,32 +107,33 @@ static void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
 // Returns a body that keeps tensors alive for as long as it exists.
 template <typename F>
 auto keep_alive(Tensors tensors, F body) {
-  return
-      [tensors = std::move(tensors), body = std::move(body)](CollectiveCall& call) { body(call); };
+  return [tensors = std::move(tensors), body = std::move(body)](Executor& executor) {
+    body(executor);
+  };
 }
 
-LockstepBackend::PreparedCall LockstepBackend::prepare_exchange(CallInfo info,
-                                                                ExchangeBlocks blocks) {
+CollectiveBackend::PreparedCall CollectiveBackend::prepare_exchange(CallInfo info,
+                                                                    ExchangeBlocks blocks) {
   info.uneven = 1;
-  return {info, [blocks = std::move(blocks)](CollectiveCall& call) { exchange(call, blocks); }};
+  return {info, [blocks = std::move(blocks)](Executor& executor) { executor.exchange(blocks); }};
 }
 
 // ---- all-reduce, reduce, barrier ----
 
-LockstepBackend::PreparedCall LockstepBackend::prepare_all_reduce(const at::Tensor& tensor,
-                                                                  const c10d::ReduceOp& op,
-                                                                  int root) {
+CollectiveBackend::PreparedCall CollectiveBackend::prepare_all_reduce(const at::Tensor& tensor,
+                                                                      const c10d::ReduceOp& op,
+                                                                      int root) {
   CallInfo info = make_call_info(root < 0 ? Op::all_reduce : Op::reduce, tensor, root);
   set_reduction(info, op_name(info.op), tensor, op);
   const DataType type = data_type_of(tensor.scalar_type());
   const auto reduction = static_cast<Reduction>(info.reduction);
-  return {info, [tensor, type, reduction, root](CollectiveCall& call) {
-            all_reduce(call, tensor.data_ptr(), static_cast<size_t>(tensor.numel()), type,
-                       reduction, root);
+  return {info, [tensor, type, reduction, root](Executor& executor) {
+            executor.all_reduce(tensor.data_ptr(), static_cast<size_t>(tensor.numel()), type,
+                                reduction, root);
           }};
 }
 
-WorkPtr LockstepBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+WorkPtr CollectiveBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   const char* op = "all_reduce";
   check_alike(op, tensors);
   if (tensors[0].layout() == at::kSparse) return allreduce_sparse(tensors, opts);
@@ -82,7 +145,7 @@ WorkPtr LockstepBackend::allreduce(Tensors& tensors, const c10d::AllreduceOption
 }
 
 // Reduces several tensors per rank to one result, which all of them receive.
-WorkPtr LockstepBackend::allreduce_list(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+WorkPtr CollectiveBackend::allreduce_list(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   const char* op = "all_reduce";
   OutputList written(op);
   Tensors plain;
@@ -94,20 +157,20 @@ WorkPtr LockstepBackend::allreduce_list(Tensors& tensors, const c10d::AllreduceO
                  ": ", reduction_name(call.info.reduction),
                  " is not defined for several tensors per rank; use SUM");
   TreeReducer local(tree_steps(static_cast<int>(plain.size())), std::move(spec));
-  call.body = [plain, local, reduce = std::move(call.body)](CollectiveCall& call) {
+  call.body = [plain, local, reduce = std::move(call.body)](Executor& executor) {
     std::vector<const char*> inputs;
     for (const at::Tensor& tensor : plain)
       inputs.push_back(static_cast<const char*>(tensor.data_ptr()));
     local.run(inputs, {static_cast<char*>(plain[0].data_ptr())},
               static_cast<size_t>(plain[0].numel()));
-    reduce(call);
+    reduce(executor);
     for (size_t i = 1; i < plain.size(); ++i) copy_bytes(plain[i], plain[0]);
   };
   return start(c10d::OpType::ALLREDUCE, tensors, {std::move(call)}, opts.timeout, opts.asyncOp,
                written.take());
 }
 
-WorkPtr LockstepBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+WorkPtr CollectiveBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   check_alike("all_reduce", tensors);
   const int number = static_cast<int>(opts.reduceOp.op_);
   CHECK_ARGUMENT(number == static_cast<int>(Reduction::sum),
@@ -117,18 +180,18 @@ WorkPtr LockstepBackend::allreduce_sparse(Tensors& tensors, const c10d::Allreduc
   CallInfo info = make_call_info(Op::sparse_all_reduce, tensors[0]);
   info.uneven = 1;
   std::vector<PreparedCall> calls;
-  calls.push_back({info, [sum](CollectiveCall& call) { sum->gather_shapes(call); }});
-  calls.push_back({info, [sum](CollectiveCall& call) { sum->gather_indices(call); }});
-  calls.push_back({info, [sum](CollectiveCall& call) {
-                     sum->gather_values(call);
+  calls.push_back({info, [sum](Executor& executor) { sum->gather_shapes(executor); }});
+  calls.push_back({info, [sum](Executor& executor) { sum->gather_indices(executor); }});
+  calls.push_back({info, [sum](Executor& executor) {
+                     sum->gather_values(executor);
                      sum->write_sum();
                    }});
   return start(c10d::OpType::_ALLREDUCE_SPARSE, tensors, std::move(calls), opts.timeout,
                opts.asyncOp, {});
 }
 
-WorkPtr LockstepBackend::allreduce_coalesced(Tensors& tensors,
-                                             const c10d::AllreduceCoalescedOptions& opts) {
+WorkPtr CollectiveBackend::allreduce_coalesced(Tensors& tensors,
+                                               const c10d::AllreduceCoalescedOptions& opts) {
   CHECK_ARGUMENT(!tensors.empty(), "all_reduce_coalesced requires non-empty tensor lists");
   std::vector<PreparedCall> calls;
   OutputList outputs("all_reduce_coalesced");
@@ -138,7 +201,7 @@ WorkPtr LockstepBackend::allreduce_coalesced(Tensors& tensors,
                opts.asyncOp, outputs.take());
 }
 
-WorkPtr LockstepBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+WorkPtr CollectiveBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   const int root = static_cast<int>(opts.rootRank);
   check_root("reduce", root);
   check_root_tensor("reduce", opts.rootTensor, tensors);
@@ -153,15 +216,15 @@ WorkPtr LockstepBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opt
                opts.asyncOp, {tensor});
 }
 
-WorkPtr LockstepBackend::barrier(const c10d::BarrierOptions& opts) {
+WorkPtr CollectiveBackend::barrier(const c10d::BarrierOptions& opts) {
   CallInfo info;
   info.op = Op::barrier;
-  Body body = [](CollectiveCall& call) { lockstep::barrier(call); };
+  Body body = [](Executor& executor) { executor.barrier(); };
   return start(c10d::OpType::BARRIER, {}, {{info, std::move(body)}}, opts.timeout, opts.asyncOp,
                {});
 }
 
-void LockstepBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool) {
+void CollectiveBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool) {
   // Every barrier of this backend names the missing ranks.
   c10d::BarrierOptions synchronous = opts;
   synchronous.asyncOp = false;
@@ -170,7 +233,7 @@ void LockstepBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool) {
 
 // ---- broadcast, gather, scatter ----
 
-WorkPtr LockstepBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+WorkPtr CollectiveBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   const char* op = "broadcast";
   const int root = static_cast<int>(opts.rootRank);
   check_root(op, root);
@@ -191,16 +254,16 @@ WorkPtr LockstepBackend::broadcast(Tensors& tensors, const c10d::BroadcastOption
   }
   PreparedCall call =
       prepare_exchange(make_call_info(Op::broadcast, given, root), std::move(blocks));
-  call.body = [tensor, copies, move = std::move(call.body)](CollectiveCall& call) {
-    move(call);
+  call.body = [tensor, copies, move = std::move(call.body)](Executor& executor) {
+    move(executor);
     for (const at::Tensor& copy : copies) copy_bytes(copy, tensor);
   };
   return start(c10d::OpType::BROADCAST, tensors, {std::move(call)}, opts.timeout, opts.asyncOp,
                written.take());
 }
 
-WorkPtr LockstepBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
-                                const c10d::GatherOptions& opts) {
+WorkPtr CollectiveBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                  const c10d::GatherOptions& opts) {
   const int root = static_cast<int>(opts.rootRank);
   check_root("gather", root);
   const at::Tensor& given = single("gather", inputs, "input ");
@@ -221,8 +284,8 @@ WorkPtr LockstepBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                opts.timeout, opts.asyncOp, written.take(), &inputs);
 }
 
-WorkPtr LockstepBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                                 const c10d::ScatterOptions& opts) {
+WorkPtr CollectiveBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                   const c10d::ScatterOptions& opts) {
   const int root = static_cast<int>(opts.rootRank);
   check_root("scatter", root);
   OutputTensor output("scatter", single("scatter", outputs, "output "), false);
@@ -249,9 +312,9 @@ WorkPtr LockstepBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
 // ---- all-gather ----
 
 // `receive` lists the blocks to receive into, by rank: parts of one output, or a list of them.
-LockstepBackend::PreparedCall LockstepBackend::prepare_all_gather(const OutputList& outputs,
-                                                                  const at::Tensor& input,
-                                                                  std::vector<Block> receive) {
+CollectiveBackend::PreparedCall CollectiveBackend::prepare_all_gather(const OutputList& outputs,
+                                                                      const at::Tensor& input,
+                                                                      std::vector<Block> receive) {
   const at::Tensor plain = outputs.as_input(input, receive[rank_]);
   ExchangeBlocks blocks{std::vector<Block>(size_, block_of(plain)), std::move(receive), true};
   PreparedCall call = prepare_exchange(make_call_info(Op::all_gather, plain), std::move(blocks));
@@ -259,8 +322,8 @@ LockstepBackend::PreparedCall LockstepBackend::prepare_all_gather(const OutputLi
   return call;
 }
 
-WorkPtr LockstepBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
-                                   const c10d::AllgatherOptions& opts) {
+WorkPtr CollectiveBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                     const c10d::AllgatherOptions& opts) {
   const char* op = "all_gather";
   const size_t count = inputs.size();  // of tensors per rank
   CHECK_ARGUMENT(count > 0, op, " requires non-empty input tensor lists");
@@ -289,8 +352,8 @@ WorkPtr LockstepBackend::allgather(std::vector<Tensors>& outputs, Tensors& input
     calls.push_back(prepare_all_gather(written, inputs[i], std::move(receive)));
   }
   if (count > 1)
-    calls.back().body = [lists, gather = std::move(calls.back().body)](CollectiveCall& call) {
-      gather(call);
+    calls.back().body = [lists, gather = std::move(calls.back().body)](Executor& executor) {
+      gather(executor);
       for (size_t j = 1; j < lists.size(); ++j)
         for (size_t k = 0; k < lists[j].size(); ++k) copy_bytes(lists[j][k], lists[0][k]);
     };
@@ -300,8 +363,8 @@ WorkPtr LockstepBackend::allgather(std::vector<Tensors>& outputs, Tensors& input
   return c10::make_intrusive<CompositeWork>(std::vector{std::move(work)}, outputs);
 }
 
-WorkPtr LockstepBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
-                                             const c10d::AllgatherOptions& opts) {
+WorkPtr CollectiveBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                               const c10d::AllgatherOptions& opts) {
   const char* op = "all_gather_coalesced";
   CHECK_ARGUMENT(!inputs.empty(), op, " requires non-empty input tensor lists");
   CHECK_ARGUMENT(static_cast<int>(outputs.size()) == size_, op,
@@ -344,8 +407,8 @@ static std::vector<Block> split_output(const char* op, const at::Tensor& output,
   return blocks;
 }
 
-WorkPtr LockstepBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
-                                         const c10d::AllgatherOptions& opts) {
+WorkPtr CollectiveBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                           const c10d::AllgatherOptions& opts) {
   const char* op = "all_gather_into_tensor";
   check_tensor(op, input);
   OutputList written(op);
@@ -356,8 +419,8 @@ WorkPtr LockstepBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                opts.asyncOp, written.take(), &inputs);
 }
 
-WorkPtr LockstepBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                         const c10d::AllgatherOptions& opts) {
+WorkPtr CollectiveBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                           const c10d::AllgatherOptions& opts) {
   const char* op = "all_gather_into_tensor_coalesced";
   CHECK_ARGUMENT(outputs.size() == inputs.size(), op, ": ", outputs.size(), " outputs for ",
                  inputs.size(), " inputs");
@@ -376,7 +439,7 @@ WorkPtr LockstepBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tenso
 
 // ---- reduce-scatter ----
 
-LockstepBackend::PreparedCall LockstepBackend::prepare_reduce_scatter(
+CollectiveBackend::PreparedCall CollectiveBackend::prepare_reduce_scatter(
     const char* op, Tensors inputs, const at::Tensor& output, const c10d::ReduceOp& reduce_op,
     bool uneven) {
   CallInfo info = make_call_info(Op::reduce_scatter, output);
@@ -393,9 +456,9 @@ LockstepBackend::PreparedCall LockstepBackend::prepare_reduce_scatter(
   for (const at::Tensor& input : inputs) send.push_back(block_of(input));
   const DataType type = data_type_of(output.scalar_type());
   const auto reduction = static_cast<Reduction>(info.reduction);
-  Body body = [output, send, type, reduction](CollectiveCall& call) {
-    lockstep::reduce_scatter(call, send, static_cast<char*>(output.data_ptr()),
-                             static_cast<size_t>(output.numel()), type, reduction);
+  Body body = [output, send, type, reduction](Executor& executor) {
+    executor.reduce_scatter(send, static_cast<char*>(output.data_ptr()),
+                            static_cast<size_t>(output.numel()), type, reduction);
   };
   return {info, keep_alive(std::move(inputs), std::move(body))};
 }
@@ -410,8 +473,8 @@ static Tensors split_input(const char* op, const at::Tensor& input, const at::Te
   return parts;
 }
 
-WorkPtr LockstepBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
-                                        const c10d::ReduceScatterOptions& opts) {
+WorkPtr CollectiveBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                          const c10d::ReduceScatterOptions& opts) {
   const char* op = "reduce_scatter";
   OutputTensor output(op, single(op, outputs, "output "), false);
   const Tensors& list = single(op, inputs, "input", size_);
@@ -424,8 +487,8 @@ WorkPtr LockstepBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& 
                {output}, &list);
 }
 
-WorkPtr LockstepBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                                              const c10d::ReduceScatterOptions& opts) {
+WorkPtr CollectiveBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                const c10d::ReduceScatterOptions& opts) {
   const char* op = "reduce_scatter_tensor";
   OutputTensor written(op, output, false);
   PreparedCall call =
@@ -436,8 +499,8 @@ WorkPtr LockstepBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& in
                opts.asyncOp, {written}, &inputs);
 }
 
-WorkPtr LockstepBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
-                                                         const c10d::ReduceScatterOptions& opts) {
+WorkPtr CollectiveBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                           const c10d::ReduceScatterOptions& opts) {
   const char* op = "reduce_scatter_tensor_coalesced";
   CHECK_ARGUMENT(outputs.size() == inputs.size(), op, ": ", outputs.size(), " outputs for ",
                  inputs.size(), " inputs");
@@ -484,10 +547,10 @@ static std::vector<Block> split_rows(const char* what, const at::Tensor& tensor,
   return blocks;
 }
 
-WorkPtr LockstepBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
-                                       std::vector<int64_t>& output_sizes,
-                                       std::vector<int64_t>& input_sizes,
-                                       const c10d::AllToAllOptions& opts) {
+WorkPtr CollectiveBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                         std::vector<int64_t>& output_sizes,
+                                         std::vector<int64_t>& input_sizes,
+                                         const c10d::AllToAllOptions& opts) {
   const char* op = "all_to_all_single";
   OutputTensor written(op, output, false);
   at::Tensor plain = as_input(op, input);
@@ -502,8 +565,8 @@ WorkPtr LockstepBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                {written}, &inputs);
 }
 
-WorkPtr LockstepBackend::alltoall(Tensors& outputs, Tensors& inputs,
-                                  const c10d::AllToAllOptions& opts) {
+WorkPtr CollectiveBackend::alltoall(Tensors& outputs, Tensors& inputs,
+                                    const c10d::AllToAllOptions& opts) {
   const char* op = "all_to_all";
   CHECK_ARGUMENT(!inputs.empty(), op, " takes a list of tensors for each rank");
   check_list(op, "input", inputs, inputs[0], size_);
@@ -522,66 +585,6 @@ WorkPtr LockstepBackend::alltoall(Tensors& outputs, Tensors& inputs,
   call.body = keep_alive(std::move(plain), std::move(call.body));
   return start(c10d::OpType::ALLTOALL, outputs, {std::move(call)}, opts.timeout, opts.asyncOp,
                written.take(), &inputs);
-}
-
-// ---- calls that c10d does not have ----
-
-WorkPtr LockstepBackend::exact_sum(ExactBucket bucket, at::Tensor packed, at::Tensor result,
-                                   at::Tensor present, std::optional<at::Tensor> own) {
-  const char* op = "exact_sum";
-  bucket.type = data_type_of(result.scalar_type());
-  CHECK_ARGUMENT(result.is_floating_point() && bucket.type != DataType::bytes, op,
-                 ": supports floating-point tensors, not ",
-                 dtype_name(static_cast<int>(result.scalar_type())));
-  CHECK_ARGUMENT(static_cast<int>(bucket.holders.size()) == size_, op, ": holders for ",
-                 bucket.holders.size(), " ranks in a group of ", size_);
-  CHECK_ARGUMENT(is_plain(packed) && is_plain(result) && is_plain(present) &&
-                     packed.nbytes() >= packed_bytes(bucket, rank_) &&
-                     result.numel() >= static_cast<int64_t>(bucket.length) &&
-                     present.nbytes() >= bucket.members.size(),
-                 op, ": a buffer is too small or not contiguous");
-  CHECK_ARGUMENT(!own || (is_plain(*own) && own->scalar_type() == result.scalar_type() &&
-                          own->numel() == static_cast<int64_t>(bucket.length)),
-                 op, ": `own` must have the length and dtype of the bucket");
-  CHECK_ARGUMENT(
-      Heap::instance().find(packed.data_ptr(), packed_bytes(bucket, rank_)).is_shared() &&
-          (bucket.scatter || Heap::instance().find(result.data_ptr(), result.nbytes()).is_shared()),
-      op, ": the buffers must be in shared memory (lockstep.empty_shared)");
-  try {
-    check(bucket, rank_, static_cast<char*>(packed.data_ptr()),
-          static_cast<char*>(result.data_ptr()));
-  } catch (...) {
-    std::rethrow_exception(to_torch_error());
-  }
-  CallInfo info = make_call_info(Op::exact_sum, result);
-  info.count = bucket.length;
-  info.plan_digest = bucket.digest();
-  Body body = [bucket = std::move(bucket), packed, result, present, own](CollectiveCall& call) {
-    const char* values = own ? static_cast<const char*>(own->data_ptr()) : nullptr;
-    const std::vector<bool> is_new =
-        lockstep::exact_sum(call, bucket, static_cast<char*>(packed.data_ptr()),
-                            static_cast<char*>(result.data_ptr()), values);
-    auto* flags = static_cast<uint8_t*>(present.data_ptr());
-    for (size_t m = 0; m < is_new.size(); ++m) flags[m] = is_new[m];
-  };
-  return start(c10d::OpType::UNKNOWN, {result}, {{info, std::move(body)}},
-               std::chrono::milliseconds(0), true, {});
-}
-
-at::Tensor LockstepBackend::share(int64_t bytes) {
-  CHECK_ARGUMENT(bytes >= 0, "share: negative number of bytes: ", bytes);
-  CallInfo info;
-  info.op = Op::share;
-  info.count = static_cast<uint64_t>(bytes);
-  auto segment = std::make_shared<std::unique_ptr<Segment>>();
-  Body body = [segment, bytes](CollectiveCall& call) {
-    *segment = lockstep::share(call, static_cast<uint64_t>(bytes));
-  };
-  start(c10d::OpType::UNKNOWN, {}, {{info, std::move(body)}}, std::chrono::milliseconds(0), false,
-        {});
-  char* data = (*segment)->data() + kSharedStart;
-  return at::from_blob(
-      data, {bytes}, [segment](void*) { segment->reset(); }, at::TensorOptions().dtype(at::kByte));
 }
 
 }  // namespace lockstep

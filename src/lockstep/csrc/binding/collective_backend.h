@@ -1,0 +1,117 @@
+// The collective calls of a c10d backend: checks torch's arguments and hands each call to an
+// executor.
+//
+// There is one object per rank and group. Collective calls run one at a time through the
+// CallQueue. The classes that derive from this one join the group, and send and receive
+// messages: LockstepBackend (backend.h) on one host, HostsBackend (hosts_backend.h) across hosts.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "call_queue.h"
+#include "executor.h"
+#include "process.h"
+#include "tensors.h"
+#include "work.h"
+
+namespace lockstep {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+class CollectiveBackend : public c10d::Backend {
+ public:
+  using Body = std::function<void(Executor&)>;
+  struct PreparedCall {
+    CallInfo info;
+    Body body;
+  };
+  // Runs a call. Works in progress share it, and may outlive the backend.
+  class Runner {
+   public:
+    virtual ~Runner() = default;
+    virtual void run(const PreparedCall& call, std::chrono::milliseconds timeout,
+                     bool is_background) = 0;
+  };
+
+  CollectiveBackend(int rank, int size, std::chrono::milliseconds timeout, const std::string& name,
+                    const std::vector<int>& ranks);
+
+  const std::string getBackendName() const override { return "lockstep"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
+  // TORCH_DISTRIBUTED_DEBUG=DETAIL needs sequence numbers.
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return calls_; }
+
+  bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override;
+
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  // torch itself calls more than the plain forms: its functional collectives the coalesced
+  // ones only, FSDP2 the reductions AVG and PREMUL_SUM, torch.distributed.checkpoint gather
+  // and scatter, DistributedDataParallel futures of a list of tensors.
+  WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions&) override;
+  WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions&) override;
+  WorkPtr allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) override;
+  WorkPtr allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions&) override;
+  WorkPtr reduce(Tensors&, const c10d::ReduceOptions&) override;
+  WorkPtr allgather(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions&) override;
+  WorkPtr _allgather_base(at::Tensor&, at::Tensor&, const c10d::AllgatherOptions&) override;
+  WorkPtr allgather_coalesced(std::vector<Tensors>&, Tensors&,
+                              const c10d::AllgatherOptions&) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors&, Tensors&,
+                                          const c10d::AllgatherOptions&) override;
+  WorkPtr gather(std::vector<Tensors>&, Tensors&, const c10d::GatherOptions&) override;
+  WorkPtr scatter(Tensors&, std::vector<Tensors>&, const c10d::ScatterOptions&) override;
+  WorkPtr reduce_scatter(Tensors&, std::vector<Tensors>&,
+                         const c10d::ReduceScatterOptions&) override;
+  WorkPtr _reduce_scatter_base(at::Tensor&, at::Tensor&,
+                               const c10d::ReduceScatterOptions&) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors&, Tensors&,
+                                          const c10d::ReduceScatterOptions&) override;
+  WorkPtr alltoall_base(at::Tensor&, at::Tensor&, std::vector<int64_t>&, std::vector<int64_t>&,
+                        const c10d::AllToAllOptions&) override;
+  WorkPtr alltoall(Tensors&, Tensors&, const c10d::AllToAllOptions&) override;
+  WorkPtr barrier(const c10d::BarrierOptions&) override;
+  void monitoredBarrier(const c10d::BarrierOptions&, bool) override;
+
+ protected:
+  // Starts the calls, one after the other, as one Work. `copied_back` lists the tensors that
+  // are copied back afterwards; `inputs` those that are read, if they are not the outputs.
+  WorkPtr start(c10d::OpType type, Tensors outputs, std::vector<PreparedCall> calls,
+                std::chrono::milliseconds timeout, bool is_async,
+                std::vector<OutputTensor> copied_back, const Tensors* inputs = nullptr);
+  // Throws if the group cannot be used, such as in a forked process.
+  virtual void check_usable() = 0;
+  // Throws if the process refuses calls.
+  virtual void check_permitted(Op op) = 0;
+
+  const int owner_pid_ = current_pid();
+  c10::intrusive_ptr<Options> options_;
+  std::shared_ptr<Runner> runner_;
+  std::shared_ptr<CallQueue> queue_;
+  bool runs_in_caller_ = true;  // synchronous calls; otherwise all run in the queue's thread
+  std::atomic<uint64_t> calls_{0};
+
+ private:
+  void add_to_coalesced(const WorkPtr& work);
+  void check_root(const char* op, int root) const;
+  WorkPtr allreduce_list(Tensors& tensors, const c10d::AllreduceOptions& opts);
+  PreparedCall prepare_all_reduce(const at::Tensor& tensor, const c10d::ReduceOp& op, int root);
+  PreparedCall prepare_exchange(CallInfo info, ExchangeBlocks blocks);
+  PreparedCall prepare_all_gather(const OutputList& outputs, const at::Tensor& input,
+                                  std::vector<Block> receive);
+  PreparedCall prepare_reduce_scatter(const char* op, Tensors inputs, const at::Tensor& output,
+                                      const c10d::ReduceOp& reduction, bool uneven);
+
+  bool is_coalescing_ = false;
+  std::vector<WorkPtr> coalesced_;
+};
+
+}  // namespace lockstep

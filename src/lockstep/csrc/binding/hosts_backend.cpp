@@ -1,0 +1,181 @@
+#include "hosts_backend.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+#include <pthread.h>
+#include <pybind11/pybind11.h>
+
+#include "activity.h"
+#include "backend.h"
+#include "errors.h"
+#include "torch_errors.h"
+
+namespace lockstep {
+
+HostsBackend::HostsBackend(int rank, int size, std::chrono::milliseconds timeout,
+                           const std::string& name, const std::vector<int>& ranks,
+                           std::shared_ptr<HostCalls> calls)
+    : CollectiveBackend(rank, size, timeout, name, ranks), host_calls_(std::move(calls)) {
+  runner_ = host_calls_;
+  queue_ = std::make_shared<CallQueue>([calls = host_calls_] { calls->poll_signals(); });
+  runs_in_caller_ = false;
+}
+
+HostsBackend::~HostsBackend() {
+  if (owner_pid_ != current_pid()) {
+    // The child of a fork has none of the threads that these wait for.
+    (void)new auto(std::move(queue_));
+    (void)new auto(std::move(runner_));
+    (void)new auto(std::move(host_calls_));
+    return;
+  }
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    pybind11::gil_scoped_release release;
+    shutdown();
+  } else {
+    shutdown();
+  }
+}
+
+void HostsBackend::shutdown() {
+  if (!host_calls_) return;
+  check_process();
+  queue_->stop();
+  host_calls_->shutdown();
+  queue_.reset();
+  runner_.reset();
+  host_calls_.reset();
+}
+
+void HostsBackend::setTimeout(std::chrono::milliseconds timeout) {
+  CollectiveBackend::setTimeout(timeout);
+  if (host_calls_) host_calls_->set_timeout(timeout);
+}
+
+void HostsBackend::abort() {
+  if (!host_calls_) return;
+  check_process();
+  host_calls_->abort();
+}
+
+c10d::ErrorType HostsBackend::getError() {
+  if (!host_calls_) return c10d::ErrorType::SUCCESS;
+  check_process();
+  return host_calls_->is_aborted() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
+}
+
+void HostsBackend::check_process() const {
+  if (owner_pid_ == current_pid()) return;
+  C10_THROW_ERROR(DistBackendError, "process " + std::to_string(current_pid()) +
+                                        " is a fork of process " + std::to_string(owner_pid_) +
+                                        ", which joined the group, and cannot use it: make this "
+                                        "call in process " +
+                                        std::to_string(owner_pid_));
+}
+
+void HostsBackend::check_usable() {
+  if (!host_calls_) C10_THROW_ERROR(DistBackendError, "the group was destroyed");
+  check_process();
+  host_calls_->note_caller(static_cast<unsigned long>(pthread_self()));
+  // torch sets the name that the user gave only after the group was created.
+  const std::string& given = getGroupDesc();
+  if (calls_ == 0 && !given.empty() && given != "undefined" && given != "default_pg")
+    host_calls_->set_name(given);
+}
+
+void HostsBackend::check_permitted(Op op) {
+  const std::string* reason = current_refusal();
+  CHECK_ARGUMENT(!reason, host_calls_->describe_caller(), ": ", op_name(op),
+                 " is refused: ", *reason);
+}
+
+WorkPtr HostsBackend::post_message(c10d::OpType type, Tensors& tensors, int peer, int tag) {
+  check_usable();
+  const bool is_send = type == c10d::OpType::SEND;
+  const char* op = is_send ? "send" : "recv";
+  check_permitted(is_send ? Op::send : Op::recv);
+  CHECK_ARGUMENT(tensors.size() == 1, op, " takes one tensor");
+  check_tensor(op, tensors[0]);
+  CHECK_ARGUMENT((peer >= 0 || type == c10d::OpType::RECVANYSOURCE) && peer < size_, op,
+                 ": there is no rank ", peer, " in a group of ", size_);
+  ++calls_;
+  return host_calls_->post_message(type, tensors, peer, tag);
+}
+
+WorkPtr HostsBackend::send(Tensors& tensors, int target, int tag) {
+  return post_message(c10d::OpType::SEND, tensors, target, tag);
+}
+
+WorkPtr HostsBackend::recv(Tensors& tensors, int source, int tag) {
+  return post_message(c10d::OpType::RECV, tensors, source, tag);
+}
+
+WorkPtr HostsBackend::recvAnysource(Tensors& tensors, int tag) {
+  return post_message(c10d::OpType::RECVANYSOURCE, tensors, -1, tag);
+}
+
+// ---- messages between hosts ----
+
+HostMessageWork::HostMessageWork(c10d::OpType type, const at::Tensor& tensor,
+                                 std::chrono::milliseconds timeout,
+                                 std::function<void()> poll_signals,
+                                 std::function<void()> fail_late,
+                                 std::shared_ptr<CallbackPool> callbacks)
+    : FutureWork(type, {tensor}),
+      timeout_(timeout),
+      poll_signals_(std::move(poll_signals)),
+      fail_late_(std::move(fail_late)),
+      callbacks_(std::move(callbacks)) {
+  at::NoGradGuard guard;
+  if (type == c10d::OpType::SEND) {
+    buffer_ = as_input("send", tensor);
+  } else {
+    output_.emplace("recv", tensor, false);
+    buffer_ = output_->plain();
+  }
+}
+
+void HostMessageWork::finish(int source, const std::string& error) {
+  if (is_finished_.exchange(true)) return;
+  source_ = source;
+  std::exception_ptr thrown;
+  try {
+    if (!error.empty()) throw CommError(error);
+    at::NoGradGuard guard;
+    if (output_) output_->copy_back();
+  } catch (...) {
+    thrown = to_torch_error();
+  }
+  auto self = c10::intrusive_ptr<HostMessageWork>::reclaim_copy(this);
+  if (complete(thrown)) callbacks_->submit([self] { self->run_callbacks(); });
+}
+
+bool HostMessageWork::isCompleted() { return FutureWork::isCompleted() && is_future_completed(); }
+
+bool HostMessageWork::wait(std::chrono::milliseconds timeout) {
+  check_process();
+  const bool is_unlimited = timeout <= std::chrono::milliseconds(0);
+  const auto begun = Clock::now();
+  {
+    SleepScope scope;
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!cv_.wait_for(lock, is_unlimited ? kSleepSlice : std::min(kSleepSlice, timeout),
+                         [this] { return completed_; })) {
+      lock.unlock();
+      scope.begin();
+      poll_signals_();
+      const auto waited = Clock::now() - begun;
+      if (!is_unlimited && waited > timeout)
+        C10_THROW_ERROR(DistBackendError,
+                        c10d::opTypeToString(opType_) + " timed out: it was not finished after " +
+                            format_seconds(timeout) + "; it continues in the background");
+      if (waited > timeout_) fail_late_();
+      lock.lock();
+    }
+  }
+  wait_future();
+  if (exception_) std::rethrow_exception(exception_);
+  return true;
+}
+
+}  // namespace lockstep
