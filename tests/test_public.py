@@ -121,7 +121,13 @@ def test_help_imports_click_only(arguments):
         ("import lockstep", {"lockstep"}),
         (  # by entry points `import torch` imports these two
             "import lockstep.comm.backend",
-            {"lockstep", "lockstep.comm", "lockstep.comm.activity", "lockstep.comm.backend"},
+            {
+                "lockstep",
+                "lockstep.comm",
+                "lockstep.comm.activity",
+                "lockstep.comm.backend",
+                "lockstep.comm.native_module",
+            },
         ),
         (
             "import lockstep.launcher.mpi_rendezvous",

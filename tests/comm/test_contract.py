@@ -19,12 +19,13 @@ import pytest
 import mpi_ranks
 import pytest_lockstep
 from contract import rounding
-from contract.every import GROUPS, PATIENCE, run_all
+from contract.every import GROUPS, PATIENCE, PLACEMENTS, run_all
 from contract.limits import GUARANTEE_TREE, LIMITS
 from lockstep.errors import LockstepError
 from lockstep.launcher.fork_server import get_fork_server
 
 WIDTHS = (1, 2, 3, 4)
+ALWAYS = ("abab",)  # placements on hosts; the others are left to `make soak`
 LAUNCH = 100.0  # seconds for all cases of one launch
 
 
@@ -32,13 +33,15 @@ def backends() -> list[str]:
     """Return gloo, and lockstep where its extension is built, with all its routes.
 
     "small": pieces so small that most messages pass in several; "shared": as small, and all
-    tensors in segments; "mixed": those of every second rank.
+    tensors in segments; "mixed": those of every second rank. "hosts": ranks on several hosts, at
+    once or in turn.
     """
     if importlib.util.find_spec("lockstep.comm.backend") is None:
         return ["gloo"]
     backend = importlib.import_module("lockstep.comm.backend")
     variants = ("", "-small", "-shared", "-mixed") if backend.available() else ()
-    return ["gloo", *(f"lockstep{variant}" for variant in variants)]
+    placements = [f"-{placement}" for placement in PLACEMENTS] if backend.available() else []
+    return ["gloo", *(f"lockstep{variant}" for variant in (*variants, *placements))]
 
 
 @functools.cache
@@ -61,7 +64,11 @@ def launches() -> Iterator[Any]:
     """Return every backend with every number of ranks; some of them are left to `make soak`."""
     for backend in backends():
         for n in WIDTHS:
-            is_repetition = "-" in backend and n != 4  # other routes of the same backend
+            route = backend.partition("-")[2]
+            if PLACEMENTS.get(route, n) != n:
+                continue
+            is_repetition = n != 4 if route not in PLACEMENTS else route not in ALWAYS
+            is_repetition = bool(route) and is_repetition  # other routes of the same backend
             yield pytest.param(backend, n, marks=[pytest.mark.stress] * is_repetition)
     for n in WIDTHS:
         yield pytest.param("mpi4py", n, marks=[mpi_ranks.needed, pytest.mark.stress][: 1 + n % 2])

@@ -26,6 +26,7 @@ from contract import (
 )
 from contract.check import Ledger
 from contract.limits import GUARANTEE_TREE, LIMITS, SMALL_PIECES, THRESHOLDS
+from lockstep.comm.host_identity import IDENTITY
 
 SIZES = (0, 1, 3, 16, 65, 1023, 4097, 65_537)  # elements; with each threshold's neighbours
 FEW_PIECES = 9_001  # elements of the largest message where pieces are small
@@ -56,9 +57,15 @@ GROUPS: dict[str, Callable[..., None]] = {
 }
 
 
+# The host of each rank, for the backend across hosts.
+PLACEMENTS = {
+    "ab": 2, "aab": 3, "abb": 3, "aba": 3, "abc": 3, "aabb": 4, "abab": 4, "aaab": 4,
+}  # fmt: skip
+
+
 def sizes(backend: str) -> tuple[int, ...]:
     """Return the sizes in float32 elements, those around the backend's thresholds included."""
-    around = {bytes_ // 4 + step for bytes_ in THRESHOLDS[backend] for step in (-1, 0, 1)}
+    around = {bytes_ // 4 + step for bytes_ in THRESHOLDS.get(backend, ()) for step in (-1, 0, 1)}
     most = FEW_PIECES if "-" in backend else SIZES[-1]
     return tuple(sorted({min(size, most) for size in (*SIZES, *around)}))
 
@@ -71,13 +78,16 @@ def noted(place: int, case: str) -> None:
 def run_all(variant: str, folder: str) -> dict[str, Any]:
     """Run every case on this rank; say in `folder` which one is running."""
     backend, _, route = variant.partition("-")
-    os.environ.update(SMALL_PIECES if route else {})
+    is_on_hosts = route in PLACEMENTS
+    if is_on_hosts:
+        os.environ[IDENTITY] = route[int(os.environ["RANK"])]
+    os.environ.update(SMALL_PIECES if route and not is_on_hosts else {})
     ls.init(backend=backend, timeout=PATIENCE)
     if route == "shared" or (route == "mixed" and ls.rank() % 2):
         plain.lie_in(lambda shape, dtype: ls.empty_shared(*shape, dtype=dtype))
     place = os.open(Path(folder) / f"rank-{ls.rank()}", os.O_WRONLY | os.O_CREAT)
     note = functools.partial(noted, place)
-    ledger = Ledger(backend, LIMITS[backend], note, small=bool(route))
+    ledger = Ledger(backend, LIMITS[backend], note, small=bool(route) and not is_on_hosts)
     for name, group in GROUPS.items():
         ledger.prefix = name
         more = {"guarantees_tree": backend in GUARANTEE_TREE} if name == "rounding" else {}

@@ -7,18 +7,16 @@ break `import torch`: it loads nothing and raises nothing.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
-import threading
-from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-from lockstep.comm import activity
+from lockstep.comm.native_module import ArgumentError, load, reason_unavailable
 
 __all__ = [
     "ArgumentError",
     "available",
+    "host_group_of",
     "load",
     "of_group",
     "reason_unavailable",
@@ -30,18 +28,6 @@ NAME = "lockstep"
 """The name of the backend. Do not use "cpu:lockstep": torch 2.13 then has no default backend, and
 its DistributedDataParallel does not ask the backend for the memory of its buckets. torch also
 confuses two custom backends in one group."""
-
-MIN_FILE_SIZE = 1 << 30
-"""The least usable limit of the size of files (ulimit -f), which applies to shared memory too, in
-bytes."""
-
-
-class ArgumentError(ValueError, RuntimeError):
-    """Invalid arguments of a collective call or message; the group is not affected.
-
-    It is also a RuntimeError, because that is what the backends of torch raise.
-    """
-
 
 _refusal = ""  # why this process refuses to create groups; "" if it does not
 
@@ -63,38 +49,6 @@ def register() -> None:
         return
 
 
-@functools.cache
-def load() -> ModuleType:
-    """Return the native module; raise BindingError if there is none for this process."""
-    from lockstep.native.binding import load_binding  # here: `import torch` imports this module
-
-    native = load_binding()
-    native.set_where(where)
-    native.set_argument_error(ArgumentError)
-    activity.follow_page(native.set_activity_page)
-    return native
-
-
-@functools.cache
-def reason_unavailable() -> str | None:
-    """Return why the backend is unavailable and what to do, or None if it is available."""
-    from lockstep.native.binding import BindingError
-
-    try:
-        load()
-    except BindingError as error:
-        return str(error)
-    import resource
-
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if limit != resource.RLIM_INFINITY and limit < MIN_FILE_SIZE:
-        return (
-            f"the limit of {limit >> 10} KiB for files also applies to shared memory: increase it "
-            "(ulimit -f)"
-        )
-    return None
-
-
 def available() -> bool:
     """Return whether the backend is available."""
     return reason_unavailable() is None
@@ -109,6 +63,18 @@ def of_group(group: Any | None) -> Any | None:
 
     found = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     return found if isinstance(found, load().LockstepBackend) else None
+
+
+def host_group_of(group: Any | None) -> Any | None:
+    """Return the `HostGroup` of a process group whose ranks are on several hosts, or None."""
+    if not available():
+        return None
+    import torch
+    import torch.distributed as dist
+
+    found = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    calls = found.calls if isinstance(found, load().HostsBackend) else None
+    return None if calls is None else calls.group
 
 
 def refuse_calls(reason: str) -> None:
@@ -157,6 +123,26 @@ def _create(options: Any, _given: Any = None) -> Any:
     reason = reason_unavailable()
     if reason is not None:
         raise RuntimeError(f"the backend 'lockstep' is unavailable (use 'gloo' instead); {reason}")
+    from lockstep.comm.host_identity import find_hosts  # here: `import torch` imports this module
+
+    hosts = find_hosts(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        options.global_ranks_in_group,
+        options.timeout,
+    )
+    if hosts is not None and len({each.identity for each in hosts}) > 1:
+        from lockstep.comm.host_creation import create_across_hosts
+
+        return create_across_hosts(
+            options.store,
+            options.group_rank,
+            hosts,
+            options.timeout,
+            options.group_id,
+            options.global_ranks_in_group,
+        )
     return load().create(
         store=options.store,
         rank=options.group_rank,
@@ -165,34 +151,3 @@ def _create(options: Any, _given: Any = None) -> Any:
         name=options.group_id,
         ranks=list(options.global_ranks_in_group),
     )
-
-
-def where(thread: int) -> str:
-    """Return the location of a thread in user code, such as "in train.py:31 (step)".
-
-    The native module calls this when a wait times out or ranks disagree. Frames of torch, of
-    lockstep and of the standard library are skipped if there are others.
-    """
-    frames = sys._current_frames()
-    main = threading.main_thread().ident
-    frame = frames.get(thread) or (frames.get(main) if main is not None else None)
-    if frame is None:
-        return ""
-    code, line = _own_code(frame)
-    return f"in {os.path.basename(code.co_filename)}:{line} ({code.co_name})"
-
-
-def _own_code(frame: FrameType) -> tuple[CodeType, int]:
-    innermost = frame
-    current: FrameType | None = frame
-    while current is not None:
-        if not _is_foreign(current):
-            return current.f_code, current.f_lineno
-        current = current.f_back
-    return innermost.f_code, innermost.f_lineno
-
-
-def _is_foreign(frame: FrameType) -> bool:
-    name = str(frame.f_globals.get("__name__", ""))
-    package = name.partition(".")[0]
-    return package in ("torch", "lockstep") or package in sys.stdlib_module_names

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import backend
+from lockstep.comm import native_module
 from lockstep.comm.host_reduction_plan import (
     ReductionPlan,
     Term,
@@ -119,7 +119,7 @@ class Reduction:
         divisor: float = 1.0,
     ) -> None:
         """Combine the values of nodes that cover a tree, into `result`."""
-        backend.load().combine(
+        native_module.load().combine(
             inputs, nodes, leaves, present, self.dtype, self.number, self.round_each, divisor,
             factors, result,
         )  # fmt: skip

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.backend import where
 from lockstep.comm.mpi_departures import departures
+from lockstep.comm.native_module import where
 from lockstep.formatting import format_numbered
 
 __all__ = ["MpiWork", "progress", "unfinished"]

@@ -140,9 +140,14 @@ def create_group_tensor(
         return torch.zeros(sizes, dtype=dtype)
     native = backend.of_group(group)
     if native is None:
+        across = backend.host_group_of(group) is not None
         raise LayoutError(
-            f"only the backend 'lockstep', whose ranks are on one host, can share a tensor between "
-            f"ranks; this group has the backend '{dist.get_backend(group)}'"
+            "only ranks on one host, in a group with the backend 'lockstep', can share a tensor; "
+            + (
+                "the ranks of this group are on several hosts"
+                if across
+                else f"this group has the backend '{dist.get_backend(group)}'"
+            )
         )
     try:
         # Limit the size: every rank must make the call, even if the backend's integers are too

@@ -52,7 +52,8 @@ LOST_PEER = (
     "failed to recv, got 0 bytes",
     "nccl remote error",
     "socket closed",
-    "has left the group",  # this and the next two: backend "lockstep"
+    "has left the group",  # this and the next three: backend "lockstep"
+    "closed its connection",
     "died (process",
     STOPPED_BECAUSE,
 )

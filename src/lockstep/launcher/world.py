@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from lockstep.comm import backend as comm
 from lockstep.comm import mpi_backend
+from lockstep.comm.host_identity import declare_world
 from lockstep.errors import RendezvousError, UsageError
 from lockstep.launcher import rendezvous
 from lockstep.launcher.environment import JOIN, RankInfo, is_elastic_on_hosts, read_rank_info
@@ -132,6 +134,12 @@ def init(
     if not dist.is_initialized():
         _register_backends()
         name = backend or default_backend(chosen, rank_info)
+        is_chosen = backend is None and "LOCKSTEP_BACKEND" not in os.environ
+        if name == "lockstep" and is_chosen and not rank_info.is_single_host:
+            if store is None:
+                store = rendezvous.wait_for_ranks(rank_info, timeout)
+            name = _agree_on_backend(store, rank_info)
+        declare_world(rank_info.is_single_host, rank_info.master_addr or "")
         try:
             if os.environ.get(JOIN):
                 _wait_alone(rank_info, name, timeout, chosen)
@@ -157,17 +165,17 @@ def init(
     return _current
 
 
-def cpu_backend(is_single_host: bool = True) -> str:
+def cpu_backend() -> str:
     """Return the name of the backend for CPU tensors if the user gives none.
 
     That is the value of the environment variable LOCKSTEP_BACKEND if it is set; otherwise
-    "lockstep" if its extension is built and all ranks are on one host, else "gloo".
+    "lockstep" if its extension is built, else "gloo".
     """
     requested = os.environ.get("LOCKSTEP_BACKEND")
     if requested:
         return requested
     comm.register()
-    return "lockstep" if is_single_host and comm.available() else "gloo"
+    return "lockstep" if comm.available() else "gloo"
 
 
 def default_backend(device: torch.device, rank_info: RankInfo) -> str:
@@ -179,7 +187,29 @@ def default_backend(device: torch.device, rank_info: RankInfo) -> str:
     is_first = rank_info.rank == 0 and rank_info.world_size > 1 and JOIN not in os.environ
     if rank_info.is_single_host and is_first and not requested:
         _explain_gloo()
-    return cpu_backend(rank_info.is_single_host)
+    if not (rank_info.is_single_host or requested):
+        if is_elastic_on_hosts(os.environ):
+            return "gloo"
+        return "lockstep"  # unless a host does not have it: see `_agree_on_backend`
+    return cpu_backend()
+
+
+def _agree_on_backend(store: Store, rank_info: RankInfo) -> str:
+    """Return the backend of ranks on several hosts: Gloo, if "lockstep" is missing on any host."""
+    missing, chosen = "lockstep/backend/missing", "lockstep/backend/chosen"
+    reason = comm.reason_unavailable()
+    if reason is not None:
+        store.compare_set(missing, "", f"on host {socket.gethostname()}: {reason}")
+    if store.add("lockstep/backend/arrived", 1) == rank_info.world_size:
+        is_missing = store.check([missing])
+        store.set(chosen, store.get(missing).decode(errors="replace") if is_missing else "")
+    found = store.get(chosen).decode(errors="replace")
+    if found and rank_info.rank == 0:
+        say(
+            "using the backend gloo, which is slower than the backend 'lockstep'; that is not "
+            f"available {escape_control(found)}"
+        )
+    return "gloo" if found else "lockstep"
 
 
 @functools.cache

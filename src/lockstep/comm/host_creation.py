@@ -1,0 +1,106 @@
+"""Creation of a group whose ranks are on several hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from lockstep.comm import native_module
+from lockstep.comm.host_backend import HostCalls
+from lockstep.comm.host_group import HostGroup
+from lockstep.comm.host_identity import HostIdentity, address_towards, is_loopback
+from lockstep.comm.host_map import HostMap
+
+__all__ = ["create_across_hosts"]
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+def create_across_hosts(
+    store: Any,
+    rank: int,
+    hosts: Sequence[HostIdentity],
+    timeout: timedelta,
+    name: str,
+    global_ranks: Sequence[int],
+) -> Any:
+    """Create the backend of this rank.
+
+    Args:
+        store: The store of the group.
+        rank: This rank in the group.
+        hosts: The host of each rank.
+        timeout: The time for the connections, and for each call.
+        name: The name of the group.
+        global_ranks: The ranks in the world; empty for 0, 1, ...
+
+    Raises:
+        RuntimeError: The ranks could not be connected, or not all have the native backend.
+    """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    found = HostMap.of([each.identity for each in hosts])
+    ranks = list(global_ranks) or list(range(len(hosts)))
+    shown = "default" if name in ("", "0") else name
+    own = found.host_of(rank)
+    mates = found.hosts[own]
+    local = native_module.load().create(
+        store=PrefixStore(f"lockstep/host{own}/", store),
+        rank=mates.index(rank),
+        size=len(mates),
+        timeout=timeout,
+        name=shown,
+        ranks=[ranks[each] for each in mates],
+    )
+    try:
+        gloo = _connect(PrefixStore("lockstep/gloo/", store), rank, hosts, timeout)
+    except RuntimeError as error:
+        others = ", ".join(sorted({each.name for each in hosts} - {hosts[rank].name}))
+        said = str(error).partition("\n")[0].rpartition("] ")[2]
+        reason = (
+            f"rank {ranks[rank]} on host {hosts[rank].name} could not connect to the ranks on "
+            f"{others} for group {shown} ({said}): check the network between the hosts "
+            "(lockstep doctor --hosts)"
+        )
+        local._abort_because(reason)
+        raise RuntimeError(reason) from None
+    names = [hosts[each[0]].name for each in found.hosts]
+    group = HostGroup(
+        found, rank, ranks, names, shown, PrefixStore("lockstep/", store), local, gloo,
+        timeout.total_seconds(),
+    )  # fmt: skip
+    return native_module.load().create_across_hosts(
+        calls=HostCalls(group), rank=rank, size=len(hosts), timeout=timeout, name=name, ranks=ranks
+    )
+
+
+def _connect(store: Any, rank: int, hosts: Sequence[HostIdentity], timeout: timedelta) -> Any:
+    """Connect this rank to all others; return the `ProcessGroupGloo`."""
+    from torch.distributed import ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = timeout
+    # Not lazily: a lazy connection that is closed makes the next message wait for 100 s.
+    if os.environ.get(INTERFACE):
+        names = os.environ[INTERFACE].split(",")
+        options._devices = [
+            ProcessGroupGloo.create_device(interface=each, lazy_init=False) for each in names
+        ]
+    else:
+        address = _own_address(rank, hosts)
+        options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
+    return ProcessGroupGloo(store, rank, len(hosts), options)
+
+
+def _own_address(rank: int, hosts: Sequence[HostIdentity]) -> str:
+    """Return the address of this host that the others can reach."""
+    own = hosts[rank].address
+    if own and not is_loopback(own):
+        return own
+    for other in hosts:  # this host serves the store, and reaches it through the loopback
+        reachable = other.identity != hosts[rank].identity and other.address
+        if reachable and not is_loopback(other.address):
+            return address_towards(other.address) or own
+    return own or "127.0.0.1"

@@ -1,0 +1,153 @@
+"""Which host a rank is on, and the hosts of the other ranks.
+
+Ranks are on one host if they can share memory: the same machine, process numbers and network. The
+first group of a world whose ranks may be on several hosts exchanges this through its store; the
+groups that follow use what is known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+__all__ = ["IDENTITY", "HostIdentity", "declare_world", "find_hosts", "own_identity"]
+
+IDENTITY = "LOCKSTEP_HOST_IDENTITY"
+"""An environment variable for tests: ranks with different values count as on different hosts."""
+
+LOOPBACK_NAMES = ("localhost", "ip6-localhost")
+
+
+class HostIdentity:
+    """A rank's host.
+
+    Args:
+        identity: Equal for ranks that can share memory.
+        name: The host name.
+        address: The address from which this rank reaches the store.
+    """
+
+    def __init__(self, identity: str, name: str, address: str) -> None:
+        self.identity, self.name, self.address = identity, name, address
+
+
+_declared: tuple[bool, str] | None = None  # see `declare_world`
+
+_known: dict[int, HostIdentity] = {}  # by rank of the default group
+_known_in: Any = None  # a weak reference to that group; None while it is being created
+
+
+def declare_world(is_single_host: bool, address: str) -> None:
+    """Say what the launcher of the world that is joined next tells about its hosts.
+
+    Without this, the environment variables of torchrun are read.
+
+    Args:
+        is_single_host: Whether all ranks are known to be on one host.
+        address: The address of the store.
+    """
+    global _declared
+    _declared = is_single_host, address
+
+
+def own_identity() -> HostIdentity:
+    """Return the host of this process."""
+    name = socket.gethostname()
+    given = os.environ.get(IDENTITY)
+    if given:
+        return HostIdentity(given, given, find_address())
+    boot = ""
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    spaces = []
+    for kind in ("pid", "net"):
+        with suppress(OSError):
+            spaces.append(os.readlink(f"/proc/self/ns/{kind}"))
+    return HostIdentity(" ".join([boot or name, *spaces]), name, find_address())
+
+
+def find_address() -> str:
+    """Return this host's address on the route to the store, or "" if there is none."""
+    master = os.environ.get("MASTER_ADDR", "") if _declared is None else _declared[1]
+    return address_towards(master) if master else ""
+
+
+def address_towards(host: str) -> str:
+    """Return this host's address on the route to another one, or "" if there is none."""
+    with suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing
+                return str(probe.getsockname()[0])
+    return ""
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address or host name is this host's own, for every host."""
+    return address.startswith("127.") or address == "::1" or address in LOOPBACK_NAMES
+
+
+def is_surely_one_host(size: int) -> bool:
+    """Return whether the environment says that all ranks of the world are on one host."""
+    if os.environ.get(IDENTITY):
+        return False
+    if _declared is not None:
+        return _declared[0]
+    local, world = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+    if local is not None and local == world:
+        return True
+    master = os.environ.get("MASTER_ADDR", "")
+    return size == 1 or (local is None and (not master or is_loopback(master)))
+
+
+def find_hosts(
+    store: Any, rank: int, size: int, global_ranks: Sequence[int], timeout: timedelta
+) -> list[HostIdentity] | None:
+    """Return the hosts of the ranks of a new group, or None if they are surely on one.
+
+    Args:
+        store: The store of the group.
+        rank: This rank in the group.
+        size: The number of ranks of the group.
+        global_ranks: Their ranks in the world; empty for the default group.
+        timeout: The time to wait for the other ranks.
+
+    Raises:
+        RuntimeError: Another rank did not come before the timeout.
+    """
+    global _known_in
+    if is_surely_one_host(size):
+        return None
+    is_default = not global_ranks
+    if not is_default and (known := _lookup(global_ranks)) is not None:
+        return known
+    own = own_identity()
+    store.set(f"lockstep/host/{rank}", json.dumps([own.identity, own.name, own.address]))
+    keys = [f"lockstep/host/{each}" for each in range(size)]
+    store.wait(keys, timeout)
+    found = [HostIdentity(*json.loads(each)) for each in store.multi_get(keys)]
+    if is_default:
+        _known.clear()
+        _known.update(enumerate(found))
+        _known_in = None
+    return found
+
+
+def _lookup(global_ranks: Sequence[int]) -> list[HostIdentity] | None:
+    """Return what is known of ranks of the current world."""
+    global _known_in
+    import torch.distributed as dist
+
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if _known and world is not None and _known_in is None:
+        _known_in = weakref.ref(world)
+    if world is None or _known_in is None or _known_in() is not world:
+        return None
+    return [_known[rank] for rank in global_ranks]

@@ -1,0 +1,94 @@
+"""The native module: loading it, whether this process can use it, and where its threads are."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+from types import CodeType, FrameType, ModuleType
+
+from lockstep.comm import activity
+
+__all__ = ["ArgumentError", "callers", "load", "reason_unavailable", "where"]
+
+MIN_FILE_SIZE = 1 << 30
+"""The least usable limit of the size of files (ulimit -f), which applies to shared memory too, in
+bytes."""
+
+
+class ArgumentError(ValueError, RuntimeError):
+    """Invalid arguments of a collective call or message; the group is not affected.
+
+    It is also a RuntimeError, because that is what the backends of torch raise.
+    """
+
+    __module__ = "lockstep.comm.backend"  # from where users import it
+
+
+callers: dict[int, int] = {}
+"""For threads that run a call: the thread that made it, whose location messages state."""
+
+
+@functools.cache
+def load() -> ModuleType:
+    """Return the native module; raise BindingError if there is none for this process."""
+    from lockstep.native.binding import load_binding  # here: `import torch` imports this module
+
+    native = load_binding()
+    native.set_where(where)
+    native.set_argument_error(ArgumentError)
+    activity.follow_page(native.set_activity_page)
+    return native
+
+
+@functools.cache
+def reason_unavailable() -> str | None:
+    """Return why the backend is unavailable and what to do, or None if it is available."""
+    from lockstep.native.binding import BindingError
+
+    try:
+        load()
+    except BindingError as error:
+        return str(error)
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit != resource.RLIM_INFINITY and limit < MIN_FILE_SIZE:
+        return (
+            f"the limit of {limit >> 10} KiB for files also applies to shared memory: increase it "
+            "(ulimit -f)"
+        )
+    return None
+
+
+def where(thread: int) -> str:
+    """Return the location of a thread in user code, such as "in train.py:31 (step)".
+
+    The native module calls this when a wait times out or ranks disagree. Frames of torch, of
+    lockstep and of the standard library are skipped if there are others.
+    """
+    frames = sys._current_frames()
+    main = threading.main_thread().ident
+    thread = callers.get(thread, thread)
+    frame = frames.get(thread) or (frames.get(main) if main is not None else None)
+    if frame is None:
+        return ""
+    code, line = _own_code(frame)
+    return f"in {os.path.basename(code.co_filename)}:{line} ({code.co_name})"
+
+
+def _own_code(frame: FrameType) -> tuple[CodeType, int]:
+    innermost = frame
+    current: FrameType | None = frame
+    while current is not None:
+        if not _is_foreign(current):
+            return current.f_code, current.f_lineno
+        current = current.f_back
+    return innermost.f_code, innermost.f_lineno
+
+
+def _is_foreign(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    package = name.partition(".")[0]
+    return package in ("torch", "lockstep") or package in sys.stdlib_module_names

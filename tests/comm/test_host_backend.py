@@ -1,0 +1,275 @@
+"""A group across hosts: bytes between them, groups inside them, and what happens when one fails.
+
+That its results are right for every placement is in test_contract.py.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lockstep as ls
+import pytest_lockstep
+from lockstep.comm import backend
+from lockstep.errors import RankError
+from placed import join
+
+pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
+
+SIZE = 300_000  # bytes of one tensor
+CARDS = 4096  # bytes that a call may send in addition
+
+
+def run(function: Callable[..., object], placement: str, *arguments: object) -> list:
+    return pytest_lockstep.run(
+        function, placement, *arguments, ranks=len(placement), timeout=60, init=False
+    )
+
+
+# ---- bytes ----
+
+
+def sent_by_operation(placement: str) -> dict[str, dict[int, int]]:
+    """Return what this rank sends to each rank, by operation."""
+    group = join(placement)
+    rank, n = dist.get_rank(), dist.get_world_size()
+    tensor, tensors = torch.ones(SIZE // 4), [torch.ones(SIZE // 4) for _ in range(n)]
+    outputs = [torch.empty(SIZE // 4) for _ in range(n)]
+    is_root = rank == 1
+    calls = {
+        "broadcast": lambda: dist.broadcast(tensor, 1),
+        "all_gather": lambda: dist.all_gather(outputs, tensor),
+        "gather": lambda: dist.gather(tensor, outputs if is_root else None, 1),
+        "scatter": lambda: dist.scatter(tensor, tensors if is_root else None, 1),
+        "all_to_all": lambda: dist.all_to_all(outputs, tensors),
+        "message": lambda: (
+            dist.send(tensor, 0) if rank == n - 1 else rank or dist.recv(tensor, n - 1)
+        ),
+        "barrier": dist.barrier,
+    }
+    found = {}
+    for name, call in calls.items():
+        before = dict(group.between.sent)
+        call()
+        found[name] = {to: sent - before.get(to, 0) for to, sent in group.between.sent.items()}
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(
+    "placement",
+    ["aabb", *(pytest.param(each, marks=pytest.mark.stress) for each in ("abab", "aaab"))],
+)
+def test_no_byte_crosses_to_a_host_twice(placement):
+    found = run(sent_by_operation, placement)
+    on = {host: [r for r, each in enumerate(placement) if each == host] for host in "ab"}
+    here = {host: len(ranks) for host, ranks in on.items()}
+    root = placement[1]
+    other = "b" if root == "a" else "a"
+    # (from, to) -> tensors
+    tensors = {
+        "broadcast": {(root, other): 1},
+        "all_gather": {("a", "b"): here["a"], ("b", "a"): here["b"]},
+        "gather": {(other, root): here[other]},
+        "scatter": {(root, other): here[other]},
+        "all_to_all": dict.fromkeys([("a", "b"), ("b", "a")], here["a"] * here["b"]),
+        "message": {("b", "a"): 1},
+        "barrier": {},
+    }
+    for operation, expected in tensors.items():
+        for pair in [("a", "b"), ("b", "a")]:
+            sent = sum(
+                found[source][operation].get(target, 0)
+                for source in on[pair[0]]
+                for target in on[pair[1]]
+            )
+            least = expected.get(pair, 0) * SIZE
+            assert least <= sent <= least + CARDS, (operation, pair)
+
+
+# ---- groups ----
+
+
+def kinds_of_groups(placement: str) -> list[str]:
+    join(placement)
+    found = []
+    for ranks in ([0, 1], [2, 3], [0, 2], [1, 2, 3]):
+        group = dist.new_group(ranks)
+        if dist.get_rank() not in ranks:
+            found.append("")
+            continue
+        made = group._get_backend(torch.device("cpu"))
+        found.append(type(made).__name__)
+        tensor = torch.ones(5)
+        dist.all_reduce(tensor, group=group)
+        assert tensor.tolist() == [float(len(ranks))] * 5
+        assert (backend.of_group(group) is None) == (backend.host_group_of(group) is not None)
+    dist.barrier()
+    return found
+
+
+def test_a_group_inside_a_host_is_the_native_one():
+    native, across = "LockstepBackend", "HostsBackend"
+    assert run(kinds_of_groups, "aabb") == [
+        [native, "", across, ""],
+        [native, "", "", across],
+        ["", native, across, across],
+        ["", native, "", across],
+    ]
+
+
+def class_on_one_host(placement: str) -> str:
+    assert join(placement) is None
+    return type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__
+
+
+def test_a_world_on_one_host_has_the_native_group():
+    assert run(class_on_one_host, "aa") == ["LockstepBackend"] * 2
+
+
+def choose_backend(placement: str) -> tuple[str, str]:
+    """Join a world of several hosts, of which the last one does not have the native backend."""
+    rank = int(os.environ["RANK"])
+    os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = "1", "0"
+    if placement[rank] == "-":
+        backend.reason_unavailable = lambda: "it is not built"
+    with redirect_stderr(io.StringIO()) as told:
+        name = ls.init(timeout=30).backend
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == len(placement)
+    return name, told.getvalue()
+
+
+def test_hosts_agree_on_a_backend_that_all_of_them_have():
+    (name, told), (other, nothing) = run(choose_backend, "a-")
+    assert (name, other, nothing) == ("gloo", "gloo", "")
+    assert "using the backend gloo, which is slower than the backend 'lockstep'" in told
+    assert ": it is not built\n" in told
+
+
+# ---- failures ----
+
+
+def error_of(call: Callable[[], object]) -> tuple[float, str]:
+    begun = time.monotonic()
+    try:
+        call()
+    except RuntimeError as error:
+        return time.monotonic() - begun, str(error)
+    return time.monotonic() - begun, ""
+
+
+def check_words(told: str) -> None:
+    """Check that a message is ours: neither Gloo's text nor a stack."""
+    for word in ("gloo", "pair.cc", "GLHF", "unbound_buffer", "\n"):
+        assert word not in told.replace("backend gloo", ""), told
+
+
+CALLS: dict[str, Callable[[int, int], object]] = {
+    "all_reduce": lambda rank, n: dist.all_reduce(torch.ones(1 << 20)),
+    "broadcast": lambda rank, n: dist.broadcast(torch.ones(1 << 20), n - 1),
+    "all_to_all": lambda rank, n: dist.all_to_all_single(torch.ones(4 * n), torch.ones(4 * n)),
+    "barrier": lambda rank, n: dist.barrier(),
+    "async": lambda rank, n: dist.all_reduce(torch.ones(3), async_op=True).wait(),
+    "recv": lambda rank, n: dist.recv(torch.ones(3), n - 1 if rank < 2 else 0),
+    "any": lambda rank, n: dist.recv(torch.ones(3)),
+}
+
+
+def die_while_others_wait(placement: str, operation: str, folder: str) -> None:
+    join(placement)
+    rank, n = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    if rank == n - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    seconds, told = error_of(lambda: CALLS[operation](rank, n))
+    with open(f"{folder}/{rank}", "w") as notes:
+        notes.write(f"{seconds:.3f} {told}")
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(each, marks=[] if each in ("all_reduce", "any") else [pytest.mark.stress])
+        for each in CALLS
+    ],
+)
+def test_a_dead_rank_of_another_host_is_named_by_all(operation, tmp_path):
+    with pytest.raises(RankError, match="rank 3 was killed by SIGKILL"):
+        run(die_while_others_wait, "aabb", operation, str(tmp_path))
+    for rank in range(3):
+        seconds, _, told = (tmp_path / str(rank)).read_text().partition(" ")
+        assert float(seconds) < 5, told
+        assert "rank 3" in told
+        check_words(told)
+
+
+def stay_away(placement: str) -> tuple[float, str]:
+    join(placement, timeout=2.0)
+    store = dist.distributed_c10d._get_default_store()
+    dist.barrier()
+    if dist.get_rank() == 3:
+        busy_in_this_function(store)
+        return error_of(dist.barrier)
+    told = error_of(lambda: dist.all_reduce(torch.ones(5)))
+    store.add("told", 1)
+    return told
+
+
+def busy_in_this_function(store: dist.Store) -> None:
+    until = time.monotonic() + 30
+    while store.add("told", 0) < 3 and time.monotonic() < until:
+        threading.Event().wait(0.05)
+
+
+def test_a_rank_that_does_not_come_is_named_with_its_place():
+    found = run(stay_away, "aabb")
+    for seconds, told in found[:3]:
+        assert 1.9 <= seconds < 9
+        assert "rank 3" in told, told
+        check_words(told)
+    _, told = found[2]  # on the host of rank 3
+    assert "now in test_host_backend.py:" in told
+    assert "(busy_in_this_function)" in told
+    assert "rank 2 timed out" in found[3][1]  # who comes later learns why it is over
+
+
+def disagree(placement: str, kind: str) -> tuple[float, str]:
+    join(placement)
+    rank = dist.get_rank()
+    dist.barrier()
+    if kind == "operation":
+        calls = [lambda: dist.all_reduce(torch.ones(4)), dist.barrier]
+    elif kind == "size":
+        calls = [lambda size=size: dist.all_reduce(torch.ones(size)) for size in (4, 5)]
+    else:
+        calls = [lambda size=size: dist.broadcast(torch.ones(size), 0) for size in (4, 5)]
+    return error_of(calls[rank // 2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("operation", "all_reduce(SUM, float32, 4 elements) as call #2"),
+        pytest.param(
+            "size", "all_reduce(SUM, float32, 5 elements) as call #2", marks=pytest.mark.stress
+        ),
+        ("broadcast", "bytes"),
+    ],
+)
+def test_ranks_that_disagree_across_hosts_all_say_so(kind, words):
+    for seconds, told in run(disagree, "aabb", kind):
+        assert seconds < 5
+        assert "disagree" in told
+        assert words in told
+        check_words(told)
