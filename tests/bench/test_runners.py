@@ -11,6 +11,8 @@ from dataclasses import asdict
 
 import pytest
 
+import mpi_ranks
+from lockstep.bench import runners
 from lockstep.bench.collectives import COLLECTIVES
 from lockstep.bench.runners import (
     CopyRunner,
@@ -123,10 +125,7 @@ def test_a_copy_can_be_measured():
     assert "numpy has no bfloat16" in one_block(runner, Workload("broadcast", 5, "bfloat16", "SUM"))
 
 
-@pytest.mark.skipif(
-    "LOCKSTEP_MPI_PYTHON" not in os.environ,
-    reason="LOCKSTEP_MPI_PYTHON names no Python with mpi4py",
-)
+@mpi_ranks.needed
 def test_mpi_is_correct_for_every_workload(rendezvous):
     runner = MpiRunner(mpi_python(None), rendezvous)
     with closing(Ending(runner)):
@@ -137,6 +136,14 @@ def test_mpi_is_correct_for_every_workload(rendezvous):
         ("all_reduce", "AVG"),
     }
     assert all("MPI has no" in why for why in unable.values())
+
+
+@mpi_ranks.needed
+@pytest.mark.stress
+def test_backend_mpi4py_is_correct_for_every_workload(rendezvous):
+    runner = MpiRunner(sys.executable, rendezvous, "mpi4py")
+    with closing(Ending(runner)):
+        assert {one_block(runner, workload) for workload in WORKLOADS} == {0}
 
 
 def script(path, text):
@@ -153,6 +160,7 @@ def test_error_contains_last_output_of_mpiexec(rendezvous, tmp_path):
 
 def test_missing_mpi_raises_with_instructions(monkeypatch):
     monkeypatch.delenv("LOCKSTEP_MPI_PYTHON", raising=False)
+    monkeypatch.setattr(runners, "is_installed", lambda: False)
     with pytest.raises(UsageError, match="pip install mpi4py mpich numpy"):
         mpi_python(None)
 

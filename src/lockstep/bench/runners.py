@@ -15,6 +15,7 @@ import select
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ import lockstep
 from lockstep.bench.numpy_libraries import CopyLibrary
 from lockstep.bench.worker import SOCKET, START_BARRIER, torch_main
 from lockstep.bench.workload import PreparedWorkload, StartBarrier, UnsupportedError, Workload
+from lockstep.comm.mpi_library import is_installed
 from lockstep.errors import LockstepError, RankError, UsageError, WorkError
 
 __all__ = ["CopyRunner", "MpiRunner", "Rendezvous", "Runner", "TorchRunner", "mpi_python"]
@@ -197,13 +199,20 @@ class TorchRunner(ProcessRunner):
 
 
 class MpiRunner(ProcessRunner):
-    """Ranks of `mpiexec`, in the environment of another Python."""
+    """Ranks of `mpiexec`.
 
-    def __init__(self, python: str, rendezvous: Rendezvous) -> None:
-        super().__init__("mpi", rendezvous)
+    Args:
+        python: The Python of the ranks; with "mpi" that of an environment with mpi4py and numpy,
+            with "mpi4py" this one.
+        rendezvous: The rendezvous of the ranks.
+        name: "mpi" for MPI's own calls on numpy arrays, "mpi4py" for the backend of torch.
+    """
+
+    def __init__(self, python: str, rendezvous: Rendezvous, name: str = "mpi") -> None:
+        super().__init__(name, rendezvous)
         code = (
             f"import sys; sys.path.append({PACKAGES!r}); "
-            "from lockstep.bench.worker import mpi_main; mpi_main()"
+            f"from lockstep.bench.worker import {name}_main; {name}_main()"
         )
         program = [python, "-c", code, rendezvous.folder, self._key, str(rendezvous.timeout)]
         self._output = tempfile.TemporaryFile(  # noqa: SIM115 - closed in end()
@@ -245,7 +254,7 @@ class MpiRunner(ProcessRunner):
         """Return an error with the last line that mpiexec printed."""
         self._output.seek(0)
         lines = [line.strip() for line in self._output.read().splitlines() if line.strip()]
-        return WorkError(f"mpi: {what}" + (f"; last output: {lines[-1]}" if lines else ""))
+        return WorkError(f"{self.name}: {what}" + (f"; last output: {lines[-1]}" if lines else ""))
 
 
 class CopyRunner:
@@ -284,12 +293,15 @@ class CopyRunner:
 def mpi_python(asked: str | None) -> str:
     """Return a Python that has mpi4py, or raise UsageError with installation instructions."""
     python = asked or os.environ.get(MPI_PYTHON)
-    if not python:
+    if not python and not is_installed():
         raise UsageError(
-            "--vs mpi needs a separate environment with mpi4py and an MPI: python3 -m venv mpi; "
-            "mpi/bin/pip install mpi4py mpich numpy; then --mpi-python mpi/bin/python or "
-            f"{MPI_PYTHON}=mpi/bin/python"
+            "--vs mpi needs mpi4py and an MPI: pip install mpi4py mpich; or in a separate "
+            "environment: python3 -m venv mpi; mpi/bin/pip install mpi4py mpich numpy; then "
+            f"--mpi-python mpi/bin/python or {MPI_PYTHON}=mpi/bin/python"
         )
+    if not python:
+        mpiexec(sys.executable)
+        return sys.executable
     tried = subprocess.run(
         [python, "-c", "import mpi4py, numpy"], capture_output=True, text=True, check=False
     ) if shutil.which(python) else None  # fmt: skip

@@ -28,7 +28,15 @@ from lockstep.bench.workload import (
     Workload,
 )
 
-__all__ = ["SOCKET", "START_BARRIER", "answer_requests", "mpi_main", "run_worker", "torch_main"]
+__all__ = [
+    "SOCKET",
+    "START_BARRIER",
+    "answer_requests",
+    "mpi4py_main",
+    "mpi_main",
+    "run_worker",
+    "torch_main",
+]
 
 SOCKET, START_BARRIER = "socket", "start-barrier-"  # file names in the folder of the rendezvous
 
@@ -45,6 +53,12 @@ def torch_main(backend: str, folder: str, key: str, timeout: float) -> None:
     world = lockstep.world()
     run_worker(TorchLibrary(), world.rank, world.world_size, folder, key, timeout, named)
     lockstep.shutdown()
+
+
+def mpi4py_main() -> None:
+    """Run a rank of the backend "mpi4py" under `mpiexec`; arguments as for `mpi_main`."""
+    folder, key, timeout = sys.argv[-3:]
+    torch_main("mpi4py", folder, key, float(timeout))
 
 
 def mpi_main() -> None:

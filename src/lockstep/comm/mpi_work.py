@@ -23,7 +23,10 @@ from lockstep.formatting import format_numbered
 
 __all__ = ["MpiWork", "progress", "unfinished"]
 
-SPIN = 200e-6  # seconds that a waiting rank tests without sleeping
+# A test moves a piece of a message, and takes 1 to 3 us whether it has moved one or not. With
+# MPICH, 8 MiB take five times as long if a rank sleeps after every test.
+SPIN = 2e-3  # seconds that a waiting rank tests without sleeping
+BURST = 16  # tests between two sleeps afterwards
 UNSUSPECTED = 0.5  # seconds until it looks for ranks that have ended
 SLEEP = 50e-6  # seconds between tests afterwards
 WATCHED_SLEEP = 1e-3  # seconds between the thread's tests while another thread tests too
@@ -78,15 +81,16 @@ class MpiWork(dist.Work):
         self._overdue = time.monotonic() + timeout
         self.source = -1
 
-    def advance(self) -> bool:
-        """Test the operation once; return whether it is over."""
+    def advance(self, tests: int = 1) -> bool:
+        """Test the operation up to `tests` times; return whether it is over."""
         if self._is_done:
             return True
         with self._lock:
             if self._is_over():  # by another thread, in the meantime
                 return True
+            test, given = self._mpi.Request.Testall, (self._requests, self.statuses)
             try:
-                if not self._mpi.Request.Testall(self._requests, self.statuses):
+                if not any(test(*given) for _ in range(tests)):
                     return False
                 self._finish()
             except Exception as error:
@@ -132,9 +136,9 @@ class MpiWork(dist.Work):
         started = time.monotonic()
         _waiting += 1
         try:
-            while not self.advance():
+            while not self.advance(BURST):
                 waited = time.monotonic() - started
-                if waited < SPIN:
+                if waited < min(SPIN, seconds):
                     os.sched_yield()
                     continue
                 ended = self._find_ended() if waited > UNSUSPECTED else []
@@ -283,7 +287,7 @@ class Progress:
                     return
                 works = list(self._works)
             now = time.monotonic()
-            over = [work for work in works if work.advance() or work.expire(now)]
+            over = [work for work in works if work.advance(BURST) or work.expire(now)]
             if over:
                 with self._condition:
                     self._works = [

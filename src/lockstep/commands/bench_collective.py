@@ -69,7 +69,7 @@ def options(collective: Collective) -> list[Any]:
             "--vs",
             default="",
             metavar="NAMES",
-            help="Backends to compare with: gloo,mpi.  [default: none]",
+            help="Backends to compare with: gloo,mpi,mpi4py.  [default: none]",
         ),
         click.option(
             "--seconds",
@@ -89,7 +89,8 @@ def options(collective: Collective) -> list[Any]:
         click.option(
             "--mpi-python",
             metavar="PATH",
-            help="Python with mpi4py, for --vs mpi.  [default: $LOCKSTEP_MPI_PYTHON]",
+            help="Python with mpi4py, for --vs mpi.  [default: $LOCKSTEP_MPI_PYTHON, or the one "
+            "that runs the command]",
         ),
         click.option(
             "--json",
@@ -159,8 +160,12 @@ def run(collective: Collective, flags: dict[str, Any]) -> None:
     validate(collective, flags)
     from lockstep.bench.results import record
     from lockstep.bench.runners import mpi_python
+    from lockstep.comm.mpi_library import is_installed
 
-    python = mpi_python(flags["mpi_python"]) if "mpi" in [*others, flags["backend"]] else ""
+    asked = [*others, flags["backend"]]
+    python = mpi_python(flags["mpi_python"]) if "mpi" in asked else ""
+    if "mpi4py" in asked and not is_installed():
+        raise UsageError("--vs mpi4py needs mpi4py and an MPI: pip install mpi4py mpich")
     names = list(dict.fromkeys([flags["backend"] or default_backend(), *others]))
     machine, command = describe_machine(), command_line()
     everything: list[Result] = []
@@ -256,6 +261,8 @@ def start_runner(name: str, python: str, rendezvous: Rendezvous) -> Any:
     """Start the ranks of one backend."""
     from lockstep.bench.runners import MpiRunner, TorchRunner
 
+    if name == "mpi4py":
+        return MpiRunner(sys.executable, rendezvous, name)
     return MpiRunner(python, rendezvous) if name == "mpi" else TorchRunner(name, rendezvous)
 
 
