@@ -33,7 +33,7 @@ from lockstep.comm.host_reduction_plan import (
 )
 from lockstep.comm.tree import Node
 
-__all__ = ["HostReducer", "Reduction"]
+__all__ = ["Group", "HostReducer", "Reduction", "Values", "chunk_length"]
 
 CHUNK_BYTES = 2 << 20
 """The bytes of a chunk, of all slices together, by measurement: see LOG.md."""
@@ -125,6 +125,45 @@ class Reduction:
         )  # fmt: skip
 
 
+class Values(Protocol):
+    """The values of the ranks of a host, in memory that they share; chunks count from 0."""
+
+    def load(self, chunk: int) -> None:
+        """Put this rank's values of a chunk there."""
+
+    def publish(self) -> None:
+        """Wait until all ranks of the host have loaded the chunk, unless they had before."""
+
+    def read(self, rank: int, number: int, slice_: int, chunk: int) -> torch.Tensor:
+        """Return the values of node `number` of a rank of this host."""
+
+    def result(self, slice_: int, chunk: int) -> torch.Tensor:
+        """Return the memory for the result of a slice that this rank handles."""
+
+    def spread(self, slice_: int, chunk: int) -> None:
+        """Write a result of this rank to the other ranks of the host, unless they read it."""
+
+    def store(self, chunk: int) -> None:
+        """Take the results of a chunk, of which all ranks of the host have theirs."""
+
+    def end(self) -> None:
+        """Finish the call."""
+
+    def parts(
+        self, inputs: Sequence[Sequence[tuple[int, int]]], slice_: int, chunk: int
+    ) -> list[tuple[slice, list[bool]]]:
+        """Return the parts of a chunk of a slice, and which inputs are present in each.
+
+        Args:
+            inputs: For each input, the (rank, number of the node) of the values that it combines.
+            slice_: The slice.
+            chunk: The chunk.
+
+        Returns:
+            Presence is a flag per input; an empty list means that all are present.
+        """
+
+
 class StagedValues:
     """The values of ranks with private memory, which pass through the staging buffers of the host.
 
@@ -147,9 +186,6 @@ class StagedValues:
         host = reducer.host
         self._handlers = [plan.handler(each, host) for each in range(len(plan.owners))]
         self._ranks = plan.hosts[host]
-
-    def begin(self) -> None:
-        """Do nothing: every chunk is published by itself."""
 
     def load(self, chunk: int) -> None:
         """Copy this rank's values of a chunk to its staging buffer."""
@@ -187,6 +223,12 @@ class StagedValues:
     def end(self) -> None:
         """Do nothing: the next call begins with another staging buffer."""
 
+    def parts(
+        self, inputs: Sequence[Sequence[tuple[int, int]]], slice_: int, chunk: int
+    ) -> list[tuple[slice, list[bool]]]:
+        """Return the whole chunk: all values are present."""
+        return [(slice(None), [])]
+
     def _size(self, slice_: int, chunk: int) -> int:
         return max(0, min(self._chunk, self._sources[slice_].numel() - chunk * self._chunk))
 
@@ -195,66 +237,6 @@ class StagedValues:
         item = self._dtype.itemsize
         start = slice_ * self._chunk * item
         return row[start : start + size * item].view(self._dtype)
-
-
-class PackedValues:
-    """The nodes of a bucket, which every rank of the host has packed in shared memory.
-
-    Args:
-        rows: By rank of this host, its nodes as a matrix with a row per node; the sums replace the
-            first row.
-        cuts: The bounds of the slices.
-        is_scattered: Whether the owner of a slice keeps its result for itself.
-    """
-
-    def __init__(
-        self,
-        reducer: HostReducer,
-        rows: dict[int, torch.Tensor],
-        cuts: Sequence[int],
-        is_scattered: bool,
-        chunk: int,
-    ) -> None:
-        self._reducer, self._rows, self._cuts, self._chunk = reducer, rows, cuts, chunk
-        others = [rank for rank in rows if rank != reducer.rank]
-        self._others = [] if is_scattered else [rows[rank][0] for rank in others]
-
-    def begin(self) -> None:
-        """Wait until all ranks of the host have packed their nodes."""
-        self._reducer.barrier()
-
-    def load(self, chunk: int) -> None:
-        """Do nothing: the values are in shared memory."""
-
-    def publish(self) -> None:
-        """Do nothing: only the handler of a slice reads and writes it on this host."""
-
-    def span(self, slice_: int, chunk: int) -> tuple[int, int]:
-        """Return the elements of the bucket in a chunk of a slice."""
-        lo = self._cuts[slice_] + chunk * self._chunk
-        return lo, max(lo, min(lo + self._chunk, self._cuts[slice_ + 1]))
-
-    def read(self, rank: int, number: int, slice_: int, chunk: int) -> torch.Tensor:
-        """Return the values of a node of a rank of this host."""
-        lo, hi = self.span(slice_, chunk)
-        return self._rows[rank][number, lo:hi]
-
-    def result(self, slice_: int, chunk: int) -> torch.Tensor:
-        """Return the memory for the result of a slice that this rank handles."""
-        return self.read(self._reducer.rank, 0, slice_, chunk)
-
-    def spread(self, slice_: int, chunk: int) -> None:
-        """Write the result of a slice that this rank handles to the other ranks of the host."""
-        lo, hi = self.span(slice_, chunk)
-        for row in self._others:
-            row[lo:hi].copy_(self.result(slice_, chunk))
-
-    def store(self, chunk: int) -> None:
-        """Do nothing: the handlers write the results to every rank's memory."""
-
-    def end(self) -> None:
-        """Wait until all handlers of the host have written their results."""
-        self._reducer.barrier()
 
 
 class HostReducer:
@@ -353,22 +335,8 @@ class HostReducer:
         if self._staging is None:
             self._staging = self._group.local.share(SLOTS * self._ranks * CHUNK_BYTES)
         values = StagedValues(self, plan, sources, targets, chunk)
-        chunks = self._run(plan, reduction, values, sizes, chunk)
+        chunks = self.run(plan, reduction, values, sizes, chunk)
         self._staging_slot = (self._staging_slot + chunks) % SLOTS
-
-    def exact_sum(
-        self,
-        plan: ReductionPlan,
-        reduction: Reduction,
-        rows: dict[int, torch.Tensor],
-        cuts: Sequence[int],
-        is_scattered: bool,
-    ) -> None:
-        """Add the nodes of a bucket that the ranks of this host have packed; see `PackedValues`."""
-        sizes = [hi - lo for lo, hi in pairwise(cuts)]
-        chunk = chunk_length(sizes, reduction.dtype.itemsize)
-        values = PackedValues(self, rows, cuts, is_scattered, chunk)
-        self._run(plan, reduction, values, sizes, chunk)
 
     # ---- memory and messages ----
 
@@ -399,18 +367,17 @@ class HostReducer:
         """Start to receive a vector from a rank of another host."""
         return self._group.between.recv([tensor.view(torch.uint8)], rank, tag)
 
-    def _run(
+    def run(
         self,
         plan: ReductionPlan,
         reduction: Reduction,
-        values: StagedValues | PackedValues,
+        values: Values,
         sizes: Sequence[int],
         chunk: int,
     ) -> int:
-        """Pass all chunks through the pipeline; return their number."""
-        chunks = -(-max(sizes, default=0) // chunk) if max(sizes, default=0) else 0
-        pipeline = _Pipeline(self, plan, reduction, values, sizes, chunk)
-        values.begin()
+        """Pass all chunks of slices of these sizes through the pipeline; return their number."""
+        chunks = round_up(max(sizes, default=0), chunk) // chunk
+        pipeline = Pipeline(self, plan, reduction, values, sizes, chunk)
         for i in range(chunks + DELAY if chunks else 0):
             if i < chunks:
                 values.load(i)
@@ -437,7 +404,7 @@ def chunk_length(sizes: Sequence[int], itemsize: int) -> int:
     return max(line, min(most, max(least, quarter)))
 
 
-class _Pipeline:
+class Pipeline:
     """The messages of one call."""
 
     def __init__(
@@ -445,7 +412,7 @@ class _Pipeline:
         reducer: HostReducer,
         plan: ReductionPlan,
         reduction: Reduction,
-        values: StagedValues | PackedValues,
+        values: Values,
         sizes: Sequence[int],
         chunk: int,
     ) -> None:
@@ -505,7 +472,12 @@ class _Pipeline:
             return inputs[0]  # in shared memory, which does not change before the result comes
         dtype = self._term_dtype(self._reducer.host)
         buffer = self._reducer.buffer(name, chunk % SLOTS, size, dtype)
-        reduction.combine(inputs, term.nodes, term.leaves, buffer, reduction.factors_of(term))
+        keys = [[each] for each in term.inputs]
+        for part, present in self._values.parts(keys, slice_, chunk):
+            reduction.combine(
+                [each[part] for each in inputs], term.nodes, term.leaves, buffer[part],
+                reduction.factors_of(term), present,
+            )  # fmt: skip
         return buffer
 
     def reduce(self, chunk: int) -> None:
@@ -517,12 +489,15 @@ class _Pipeline:
             inputs: list[torch.Tensor] = []
             nodes: list[Node] = []
             factors: list[float] = []
+            keys: list[Sequence[tuple[int, int]]] = []
             for term in plan.terms[reducer.host]:
+                keys += [[each] for each in term.inputs]
                 inputs += self._inputs(term, slice_, chunk)
                 nodes += [(term.node[0] + a, term.node[0] + b) for a, b in term.nodes]
                 factors += reduction.factors_of(term)
             for work, term, buffer in self._terms.pop(chunk):
                 work.wait()
+                keys.append(term.inputs)
                 inputs.append(buffer)
                 nodes.append(term.node)
                 if reduction.factors:
@@ -531,7 +506,11 @@ class _Pipeline:
             if reduction.is_order_free:
                 nodes, leaves = [(n, n + 1) for n in range(len(inputs))], len(inputs)
             result = self._values.result(slice_, chunk)
-            reduction.combine(inputs, nodes, leaves, result, factors, divisor=reduction.divisor)
+            for part, present in self._values.parts(keys, slice_, chunk):
+                reduction.combine(
+                    [each[part] for each in inputs], nodes, leaves, result[part],
+                    factors, present, reduction.divisor,
+                )  # fmt: skip
             if plan.returns:
                 for host in self._others:
                     handler = plan.handler(slice_, host)

@@ -135,7 +135,7 @@ class ReproducibleAllReduce:
     def finish_here(self) -> None:
         """Compute now, in this thread, additions that the backend would do in the background."""
         if isinstance(self._sum, NativeAllReduce):
-            self._sum.wait()
+            self._sum.finish_here()
 
     def combine(self) -> None:
         """Do step 2 and start step 3: add this rank's slice along the tree, start the gather."""
