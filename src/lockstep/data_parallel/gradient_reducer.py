@@ -44,7 +44,7 @@ from lockstep.comm.reproducible_all_reduce import (
 )
 from lockstep.comm.sparse_gradients import add_sparse, sum_sparse_gradients
 from lockstep.comm.tree import Fold, Node, nodes_of
-from lockstep.data.microbatch import split_evenly
+from lockstep.data.microbatch import Hosts, assign_microbatches
 from lockstep.data_parallel.readiness import GradientReadiness, GradientState
 from lockstep.data_parallel.shards import Shards
 from lockstep.errors import GradientError, LayoutError
@@ -129,18 +129,23 @@ class GradientReducer:
 
     # --- while the micro-batches are computed ------------------------------------------------
 
-    def begin(self, leaves: int, announce: Callable[[], object] | None = None) -> None:
+    def begin(
+        self, leaves: int, hosts: Hosts, announce: Callable[[], object] | None = None
+    ) -> None:
         """Start a step and empty `.grad`.
 
         Args:
             leaves: The number of micro-batches of the batch.
+            hosts: The ranks of each host, which compute neighboring micro-batches.
             announce: A function that compares this step with the steps of the other ranks, and
                 raises an error if they differ. None: buckets are not launched before `reduce`.
         """
         self.clear()
         self._leaves, self._announce = leaves, announce
         self._partial_sums = Fold(leaves, add_lists)
-        self._nodes_by_rank = [nodes_of(each, leaves) for each in split_evenly(leaves, self._ranks)]
+        self._nodes_by_rank = [
+            nodes_of(each, leaves) for each in assign_microbatches(leaves, hosts)
+        ]
         self._is_planned = self._ranks > 1 and self._is_native(self._expected)
         if self._is_planned:
             self._prepare(self._expected)
