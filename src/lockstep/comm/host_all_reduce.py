@@ -20,6 +20,7 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions
 
 from lockstep.comm.bucket import Bucket
+from lockstep.comm.host_compression import make_codec
 from lockstep.comm.host_reduction import Group, HostReducer, Reduction, chunk_length
 from lockstep.comm.host_reduction_plan import ReductionPlan, find_handler, plan_reduction
 from lockstep.comm.native_all_reduce import ABSENT, NEW, NativeAllReduce
@@ -31,8 +32,10 @@ __all__ = ["HostAllReduce"]
 FLAG_TAG = 0x4C530003
 """The tag of the messages with flags."""
 
-Submit = Callable[[Callable[[], None]], Any]
-"""Runs a function after the earlier calls of the group, in its thread; returns a Work."""
+Submit = Callable[[torch.Tensor, Callable[[], None]], Any]
+"""Runs a function after the earlier calls of the group, in its thread; returns a Work.
+
+The tensor is the memory of the result."""
 
 
 class HostAllReduce(NativeAllReduce):
@@ -43,6 +46,7 @@ class HostAllReduce(NativeAllReduce):
         reducer: The reducer of the group.
         submit: A function that runs another one in the order of the group's calls.
         bucket, holders, leaves, divisor, cuts, scatter: As of `NativeAllReduce`.
+        compression: How what crosses hosts is compressed; see `lockstep.comm.host_compression`.
     """
 
     def __init__(
@@ -56,11 +60,13 @@ class HostAllReduce(NativeAllReduce):
         divisor: int,
         cuts: Sequence[int] | None = None,
         scatter: bool = False,
+        compression: str | None = None,
     ) -> None:
         super().__init__(group.local, bucket, holders, leaves, group.rank, divisor, cuts, scatter)
         self._group, self._reducer, self._submit = group, reducer, submit
         self._reduction = Reduction.exact_sum(bucket.dtype, divisor)
         self._is_scattered = scatter
+        self._codec = make_codec(compression, bucket.dtype)
         self._map = plan_reduction(group.map.hosts, holders, leaves, scatter=scatter)
         self._counts = [len(nodes) for nodes in holders]
         # The rows of this rank for the other ranks of the host: its handle, then its flags.
@@ -76,7 +82,7 @@ class HostAllReduce(NativeAllReduce):
         start = HANDLE_LENGTH * 8
         self._row[:start].copy_(handle.view(torch.uint8))
         self._row[start : start + self._flags.numel()].copy_(self._flags)
-        return self._submit(self._add)
+        return self._submit(self.sums, self._add)
 
     def finish_here(self) -> None:
         """Do nothing: the sum continues in the group's thread while the network is busy."""
@@ -97,7 +103,7 @@ class HostAllReduce(NativeAllReduce):
         values = PackedValues(
             self._reducer, rows, self._bounds, self._is_scattered, chunk, presence
         )
-        self._reducer.run(self._map, self._reduction, values, sizes, chunk)
+        self._reducer.run(self._map, self._reduction, values, sizes, chunk, self._codec)
         for member, is_new in enumerate(presence.find_new()):
             self._present[member] = is_new
 

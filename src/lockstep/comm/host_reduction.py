@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import native_module
+from lockstep.comm.host_compression import Codec
 from lockstep.comm.host_reduction_plan import (
     ReductionPlan,
     Term,
@@ -35,10 +36,10 @@ from lockstep.comm.tree import Node
 
 __all__ = ["Group", "HostReducer", "Reduction", "Values", "chunk_length"]
 
-CHUNK_BYTES = 2 << 20
+CHUNK_BYTES = 1 << 20
 """The bytes of a chunk, of all slices together, by measurement: see LOG.md."""
 
-LEAST_MESSAGE_BYTES = 64 << 10
+LEAST_MESSAGE_BYTES = 128 << 10
 """A chunk is not smaller than this per slice, unless the slice is."""
 
 DELAY = 3
@@ -374,10 +375,11 @@ class HostReducer:
         values: Values,
         sizes: Sequence[int],
         chunk: int,
+        codec: Codec | None = None,
     ) -> int:
         """Pass all chunks of slices of these sizes through the pipeline; return their number."""
         chunks = round_up(max(sizes, default=0), chunk) // chunk
-        pipeline = Pipeline(self, plan, reduction, values, sizes, chunk)
+        pipeline = Pipeline(self, plan, reduction, values, sizes, chunk, codec)
         for i in range(chunks + DELAY if chunks else 0):
             if i < chunks:
                 values.load(i)
@@ -404,6 +406,33 @@ def chunk_length(sizes: Sequence[int], itemsize: int) -> int:
     return max(line, min(most, max(least, quarter)))
 
 
+class Receipt:
+    """Values that are being received.
+
+    Args:
+        work: The work that receives the message.
+        values: Where the values are, in the end.
+        message: The memory of the compressed message.
+        codec: The codec that reads it; None if the values themselves are received.
+    """
+
+    def __init__(
+        self,
+        work: Any,
+        values: torch.Tensor,
+        message: torch.Tensor | None = None,
+        codec: Codec | None = None,
+    ) -> None:
+        self._work, self._values, self._message, self._codec = work, values, message, codec
+
+    def wait(self) -> torch.Tensor:
+        """Wait for the message; return the values."""
+        self._work.wait()
+        if self._codec is not None and self._message is not None:
+            self._codec.decode(self._message, self._values)
+        return self._values
+
+
 class Pipeline:
     """The messages of one call."""
 
@@ -415,15 +444,17 @@ class Pipeline:
         values: Values,
         sizes: Sequence[int],
         chunk: int,
+        codec: Codec | None,
     ) -> None:
         self._reducer, self._plan, self._reduction = reducer, plan, reduction
+        self._codec = codec
         self._values, self._sizes, self._chunk = values, sizes, chunk
         self._handled = plan.handled(reducer.rank)
         self._others = [each for each in range(len(plan.hosts)) if each != reducer.host]
         # By chunk: works that send, and (slice, works) that receive terms and results.
         self._sends: dict[int, list[Any]] = {}
-        self._terms: dict[int, list[tuple[Any, Term, torch.Tensor]]] = {}
-        self._results: dict[int, list[tuple[int, Any]]] = {}
+        self._terms: dict[int, list[tuple[Receipt, Term]]] = {}
+        self._results: dict[int, list[tuple[int, Receipt]]] = {}
 
     def _size(self, slice_: int, chunk: int) -> int:
         return max(0, min(self._chunk, self._sizes[slice_] - chunk * self._chunk))
@@ -452,14 +483,37 @@ class Pipeline:
                         name = f"received {host} {n}"
                         buffer = reducer.buffer(name, chunk % SLOTS, size, dtype)
                         handler = plan.handler(slice_, host)
-                        receives.append((reducer.receive(buffer, handler, TERM_TAG), term, buffer))
+                        receives.append(
+                            (self._receive(buffer, handler, TERM_TAG, name, chunk), term)
+                        )
                 continue
             if plan.returns:
                 target = self._values.result(slice_, chunk)
-                results.append((slice_, reducer.receive(target, owner, RESULT_TAG)))
+                name = f"result {slice_}"
+                results.append((slice_, self._receive(target, owner, RESULT_TAG, name, chunk)))
             for n, term in enumerate(plan.terms[reducer.host]):
                 value = self._term(term, f"sent {slice_} {n}", slice_, chunk, size)
-                sends.append(reducer.send(value, owner, TERM_TAG))
+                message, _ = self._encode(value, f"term {slice_} {n}", chunk)
+                sends.append(reducer.send(message, owner, TERM_TAG))
+
+    def _receive(self, target: torch.Tensor, rank: int, tag: int, name: str, chunk: int) -> Receipt:
+        """Start to receive values, compressed or not."""
+        if self._codec is None:
+            return Receipt(self._reducer.receive(target, rank, tag), target)
+        size = self._codec.bound(target.numel())
+        message = self._reducer.buffer(f"coded {name}", chunk % SLOTS, size, torch.uint8)
+        work = self._reducer.receive(message, rank, tag)
+        return Receipt(work, target, message, self._codec)
+
+    def _encode(
+        self, values: torch.Tensor, name: str, chunk: int
+    ) -> tuple[torch.Tensor, Codec | None]:
+        """Return the message with these values, and the codec that can read it."""
+        if self._codec is None:
+            return values, None
+        size = self._codec.bound(values.numel())
+        buffer = self._reducer.buffer(f"coded {name}", chunk % SLOTS, size, torch.uint8)
+        return self._codec.encode(values, buffer), self._codec
 
     def _inputs(self, term: Term, slice_: int, chunk: int) -> list[torch.Tensor]:
         return [self._values.read(rank, n, slice_, chunk) for rank, n in term.inputs]
@@ -480,6 +534,16 @@ class Pipeline:
             )  # fmt: skip
         return buffer
 
+    def _rounded_term(self, term: Term, name: str, slice_: int, chunk: int) -> torch.Tensor:
+        """Return the value of a term of this host, as the other hosts would receive it."""
+        size = self._size(slice_, chunk)
+        value = self._term(term, name, slice_, chunk, size)
+        message, codec = self._encode(value, name, chunk)
+        assert codec is not None
+        buffer = self._reducer.buffer(f"rounded {name}", chunk % SLOTS, size, value.dtype)
+        codec.decode(message, buffer)
+        return buffer
+
     def reduce(self, chunk: int) -> None:
         """Reduce a chunk of this rank's slice, and send the result to the other hosts."""
         reducer, plan, reduction = self._reducer, self._plan, self._reduction
@@ -490,15 +554,20 @@ class Pipeline:
             nodes: list[Node] = []
             factors: list[float] = []
             keys: list[Sequence[tuple[int, int]]] = []
-            for term in plan.terms[reducer.host]:
+            for number, term in enumerate(plan.terms[reducer.host]):
+                if self._codec is not None and not self._codec.is_lossless:
+                    # Rounded as those of the other hosts are, whichever host owns the slice.
+                    keys.append(term.inputs)
+                    inputs.append(self._rounded_term(term, f"own {number}", slice_, chunk))
+                    nodes.append(term.node)
+                    continue
                 keys += [[each] for each in term.inputs]
                 inputs += self._inputs(term, slice_, chunk)
                 nodes += [(term.node[0] + a, term.node[0] + b) for a, b in term.nodes]
                 factors += reduction.factors_of(term)
-            for work, term, buffer in self._terms.pop(chunk):
-                work.wait()
+            for receipt, term in self._terms.pop(chunk):
                 keys.append(term.inputs)
-                inputs.append(buffer)
+                inputs.append(receipt.wait())
                 nodes.append(term.node)
                 if reduction.factors:
                     factors.append(1)  # its host has multiplied its values
@@ -512,16 +581,19 @@ class Pipeline:
                     factors, present, reduction.divisor,
                 )  # fmt: skip
             if plan.returns:
+                message, codec = self._encode(result, "own result", chunk)
+                if codec is not None and not codec.is_lossless:
+                    codec.decode(message, result)  # as the other hosts will have it
                 for host in self._others:
                     handler = plan.handler(slice_, host)
-                    work = reducer.send(result, handler, RESULT_TAG)
+                    work = reducer.send(message, handler, RESULT_TAG)
                     self._sends[chunk].append(work)
             self._values.spread(slice_, chunk)
 
     def finish(self, chunk: int) -> None:
         """Wait for the messages of a chunk."""
-        for slice_, work in self._results.pop(chunk):
-            work.wait()
+        for slice_, receipt in self._results.pop(chunk):
+            receipt.wait()
             self._values.spread(slice_, chunk)
         for work in self._sends.pop(chunk):
             work.wait()

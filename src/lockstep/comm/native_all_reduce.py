@@ -25,7 +25,7 @@ from lockstep.comm.memory_format import in_memory_order
 from lockstep.comm.shared_memory import empty_shared
 from lockstep.comm.tree import Node
 
-__all__ = ["ABSENT", "NEW", "STALE", "NativeAllReduce", "native_backend"]
+__all__ = ["ABSENT", "NEW", "STALE", "NativeAllReduce", "is_supported", "native_backend"]
 
 ABSENT, NEW, STALE = 0, 1, 2
 """The flags of a tensor in a node."""
@@ -39,10 +39,16 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def native_backend(
     device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None
 ) -> Any | None:
-    """Return the native backend of the group; None if it does not support such tensors."""
-    if device.type != "cpu" or dtype not in DTYPES:
-        return None
-    return backend.of_group(group)
+    """Return the native backend of the group; None if it does not support such tensors.
+
+    A group whose ranks are on several hosts has none.
+    """
+    return backend.of_group(group) if is_supported(device, dtype) else None
+
+
+def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the backend "lockstep" adds gradients on this device with this dtype."""
+    return device.type == "cpu" and dtype in DTYPES
 
 
 class NativeAllReduce:

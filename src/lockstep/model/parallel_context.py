@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.comm import backend
 from lockstep.data.consistency import BatchIdentity
 from lockstep.data.content_hash import hash_content
 from lockstep.data.microbatch import (
@@ -59,6 +60,7 @@ class ParallelContext:
     group: dist.ProcessGroup | None
     peers: dist.ProcessGroup | None
     hosts: Hosts
+    compression: str | None = None
     extra_modules: tuple[nn.Module, ...] = ()
     activation_checkpointing: bool = False
     loss_scale: LossScale | None = None
@@ -114,6 +116,7 @@ class ParallelContext:
             group=None,
             peers=_peers(world, stages),
             hosts=_hosts(world.world_size, stages),
+            compression=world.compression,
             extra_modules=tuple(extra_modules),
             activation_checkpointing=activation_checkpointing,
             loss_scale=LossScale() if autocast_dtype == torch.float16 else None,
@@ -233,7 +236,13 @@ def _check_stages(ranks: int, stages: int, extra_modules: Sequence[nn.Module]) -
 
 def _hosts(ranks: int, stages: int) -> Hosts:
     """Return the replicas of each host; a replica belongs to the host of its first rank."""
-    return on_one_host(ranks // stages)
+    group = backend.host_group_of(None) if dist.is_initialized() else None
+    if group is None:
+        return on_one_host(ranks // stages)
+    found: dict[int, list[int]] = {}
+    for replica in range(ranks // stages):
+        found.setdefault(group.map.host_of(replica * stages), []).append(replica)
+    return tuple(tuple(replicas) for replicas in found.values())
 
 
 _groups: WeakKeyDictionary[Any, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()

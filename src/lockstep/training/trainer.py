@@ -179,6 +179,9 @@ class Trainer:
             **{f"pipeline.{name}": value for name, value in vars(stages).items()},
         }
         current = world()
+        compared |= {
+            f"compression.{name}": current.compression == name for name in ("bf16", "lossless")
+        }
         # Before the comparison, which would report an attribute of DistributedDataParallel: its
         # rank.
         reject_unsupported_modules(compared | {"model": model})
