@@ -34,8 +34,7 @@ __all__ = [
     "say_resumed",
 ]
 
-# Settings without effect on the bits.
-FREE = ("pipeline.", "storage", "checkpoint", "fingerprints", "compression.lossless")
+FREE = ("pipeline.", "storage", "checkpoint", "fingerprints")  # settings without effect on the bits
 SHOWN = 5  # differences that are printed
 
 

@@ -157,13 +157,7 @@ def build_executor(
         )
     else:
         sparse = sparse_weights(module.modules())
-        gradients = GradientReducer(
-            named,
-            parallel.group,
-            modules=called,
-            sparse=sparse,
-            compression=parallel.compression,
-        )
+        gradients = GradientReducer(named, parallel.group, modules=called, sparse=sparse)
     names = partitioner.block_names
     return WholeModelExecutor(parallel, model, module, gradients, names, metrics, seed)
 

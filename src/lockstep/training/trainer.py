@@ -179,9 +179,6 @@ class Trainer:
             **{f"pipeline.{name}": value for name, value in vars(stages).items()},
         }
         current = world()
-        compared |= {
-            f"compression.{name}": current.compression == name for name in ("bf16", "lossless")
-        }
         # Before the comparison, which would report an attribute of DistributedDataParallel: its
         # rank.
         reject_unsupported_modules(compared | {"model": model})
@@ -361,7 +358,7 @@ class Trainer:
             self._position,
             self.finish,
             **resolve_data(dataset, batch_size, options),
-            **self.parallel.loader_options(),
+            **self.parallel.share(),
             seed=self.seed if seed is None else seed,
             epoch=epoch,
             agree=self._make_agree(lambda: f"epoch {self._position.epoch}"),
@@ -457,7 +454,7 @@ class Trainer:
         agree = self._make_agree(lambda: "an evaluation")
 
         def make_batches() -> Batches:
-            return Batches(**options, **self.parallel.loader_options(), agree=agree)
+            return Batches(**options, **self.parallel.share(), agree=agree)
 
         def prepare() -> Evaluation:
             with self._live_settings.evaluation():
