@@ -1,4 +1,6 @@
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy
@@ -7,17 +9,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.comm.tree import nodes_of
 from lockstep.data.microbatch import (
     ALIGNMENT,
+    ReplicaShare,
     align_tensors,
-    count_microbatches,
+    assign_microbatches,
     map_tensors,
-    owned_microbatches,
-    pieces,
+    on_one_host,
     split_batch,
     split_evenly,
 )
 from lockstep.errors import DatasetError, UsageError
+
+WHOLE = {m: ReplicaShare(m, on_one_host(1), 0) for m in (2, 4)}
 
 
 class Pair(NamedTuple):
@@ -46,33 +51,104 @@ def test_impossible_spans_are_a_bug(total: int, parts: int) -> None:
         split_evenly(total, parts)
 
 
-@given(st.integers(1, 200), st.integers(1, 16), st.data())
-def test_every_microbatch_is_owned_once_in_order(n: int, m: int, data: st.DataObject) -> None:
-    replicas = data.draw(st.integers(1, m))
-    owners = [
-        index
-        for replica in range(replicas)
-        for index in owned_microbatches(n, m, replicas, replica)
-    ]
-    assert owners == list(range(count_microbatches(n, m)))
+@st.composite
+def placements(draw: Any, replicas: int) -> tuple[tuple[int, ...], ...]:
+    """Draw the replicas of each host."""
+    hosts: dict[int, list[int]] = {}
+    for replica in range(replicas):
+        hosts.setdefault(draw(st.integers(0, 3)), []).append(replica)
+    return tuple(tuple(each) for each in hosts.values())
+
+
+def shares(m: int, hosts: tuple[tuple[int, ...], ...]) -> list[ReplicaShare]:
+    return [ReplicaShare(m, hosts, replica) for replica in range(sum(map(len, hosts)))]
+
+
+@given(st.integers(1, 12), st.integers(1, 40), st.data())
+def test_every_microbatch_is_assigned_once(replicas: int, leaves: int, data: st.DataObject) -> None:
+    hosts = data.draw(placements(replicas))
+    assigned = assign_microbatches(leaves, hosts)
+    by_host = [index for ranks in hosts for replica in ranks for index in assigned[replica]]
+    assert by_host == list(range(leaves))
+    sizes = [len(each) for each in assigned]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(1, 12), st.integers(1, 40))
+def test_on_one_host_the_ranges_are_even(replicas: int, leaves: int) -> None:
+    assert assign_microbatches(leaves, on_one_host(replicas)) == tuple(
+        split_evenly(leaves, replicas)
+    )
+
+
+def spreads(larger: int, widths: list[int]) -> Iterator[list[int]]:
+    """Yield every way to give `larger` further micro-batches to hosts, one per replica at most."""
+    if not widths:
+        yield from [[]] if larger == 0 else []
+        return
+    for extra in range(min(widths[0], larger) + 1):
+        for rest in spreads(larger - extra, widths[1:]):
+            yield [extra, *rest]
+
+
+@given(st.integers(1, 6), st.integers(1, 20), st.data())
+def test_hosts_have_as_few_nodes_as_an_even_assignment_allows(
+    replicas: int, leaves: int, data: st.DataObject
+) -> None:
+    hosts = data.draw(placements(replicas))
+    small, larger = divmod(leaves, replicas)
+
+    def count_nodes(sizes: list[int]) -> int:
+        stops = list(accumulate(sizes))
+        spans = [range(stop - size, stop) for size, stop in zip(sizes, stops, strict=True)]
+        return sum(len(nodes_of(span, leaves)) for span in spans)
+
+    assigned = assign_microbatches(leaves, hosts)
+    found = count_nodes([sum(len(assigned[each]) for each in ranks) for ranks in hosts])
+    assert found == min(
+        count_nodes([len(ranks) * small + extra for ranks, extra in zip(hosts, each, strict=True)])
+        for each in spreads(larger, [len(ranks) for ranks in hosts])
+    )
+
+
+@pytest.mark.parametrize(
+    ("leaves", "hosts", "expected"),
+    [
+        (8, ((0, 1), (2, 3)), [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        (8, ((0, 2), (1, 3)), [(0, 1), (4, 5), (2, 3), (6, 7)]),
+        (8, ((0, 1, 2), (3,)), [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        (8, ((0, 1, 2), (3, 4, 5)), [(0, 1), (2,), (3,), (4, 5), (6,), (7,)]),
+        (3, ((0, 2), (1, 3)), [(0,), (2,), (1,), ()]),
+    ],
+)
+def test_hosts_own_whole_subtrees(
+    leaves: int, hosts: tuple[tuple[int, ...], ...], expected: list[tuple[int, ...]]
+) -> None:
+    assert [tuple(each) for each in assign_microbatches(leaves, hosts)] == expected
+
+
+def test_many_hosts_are_assigned_in_linear_time() -> None:
+    hosts = tuple(tuple(range(8 * each, 8 * each + 8)) for each in range(128))
+    assert sum(map(len, assign_microbatches(2_000, hosts))) == 2_000
 
 
 @given(st.integers(0, 200), st.integers(1, 16), st.data())
 def test_pieces_are_never_empty_and_do_not_depend_on_the_replicas(
     n: int, m: int, data: st.DataObject
 ) -> None:
-    replicas = data.draw(st.integers(1, m))
-    held = [piece for replica in range(replicas) for piece in pieces(n, m, replicas, replica)]
-    assert held == list(pieces(n, m, 1, 0))
+    hosts = data.draw(placements(data.draw(st.integers(1, m))))
+    held = [piece for share in shares(m, hosts) for piece in share.pieces(n)]
+    assert sorted(held) == list(ReplicaShare(m, on_one_host(1), 0).pieces(n))
     assert all(len(span) > 0 for _, span in held)
 
 
 @given(st.integers(1, 60), st.integers(1, 9), st.data())
 def test_cut_gives_each_sample_once(n: int, m: int, data: st.DataObject) -> None:
-    replicas = data.draw(st.integers(1, m))
+    hosts = data.draw(placements(data.draw(st.integers(1, m))))
     batch = (torch.arange(n * 3).view(n, 3), torch.arange(n))
-    cuts = [split_batch(batch, m, replicas, replica) for replica in range(replicas)]
+    cuts = [split_batch(batch, share) for share in shares(m, hosts)]
     held = [microbatch for part in cuts for microbatch in part.microbatches]
+    held.sort(key=lambda each: each.index)
     assert [microbatch.index for microbatch in held] == list(range(min(n, m)))
     assert [microbatch.size for microbatch in held] == [len(x.data[1]) for x in held]
     for position, whole in enumerate(batch):
@@ -90,7 +166,7 @@ def test_cut_goes_through_nested_data() -> None:
         "weight": torch.tensor(3.0),
         "nothing": None,
     }
-    (first, second) = split_batch(batch, 2, 1, 0, epoch=4).microbatches
+    (first, second) = split_batch(batch, WHOLE[2], epoch=4).microbatches
     assert second.data["pair"].image.tolist() == [3, 4]
     assert isinstance(second.data["pair"], Pair)
     assert second.data["pair"].label.tolist() == [3, 4]
@@ -116,18 +192,18 @@ def test_cut_goes_through_nested_data() -> None:
 )
 def test_what_cannot_be_cut_is_named(batch: Any, words: str) -> None:
     with pytest.raises(DatasetError, match=words):
-        split_batch(batch, 2, 1, 0)
+        split_batch(batch, WHOLE[2])
 
 
 def test_an_empty_batch_is_refused() -> None:
     with pytest.raises(DatasetError, match="the batch has no samples"):
-        split_batch(torch.zeros(0, 3), 4, 1, 0)
+        split_batch(torch.zeros(0, 3), WHOLE[4])
 
 
 def test_a_microbatch_has_its_own_memory() -> None:
     """A model that writes into its input must not change the user's batch."""
     batch = torch.zeros(8, 16)
-    for microbatch in split_batch(batch, 4, 1, 0).microbatches:
+    for microbatch in split_batch(batch, WHOLE[4]).microbatches:
         microbatch.data.fill_(1.0)
     assert not batch.any()
 
@@ -176,6 +252,6 @@ def test_sparse_tensors_pass_as_they_are() -> None:
 
 
 def test_a_batch_that_is_unpacked_says_what_to_do() -> None:
-    batch = split_batch((torch.zeros(4, 2), torch.zeros(4)), 2, 1, 0)
+    batch = split_batch((torch.zeros(4, 2), torch.zeros(4)), WHOLE[2])
     with pytest.raises(UsageError, match=r"cannot be unpacked: pass it whole to trainer\.step"):
         _, _ = batch

@@ -9,7 +9,13 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from lockstep.data.loader import Batches
-from lockstep.data.microbatch import clone_tensors, map_tensors, split_batch
+from lockstep.data.microbatch import (
+    ReplicaShare,
+    clone_tensors,
+    map_tensors,
+    on_one_host,
+    split_batch,
+)
 
 Pair = namedtuple("Pair", "inputs targets")
 
@@ -113,7 +119,7 @@ def test_a_transposed_tensor_stays_transposed() -> None:
 
 def test_arrays_of_a_whole_batch_are_copied_too() -> None:
     array = numpy.arange(4.0)
-    batch = split_batch((torch.arange(4.0), array), 2, 1, 0)
+    batch = split_batch((torch.arange(4.0), array), ReplicaShare(2, on_one_host(1), 0))
     for microbatch in batch.microbatches:
         spoil(microbatch.data)
     assert array.tolist() == [0, 1, 2, 3]

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep as ls
 from lockstep.comm import backend as native
 from lockstep.comm.shared_memory import is_shared
+from lockstep.data.microbatch import on_one_host
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import GradientError, LockstepError
 
@@ -176,7 +177,7 @@ def test_presence_is_told_by_number():
     try:
         parameters = [(name, nn.Parameter(torch.ones(2))) for name in "abc"]
         gradients = GradientReducer(parameters)
-        gradients.begin(2)
+        gradients.begin(2, on_one_host(1))
         parameters[2][1].grad = torch.ones(2)
         gradients.accumulate(0)
         gradients.accumulate(1)
@@ -192,7 +193,7 @@ def test_a_skipped_micro_batch_is_absent_whatever_grad_holds():
     try:
         parameter = nn.Parameter(torch.ones(2))
         gradients = GradientReducer([("a", parameter)])
-        gradients.begin(2)
+        gradients.begin(2, on_one_host(1))
         parameter.grad = torch.ones(2)  # of micro-batch 1
         gradients.skip(0)
         assert parameter.grad is not None
@@ -216,7 +217,7 @@ def test_a_second_backward_after_the_only_one_is_a_failure_of_that_step(is_watch
     try:
         parameter = nn.Parameter(torch.ones(2))
         reducer = GradientReducer([("a", parameter)])
-        reducer.begin(2)
+        reducer.begin(2, on_one_host(1))
         watch(reducer, parameter, 0)  # learns how gradients arrive
         reducer.accumulate(0)
         watch(reducer, parameter, 1)
@@ -228,7 +229,7 @@ def test_a_second_backward_after_the_only_one_is_a_failure_of_that_step(is_watch
             parameter.sum().backward()
         reducer.accumulate(1)
         assert "the gradient of a arrived in two parts" in reducer.failure
-        reducer.begin(2)
+        reducer.begin(2, on_one_host(1))
         assert not reducer.failure
     finally:
         ls.shutdown()

@@ -32,6 +32,9 @@ MEMBER = os.environ.get("LOCKSTEP_MEMBER", "alone")
 STOPS, DIES = os.environ.get("STOPS"), os.environ.get("DIES", "").split()
 # In step 7, rank 0 waits for members of a host that comes back, until there are FULL ranks.
 FULL = int(os.environ.get("FULL", "0"))
+if MEMBER == os.environ.get("WAITS"):  # before it joins the others
+    Path("stopped").touch()
+    time.sleep(600)
 ls.init(timeout=60)
 torch.manual_seed(1)
 
@@ -232,19 +235,19 @@ def test_a_host_that_is_cut_off_is_lost_within_the_deadline(start, digest):
 @pytest.mark.stress
 @pytest.mark.parametrize("fault", ["kill", "vanish"])
 def test_a_run_that_loses_the_host_of_its_store_is_resumed(start, digest, fault):
+    """The members of the other host save the state, which no checkpoint has."""
     launch = start("--max", "4", STOPS="1", CHECKPOINT="1")
     launch.wait_until_stopped()
-    saved = "runs/*/checkpoints/step-?"
-    until(lambda: any(launch.folder.glob(saved)), "no checkpoint", TIMEOUT)
     if fault == "kill":
         launch.net.a.kill()
     else:
         launch.net.vanish("a")
     status, lost = launch.finish("b")
     assert status == 75
-    (sentence,) = said(lost)
+    saved, sentence = said(lost)
     how = {"kill": "closed the connection", "vanish": f"was silent for {SILENCE:g} s"}[fault]
     folder = launch.run_folder().relative_to(launch.folder)
+    assert saved == f"the state after step 5 is saved: {folder}/checkpoints/step-5"
     assert sentence.startswith(f"host 0 (10.77.0.1:29500) {how}")
     assert sentence.endswith(f"lockstep run --resume {folder}")
     assert launch.finish("a")[0] == -signal.SIGKILL
@@ -256,7 +259,35 @@ def test_a_run_that_loses_the_host_of_its_store_is_resumed(start, digest, fault)
         status, output = launch.finish(name)
         assert (status, find_digests(output)) == (0, {digest}), output
         assert len(find_places(output, 12)) == 2
-        assert ("resumed after step" in output) == (name == "a"), output
+        assert ("resumed after step 5" in output) == (name == "a"), output
+
+
+@pytest.mark.stress
+def test_a_trainer_without_checkpoints_saves_nothing(start):
+    launch = start("--max", "2", STOPS="0")
+    launch.wait_until_stopped()
+    launch.net.a.kill()
+    status, lost = launch.finish("b")
+    assert (status, len(said(lost))) == (75, 1), lost
+    assert not [*launch.folder.glob("runs/*/checkpoints")]
+    assert launch.finish("a")[0] == -signal.SIGKILL
+
+
+@pytest.mark.stress
+def test_a_host_that_is_lost_before_the_ranks_have_joined(start, digest):
+    """The others would wait for its ranks in init: they are replaced."""
+    launch = start("--max", "2", WAITS="1")
+    launch.wait_until_stopped()
+    launch.net.b.kill()
+    status, output = launch.finish("a")
+    assert (status, said(output)) == (
+        0,
+        [
+            "host 1 (b) closed the connection: member 1 is lost",
+            "round 1: 1 rank, in new processes",
+        ],
+    ), output
+    assert find_digests(output) == {digest}
 
 
 @pytest.mark.stress

@@ -146,7 +146,7 @@ def test_a_rank_on_the_masters_host_asks_for_the_route_to_the_first_other_rank(m
     own = {"127.0.0.1": "lo", "10.0.0.1": "eth0", "10.1.0.1": "eth1", "10.2.0.9": "eth2"}
     routes = {"10.0.0.2": "10.1.0.1", "10.9.0.1": "10.0.0.2"}
     monkeypatch.setattr(network_interface, "find_source_address", routes.get)
-    monkeypatch.setattr(network_interface, "_own_addresses", lambda: own)
+    monkeypatch.setattr(network_interface, "find_own_addresses", lambda: own)
     store = dist.HashStore()
     other = RankInfo(rank=2, world_size=3, master_addr="10.9.0.1", master_port=1)
     assert find_interface(other, store) is None  # 10.0.0.2 is on another host
@@ -158,7 +158,7 @@ def test_a_rank_on_the_masters_host_asks_for_the_route_to_the_first_other_rank(m
 def test_an_address_of_the_loopback_interface_is_not_named_to_other_hosts(monkeypatch):
     monkeypatch.setattr(network_interface, "find_source_address", lambda address: "10.9.0.9")
     own = {"127.0.0.1": "lo", "10.9.0.9": "lo", "10.0.0.1": "eth0"}
-    monkeypatch.setattr(network_interface, "_own_addresses", lambda: own)
+    monkeypatch.setattr(network_interface, "find_own_addresses", lambda: own)
     info = RankInfo(rank=1, world_size=2, master_addr="10.0.0.7", master_port=1)
     assert find_interface(info, dist.HashStore()) is None
 
@@ -225,4 +225,4 @@ def test_a_host_name_at_loopback_is_served_on_every_interface(network):
         ):
             return [each.getsockname()[0] for each in (alone, several, local)]
 
-    assert net.a.call(addresses) == ["127.0.1.1", "0.0.0.0", "127.0.0.1"]
+    assert net.a.call(addresses) == ["127.0.1.1", "::", "127.0.0.1"]

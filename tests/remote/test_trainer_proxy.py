@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.data.microbatch import split_batch
+from lockstep.data.microbatch import ReplicaShare, on_one_host, split_batch
 from lockstep.errors import LayoutError, LossError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -127,7 +127,7 @@ def test_a_loss_with_class_weights_through_stages(driver):
 
 def test_inputs_go_to_the_first_stage_and_targets_to_the_last(driver):
     trainer = trainer_of(driver, pipeline=ls.PipelineConfig(stages=2, balance=[2, 3]))
-    batch = split_batch(batches()[0], 8, 1, 0)
+    batch = split_batch(batches()[0], ReplicaShare(8, on_one_host(1), 0))
     first, last = (trainer.select_data(batch, position).microbatches for position in (0, 1))
     assert all(each.data[0].shape[1] == 12 and each.data[1] is None for each in first)
     assert all(each.data[0] is None and each.data[1].dim() == 1 for each in last)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.comm.tree import Fold, Node, nodes_of, split
-from lockstep.data.microbatch import owned_microbatches, split_evenly
+from lockstep.data.microbatch import split_evenly
 from lockstep.report.picture import Box, Line
 from tools.drawings.shapes import EDGE, INK, LEFT, MUTED, RANKS, RIGHT, SOFT, SUM, WASH, Card
 
@@ -127,7 +127,7 @@ def draw_tree_of_ranks() -> Card:
     picture = Card(4 * block + 44, "The same tree on 1, 2, 3 and 4 ranks")
     for ranks in range(1, 5):
         top = (ranks - 1) * block
-        parts = [owned_microbatches(64, M, ranks, rank) for rank in range(ranks)]
+        parts = split_evenly(M, ranks)
         title = "1 rank" if ranks == 1 else f"{ranks} ranks"
         picture.add_text(LEFT, top + 20, title, 13, bold=True)
         x = 96.0
@@ -177,7 +177,7 @@ def draw_layouts() -> Card:
         width = (RIGHT - LEFT + 8) / ranks
         for rank in range(ranks):
             x = LEFT + rank * width
-            own = owned_microbatches(64, M, replicas, rank // stages)
+            own = split_evenly(M, replicas)[rank // stages]
             picture.add(Box(x, top + 36, width - 8, 82, WASH, 5))
             picture.add_text(x + 8, top + 50, f"rank {rank}", 12, SOFT)
             held = split_evenly(BLOCKS, stages)[rank % stages]
@@ -202,7 +202,7 @@ def draw_accumulation() -> Card:
     reduction, update, height = 36.0, 36.0, 24.0
     unit = (RIGHT - left - update) / M
     for ranks in (1, 2, 4):
-        parts = [owned_microbatches(64, M, ranks, rank) for rank in range(ranks)]
+        parts = split_evenly(M, ranks)
         end = left + max(map(len, parts)) * unit + (reduction if ranks > 1 else 0)
         for rank, own in enumerate(parts):
             picture.add_text(LEFT, y + height / 2, f"rank {rank}", 12, SOFT)

@@ -17,6 +17,7 @@ __all__ = [
     "ArgumentError",
     "available",
     "host_group_of",
+    "hosts_backend_of",
     "load",
     "of_group",
     "reason_unavailable",
@@ -65,15 +66,21 @@ def of_group(group: Any | None) -> Any | None:
     return found if isinstance(found, load().LockstepBackend) else None
 
 
-def host_group_of(group: Any | None) -> Any | None:
-    """Return the `HostGroup` of a process group whose ranks are on several hosts, or None."""
+def hosts_backend_of(group: Any | None) -> Any | None:
+    """Return the native backend of a process group whose ranks are on several hosts, or None."""
     if not available():
         return None
     import torch
     import torch.distributed as dist
 
     found = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-    calls = found.calls if isinstance(found, load().HostsBackend) else None
+    return found if isinstance(found, load().HostsBackend) else None
+
+
+def host_group_of(group: Any | None) -> Any | None:
+    """Return the `HostGroup` of a process group whose ranks are on several hosts, or None."""
+    found = hosts_backend_of(group)
+    calls = None if found is None else found.calls
     return None if calls is None else calls.group
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -85,13 +85,17 @@ class HostCalls:
 
     Args:
         group: The group, which this object closes.
+
+    Attributes:
+        group: The group.
+        reducer: The reducer of the group, for calls in its thread.
     """
 
     def __init__(self, group: HostGroup) -> None:
         self.group = group
         self._map, self._rank = group.map, group.rank
         self._mates = self._map.hosts[group.host]
-        self._reducer = HostReducer(group)
+        self.reducer = HostReducer(group)
         self._mailbox = Mailbox(group)
 
     # ---- collective calls; blocks are vectors of bytes, by rank ----
@@ -132,15 +136,21 @@ class HostCalls:
             factors = self._compare_for_reduction(call)
             number = REDUCTIONS.index(call.reduction)
             if root < 0:
-                self._reducer.all_reduce(tensor, number, factors)
+                self.reducer.all_reduce(tensor, number, factors)
             else:
-                self._reducer.reduce(tensor, number, root, factors)
+                self.reducer.reduce(tensor, number, root, factors)
 
     def reduce_scatter(self, call: Any, send: Sequence[torch.Tensor], result: torch.Tensor) -> None:
         """Reduce tensor r of all ranks to rank r."""
         with self._begun(call):
             factors = self._compare_for_reduction(call)
-            self._reducer.reduce_scatter(send, result, REDUCTIONS.index(call.reduction), factors)
+            self.reducer.reduce_scatter(send, result, REDUCTIONS.index(call.reduction), factors)
+
+    def exact_sum(self, call: Any, function: Callable[[], None]) -> None:
+        """Add a bucket of the trainer's gradients; `function` does, by `reducer`."""
+        with self._begun(call):
+            self._compare_for_reduction(call)
+            function()
 
     # ---- messages ----
 

@@ -25,7 +25,7 @@ from lockstep.comm.memory_format import in_memory_order
 from lockstep.comm.shared_memory import empty_shared
 from lockstep.comm.tree import Node
 
-__all__ = ["ABSENT", "NEW", "STALE", "NativeAllReduce", "native_backend"]
+__all__ = ["ABSENT", "NEW", "STALE", "NativeAllReduce", "is_supported", "native_backend"]
 
 ABSENT, NEW, STALE = 0, 1, 2
 """The flags of a tensor in a node."""
@@ -39,10 +39,16 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def native_backend(
     device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None
 ) -> Any | None:
-    """Return the native backend of the group; None if it does not support such tensors."""
-    if device.type != "cpu" or dtype not in DTYPES:
-        return None
-    return backend.of_group(group)
+    """Return the native backend of the group; None if it does not support such tensors.
+
+    A group whose ranks are on several hosts has none.
+    """
+    return backend.of_group(group) if is_supported(device, dtype) else None
+
+
+def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the backend "lockstep" adds gradients on this device with this dtype."""
+    return device.type == "cpu" and dtype in DTYPES
 
 
 class NativeAllReduce:
@@ -69,7 +75,7 @@ class NativeAllReduce:
         self._native, self._bucket = native, bucket
         self._nodes = holders[rank]
         even, ranks = slice_length(bucket, len(holders)), range(len(holders) + 1)
-        bounds = list(cuts or (min(each * even, bucket.length) for each in ranks))
+        self._bounds = list(cuts or (min(each * even, bucket.length) for each in ranks))
         rows = max(len(self._nodes), 1)  # a rank without nodes needs room for the sums
         values = rows * bucket.length * bucket.dtype.itemsize
         flags = len(self._nodes) * len(bucket.members)
@@ -85,10 +91,10 @@ class NativeAllReduce:
             "holders": [list(nodes) for nodes in holders],
             "leaves": leaves,
             "divisor": float(divisor),
-            "cuts": bounds,
+            "cuts": self._bounds,
             "scatter": scatter,
         }
-        self._mine = bounds[rank], bounds[rank + 1]
+        self._mine = self._bounds[rank], self._bounds[rank + 1]
         self._work: dist.Work | None = None
 
     def place(self, node: Node, member: Member) -> torch.Tensor:
@@ -112,7 +118,7 @@ class NativeAllReduce:
                 if value.data_ptr() == part.data_ptr():
                     continue
                 flat = in_memory_order(value)
-                if node == self._nodes[0] and self._fills(flat):
+                if node == self._nodes[0] and self._fills(flat) and not self._packs_all():
                     own = flat
                     lo, hi = self._mine
                     part[:lo].copy_(flat[:lo])
@@ -121,16 +127,29 @@ class NativeAllReduce:
                     part.copy_(flat)
         if flags:
             self._flags.copy_(torch.frombuffer(flags, dtype=torch.uint8))
-        self._work = self._native.exact_sum(
+        self._work = self._start(own)
+
+    def _start(self, own: torch.Tensor | None) -> dist.Work:
+        """Start the sum; `own` are the values of the first node, if they are not all packed."""
+        work: dist.Work = self._native.exact_sum(
             self._packed, self.sums, self._present, **self._plan, own=own
         )
+        return work
+
+    def _packs_all(self) -> bool:
+        """Return whether other ranks read this rank's own slice, too."""
+        return False
+
+    def finish_here(self) -> None:
+        """Compute now, in this thread, additions that would run in the background."""
+        self.wait()
 
     def _fills(self, flat: torch.Tensor) -> bool:
         """Return whether a tensor fills the bucket: this rank's slice need not be packed then."""
         return flat.numel() == self._bucket.length and flat.data_ptr() % ALIGNMENT == 0
 
     def wait(self) -> None:
-        """Wait for the sum; compute this rank's part in this thread if it has not started."""
+        """Wait for the sum; one that has not started is computed in this thread."""
         assert self._work is not None
         self._work.wait()
 

@@ -18,7 +18,8 @@ tensor, after the slices of each rank, flags whether the tensor is present.
     message of one rank to rank j     | node 0, slice j | node 1, slice j | flags |
 
 The backend "lockstep" does all three steps in one call, in place, on values that may have been
-written directly to their destination (`lockstep.comm.native_all_reduce`). On other backends, each
+written directly to their destination (`lockstep.comm.native_all_reduce`, and across hosts
+`lockstep.comm.host_all_reduce`). On other backends, each
 value is copied once, into the message, and the sums are views of the received buffer. Messages are
 `uint8`; each addition rounds to the dtype of the tensor.
 """
@@ -30,17 +31,27 @@ from collections.abc import Container, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from lockstep.comm import backend
 from lockstep.comm.activity import Waiting
 from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, pieces, slice_length
 from lockstep.comm.collectives import all_gather_single, as_bytes
+from lockstep.comm.host_all_reduce import HostAllReduce
 from lockstep.comm.memory_format import in_format_of, in_layout_of, in_memory_order
-from lockstep.comm.native_all_reduce import ABSENT, NEW, STALE, NativeAllReduce, native_backend
+from lockstep.comm.native_all_reduce import (
+    ABSENT,
+    NEW,
+    STALE,
+    NativeAllReduce,
+    is_supported,
+    native_backend,
+)
 from lockstep.comm.tree import Node, total
 
 __all__ = [
     "ReproducibleAllReduce",
     "add_lists",
     "add_present",
+    "adds_in_place",
     "in_format_of",
     "in_layout_of",
     "in_memory_order",
@@ -49,6 +60,15 @@ __all__ = [
 
 Values = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
 """Tensors by the index of their bucket member; None if absent."""
+
+
+def adds_in_place(
+    device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None
+) -> bool:
+    """Return whether such tensors are added where they were packed, in shared memory."""
+    return is_supported(device, dtype) and (
+        backend.of_group(group) is not None or backend.hosts_backend_of(group) is not None
+    )
 
 
 def add_present(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
@@ -80,6 +100,8 @@ class ReproducibleAllReduce:
         divisor: The number by which the sum is divided before it is gathered.
         cuts: The bounds of the ranks' slices. If given, nothing is gathered, and a rank has only
             the sums of its own slice (backend "lockstep" only).
+        compression: How sums are compressed between hosts, on the backend "lockstep"; see
+            `lockstep.comm.host_compression`.
     """
 
     def __init__(
@@ -91,18 +113,24 @@ class ReproducibleAllReduce:
         group: dist.ProcessGroup | None = None,
         divisor: int = 1,
         cuts: Sequence[int] = (),
+        compression: str | None = None,
     ) -> None:
         self.bucket = bucket
         self._sum: PortableAllReduce | NativeAllReduce
         native = native_backend(device, bucket.dtype, group)
-        if native is None:
+        hosts = backend.hosts_backend_of(group) if is_supported(device, bucket.dtype) else None
+        options = divisor, cuts or None, bool(cuts)
+        if native is not None:
+            rank = dist.get_rank(group)
+            self._sum = NativeAllReduce(native, bucket, holders, leaves, rank, *options)
+        elif hosts is not None:
+            self._sum = HostAllReduce(
+                hosts.calls.group, hosts.calls.reducer, hosts.exact_sum,
+                bucket, holders, leaves, *options, compression,
+            )  # fmt: skip
+        else:
             assert not cuts
             self._sum = PortableAllReduce(bucket, holders, leaves, device, group, divisor)
-        else:
-            rank = dist.get_rank(group)
-            self._sum = NativeAllReduce(
-                native, bucket, holders, leaves, rank, divisor, cuts or None, bool(cuts)
-            )
 
     def place(self, node: Node, member: Member) -> torch.Tensor | None:
         """Return the destination of a value of one of this rank's nodes, or None.
@@ -135,7 +163,7 @@ class ReproducibleAllReduce:
     def finish_here(self) -> None:
         """Compute now, in this thread, additions that the backend would do in the background."""
         if isinstance(self._sum, NativeAllReduce):
-            self._sum.wait()
+            self._sum.finish_here()
 
     def combine(self) -> None:
         """Do step 2 and start step 3: add this rank's slice along the tree, start the gather."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
 import click
 
 from lockstep.errors import UsageError
-from lockstep.messages import JSON_HELP
+from lockstep.messages import JSON_HELP, say
 from lockstep.report.checks import CheckResult, Requirements
 
 __all__ = ["command"]
@@ -21,18 +23,59 @@ COLORS = {"good": "green", "note": "yellow", "bad": "red"}
 @click.command()
 @click.option("-n", "--nprocs", "ranks", default=2, show_default=True, help="Number of ranks.")
 @click.option("--threads", default=1, show_default=True, help="Threads per rank.")
+@click.option(
+    "--hosts",
+    metavar="HOST[:PORT],...",
+    help="Check these hosts together instead, host 0 first. Run it on each with the same list. "
+    "Default port: 29500.",
+)
+@click.option(
+    "--node-rank",
+    metavar="K",
+    type=int,
+    help="With --hosts: index of this host, from 0. Default: found by its name or address.",
+)
+@click.option(
+    "--wait",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0, min_open=True),
+    default=120.0,
+    show_default=True,
+    help="With --hosts: how long to wait for the other hosts.",
+)
+@click.option(
+    "--secret-file",
+    metavar="FILE",
+    help="With --hosts: file with the secret that the hosts share, as for lockstep run.",
+)
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
-def command(ranks: int, threads: int, as_json: bool) -> None:
+def command(
+    ranks: int,
+    threads: int,
+    hosts: str | None,
+    node_rank: int | None,
+    wait: float,
+    secret_file: str | None,
+    as_json: bool,
+) -> None:
     """Check whether this machine has what a run needs. Takes about ten seconds.
 
     Starts ranks and reduces a tensor with each backend, measures memory and the
     loopback interface, and compiles a program. The exit status is 1 if a run would
     fail. The output ends with a block to paste into an issue.
+
+    With --hosts a,b it checks the hosts of a run together: names, ports, versions,
+    processors and clocks. Run the same command on every host; each prints the results
+    of all, and names the host to be changed.
     """
     if ranks < 1 or threads < 1:
         raise UsageError(f"doctor: --nprocs ({ranks}) and --threads ({threads}) must be at least 1")
+    if hosts is None:
+        checks = run_checks(Requirements(ranks, threads))
+    else:
+        checks = run_host_check(hosts, node_rank, secret_file, wait)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        results = run_and_print(Requirements(ranks, threads))
+        results = print_results(checks)
     failed = any(one.verdict == "bad" for one in results)
     if as_json:
         click.echo(json.dumps({"ok": not failed, "findings": [asdict(one) for one in results]}))
@@ -40,18 +83,43 @@ def command(ranks: int, threads: int, as_json: bool) -> None:
         raise SystemExit(1)
 
 
-def run_and_print(requirements: Requirements) -> list[CheckResult]:
-    """Run all checks, print each result and the conclusion, and return the results."""
+def run_checks(requirements: Requirements) -> Iterator[CheckResult]:
+    """Yield the results of all checks of this machine."""
     from lockstep.report import doctor
 
     quiet = not sys.stdout.isatty()
+    for result in doctor.run_checks(
+        requirements, before_check=lambda name: show_progress(name, quiet)
+    ):
+        show_progress("", quiet)
+        yield result
+    show_progress("", quiet)
+
+
+def run_host_check(
+    text: str, node_rank: int | None, secret_file: str | None, wait: float
+) -> Iterator[CheckResult]:
+    """Yield the results of the check of several hosts."""
+    from lockstep.launcher.run_secret import make_secret
+    from lockstep.report import doctor, host_check
+
+    hosts = host_check.parse_hosts(text)
+    if node_rank is not None and not 0 <= node_rank < len(hosts):
+        raise UsageError(f"--node-rank {node_rank}: --hosts has the hosts 0 to {len(hosts) - 1}")
+    own = host_check.find_own_index(hosts) if node_rank is None else node_rank
+    secret = make_secret(secret_file, own, os.environ)
+    say(f"this is host {own}, {hosts[own]}; run the same command on every other host")
+    yield from doctor.clean(host_check.check_hosts(hosts, own, secret, wait, say))
+
+
+def print_results(checks: Iterable[CheckResult]) -> list[CheckResult]:
+    """Print each result and the conclusion, and return the results."""
+    from lockstep.report import doctor
+
     results: list[CheckResult] = []
-    checks = doctor.run_checks(requirements, before_check=lambda name: show_progress(name, quiet))
     for result in checks:
         results.append(result)
-        show_progress("", quiet)
         print_result(result)
-    show_progress("", quiet)
     num_failed = sum(one.verdict == "bad" for one in results)
     click.echo(f"\n{conclusion(num_failed)}\n\nTo report a problem, paste this:\n")
     click.echo(doctor.issue_block(results))

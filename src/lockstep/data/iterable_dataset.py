@@ -24,9 +24,9 @@ from lockstep.data.map_dataset import (
     Item,
     LoadedBatch,
     LoadFailure,
-    ReplicaShare,
     collate_samples,
 )
+from lockstep.data.microbatch import ReplicaShare
 from lockstep.data.repeatability import describe_sample, select_positions
 from lockstep.randomness import key, seed_all
 

@@ -36,10 +36,16 @@ from lockstep.data.map_dataset import (
     LoadedBatch,
     LoadFailure,
     MapSource,
-    ReplicaShare,
     TensorSource,
 )
-from lockstep.data.microbatch import Batch, Microbatch, count_microbatches
+from lockstep.data.microbatch import (
+    Batch,
+    Hosts,
+    Microbatch,
+    ReplicaShare,
+    count_microbatches,
+    on_one_host,
+)
 from lockstep.data.samplers import (
     SamplerStates,
     draw_batches,
@@ -49,7 +55,7 @@ from lockstep.data.samplers import (
     validate_sampler,
 )
 from lockstep.data.workers import Items, load_in_process, load_in_workers, load_isolated
-from lockstep.errors import DatasetError, LayoutError
+from lockstep.errors import DatasetError
 from lockstep.formatting import format_quantity
 from lockstep.randomness import key
 
@@ -77,6 +83,7 @@ class Batches:
         microbatches: The number of micro-batches per batch; at least `replicas`.
         replicas: The number of replicas.
         replica: The replica of this rank.
+        hosts: The replicas of each host; None if all are on one.
         rank: This rank, for messages.
         seed: The random seed of order and augmentation.
         epoch: The epoch, from 0.
@@ -112,6 +119,7 @@ class Batches:
         microbatches: int = 8,
         replicas: int = 1,
         replica: int = 0,
+        hosts: Hosts | None = None,
         rank: int | None = None,
         seed: int = 0,
         epoch: int = 0,
@@ -143,7 +151,7 @@ class Batches:
             None  # the state of the sampler before the order was drawn
         )
         self._saved: dict[str, Any] | None = None
-        self._share = _share(microbatches, replicas, replica)
+        self._share = ReplicaShare(microbatches, hosts or on_one_host(replicas), replica)
         self._who = f"rank {rank}" if rank is not None else f"replica {replica}"
         self._name = type(dataset).__name__
         self._iterable = _is_iterable(dataset)
@@ -253,9 +261,9 @@ class Batches:
                 "or start the ranks with daemon=False"
             )
 
-    def enter_share(self, replicas: int, replica: int, rank: int) -> None:
-        """Load the micro-batches of another replica from now on; the order does not change."""
-        self._share = _share(self._share.microbatches, replicas, replica)
+    def enter_share(self, share: ReplicaShare, rank: int) -> None:
+        """Load the micro-batches of another share from now on; the order does not change."""
+        self._share = share
         self._who = f"rank {rank}"
 
     def _all_items(self, start: int) -> Generator[tuple[Item, Source], None, None]:
@@ -309,10 +317,9 @@ class Batches:
         return self._prepare(source, numbers)
 
     def _load_again(
-        self, source: Source, number: int, replicas: int, replica: int
+        self, source: Source, number: int, share: ReplicaShare
     ) -> tuple[Microbatch, ...]:
-        """Load batch `number` for another replica, in this process."""
-        share = _share(source.share.microbatches, replicas, replica)
+        """Load batch `number` for another share, in this process."""
         if isinstance(source, IterableSource):
             items = load_isolated(replace(source, share=share, start=number), self.pin_memory)
         else:
@@ -456,7 +463,7 @@ class Batches:
             identity=BatchIdentity(self.epoch, self.position, self._order, samples=samples),
             single_sample=single_sample,
             indices=indices,
-            share=(share.replicas, share.replica),
+            share=share,
             load=partial(self._load_again, source, self.position),
         )
 
@@ -480,14 +487,3 @@ def _is_iterable(dataset: Any) -> bool:
     if hasattr(dataset, "__iter__"):
         return True
     raise DatasetError(f"{name} is not a dataset: it has neither __getitem__ nor __iter__")
-
-
-def _share(microbatches: int, replicas: int, replica: int) -> ReplicaShare:
-    if not 0 <= replica < replicas:
-        raise LayoutError(f"replica {replica} of {replicas} does not exist")
-    if replicas > microbatches:
-        raise LayoutError(
-            f"{replicas} replicas cannot share {microbatches} micro-batches; "
-            f"use at least {replicas} micro-batches, or fewer replicas"
-        )
-    return ReplicaShare(microbatches, replicas, replica)

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from lockstep.data.epoch_order import EpochOrder
-from lockstep.data.microbatch import clone_tensors, pieces
+from lockstep.data.microbatch import ReplicaShare, clone_tensors
 from lockstep.data.repeatability import (
     check_collate,
     check_samples,
@@ -39,26 +39,12 @@ __all__ = [
     "LoadFailure",
     "LoadedBatch",
     "MapSource",
-    "ReplicaShare",
     "TensorSource",
 ]
 
 Collate = Callable[[list[Any]], Any]
 
 LIBRARY_FOLDERS = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
-
-
-@dataclass(frozen=True)
-class ReplicaShare:
-    """The micro-batches of one replica: `replica` of `replicas`, `microbatches` per batch."""
-
-    microbatches: int
-    replicas: int
-    replica: int
-
-    def pieces(self, samples: int) -> tuple[tuple[int, range], ...]:
-        """Return (index, positions) of this replica's micro-batches in a batch of `samples`."""
-        return pieces(samples, self.microbatches, self.replicas, self.replica)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,16 @@
 
 Both splits follow the same rule: parts are contiguous, their sizes differ by at most one, and
 larger parts come first. A batch of fewer than M samples has fewer micro-batches, none of which is
-empty. The functions are pure and do not depend on processes.
+empty.
+
+Micro-batches follow hosts: replicas on one host compute neighboring micro-batches, so that the host
+has whole subtrees of the tree and sends fewer sums to other hosts:
+
+    replicas 0, 2 on host A, 1, 3 on host B      replica 0 | replica 2 | replica 1 | replica 3
+    M = 8                                        m = 0, 1  | m = 2, 3  | m = 4, 5  | m = 6, 7
+
+Which replica computes a micro-batch changes no bit. The functions are pure and do not depend on
+processes.
 """
 
 from __future__ import annotations
@@ -20,18 +29,21 @@ from typing import Any, NoReturn
 import numpy
 import torch
 
+from lockstep.comm.tree import nodes_of
 from lockstep.data.consistency import BatchIdentity
-from lockstep.errors import DatasetError, UsageError
+from lockstep.errors import DatasetError, LayoutError, UsageError
 
 __all__ = [
     "Batch",
+    "Hosts",
     "Microbatch",
+    "ReplicaShare",
     "align_tensors",
+    "assign_microbatches",
     "clone_tensors",
     "count_microbatches",
     "map_tensors",
-    "owned_microbatches",
-    "pieces",
+    "on_one_host",
     "split_batch",
     "split_evenly",
 ]
@@ -56,23 +68,108 @@ def count_microbatches(samples: int, microbatches: int) -> int:
     return min(samples, microbatches)
 
 
-def owned_microbatches(samples: int, microbatches: int, replicas: int, replica: int) -> range:
-    """Return the micro-batches of a batch of `samples` that `replica` computes."""
-    return split_evenly(count_microbatches(samples, microbatches), replicas)[replica]
+Hosts = tuple[tuple[int, ...], ...]
+"""The replicas of each host."""
+
+
+def on_one_host(replicas: int) -> Hosts:
+    """Return the hosts of replicas that are all on one host."""
+    return (tuple(range(replicas)),)
+
+
+@lru_cache(maxsize=64)
+def assign_microbatches(leaves: int, hosts: Hosts) -> tuple[range, ...]:
+    """Assign `leaves` micro-batches to replicas; return the micro-batches of each replica.
+
+    Each host gets a contiguous range, and each of its replicas a part of it. The numbers of
+    micro-batches of any two replicas differ by at most one. Of all such ranges, those are chosen
+    that have the fewest nodes of the tree: one per host, where the numbers allow it.
+    """
+    replicas = sum(len(each) for each in hosts)
+    small, larger = divmod(leaves, replicas)
+    assigned = [range(0)] * replicas
+    start = 0
+    for ranks, extra in zip(hosts, _spread(leaves, small, larger, hosts), strict=True):
+        stop = start + len(ranks) * small + extra
+        for replica, span in zip(ranks, split_evenly(stop - start, len(ranks)), strict=True):
+            assigned[replica] = range(start + span.start, start + span.stop)
+        start = stop
+    return tuple(assigned)
+
+
+def _spread(leaves: int, small: int, larger: int, hosts: Hosts) -> list[int]:
+    """Return how many replicas of each host compute `small + 1` micro-batches, `larger` in total.
+
+    A dynamic program over the hosts. It considers cuts near the even ones only, so that its time is
+    linear in the number of hosts.
+    """
+    replicas, widest = sum(len(each) for each in hosts), max(len(each) for each in hosts)
+    if len(hosts) == 1 or not larger:
+        return [larger] + [0] * (len(hosts) - 1)
+    # For each number of larger replicas so far: nodes, distance from the even cuts, the choices.
+    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
+    before = 0
+    for ranks in hosts:
+        count = before + len(ranks)
+        even = larger * count // replicas
+        lowest = max(0, larger - (replicas - count), even - widest)
+        highest = min(larger, count, even + widest)
+        found: dict[int, tuple[int, int, list[int]]] = {}
+        for total in range(lowest, highest + 1):
+            for extra in range(len(ranks) + 1):
+                if total - extra not in best:
+                    continue
+                nodes, distance, chosen = best[total - extra]
+                span = range(before * small + total - extra, count * small + total)
+                cost = nodes + len(nodes_of(span, leaves))
+                option = (cost, distance + abs(total - even), [*chosen, extra])
+                found[total] = min(found.get(total, option), option)
+        best, before = found, count
+    return best[larger][2]
+
+
+@dataclass(frozen=True)
+class ReplicaShare:
+    """The micro-batches of one replica.
+
+    Attributes:
+        microbatches: The number of micro-batches of a batch.
+        hosts: The replicas of each host.
+        replica: The replica.
+    """
+
+    microbatches: int
+    hosts: Hosts
+    replica: int
+
+    def __post_init__(self) -> None:
+        """Raise LayoutError if the replica has no micro-batches, or does not exist."""
+        if not 0 <= self.replica < self.replicas:
+            raise LayoutError(f"replica {self.replica} of {self.replicas} does not exist")
+        if self.replicas > self.microbatches:
+            raise LayoutError(
+                f"{self.replicas} replicas cannot share {self.microbatches} micro-batches; "
+                f"use at least {self.replicas} micro-batches, or fewer replicas"
+            )
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas."""
+        return sum(len(each) for each in self.hosts)
+
+    def pieces(self, samples: int) -> tuple[tuple[int, range], ...]:
+        """Return (index, positions) of this replica's micro-batches in a batch of `samples`."""
+        return _pieces(samples, self)
 
 
 @lru_cache(maxsize=256)
-def pieces(
-    samples: int, microbatches: int, replicas: int, replica: int
-) -> tuple[tuple[int, range], ...]:
-    """Return (index, positions in the batch) of each micro-batch that `replica` computes."""
+def _pieces(samples: int, share: ReplicaShare) -> tuple[tuple[int, range], ...]:
     if samples == 0:
         return ()
-    cuts = split_evenly(samples, count_microbatches(samples, microbatches))
-    return tuple(
-        (index, cuts[index])
-        for index in owned_microbatches(samples, microbatches, replicas, replica)
-    )
+    leaves = count_microbatches(samples, share.microbatches)
+    cuts = split_evenly(samples, leaves)
+    owned = assign_microbatches(leaves, share.hosts)[share.replica]
+    return tuple((index, cuts[index]) for index in owned)
 
 
 @dataclass(frozen=True)
@@ -99,9 +196,9 @@ class Batch:
             of one sample; "" if there is none, or if this is not the first batch of an iteration.
         indices: The indices of the global batch's samples in the dataset, int64; None for a batch
             that does not come from a map-style dataset.
-        share: (replicas, replica): the share to which the micro-batches belong; None if unknown.
-        load: A function (replicas, replica) that loads the micro-batches of another share; None
-            if the data cannot be loaded again.
+        share: The share to which the micro-batches belong; None if unknown.
+        load: A function that loads the micro-batches of another share; None if the data cannot be
+            loaded again.
     """
 
     size: int
@@ -112,17 +209,16 @@ class Batch:
     identity: BatchIdentity = field(default_factory=BatchIdentity)
     single_sample: str = ""
     indices: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    share: tuple[int, int] | None = field(default=None, compare=False, repr=False)
-    load: Callable[[int, int], tuple[Microbatch, ...]] | None = field(
+    share: ReplicaShare | None = field(default=None, compare=False, repr=False)
+    load: Callable[[ReplicaShare], tuple[Microbatch, ...]] | None = field(
         default=None, compare=False, repr=False
     )
 
-    def for_share(self, replicas: int, replica: int) -> Batch:
-        """Return the batch with the micro-batches of a replica; load them if this has others."""
-        if self.load is None or self.share == (replicas, replica):
+    def for_share(self, share: ReplicaShare) -> Batch:
+        """Return the batch with the micro-batches of a share; load them if this has others."""
+        if self.load is None or self.share == share:
             return self
-        loaded = self.load(replicas, replica)
-        return replace(self, microbatches=loaded, share=(replicas, replica))
+        return replace(self, microbatches=self.load(share), share=share)
 
     def sample_indices(self, microbatch: int) -> tuple[int, ...] | None:
         """Return the indices of the samples of a micro-batch; None if they are unknown."""
@@ -140,10 +236,8 @@ class Batch:
         )
 
 
-def split_batch(
-    batch: Any, microbatches: int, replicas: int, replica: int, epoch: int = 0
-) -> Batch:
-    """Split a whole global batch into the micro-batches of `replica`.
+def split_batch(batch: Any, share: ReplicaShare, epoch: int = 0) -> Batch:
+    """Split a whole global batch into the micro-batches of a replica.
 
     Each micro-batch has its own memory, so a model may write into its input.
 
@@ -151,9 +245,7 @@ def split_batch(
         batch: A tensor, or nested tuples, lists and mappings of tensors and of plain lists (one
             entry per sample), all with the same first dimension. Scalars and 0-dimensional tensors
             are copied to every micro-batch.
-        microbatches: The number of micro-batches M.
-        replicas: The number of replicas.
-        replica: The replica whose micro-batches are returned.
+        share: The share whose micro-batches are returned.
         epoch: The epoch of the batch.
 
     Raises:
@@ -174,11 +266,11 @@ def split_batch(
             raise DatasetError(f"{first} has {size} samples, but {name} has {other}")
     if size == 0:
         raise DatasetError("the batch has no samples")
-    own = pieces(size, microbatches, replicas, replica)
+    own = share.pieces(size)
     parts = _cut(batch, [span for _, span in own], {})
     return Batch(
         size=size,
-        leaves=count_microbatches(size, microbatches),
+        leaves=count_microbatches(size, share.microbatches),
         microbatches=tuple(
             Microbatch(index, len(span), part)
             for (index, span), part in zip(own, parts, strict=True)

@@ -38,13 +38,14 @@ from lockstep.comm.native_all_reduce import native_backend
 from lockstep.comm.reproducible_all_reduce import (
     ReproducibleAllReduce,
     add_lists,
+    adds_in_place,
     in_format_of,
     in_layout_of,
     reproducible_all_reduce,
 )
 from lockstep.comm.sparse_gradients import add_sparse, sum_sparse_gradients
 from lockstep.comm.tree import Fold, Node, nodes_of
-from lockstep.data.microbatch import split_evenly
+from lockstep.data.microbatch import Hosts, assign_microbatches
 from lockstep.data_parallel.readiness import GradientReadiness, GradientState
 from lockstep.data_parallel.shards import Shards
 from lockstep.errors import GradientError, LayoutError
@@ -74,6 +75,7 @@ class GradientReducer:
         shards: The pieces of the parameters, whose sums each rank gets; None for whole gradients.
         modules: Modules whose backward hooks may read `.grad`.
         sparse: The parameters whose gradients may be sparse; empty with `shards`.
+        compression: How sums are compressed between hosts; None if they are not.
     """
 
     def __init__(
@@ -83,10 +85,12 @@ class GradientReducer:
         shards: Shards | None = None,
         modules: Iterable[torch.nn.Module] = (),
         sparse: Collection[torch.Tensor] = (),
+        compression: str | None = None,
     ) -> None:
         self._parameters = list(parameters)
         self._sparse = {n for n, (_, each) in enumerate(parameters) if each in sparse}
         self._group = group
+        self._compression = compression
         self._shards = shards
         self.sums: dict[int, torch.Tensor] = {}
         # This step: its micro-batches, this rank's partial sums, the nodes of every rank.
@@ -129,19 +133,24 @@ class GradientReducer:
 
     # --- while the micro-batches are computed ------------------------------------------------
 
-    def begin(self, leaves: int, announce: Callable[[], object] | None = None) -> None:
+    def begin(
+        self, leaves: int, hosts: Hosts, announce: Callable[[], object] | None = None
+    ) -> None:
         """Start a step and empty `.grad`.
 
         Args:
             leaves: The number of micro-batches of the batch.
+            hosts: The ranks of each host, which compute neighboring micro-batches.
             announce: A function that compares this step with the steps of the other ranks, and
                 raises an error if they differ. None: buckets are not launched before `reduce`.
         """
         self.clear()
         self._leaves, self._announce = leaves, announce
         self._partial_sums = Fold(leaves, add_lists)
-        self._nodes_by_rank = [nodes_of(each, leaves) for each in split_evenly(leaves, self._ranks)]
-        self._is_planned = self._ranks > 1 and self._is_native(self._expected)
+        self._nodes_by_rank = [
+            nodes_of(each, leaves) for each in assign_microbatches(leaves, hosts)
+        ]
+        self._is_planned = self._ranks > 1 and self._adds_in_place(self._expected)
         if self._is_planned:
             self._prepare(self._expected)
 
@@ -401,11 +410,11 @@ class GradientReducer:
             if destination is not None and self._values[member.index] is not None:
                 self._values[member.index] = destination
 
-    def _is_native(self, indices: Sequence[int]) -> bool:
+    def _adds_in_place(self, indices: Sequence[int]) -> bool:
         """Return whether the backend adds the gradients of these parameters in place."""
         parameters = [self._parameters[index][1] for index in indices]
         kinds = {(each.device, each.dtype) for each in parameters}
-        return all(native_backend(*kind, self._group) is not None for kind in kinds)
+        return all(adds_in_place(*kind, self._group) for kind in kinds)
 
     def _prepare(self, indices: Sequence[int]) -> None:
         """Prepare the buckets of these parameters and the destinations of this rank's nodes."""
@@ -458,6 +467,7 @@ class GradientReducer:
                 self._parameters[bucket.members[0].index][1].device,
                 self._group,
                 cuts=[] if shards is None else shards.find_cuts(bucket),
+                compression=self._compression,
             )
             for bucket in buckets
         ]

@@ -2,7 +2,8 @@
 
 It starts and ends the members of this host as the launcher of host 0 orders, and passes on what
 they and that launcher say (`host_connection.py`). It decides nothing. If it loses the launcher of
-host 0, it ends its members: the run has ended for this host, and can be resumed.
+host 0, it lets its members save their state and ends them: the run has ended for this host, and
+can be resumed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from lockstep.elastic.host_connection import PURPOSE, ConnectionLost, HostConnection
+from lockstep.elastic.last_state import LastState
 from lockstep.errors import RankError, RendezvousError, UsageError
 from lockstep.launcher.channel import Channel, Message
 from lockstep.launcher.failure_attribution import STOPPED, signal_name
@@ -22,7 +24,7 @@ from lockstep.transport.message_connection import connect_to
 __all__ = ["HostAgent", "RunEnded", "StartMember"]
 
 JOIN_TIMEOUT = 300.0  # seconds that host 0 has to answer
-NOTE_AFTER, NOTE_INTERVAL = 3.0, 30.0  # seconds until a note about host 0, and between two
+NOTE_AFTER, NOTE_INTERVAL = 3.0, 10.0  # seconds until a note about host 0, and between two
 ATTEMPT = 1.0  # seconds of one attempt to connect; signals are noticed between two
 
 StartMember = Callable[[int, int, dict[str, str]], None]
@@ -74,6 +76,7 @@ class HostAgent(RankSupervisor):
         self._started_known: set[int] = set()
         self._ended_known: set[int] = set()
         self._begun_known: set[int] = set()
+        self._last_state = LastState(self)
 
     def wait(
         self,
@@ -104,6 +107,8 @@ class HostAgent(RankSupervisor):
             self.process_events(TICK)
             if not self.has_fork_server:
                 self._lost = "the fork server of this host has exited"
+        if self._end is None and self.has_fork_server:
+            self._last_state.save()
         self.terminate()
         return self._conclude()
 
@@ -203,6 +208,8 @@ class HostAgent(RankSupervisor):
                 self.start(member, int(message["local_rank"]), message["variables"])
                 self.outcomes[member].is_replaced = True  # host 0 judges how it ends
             case "send":
+                if message["message"]["kind"] == "round":
+                    self._last_state.note_round(member)
                 self.send(member, message["message"])
             case "signal":
                 self.send_signal(member, int(message["number"]), group=bool(message["group"]))
@@ -239,6 +246,7 @@ class HostAgent(RankSupervisor):
             return False
         age = time.monotonic() - float(message["time"]) if "time" in message else 0.0
         self._post({"kind": "report", "member": member, "message": message, "age": age})
+        self._last_state.note_report(member, message)
         return bool(kind != "error")
 
     def _report_changes(self) -> None:

@@ -33,7 +33,7 @@ from lockstep.transport.message_connection import MessageConnection, MessageList
 __all__ = ["HostSupervisor"]
 
 JOIN_TIMEOUT = 300.0  # seconds that all hosts have to join at the beginning
-NOTE_AFTER, NOTE_INTERVAL = 3.0, 30.0  # seconds until a note about missing hosts, and between two
+NOTE_AFTER, NOTE_INTERVAL = 3.0, 10.0  # seconds until a note about missing hosts, and between two
 LEFT = 128 + signal.SIGTERM  # exit status of the launcher of a host that was asked to stop
 HELLO_TIMEOUT = 5.0  # seconds from a connection to its first message
 

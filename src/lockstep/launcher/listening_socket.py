@@ -79,9 +79,11 @@ def listen(address: str, port: int, *, is_single_host: bool = True) -> socket.so
     """
     family, host = resolve_address(address)
     if not is_single_host and is_loopback(host) and not is_loopback(address):
-        host = ""
+        family, host = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (family, "")
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if host == "::":
+        listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)  # and IPv4
     try:
         _bind(listening, host, port)
         listening.listen(BACKLOG)
@@ -125,7 +127,10 @@ def find_obstacle(listening: socket.socket) -> str:
 def get_connectable_address(listening: socket.socket) -> str:
     """Return an address at which this host reaches a listening socket."""
     host = str(listening.getsockname()[0])
-    return {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
+    if host == "::":
+        is_both = not listening.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+        return LOOPBACK if is_both else "::1"
+    return LOOPBACK if host == "0.0.0.0" else host
 
 
 def is_loopback(address: str) -> bool:

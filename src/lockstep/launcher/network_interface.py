@@ -42,6 +42,7 @@ from lockstep.launcher.listening_socket import (
 __all__ = [
     "find_interface",
     "find_master_interface",
+    "find_own_addresses",
     "find_served_address",
     "network_identity",
 ]
@@ -70,8 +71,8 @@ def find_interface(rank_info: RankInfo, store: Store | None = None) -> str | Non
     if store is not None and rank_info.master_addr is not None:
         address = _exchange(rank_info, store, rank_info.master_addr)
     own = find_source_address(address)
-    name = None if own is None else _own_addresses().get(own)
-    if name is None or (address != LOOPBACK and _own_addresses().get(LOOPBACK) == name):
+    name = None if own is None else find_own_addresses().get(own)
+    if name is None or (address != LOOPBACK and find_own_addresses().get(LOOPBACK) == name):
         return None
     return name
 
@@ -83,7 +84,7 @@ def find_master_interface(master_addr: str) -> str | None:
     although the address is not.
     """
     _, master = resolve_address(master_addr)
-    addresses = _own_addresses()
+    addresses = find_own_addresses()
     own = master if master in addresses else find_source_address(master)
     name = None if own is None else addresses.get(own)
     return None if name == addresses.get(LOOPBACK) and not is_loopback(master) else name
@@ -100,7 +101,7 @@ def find_served_address(address: str) -> str:
         otherwise this host's address on the route there.
     """
     _, master = resolve_address(address)
-    if is_loopback(master) or master in _own_addresses():
+    if is_loopback(master) or master in find_own_addresses():
         return address
     return find_source_address(master) or address
 
@@ -117,7 +118,7 @@ def network_identity() -> str:
 def _exchange(rank_info: RankInfo, store: Store, master_addr: str) -> str:
     """Return the address to ask the route to: of another host, or LOOPBACK if there is none."""
     _, master = resolve_address(master_addr)
-    if not is_loopback(master) and master not in _own_addresses():
+    if not is_loopback(master) and master not in find_own_addresses():
         own = find_source_address(master)
         if own is None:
             raise _no_route(rank_info, master, "MASTER_ADDR")
@@ -168,7 +169,7 @@ def _parse_address(rank_info: RankInfo, value: bytes) -> str:
     )
 
 
-def _own_addresses() -> dict[str, str]:
+def find_own_addresses() -> dict[str, str]:
     """Return the addresses of this host, with the interface of each."""
     return {
         entry.address.partition("%")[0]: name

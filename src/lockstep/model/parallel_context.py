@@ -12,9 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.comm import backend
 from lockstep.data.consistency import BatchIdentity
 from lockstep.data.content_hash import hash_content
-from lockstep.data.microbatch import Batch, map_tensors, split_batch
+from lockstep.data.microbatch import (
+    Batch,
+    Hosts,
+    ReplicaShare,
+    map_tensors,
+    on_one_host,
+    split_batch,
+)
 from lockstep.errors import LayoutError, UsageError
 from lockstep.launcher.world import World
 from lockstep.messages import say
@@ -51,6 +59,8 @@ class ParallelContext:
     autocast_dtype: torch.dtype | None
     group: dist.ProcessGroup | None
     peers: dist.ProcessGroup | None
+    hosts: Hosts
+    compression: str | None = None
     extra_modules: tuple[nn.Module, ...] = ()
     activation_checkpointing: bool = False
     loss_scale: LossScale | None = None
@@ -105,6 +115,8 @@ class ParallelContext:
             autocast_dtype=None if autocast_dtype == torch.float32 else autocast_dtype,
             group=None,
             peers=_peers(world, stages),
+            hosts=_hosts(world.world_size, stages),
+            compression=world.compression,
             extra_modules=tuple(extra_modules),
             activation_checkpointing=activation_checkpointing,
             loss_scale=LossScale() if autocast_dtype == torch.float16 else None,
@@ -115,17 +127,24 @@ class ParallelContext:
         assert self.stages == 1, "stages are replaced, not continued in place"
         self.rank = self.replica = rank
         self.replicas = world_size
+        self.hosts = _hosts(world_size, 1)
 
     def make_checkpointing(self, blocks: Mapping[str, nn.Module]) -> ActivationCheckpointing:
         """Return the activation checkpointing of these blocks, or of none if it is disabled."""
         return ActivationCheckpointing(blocks if self.activation_checkpointing else {}, self.device)
 
-    def share(self) -> dict[str, Any]:
+    @property
+    def share(self) -> ReplicaShare:
+        """This rank's part of a batch."""
+        return ReplicaShare(self.microbatches, self.hosts, self.replica)
+
+    def loader_options(self) -> dict[str, Any]:
         """Return the arguments that determine this rank's part of a batch in the loader."""
         return {
             "microbatches": self.microbatches,
             "replicas": self.replicas,
             "replica": self.replica,
+            "hosts": self.hosts,
             "rank": self.rank,
         }
 
@@ -135,8 +154,8 @@ class ParallelContext:
         A whole batch is hashed if there are other ranks to compare it with, or a record.
         """
         if isinstance(batch, Batch):
-            return batch.for_share(self.replicas, self.replica)
-        part = split_batch(batch, self.microbatches, self.replicas, self.replica)
+            return batch.for_share(self.share)
+        part = split_batch(batch, self.share)
         if self.replicas * self.stages == 1 and not is_recorded:
             return part
         return replace(part, identity=BatchIdentity(checksum=hash_content(batch)))
@@ -213,6 +232,17 @@ def _check_stages(ranks: int, stages: int, extra_modules: Sequence[nn.Module]) -
             "extra_modules, which a manual step calls in addition to the model, cannot be split "
             "into stages: train them with stages=1"
         )
+
+
+def _hosts(ranks: int, stages: int) -> Hosts:
+    """Return the replicas of each host; a replica belongs to the host of its first rank."""
+    group = backend.host_group_of(None) if dist.is_initialized() else None
+    if group is None:
+        return on_one_host(ranks // stages)
+    found: dict[int, list[int]] = {}
+    for replica in range(ranks // stages):
+        found.setdefault(group.map.host_of(replica * stages), []).append(replica)
+    return tuple(tuple(replicas) for replicas in found.values())
 
 
 _groups: WeakKeyDictionary[Any, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()

@@ -82,6 +82,7 @@ class Placement:
                     [pair for pair in parameters.items() if self.holders[pair[0]][0] == number],
                     self.parallel.peers,
                     sparse=sparse,
+                    compression=self.parallel.compression,
                 ),
                 self.parallel.make_checkpointing(blocks[number]),
                 self.parallel.device,

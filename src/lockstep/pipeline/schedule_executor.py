@@ -102,7 +102,7 @@ class ScheduleExecutor:
     def _prepare(self, batch: Any) -> None:
         batch = self.step.start(batch)
         for stage in self.pipeline.stages.values():
-            stage.gradients.begin(batch.leaves)
+            stage.gradients.begin(batch.leaves, self._parallel.hosts)
             self._missing[stage.number] = [each.index for each in batch.microbatches]
         self._microbatches_here = [
             each for each in batch.microbatches if each.index in self.step.shares

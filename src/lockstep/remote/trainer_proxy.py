@@ -16,7 +16,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
-from lockstep.data.microbatch import Batch, split_batch
+from lockstep.data.microbatch import Batch, Hosts, ReplicaShare, split_batch
 from lockstep.errors import UsageError
 from lockstep.launcher.world import rank, world
 from lockstep.model.deferred_init import Blocks, materialize_block
@@ -100,6 +100,7 @@ class TrainerProxy:
                 for each in range(pool.size)
             ]
         )
+        self._hosts: Hosts = self._call_all("find_hosts")
 
     def step(self, batch: Any) -> float:
         """Train on one global batch and return its loss.
@@ -113,9 +114,9 @@ class TrainerProxy:
         Raises:
             LockstepError: A worker's trainer failed.
         """
-        replicas = self._pool.size // self._stages
         batches = [
-            split_batch(batch, self._microbatches, replicas, replica) for replica in range(replicas)
+            split_batch(batch, ReplicaShare(self._microbatches, self._hosts, replica))
+            for replica in range(self._pool.size // self._stages)
         ]
         arguments = [
             (self.select_data(each, stage),) for each in batches for stage in range(self._stages)
@@ -243,6 +244,10 @@ class TrainerActor:
         """Call a method of the trainer; only rank 0 returns the value to the driver."""
         value = getattr(self._trainer, name)(*args, **options)
         return value if rank() == 0 else None
+
+    def find_hosts(self) -> Hosts:
+        """Return the replicas of each host."""
+        return self._trainer.parallel.hosts
 
     def step(self, batch: Batch) -> StepResult:
         """Train on this worker's part of a batch."""

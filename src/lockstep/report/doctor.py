@@ -27,7 +27,7 @@ from lockstep.report.checks import (
 )
 from lockstep.report.markdown import fenced_block
 
-__all__ = ["CHECKS", "issue_block", "run_checks"]
+__all__ = ["CHECKS", "clean", "issue_block", "run_checks"]
 
 Check = Callable[[Requirements], Iterable[CheckResult]]
 
@@ -76,6 +76,11 @@ def run_checks(
         except Exception as error:
             what = f"the check failed with {type(error).__name__}: {error}"
             yield _clean(bad(name, what, "report this with the block below"))
+
+
+def clean(results: Iterable[CheckResult]) -> Iterator[CheckResult]:
+    """Yield results without secrets and control characters."""
+    return map(_clean, results)
 
 
 def _clean(found: CheckResult) -> CheckResult:

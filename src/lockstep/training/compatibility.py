@@ -34,7 +34,8 @@ __all__ = [
     "say_resumed",
 ]
 
-FREE = ("pipeline.", "storage", "checkpoint", "fingerprints")  # settings without effect on the bits
+# Settings without effect on the bits.
+FREE = ("pipeline.", "storage", "checkpoint", "fingerprints", "compression.lossless")
 SHOWN = 5  # differences that are printed
 
 

@@ -95,7 +95,7 @@ class MicrobatchLoop:
         step, parallel = self.step, self.step.parallel
         batch = step.start(batch)
         compare = partial(step.label.require_same, parallel.group)
-        self.gradients.begin(batch.leaves, compare)
+        self.gradients.begin(batch.leaves, parallel.hosts, compare)
         for microbatch in batch.microbatches:
             leaf = microbatch.index
             if leaf not in step.shares:

@@ -157,7 +157,13 @@ def build_executor(
         )
     else:
         sparse = sparse_weights(module.modules())
-        gradients = GradientReducer(named, parallel.group, modules=called, sparse=sparse)
+        gradients = GradientReducer(
+            named,
+            parallel.group,
+            modules=called,
+            sparse=sparse,
+            compression=parallel.compression,
+        )
     names = partitioner.block_names
     return WholeModelExecutor(parallel, model, module, gradients, names, metrics, seed)
 

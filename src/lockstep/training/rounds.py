@@ -105,7 +105,7 @@ class RoundEntry:
         parallel.enter(new.rank, new.world_size)
         self._executor.enter_group()
         for each in self._batches:
-            each.enter_share(new.world_size, new.rank, new.rank)
+            each.enter_share(parallel.share, new.rank)
         position = self._position
         position.attempt = Attempt(position.attempt.trainer, position.steps, -1)
         if new.rank == 0 and not was_rank0:

@@ -14,6 +14,7 @@ import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
+from lockstep.comm.backend import host_group_of
 from lockstep.comm.memory_format import is_dense
 from lockstep.comm.native_all_reduce import native_backend
 from lockstep.comm.sparse_gradients import sparse_weights
@@ -83,6 +84,11 @@ def share_parameters(
             )
     if parallel.replicas == 1:
         return GradientReducer(named, parallel.group, modules=modules), None
+    if host_group_of(parallel.group) is not None:
+        raise LayoutError(
+            'storage="shared" keeps one copy of the parameters in the memory of one host, and '
+            'these ranks are on several hosts: train with storage="replicated"'
+        )
     for name, parameter in named:
         # Frozen parameters are not stepped, so they may have any dtype.
         dtype = parameter.dtype if parameter.requires_grad else torch.float32

@@ -32,7 +32,7 @@ from torch import nn
 from lockstep.checkpoint.stop_request import StopRequest
 from lockstep.comm.collectives import all_reduce_messages
 from lockstep.comm.tree import Node, nodes_of
-from lockstep.data.microbatch import Batch, split_evenly
+from lockstep.data.microbatch import Batch, assign_microbatches
 from lockstep.data_parallel import gradient_norm
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.elastic.membership import membership
@@ -489,7 +489,7 @@ class OptimizerStep:
 
     def _nodes(self, leaves: int) -> list[list[Node]]:
         """Return, for each replica, its nodes of the tree with this number of leaves."""
-        return [nodes_of(span, leaves) for span in split_evenly(leaves, self.parallel.replicas)]
+        return [nodes_of(span, leaves) for span in assign_microbatches(leaves, self.parallel.hosts)]
 
     def _place(self, leaves: int) -> StatusPlace:
         """Return the place of this rank among those that exchange their statuses."""

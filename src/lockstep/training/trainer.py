@@ -179,6 +179,9 @@ class Trainer:
             **{f"pipeline.{name}": value for name, value in vars(stages).items()},
         }
         current = world()
+        compared |= {
+            f"compression.{name}": current.compression == name for name in ("bf16", "lossless")
+        }
         # Before the comparison, which would report an attribute of DistributedDataParallel: its
         # rank.
         reject_unsupported_modules(compared | {"model": model})
@@ -358,7 +361,7 @@ class Trainer:
             self._position,
             self.finish,
             **resolve_data(dataset, batch_size, options),
-            **self.parallel.share(),
+            **self.parallel.loader_options(),
             seed=self.seed if seed is None else seed,
             epoch=epoch,
             agree=self._make_agree(lambda: f"epoch {self._position.epoch}"),
@@ -454,7 +457,7 @@ class Trainer:
         agree = self._make_agree(lambda: "an evaluation")
 
         def make_batches() -> Batches:
-            return Batches(**options, **self.parallel.share(), agree=agree)
+            return Batches(**options, **self.parallel.loader_options(), agree=agree)
 
         def prepare() -> Evaluation:
             with self._live_settings.evaluation():

@@ -209,6 +209,19 @@ static bool combine_nodes(const Tensors& inputs, const std::vector<std::pair<int
   return true;
 }
 
+static WorkPtr exact_sum_across_hosts(HostsBackend& backend, const at::Tensor& result,
+                                      py::object function) {
+  // The last reference may go in a thread without the interpreter's lock.
+  std::shared_ptr<py::object> held(new py::object(std::move(function)), [](py::object* object) {
+    py::gil_scoped_acquire lock;
+    delete object;
+  });
+  py::gil_scoped_release release;
+  return backend.exact_sum(result, [held = std::move(held)](Executor& executor) {
+    static_cast<PythonExecutor&>(executor).exact_sum(*held);
+  });
+}
+
 static WorkPtr exact_sum_of_bucket(LockstepBackend& backend, at::Tensor packed, at::Tensor result,
                                    at::Tensor present, size_t length,
                                    std::vector<std::pair<size_t, size_t>> members,
@@ -264,6 +277,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_readonly("timeout", &HostCallInfo::timeout)
       .def_readonly("caller", &HostCallInfo::caller);
   py::class_<HostsBackend, c10d::Backend, c10::intrusive_ptr<HostsBackend>>(module, "HostsBackend")
+      .def("exact_sum", &exact_sum_across_hosts, py::arg("result"), py::arg("function"))
       .def_property_readonly("options", &HostsBackend::getBackendOptions)
       // The Python object that makes the calls; None after `shutdown`.
       .def_property_readonly("calls",

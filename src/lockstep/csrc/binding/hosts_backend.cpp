@@ -114,6 +114,17 @@ WorkPtr HostsBackend::recvAnysource(Tensors& tensors, int tag) {
   return post_message(c10d::OpType::RECVANYSOURCE, tensors, -1, tag);
 }
 
+WorkPtr HostsBackend::exact_sum(const at::Tensor& result, Body body) {
+  check_tensor("exact_sum", result);
+  CallInfo info;
+  info.op = Op::exact_sum;
+  info.dtype = static_cast<uint8_t>(result.scalar_type());
+  info.root = -1;
+  info.count = static_cast<uint64_t>(result.numel());
+  return start(c10d::OpType::UNKNOWN, {result}, {{info, std::move(body)}},
+               std::chrono::milliseconds(0), true, {});
+}
+
 // ---- messages between hosts ----
 
 HostMessageWork::HostMessageWork(c10d::OpType type, const at::Tensor& tensor,

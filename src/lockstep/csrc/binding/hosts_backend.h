@@ -40,6 +40,10 @@ class HostsBackend : public CollectiveBackend {
   WorkPtr recv(Tensors&, int, int) override;
   WorkPtr recvAnysource(Tensors&, int) override;
 
+  // Not in c10d: starts the sum of a bucket (lockstep/comm/host_all_reduce.py), which `body`
+  // makes when the earlier calls of the group are done. `result` is the memory of the sums.
+  WorkPtr exact_sum(const at::Tensor& result, Body body);
+
  private:
   WorkPtr post_message(c10d::OpType type, Tensors& tensors, int peer, int tag);
   void check_process() const;

@@ -77,6 +77,11 @@ class PythonExecutor : public Executor {
       inputs.push_back(tensor_of(block.data, block.bytes / output.element_size()));
     call_python(object_, "reduce_scatter", info_, inputs, output);
   }
+  // Calls `function`, which adds the buckets of all ranks.
+  void exact_sum(const pybind11::object& function) {
+    pybind11::gil_scoped_acquire lock;
+    call_python(object_, "exact_sum", info_, function);
+  }
 
  private:
   static Tensors bytes_of(const std::vector<Block>& blocks) {

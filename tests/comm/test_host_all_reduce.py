@@ -1,0 +1,128 @@
+"""The reproducible all-reduce across simulated hosts: the tree, bit for bit, for any placement."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.comm import backend as native
+from lockstep.comm import host_reduction
+from lockstep.comm.bucket import plan
+from lockstep.comm.host_all_reduce import HostAllReduce
+from lockstep.comm.host_reduction import HostReducer
+from lockstep.comm.tree import Fold, nodes_of, total
+from lockstep.data.microbatch import split_evenly
+
+pytestmark = pytest.mark.skipif(not native.available(), reason="not built")
+
+PLACEMENTS = {
+    2: [((0,), (1,))],
+    3: [((0, 1), (2,)), ((0, 2), (1,)), ((0,), (1,), (2,))],
+    4: [((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 1, 2), (3,)), ((0,), (1, 2), (3,))],
+}
+SIZES = [15, 0, 129, 120, 1, 1777]
+NEGATIVE_ZERO = 4  # the tensor that is -0.0 in one leaf and absent in all others
+
+
+@contextmanager
+def new_group(hosts):
+    rank = dist.get_rank()
+    groups = [dist.new_group(list(ranks), backend="lockstep") for ranks in hosts]
+    (mine,) = (group for group, ranks in zip(groups, hosts, strict=True) if rank in ranks)
+    between = dist.group.WORLD._get_backend(torch.device("cpu"))
+    yield SimpleNamespace(
+        map=SimpleNamespace(hosts=hosts), rank=rank, local=native.of_group(mine), between=between
+    )
+    dist.destroy_process_group(mine)
+
+
+def submit(_result, function):
+    return SimpleNamespace(wait=function)
+
+
+def leaf_values(leaves, dtype, has_absent):
+    generator = torch.Generator().manual_seed(leaves)
+    found = []
+    for leaf in range(leaves):
+        row = []
+        for number, size in enumerate(SIZES):
+            value = torch.randn(size, generator=generator)
+            value *= 10 ** torch.randint(-3, 4, (size,), generator=generator).float()
+            is_absent = has_absent and (leaf + number) % 5 == 0
+            row.append(None if is_absent else value.to(dtype))
+        row[NEGATIVE_ZERO] = torch.tensor([-0.0], dtype=dtype) if leaf == 0 else None
+        found.append(row if has_absent else row[:NEGATIVE_ZERO] + row[NEGATIVE_ZERO + 1 :])
+    return found
+
+
+def add(left, right):
+    return left if right is None else right if left is None else left + right
+
+
+def add_rows(left, right):
+    return [add(*pair) for pair in zip(left, right, strict=True)]
+
+
+def bits(tensor):
+    return None if tensor is None else tensor.contiguous().view(torch.uint8).tolist()
+
+
+def check_sums(group, reducer, dtype, leaves, has_absent, scatter=False):
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    values = leaf_values(leaves, dtype, has_absent)
+    expected = total({(n, n + 1): values[n] for n in range(leaves)}, leaves, add_rows)
+    divisor = 1 if has_absent else 3
+    expected = [None if each is None else each / divisor for each in expected]
+    owned = split_evenly(leaves, ranks)
+    fold = Fold(leaves, add_rows)
+    for leaf in owned[rank]:
+        fold.put((leaf, leaf + 1), values[leaf])
+    holders = [nodes_of(each, leaves) for each in owned]
+    sizes = [each.numel() for each in expected]
+    for bucket in plan(sizes, [dtype] * len(sizes), 4096):
+        line = 64 // dtype.itemsize
+        cuts = [min(n * line, bucket.length) for n in range(ranks)] + [bucket.length]
+        sums = HostAllReduce(
+            group, reducer, submit, bucket, holders, leaves, divisor,
+            cuts if scatter else None, scatter,
+        )  # fmt: skip
+        for _ in range(2):  # the buffers are used again
+            sums.launch(fold.nodes)
+            found = dict(sums.gather())
+            for member in bucket.members:
+                lo, hi = 0, member.numel
+                if scatter:
+                    lo = min(max(cuts[rank] - member.offset, 0), hi)
+                    hi = min(max(cuts[rank + 1] - member.offset, 0), hi)
+                one, other = found[member.index], expected[member.index]
+                assert bits(one[lo:hi]) == bits(other[lo:hi])
+
+
+@pytest.mark.ranks(2, 3, 4, backend="gloo")
+def test_the_sum_across_hosts_is_the_tree_bit_for_bit(world_size, monkeypatch):
+    monkeypatch.setattr(host_reduction, "CHUNK_BYTES", 2048)
+    monkeypatch.setattr(host_reduction, "LEAST_MESSAGE_BYTES", 64)
+    for hosts in PLACEMENTS[world_size]:
+        with new_group(hosts) as group:
+            reducer = HostReducer(group)
+            for leaves in (8, 7, 2):
+                check_sums(group, reducer, torch.float32, leaves, has_absent=True)
+            for dtype in (torch.bfloat16, torch.float16, torch.float64):
+                check_sums(group, reducer, dtype, 8, has_absent=True)
+            check_sums(group, reducer, torch.float32, 8, has_absent=False)
+            check_sums(group, reducer, torch.float32, 8, has_absent=False, scatter=True)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_a_member_that_is_stale_everywhere_is_not_reported(rank):
+    with new_group(((0,), (1,))) as group:
+        (bucket,) = plan([3, 4], [torch.float32] * 2, 1 << 20)
+        holders = [[(0, 1)], [(1, 2)]]
+        sums = HostAllReduce(group, HostReducer(group), submit, bucket, holders, 2, 1)
+        sums.launch({(rank, rank + 1): [torch.ones(3), torch.ones(4)]}, stale={0, 1} - {rank})
+        both = {index: None if each is None else each.tolist() for index, each in sums.gather()}
+        assert both == {0: [2.0] * 3, 1: [2.0] * 4}
+        sums.launch({(rank, rank + 1): [torch.ones(3), torch.ones(4)]}, stale={1})
+        assert [index for index, each in sums.gather() if each is None] == [1]

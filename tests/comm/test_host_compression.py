@@ -1,0 +1,79 @@
+"""Compression between hosts: lossless for every bit pattern, bf16 as torch rounds."""
+
+import pytest
+import torch
+
+from lockstep.comm.host_compression import check_compression, make_codec
+from lockstep.errors import UsageError
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def random_bits(dtype, size):
+    generator = torch.Generator().manual_seed(size)
+    raw = torch.randint(0, 256, (size * dtype.itemsize,), generator=generator)
+    return raw.to(torch.uint8).view(dtype)
+
+
+def round_trip(codec, values):
+    buffer = torch.full((codec.bound(values.numel()),), 0xA5, dtype=torch.uint8)
+    used = codec.encode(values, buffer)
+    assert used.data_ptr() == buffer.data_ptr()
+    found = torch.empty_like(values)
+    codec.decode(buffer, found)  # the buffer is longer than the message, as the receiver's is
+    return found, used.numel()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 7, 4097, 100_003])
+def test_lossless_keeps_every_bit_pattern(dtype, size):
+    pytest.importorskip("zstandard", reason="the extra 'compression' is not installed")
+    codec = make_codec("lossless", dtype)
+    values = random_bits(dtype, size)
+    found, used = round_trip(codec, values)
+    assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))
+    assert used <= codec.bound(size)
+
+
+def test_lossless_makes_gradients_smaller():
+    pytest.importorskip("zstandard", reason="the extra 'compression' is not installed")
+    values = torch.randn(100_000, generator=torch.Generator().manual_seed(0)) * 1e-3
+    _, used = round_trip(make_codec("lossless", torch.float32), values)
+    assert used < 0.9 * values.nbytes
+
+
+@pytest.mark.parametrize("damage", [slice(0, 4), slice(4, 12), slice(40, 60)], ids=str)
+def test_a_damaged_message_raises(damage):
+    pytest.importorskip("zstandard", reason="the extra 'compression' is not installed")
+    codec, values = make_codec("lossless", torch.float32), torch.zeros(5000)
+    buffer = torch.zeros(codec.bound(5000), dtype=torch.uint8)
+    used = codec.encode(torch.randn(5000), buffer)
+    used[damage] = 0xFF
+    with pytest.raises(ValueError, match="compressed message"):
+        codec.decode(used, values)
+
+
+def test_bf16_rounds_as_torch_does():
+    codec = make_codec("bf16", torch.float32)
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    found, used = round_trip(codec, values)
+    assert torch.equal(found, values.bfloat16().float())
+    assert used == values.nbytes // 2
+    assert not codec.is_lossless
+
+
+def test_bf16_leaves_other_dtypes_alone():
+    assert [make_codec("bf16", dtype) for dtype in DTYPES[1:]] == [None] * 3
+
+
+def test_an_unknown_compression_is_refused():
+    with pytest.raises(UsageError, match="'zip'"):
+        check_compression("zip")
+    check_compression(None)
+    check_compression("bf16")
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "zstandard", None)
+    with pytest.raises(UsageError, match=r"torch-lockstep\[compression\]"):
+        check_compression("lossless")

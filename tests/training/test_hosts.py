@@ -1,0 +1,179 @@
+"""Training across hosts: the bits are those of one rank, wherever the ranks are.
+
+The hosts are simulated by the identities of hosts (`placed.join`): rank r is on host placement[r].
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+import lockstep as ls
+import pytest_lockstep
+from lockstep.comm import backend
+from lockstep.comm.host_all_reduce import HostAllReduce
+from lockstep.errors import LayoutError
+from placed import join
+
+pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
+
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+PLACEMENTS = ["aaaa", "aabb", "abab", "aaab"]
+
+
+class Pairs(Dataset):
+    """Samples that draw noise when they are loaded; the last batch of an epoch is smaller."""
+
+    def __init__(self, samples=40, seed=1):
+        generator = torch.Generator().manual_seed(seed)
+        self.inputs = torch.randn(samples, 6, generator=generator)
+        self.targets = torch.randint(0, 3, (samples,), generator=generator)
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index] + 0.1 * torch.randn(6), self.targets[index]
+
+
+class Interrupted(BaseException):
+    """Ends a script as if its process were killed."""
+
+
+def run(function, placement, *arguments):
+    """Return what a function returns on every rank; its first argument is the placement."""
+    ranks = len(placement)
+    return pytest_lockstep.run(function, placement, *arguments, ranks=ranks, timeout=60, init=False)
+
+
+def network():
+    torch.manual_seed(4)
+    return nn.Sequential(
+        nn.Linear(6, 64), nn.BatchNorm1d(64), nn.Dropout(0.2), nn.ReLU(), nn.Linear(64, 3)
+    )
+
+
+def train(placement, options=None, folder=None, stop=0, is_resumed=False):
+    """Return everything that a training with 7 micro-batches per batch shows."""
+    group = join(placement)
+    assert (group is None) == (len(set(placement)) == 1)
+    made = []
+    init = HostAllReduce.__init__
+    HostAllReduce.__init__ = lambda self, *given: (made.append(self), init(self, *given))[1]
+
+    def interrupt(result):
+        if stop and result.step + 1 == stop:
+            trainer._run._checkpoints.writer.wait()
+            raise Interrupted
+
+    checkpoint = None if folder is None else ls.CheckpointConfig(every_steps=1)
+    trainer = ls.Trainer(
+        network(), nn.CrossEntropyLoss(), ADAMW, microbatches=7, max_grad_norm=0.5,
+        metrics={"accuracy": ls.accuracy}, callbacks=[interrupt],
+        checkpoint=checkpoint, **({} if folder is None else {"loggers": folder}), **(options or {}),
+    )  # fmt: skip
+    if is_resumed:
+        trainer.resume()
+    seen = []
+    try:
+        for epoch in range(2):
+            for batch in trainer.batches(Pairs(), 24, epoch=epoch):
+                seen.append((trainer.step(batch), trainer.history.last.metrics))
+            found = trainer.evaluate(Pairs(17, seed=5), 9)
+            seen.append((found.loss, found.metrics))
+    except Interrupted:
+        return None
+    assert bool(made) == (group is not None)  # the buckets were added across hosts
+    return seen, trainer.digest(), trainer.optimizer_digest()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    (found,) = run(train, "a")
+    return found
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_placement_has_the_bits_of_one_rank(alone, placement):
+    assert run(train, placement) == [alone] * 4
+
+
+def test_stages_on_several_hosts_have_the_bits_of_one_rank(alone):
+    options = {"pipeline": ls.PipelineConfig(stages=2)}
+    assert [found[1] for found in run(train, "abba", options)] == [alone[1]] * 4
+
+
+def test_a_training_resumes_in_another_placement(alone, tmp_path):
+    assert run(train, "abab", None, str(tmp_path), 3) == [None] * 4
+    for seen, *digests in run(train, "aab", None, str(tmp_path), 0, True):
+        assert digests == [*alone[1:]]
+        assert 0 < len(seen) < len(alone[0])
+        assert seen == alone[0][-len(seen) :]
+
+
+def microbatches_here(placement):
+    join(placement)
+    trainer = ls.Trainer(network(), nn.CrossEntropyLoss(), ADAMW)
+    (batch,) = trainer.batches(Pairs(16), 16)
+    trainer.step(batch)
+    return [each.index for each in batch.microbatches]
+
+
+def test_a_host_computes_neighboring_microbatches():
+    assert run(microbatches_here, "abab") == [[0, 1], [4, 5], [2, 3], [6, 7]]
+
+
+def sent_in_a_step(placement, compression=None):
+    """Return the bytes sent to other hosts in a step, relative to the gradients, and the digest."""
+    group = join(placement, compression=compression)
+    model = nn.Linear(1000, 1000, bias=False)
+    trainer = ls.Trainer(model, nn.MSELoss(), partial(torch.optim.SGD, lr=0.1))
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randn(8, 1000, generator=generator), torch.randn(8, 1000, generator=generator)
+    before = 0
+    for _ in range(3):
+        before = sum(group.between.sent.values())
+        trainer.step(batch)
+    sent = sum(group.between.sent.values()) - before
+    return sent / model.weight.nbytes, trainer.digest()
+
+
+@pytest.mark.parametrize("placement", ["aabb", "abab"])
+def test_a_host_sends_the_gradients_once(placement):
+    found = run(sent_in_a_step, placement)
+    for host in "ab":
+        of_host = [sent for where, (sent, _) in zip(placement, found, strict=True) if where == host]
+        assert 1.0 <= sum(of_host) < 1.02
+
+
+def test_bf16_halves_the_bytes_and_all_ranks_have_the_same_bits():
+    exact, found = run(sent_in_a_step, "aabb"), run(sent_in_a_step, "aabb", "bf16")
+    assert 0.5 <= found[0][0] + found[1][0] < 0.52
+    (digest,) = {digest for _, digest in found}
+    assert digest != exact[0][1]
+    # The same on another assignment of the ranks to hosts of the same sizes, and in every run.
+    assert {digest for _, digest in run(sent_in_a_step, "abab", "bf16")} == {digest}
+
+
+def test_lossless_compression_keeps_the_bits():
+    pytest.importorskip("zstandard", reason="the extra 'compression' is not installed")
+    exact, found = run(sent_in_a_step, "aabb"), run(sent_in_a_step, "aabb", "lossless")
+    assert {digest for _, digest in found} == {exact[0][1]}
+    assert found[0][0] + found[1][0] < 0.95
+
+
+def refuse_shared_storage(placement):
+    join(placement)
+    with pytest.raises(LayoutError) as caught:
+        ls.Trainer(network(), nn.CrossEntropyLoss(), ADAMW, storage="shared")
+    return str(caught.value)
+
+
+def test_shared_storage_across_hosts_is_refused_by_name():
+    for text in run(refuse_shared_storage, "ab"):
+        assert 'storage="shared"' in text
+        assert "several hosts" in text
