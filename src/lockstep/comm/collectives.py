@@ -44,7 +44,7 @@ PAGE = 1024
 PIECE = 32 << 20
 """The size of the buffers of a broadcast, in bytes."""
 
-ALL_GATHER_RANKS = 64
+ALL_GATHER_RANKS = 8
 """The largest number of ranks whose messages one call gathers; see `benchmarks/growth.md`."""
 
 FRAME = 4096
