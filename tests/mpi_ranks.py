@@ -26,7 +26,9 @@ from typing import Any
 import pytest
 
 import pytest_lockstep
+from lockstep.launcher.environment import RankEnvironment
 
+LAUNCHER_VARIABLES = RankEnvironment(1, "", 1, "", store=" ").variables(0).keys()
 PATIENCE = 30.0  # seconds until mpiexec has started the stand-ins, and until it has ended
 
 STAND_IN = """
@@ -107,5 +109,7 @@ def _adopt(name: str) -> Iterator[None]:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(name)
         text, (descriptor,), _, _ = socket.recv_fds(connection, 1 << 14, 1)
+        for variable in LAUNCHER_VARIABLES & os.environ.keys():
+            del os.environ[variable]
         os.environ.update(json.loads(text) | {"PMI_FD": str(descriptor)})
         yield

@@ -1,9 +1,13 @@
-"""`dist.init_process_group("mpi4py")` without variables: MPI knows the ranks, and connects them.
+"""Ranks that MPI starts: who they are, and the store that torch needs, both from MPI itself.
 
 torch needs a store for the ranks of every backend, and finds it by RANK, WORLD_SIZE, MASTER_ADDR
-and MASTER_PORT, which mpiexec does not set. A rendezvous of torch does not learn which backend it
-is for, so it is read from the caller; other backends see no difference. On one host the store is
-private to this user, on several hosts rank 0 serves it at a free port.
+and MASTER_PORT, which mpiexec does not set. MPI knows the ranks and carries the address:
+
+    ls.init(backend="mpi4py")             find_rank
+    dist.init_process_group("mpi4py")     the rendezvous of torch (`env://`), replaced by `register`
+
+On one host the store is private to this user. On several hosts rank 0 serves it at a free port, to
+processes that have a secret, which it sends to the others through MPI.
 """
 
 from __future__ import annotations
@@ -11,23 +15,32 @@ from __future__ import annotations
 import functools
 import json
 import os
+import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lockstep.comm import mpi_backend
 
-__all__ = ["connect", "register"]
+if TYPE_CHECKING:
+    from lockstep.launcher.environment import RankInfo
+
+__all__ = ["find_rank", "register"]
 
 RETRY = 0.001  # seconds between tests of a broadcast
 TRY = 2.0  # seconds for a connection to one of the addresses of rank 0
 ADDRESS_BYTES = 4096
 
 Rendezvous = Iterator[tuple[Any, int, int]]
+Met: TypeAlias = "tuple[RankInfo, Any, bool]"
+
+_met: Met | None = None
+_worlds = 0  # process groups of torch that were created from here
+_served: list[Any] = []  # what must live until the process ends
 
 
 def register() -> None:
@@ -54,24 +67,24 @@ def _rendezvous(given: Callable[..., Rendezvous], url: str, **options: Any) -> R
         url: The URL, such as "env://?rank=0&world_size=2".
         options: The timeout.
     """
-    has_address = bool(os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"))
-    if has_address or _asked_backend() != mpi_backend.NAME:
+    if _asked_backend() != mpi_backend.NAME:
         return given(url, **options)
-    from lockstep.comm import mpi_library
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    mpi = mpi_library.load()
-    world = mpi.COMM_WORLD
-    # `init_process_group(rank=, world_size=)` and RANK and WORLD_SIZE must not say otherwise.
+    global _worlds
+    # `init_process_group(rank=, world_size=)` is in the URL, with -1 for what is not given.
     asked = dict(part.split("=") for part in url.partition("?")[2].split("&") if "=" in part)
-    numbers = {
-        "rank": int(asked.get("rank", world.Get_rank())),
-        "world_size": int(asked.get("world_size", world.Get_size())),
-    }
-    size = numbers["world_size"] if numbers["world_size"] > 0 else world.Get_size()
-    mpi_library.check_ranks(mpi, numbers["rank"], size)
+    names = {"rank": "RANK", "world_size": "WORLD_SIZE"}
+    given_ranks = {names[key]: value for key, value in asked.items() if value != "-1"}
+    environ = os.environ | given_ranks
+    if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
+        rank, size = _check_ranks(environ)
+        return given(f"env://?rank={rank}&world_size={size}", **options)
     timeout: timedelta = options.get("timeout") or timedelta(minutes=30)
-    store = connect(mpi, timeout.total_seconds())
-    return iter([(store, world.Get_rank(), world.Get_size())])
+    rank_info, store, _ = find_rank(environ, timeout.total_seconds())
+    _worlds += 1  # a world must not find the keys of an earlier one
+    world = PrefixStore(f"torch/{_worlds}", store)
+    return iter([(world, rank_info.rank, rank_info.world_size)])
 
 
 def _asked_backend() -> str | None:
@@ -88,83 +101,150 @@ def _asked_backend() -> str | None:
     return None
 
 
-def connect(mpi: Any, timeout: float) -> Any:
-    """Return a store that the ranks of MPI_COMM_WORLD share; all of them call this.
+def find_rank(environ: Mapping[str, str], timeout: float) -> tuple[RankInfo, Any, bool]:
+    """Return this rank, a store that all ranks share, and whether the store is private.
+
+    All ranks of MPI_COMM_WORLD make the first call together; later ones return the same.
+
+    Args:
+        environ: The environment, whose RANK and WORLD_SIZE must be those of MPI, if they are set.
+        timeout: Seconds to wait for the other ranks.
 
     Raises:
-        RuntimeError: Another rank did not call it, or rank 0 cannot be reached.
+        UsageError: There is no MPI that can be used.
+        LaunchEnvironmentError: The environment contradicts MPI.
+        RendezvousError: Another rank did not call it, or rank 0 cannot be reached.
     """
-    from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+    global _met
+    _check_ranks(environ)
+    if _met is None:
+        _met = _meet(timeout)
+    return _met
 
+
+def _check_ranks(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return rank and world size; raise LaunchEnvironmentError if the environment differs."""
+    from lockstep.comm import mpi_library
+
+    mpi = mpi_library.load()
+    own = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+    texts = [environ.get(name, "") for name in ("RANK", "WORLD_SIZE")]
+    rank, size = (
+        int(text) if text.isdecimal() else number for text, number in zip(texts, own, strict=True)
+    )
+    mpi_library.check_ranks(mpi, rank, size)
+    return own
+
+
+def _meet(timeout: float) -> Met:
+    from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+    from lockstep.comm import mpi_library
+    from lockstep.launcher.environment import RankInfo
     from lockstep.launcher.local_rendezvous import attach_store, create_store
 
+    mpi = mpi_library.load()
     world, deadline = mpi.COMM_WORLD, time.monotonic() + timeout
-    if world.Get_size() == 1:
-        return HashStore()
-    rank = world.Get_rank()
+    rank, size = world.Get_rank(), world.Get_size()
+    if size == 1:
+        return RankInfo(), HashStore(), True
+    # Later calls do not block for long, because all ranks have come.
+    _finish(mpi, world.Ibarrier(), deadline, "another rank")
     host = world.Split_type(mpi.COMM_TYPE_SHARED)
-    is_single_host = host.Get_size() == world.Get_size()
+    first = bytearray(rank.to_bytes(4))
+    host.Bcast([first, mpi.BYTE], 0)  # the lowest rank of this host
+    firsts = bytearray(4 * size)
+    world.Allgather([first, mpi.BYTE], [firsts, mpi.BYTE])
+    hosts = sorted({bytes(firsts[4 * each : 4 * each + 4]) for each in range(size)})
+    rank_info = RankInfo(
+        rank=rank,
+        world_size=size,
+        local_rank=host.Get_rank(),
+        local_world_size=host.Get_size(),
+        host=hosts.index(bytes(first)),
+        launcher="mpiexec",
+    )
     host.Free()
-    address, served = "", None
+    created = create_store() if len(hosts) == 1 and rank == 0 else None
+    text = ""
     if rank == 0:
-        created = create_store() if is_single_host else None
-        if created is not None:
-            address = created[1]
-        else:
-            served = socket.create_server(("", 0))
-            address = json.dumps([served.getsockname()[1], *_own_addresses(is_single_host)])
-    address = _broadcast(mpi, address, deadline)
-    if not address.startswith("["):
-        store = attach_store(address)
-        if store is None:
-            raise RuntimeError(
-                f"rank {rank}: the store of rank 0 cannot be opened ({address}): the ranks of one "
-                "host must belong to the same user and share /proc"
-            )
-        return store
-    port, *addresses = json.loads(address)
-    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
-    if served is not None:
-        return TCPStore(
-            "localhost", port, None, True, left, False, master_listen_fd=served.detach()
-        )
-    return TCPStore(_reachable(rank, addresses, port), port, None, False, left, False)
-
-
-def _broadcast(mpi: Any, text: str, deadline: float) -> str:
-    """Return the text of rank 0."""
-    world = mpi.COMM_WORLD
+        text = json.dumps(_serve() if created is None else created[1])
     buffer = bytearray(text.encode().ljust(ADDRESS_BYTES))
-    request = world.Ibcast([buffer, mpi.BYTE], 0)
-    while not request.Test():
-        if time.monotonic() > deadline:
-            raise RuntimeError(
-                f"rank {world.Get_rank()}: rank 0 did not call init_process_group in time"
-            )
-        time.sleep(RETRY)
-    return buffer.decode().rstrip()
+    _finish(mpi, world.Ibcast([buffer, mpi.BYTE], 0), deadline, "rank 0")
+    address = json.loads(buffer)
+    if isinstance(address, list):
+        return _connect(rank_info, address, deadline)
+    store = attach_store(address)
+    if store is None:
+        raise _error(
+            rank,
+            f"the store of rank 0 cannot be opened ({address}): the ranks of one host must belong "
+            "to one user and share /proc",
+        )
+    return rank_info, store, True
 
 
-def _own_addresses(is_single_host: bool) -> list[str]:
-    """Return the numeric addresses at which other hosts may reach this one."""
-    if is_single_host:
-        return ["127.0.0.1"]
+def _serve() -> list[Any]:
+    """Serve a store; return its secret, its port and the addresses of this host."""
     import psutil
 
-    families = (socket.AF_INET, socket.AF_INET6)
-    found = [a.address for each in psutil.net_if_addrs().values() for a in each
-             if a.family in families]  # fmt: skip
-    return [each for each in found if not each.startswith(("127.", "::1", "fe80:"))]
+    from lockstep.launcher.store_server import StoreServer
+
+    secret = secrets.token_bytes(32)
+    # On every interface, because MPI does not tell over which one the other hosts come.
+    listening = socket.create_server(("", 0), backlog=1024)
+    families = {socket.AF_INET}
+    if socket.has_dualstack_ipv6():
+        listening.close()
+        families.add(socket.AF_INET6)
+        listening = socket.create_server(
+            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+        )
+    port = listening.getsockname()[1]
+    _served.append(StoreServer(listening, secret))
+    found = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries
+             if entry.family in families]  # fmt: skip
+    routed = [each for each in found if not each.startswith(("127.", "::1", "fe80:"))]
+    return [secret.hex(), port, *routed]
 
 
-def _reachable(rank: int, addresses: list[str], port: int) -> str:
+def _connect(rank_info: RankInfo, served: list[Any], deadline: float) -> Met:
+    """Connect to the store that rank 0 serves, at the first of its addresses that answers."""
+    import dataclasses
+
+    from lockstep.errors import LockstepError
+    from lockstep.launcher.secret_store import SecretStore
+
+    secret, port, *addresses = served
+    if rank_info.rank == 0:
+        addresses = ["localhost", *addresses]
     for address in addresses:
+        left = max(1.0, deadline - time.monotonic())
         try:
-            socket.create_connection((address, port), TRY).close()
-        except OSError:
+            store = SecretStore(
+                address, port, bytes.fromhex(secret), left, connect_timeout=min(TRY, left)
+            )
+        except (LockstepError, OSError):  # nobody, or a stranger
             continue
-        return address
-    raise RuntimeError(
-        f"rank {rank}: rank 0 cannot be reached at {', '.join(addresses)} (port {port}): set "
-        "MASTER_ADDR and MASTER_PORT to an address and a port of its host that are open"
+        _served.append(store)
+        place = {"master_addr": address, "master_port": port}
+        return dataclasses.replace(rank_info, **place), store, False
+    raise _error(
+        rank_info.rank,
+        f"rank 0 cannot be reached at {', '.join(addresses)} (port {port}): open the ports between "
+        "the hosts, or set MASTER_ADDR and MASTER_PORT to an address and a port that are open",
     )
+
+
+def _finish(mpi: Any, request: Any, deadline: float, who: str) -> None:
+    while not request.Test():
+        if time.monotonic() > deadline:
+            rank = mpi.COMM_WORLD.Get_rank()
+            raise _error(rank, f"{who} did not create its first group in time")
+        time.sleep(RETRY)
+
+
+def _error(rank: int, reason: str) -> Exception:
+    from lockstep.errors import RendezvousError
+
+    return RendezvousError(f"rank {rank}: {reason}")

@@ -65,7 +65,14 @@ from lockstep.messages import say
 from lockstep.transport.connection import requires_secret
 from lockstep.transport.handshake import Refused, Status
 
-__all__ = ["choose_interface", "find_place", "leave", "open_common_store", "wait_for_ranks"]
+__all__ = [
+    "choose_interface",
+    "find_place",
+    "leave",
+    "open_common_store",
+    "use_store",
+    "wait_for_ranks",
+]
 
 LEAVE_TIMEOUT = 5.0  # seconds that the rank that serves the store waits at exit for the others
 ATTEMPT = 2.0  # seconds to connect to a store with a secret, before a note is due
@@ -132,6 +139,18 @@ def wait_for_ranks(rank_info: RankInfo, timeout: float) -> Store:
         if rank_info.master_addr is None and rank_info.rank == 0:
             RendezvousFile(rank_info.rank).remove()
     return store
+
+
+def use_store(store: Store, rank_info: RankInfo, *, is_private: bool) -> None:
+    """Use a store that all ranks have already, instead of opening the one of the environment.
+
+    Args:
+        store: The store.
+        rank_info: This rank, as it is passed to `wait_for_ranks` later.
+        is_private: Whether the store needs no process that serves it.
+    """
+    ProcessState.store, ProcessState.rank_info = store, rank_info
+    ProcessState.is_private = is_private
 
 
 def find_place(store: Store, rank_info: RankInfo) -> RankInfo:

@@ -27,7 +27,7 @@ from lockstep.comm import mpi_backend
 from lockstep.comm.host_compression import check_compression
 from lockstep.comm.host_identity import declare_world
 from lockstep.errors import RendezvousError, UsageError
-from lockstep.launcher import rendezvous
+from lockstep.launcher import mpi_rendezvous, rendezvous
 from lockstep.launcher.environment import JOIN, RankInfo, is_elastic_on_hosts, read_rank_info
 from lockstep.launcher.group_connections import GroupConnections
 from lockstep.launcher.malloc import keep_freed_memory
@@ -133,7 +133,7 @@ def init(
             )
         return _current
     check_compression(compression)
-    rank_info, store = read_rank_info(os.environ), None
+    rank_info, store = _find_rank(backend, timeout), None
     if rank_info.unknown and not dist.is_initialized():
         # Which device and backend are used depends on the ranks of this host.
         _register_backends()
@@ -494,6 +494,16 @@ def _join(
             f"rank {rank_info.rank}: all {rank_info.world_size} ranks joined, but {backend} could "
             f"not connect them{f' in {seconds} s' if seconds else ''}: {said}"
         ) from error
+
+
+def _find_rank(backend: str | None, timeout: float) -> RankInfo:
+    """Return this rank: from MPI for its backend, otherwise from the environment."""
+    name = backend or os.environ.get("LOCKSTEP_BACKEND")
+    if name != mpi_backend.NAME or "MASTER_ADDR" in os.environ or dist.is_initialized():
+        return read_rank_info(os.environ)
+    rank_info, store, is_private = mpi_rendezvous.find_rank(os.environ, timeout)
+    rendezvous.use_store(store, rank_info, is_private=is_private)
+    return rank_info
 
 
 def _register_backends() -> None:
