@@ -71,6 +71,8 @@ with trainer:
             if membership().poll():
                 break
 print("DIGEST", trainer.digest(), flush=True)
+print("BACKEND", ls.world().backend, type(torch.distributed.group.WORLD._get_backend(
+    torch.device("cpu"))).__name__, flush=True)
 """
 
 TIMEOUT = 60.0
@@ -206,6 +208,8 @@ def test_a_killed_host_is_lost_and_joins_again(start, digest):
     status, joined = launch.finish("b")
     assert (status, said(joined)) == (0, [])
     assert find_places(joined, 12) == {(1, 2, 0, 1, 1)}
+    assert "BACKEND lockstep HostsBackend" in output
+    assert "BACKEND lockstep HostsBackend" in joined
     assert find_digests(output) == find_digests(joined) == {digest}
 
 
@@ -225,6 +229,7 @@ def test_a_host_that_is_cut_off_is_lost_within_the_deadline(start, digest):
     assert find_places(output, 5) == {(0, 3, 0, 2, 0), (1, 3, 1, 2, 0)}
     assert find_places(output, 6) == {(0, 2, 0, 2, 0), (1, 2, 1, 2, 0)}
     assert find_digests(output) == {digest}
+    assert "BACKEND lockstep LockstepBackend" in output  # in shared memory, without a connection
     status, lost = launch.finish("b")
     assert status == 75
     (sentence,) = said(lost)

@@ -100,8 +100,6 @@ def _start(
 
     def start_member(member: int, place: RankPlace, variables: dict[str, str]) -> None:
         variables = {**folder.variables(), **variables}
-        if config.nnodes > 1:  # newcomers must choose it, too, where all others are on their host
-            variables.setdefault("LOCKSTEP_BACKEND", os.environ.get("LOCKSTEP_BACKEND", "gloo"))
         if isinstance(ranks, HostSupervisor) and place.host > 0:
             ranks.start_remote(place.host, member, place.local_rank, variables)
         else:

@@ -18,6 +18,7 @@ After `Continue`, newcomers are started for the members that are missing. A newc
                       handed_over  its part of the state is written; the trainer's checkpoints are
                                    in the folder "checkpoints" ("" for a trainer without)
                       resumed      a new process has read the state that was handed over
+                      backend      on several hosts: the backend that rank 0 uses, for newcomers
     to a member       newcomers    {round, count}: let all ranks report at the next safe point; 0
                                    if no newcomer waits any more
                       lost         {round, member}: a member of this round is gone
@@ -127,6 +128,7 @@ class Rounds:
         self._handover: RunningHandOver | None = None
         self._unexplained = 0  # rounds in a row that ended although no member had died
         self._resumed: set[int] = set()
+        self._backend: dict[str, str] = {}  # the variable that selects it, on several hosts
         self._error: RankError | None = None
         self._has_ended = False
         ranks.settle_killed = 0.0
@@ -217,6 +219,8 @@ class Rounds:
                     member, [each for each in self._alive if each not in self._round.reports]
                 )
             self._round.note_report(report)
+        elif kind == "backend":
+            self._backend = {"LOCKSTEP_BACKEND": message["name"]}
         elif kind == "handed_over" and self._handover is not None:
             self._handover.note_written(member, message["checkpoints"])
         elif kind == "resumed":
@@ -227,7 +231,7 @@ class Rounds:
                 self._states.discard()
         if self._has_ended and kind in ("ready", "round_over"):
             self._ranks.send(member, {"kind": "leave"})
-        return kind in ("waiting", "ready", "round_over", "handed_over", "resumed")
+        return kind in ("waiting", "ready", "round_over", "handed_over", "resumed", "backend")
 
     # --- hosts --------------------------------------------------------------------------------
 
@@ -471,8 +475,8 @@ class Rounds:
     ) -> int:
         member, self._next_member = self._next_member, self._next_member + 1
         count = {"TORCHELASTIC_RESTART_COUNT": str(self.number)}
-        mirrors = {} if self._has_hosts else self._states.variables()
-        own = {ELASTIC: "1", MEMBER: str(member), **mirrors}
+        common = self._backend if self._has_hosts else self._states.variables()
+        own = {ELASTIC: "1", MEMBER: str(member), **common}
         of_place = {**environment.variables(0), **place.variables()}
         self._start(member, place, {**of_place, **count, **own, **variables})
         return member

@@ -31,7 +31,7 @@ from lockstep.launcher import mpi_rendezvous, rendezvous
 from lockstep.launcher.environment import JOIN, RankInfo, is_elastic_on_hosts, read_rank_info
 from lockstep.launcher.group_connections import GroupConnections
 from lockstep.launcher.malloc import keep_freed_memory
-from lockstep.launcher.rank_process import print_place_on_signal
+from lockstep.launcher.rank_process import print_place_on_signal, report_to_launcher
 from lockstep.messages import escape_control, say
 
 __all__ = [
@@ -145,12 +145,13 @@ def init(
     if not dist.is_initialized():
         _register_backends()
         name = backend or default_backend(chosen, rank_info)
-        is_chosen = backend is None and "LOCKSTEP_BACKEND" not in os.environ
+        is_chosen = backend is None and not {"LOCKSTEP_BACKEND", JOIN} & os.environ.keys()
         if name == "lockstep" and is_chosen and not rank_info.is_single_host:
             if store is None:
                 store = rendezvous.wait_for_ranks(rank_info, timeout)
             name = _agree_on_backend(store, rank_info)
-        declare_world(rank_info.is_single_host, rank_info.master_addr or "")
+        is_single_host = rank_info.is_single_host and not is_elastic_on_hosts(os.environ)
+        declare_world(is_single_host, rank_info.master_addr or "")
         try:
             if os.environ.get(JOIN):
                 _wait_alone(rank_info, name, timeout, chosen)
@@ -172,6 +173,9 @@ def init(
             local_world_size=rank_info.local_world_size,
             host=rank_info.host,
         )
+    elif is_elastic_on_hosts(os.environ) and _current.rank == 0:
+        # Those that join later cannot ask the others.
+        report_to_launcher({"kind": "backend", "name": _current.backend})
     print_place_on_signal(_current.rank)
     atexit.unregister(shutdown)
     atexit.register(shutdown)
@@ -201,8 +205,6 @@ def default_backend(device: torch.device, rank_info: RankInfo) -> str:
     if rank_info.is_single_host and is_first and not requested:
         _explain_gloo()
     if not (rank_info.is_single_host or requested):
-        if is_elastic_on_hosts(os.environ):
-            return "gloo"
         return "lockstep"  # unless a host does not have it: see `_agree_on_backend`
     return cpu_backend()
 
