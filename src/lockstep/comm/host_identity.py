@@ -17,7 +17,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-__all__ = ["IDENTITY", "HostIdentity", "declare_world", "find_hosts", "own_identity"]
+__all__ = [
+    "IDENTITY",
+    "HostIdentity",
+    "declare_world",
+    "find_hosts",
+    "identify_host",
+    "own_identity",
+]
 
 IDENTITY = "LOCKSTEP_HOST_IDENTITY"
 """An environment variable for tests: ranks with different values count as on different hosts."""
@@ -59,18 +66,28 @@ def declare_world(is_single_host: bool, address: str) -> None:
 
 def own_identity() -> HostIdentity:
     """Return the host of this process."""
-    name = socket.gethostname()
+    return HostIdentity(
+        identify_host(), os.environ.get(IDENTITY) or socket.gethostname(), find_address()
+    )
+
+
+def identify_host() -> str:
+    """Return a text that processes have in common if they can share memory.
+
+    Containers of one machine differ, as they have their own process numbers or networks. Host
+    names alone do not decide: they may be equal, or empty.
+    """
     given = os.environ.get(IDENTITY)
     if given:
-        return HostIdentity(given, given, find_address())
+        return given
     boot = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     spaces = []
     for kind in ("pid", "net"):
         with suppress(OSError):
-            spaces.append(os.readlink(f"/proc/self/ns/{kind}"))
-    return HostIdentity(" ".join([boot or name, *spaces]), name, find_address())
+            spaces.append(os.readlink(f"/proc/thread-self/ns/{kind}"))
+    return " ".join([boot or socket.gethostname(), *spaces])
 
 
 def find_address() -> str:

@@ -8,33 +8,21 @@ registration numbers the hosts in order of their lowest ranks.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
+from lockstep.comm.host_identity import identify_host
 from lockstep.launcher.environment import RankInfo
 
 __all__ = ["get_host_identity", "number_hosts", "place_rank"]
 
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-NAMESPACES = ("pid", "net")
-
 
 def get_host_identity() -> str:
-    """Return a text that processes have in common if they can use each other's shared memory.
+    """Return a short text that processes have in common if they can share memory.
 
-    Containers of one machine differ, as they have their own process numbers or networks. Host
-    names do not decide: they may be equal, or empty.
+    It is a hash: everyone who reaches the store can read it.
     """
-    try:
-        parts = [
-            BOOT_ID.read_text(),
-            *(os.readlink(f"/proc/thread-self/ns/{name}") for name in NAMESPACES),
-        ]
-    except OSError:  # not Linux
-        parts = list(os.uname())
-    return hashlib.blake2b(" ".join(parts).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(identify_host().encode(), digest_size=8).hexdigest()
 
 
 def number_hosts(identities: Sequence[str]) -> list[int]:
