@@ -82,6 +82,7 @@ AGREED = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 # Of each launch: the launcher, and local rank, number of ranks on the host and index of the host of
 # each rank; None where the launcher gives no such number.
 PLACES: dict[str, tuple[str, list[tuple[int, int, int | None]]]] = {
+    "torchrun-2-hosts": ("torchrun", [(0, 2, 0), (1, 2, 0), (0, 2, 1), (1, 2, 1)]),
     "open-mpi-1-host": ("mpiexec", [(0, 2, 0), (1, 2, 0)]),
     "open-mpi-2-hosts": ("mpiexec", [(0, 2, None), (1, 2, None), (0, 2, None), (1, 2, None)]),
     "open-mpi-2-hosts-by-node": (

@@ -409,7 +409,6 @@ def test_a_syntax_error_is_reported_once_and_nothing_starts(run, source, start):
         ("--min 0", "--min 0: expected a number of ranks from 1 to --max (1)"),
         ("--max 0", "--nproc-per-node 0: a host needs at least one rank"),
         ("-n 2 --max 3", "-n 2 and --max 3: both are the number of ranks to begin with"),
-        ("--max 2 --nnodes 2 --node-rank 0 --master-addr a", "--min and --max: with --nnodes 2"),
         ("--hang-timeout -1", "--hang-timeout -1: expected a number of seconds, or 0"),
         ("--hang-timeout nan", "--hang-timeout nan: expected a number of seconds"),
         ("-m --no-python", "--module and --no-python cannot be combined"),

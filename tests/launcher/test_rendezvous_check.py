@@ -29,6 +29,7 @@ def check_with(key, value):
     store = HashStore()
     store.set_timeout(timedelta(seconds=5))
     store.set("rank/1", json.dumps(REGISTRATION))
+    store.add("registered", 1)
     store.set(key, value)
     try:
         check_ranks(store, RANK_0, time.monotonic() + 5)

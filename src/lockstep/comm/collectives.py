@@ -30,6 +30,7 @@ __all__ = [
     "broadcast_bytes",
     "broadcast_tensors",
     "gather_unless_equal",
+    "has_many_ranks",
     "message_device",
     "send_tensors",
 ]
@@ -43,7 +44,7 @@ PAGE = 1024
 PIECE = 32 << 20
 """The size of the buffers of a broadcast, in bytes."""
 
-ALL_GATHER_RANKS = 64
+ALL_GATHER_RANKS = 8
 """The largest number of ranks whose messages one call gathers; see `benchmarks/growth.md`."""
 
 FRAME = 4096
@@ -65,6 +66,11 @@ def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
     if "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def has_many_ranks(group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether small messages of the group are combined along a tree."""
+    return dist.get_world_size(group) > ALL_GATHER_RANKS
 
 
 def all_gather_bytes(
@@ -92,7 +98,7 @@ def all_gather_bytes(
     """
     if dist.get_world_size(group) == 1:
         return [message]
-    if dist.get_world_size(group) > ALL_GATHER_RANKS:
+    if has_many_ranks(group):
         longest = _reduce_along_tree(len(message), max, _encode_int, int, about, group, remark)
         with Waiting(f"all_gather of {longest} bytes, {about}"):
             bodies = _gather_equal(_frame(message).ljust(8 + longest, b"\0"), group)
@@ -138,10 +144,9 @@ def all_reduce_messages(
     Raises:
         DisagreementError: `about` differs between ranks; raised on every rank.
     """
-    ranks = dist.get_world_size(group)
-    if ranks == 1:
+    if dist.get_world_size(group) == 1:
         return value
-    if ranks > ALL_GATHER_RANKS:
+    if has_many_ranks(group):
         return _reduce_along_tree(value, merge, encode, decode, about, group, remark)
     messages = all_gather_bytes(encode(value), about, group, remark)
     return reduce(merge, map(decode, messages))
@@ -154,7 +159,7 @@ def gather_unless_equal(
 
     The arguments are those of `all_gather_bytes`.
     """
-    if dist.get_world_size(group) > ALL_GATHER_RANKS:
+    if has_many_ranks(group):
         found = _reduce_along_tree(b"=" + message, _keep_equal, bytes, bytes, about, group, remark)
         if found:
             return []

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
-from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.collectives import gather_unless_equal
 from lockstep.errors import DisagreementError
 
 __all__ = ["DDPJoinHook", "Iteration", "exchange_iteration", "find_last_joiner"]
@@ -53,10 +53,10 @@ def exchange_iteration(
         DisagreementError: The actions of the ranks with data differ; raised on every rank.
     """
     message = json.dumps([averages, buffers] if is_active else None).encode()
-    everyone = [
-        json.loads(each)
-        for each in all_gather_bytes(message, "beginning an iteration in Join", group)
-    ]
+    messages = gather_unless_equal(message, "beginning an iteration in Join", group)
+    if not messages:
+        return Iteration(0, dist.get_world_size(group), averages, buffers)
+    everyone = [json.loads(each) for each in messages]
     working = [rank for rank, each in enumerate(everyone) if each is not None]
     first = everyone[working[0]]
     for rank in working:
@@ -91,8 +91,5 @@ class DDPJoinHook(JoinHook):
 
 def find_last_joiner(is_last: bool, group: dist.ProcessGroup | None) -> int:
     """Return the lowest of the ranks that had data until the end."""
-    flags = [
-        json.loads(each)
-        for each in all_gather_bytes(json.dumps(is_last).encode(), "leaving Join", group)
-    ]
-    return flags.index(True)
+    messages = gather_unless_equal(json.dumps(is_last).encode(), "leaving Join", group)
+    return [json.loads(each) for each in messages].index(True) if messages else 0

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm.bucket import Bucket, plan
-from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.collectives import gather_unless_equal
 from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce, in_format_of, in_layout_of
 from lockstep.comm.sparse_gradients import average_sparse_gradients
 from lockstep.data_parallel.comm_hook import CommHook, CommHookReduction
@@ -246,9 +246,8 @@ class MeanReducer:
             return self.finish()
         here = {each._number: each for each in _reducers if each._group is self._group}
         active = [number for number, each in here.items() if each._is_active]
-        messages = all_gather_bytes(
-            json.dumps(active).encode(), "averaging gradients at the end of backward", self._group
-        )
+        mine, about = json.dumps(active).encode(), "averaging gradients at the end of backward"
+        messages = gather_unless_equal(mine, about, self._group) or [mine]
         for number in sorted({number for each in messages for number in json.loads(each)}):
             here[number].finish()
 
@@ -290,7 +289,8 @@ class MeanReducer:
     def _unaveraged_anywhere(self) -> set[int]:
         """Return the parameters with a new gradient on some rank; comm hooks do not report them."""
         message = json.dumps(sorted(self._unaveraged)).encode()
-        lists = all_gather_bytes(message, "averaging gradients by a hook", self._group)
+        about = "averaging gradients by a hook"
+        lists = gather_unless_equal(message, about, self._group) or [message]
         return {index for each in lists for index in json.loads(each)}
 
     def _write_sparse(self) -> None:
@@ -307,9 +307,7 @@ class MeanReducer:
         """Determine, with the other ranks, whether several reducers use this process group."""
         _reducers.add(self)
         here = [each for each in _reducers if each._group is self._group]
-        message = str(len(here)).encode()
-        counts = all_gather_bytes(
-            message, "wrapping a module in DistributedDataParallel", self._group
-        )
+        message, about = str(len(here)).encode(), "wrapping a module in DistributedDataParallel"
+        counts = gather_unless_equal(message, about, self._group) or [message]
         for each in here:
             each._shares_group = max(map(int, counts)) > 1

@@ -43,7 +43,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lockstep.comm.backend import refuse_calls
-from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.collectives import gather_unless_equal
 from lockstep.elastic.launcher_inbox import LauncherInbox
 from lockstep.elastic.round_origin import find_round_origin
 from lockstep.errors import RendezvousError, WorkError
@@ -589,11 +589,19 @@ def operate(
 def exchange(
     describe: Callable[[], bytes], about: str, group: dist.ProcessGroup | None = None
 ) -> list[bytes]:
-    """Gather a message from every rank, as one operation; return them in rank order.
+    """Compare a message of every rank, as one operation.
 
     Args:
         describe: Returns this rank's message; called again if the operation is repeated.
         about: As for `all_gather_bytes`.
         group: The ranks.
+
+    Returns:
+        The messages in rank order; only one if all are equal.
     """
-    return operate(lambda: all_gather_bytes(describe(), about, group), lambda said: said)
+
+    def gather() -> list[bytes]:
+        message = describe()
+        return gather_unless_equal(message, about, group) or [message]
+
+    return operate(gather, lambda said: said)

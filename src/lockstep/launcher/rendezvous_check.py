@@ -3,7 +3,7 @@
     rank r                             keys of one world in the store
       ── my world size ──────────────>  size        the first rank writes it; others must agree
       ── I am r, process p of host h ─>  rank/r      a second process with this rank: error
-      <─ who has registered ──────────  rank/*      the rank that finds all of them completes it
+      ── one more ───────────────────>  registered  the last rank to count finds all of rank/*
       <─ the host of each rank ───────  hosts       before that it writes who shares a host
       <─ all here, or an error ───────  complete    a rank that finds an error writes the two
                                                     ranks that contradict each other, or at the
@@ -114,7 +114,9 @@ def _register(store: Store, rank_info: RankInfo) -> None:
     holder = _claim(store, rank_info, f"rank/{rank_info.rank}", own)
     if holder != own:
         _report_contradiction(store, rank_info, holder, own)
-    if store.check([f"rank/{rank}" for rank in range(rank_info.world_size)]):
+    # Only the last rank asks for all keys: a request of every rank would be as long as the world.
+    is_last = store.add("registered", 1) >= rank_info.world_size
+    if is_last and store.check([f"rank/{rank}" for rank in range(rank_info.world_size)]):
         _complete(store, rank_info)
 
 

@@ -17,7 +17,12 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 
-from lockstep.comm.collectives import all_gather_bytes, broadcast_tensors, send_tensors
+from lockstep.comm.collectives import (
+    all_gather_bytes,
+    broadcast_tensors,
+    gather_unless_equal,
+    send_tensors,
+)
 from lockstep.errors import DisagreementError, UsageError
 from lockstep.model.deferred_init import materialize, named_tensors
 from lockstep.model.description import find_difference
@@ -46,7 +51,7 @@ def require_same_settings(
     """
     lines = "\n".join(f"{entry}\t{value}" for entry, value in description.items())
     summary = xxhash.xxh3_128_digest(lines.encode(errors="surrogatepass"))
-    if len(set(all_gather_bytes(summary, TOPIC, group))) == 1:
+    if not gather_unless_equal(summary, TOPIC, group):
         return
     message = zlib.compress(json.dumps(description).encode())
     everyone = all_gather_bytes(message, f"{TOPIC}, which differ", group)

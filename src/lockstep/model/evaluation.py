@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.collectives import all_reduce_messages
+from lockstep.comm.exact_sum import ExactSum, add_exactly
 from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.errors import LossError, StoppedError, UsageError
 from lockstep.model.buffers import Buffers
@@ -71,6 +71,63 @@ class MicrobatchScores(NamedTuple):
     weight: float
     loss: float
     metrics: dict[str, float]
+
+
+class EvaluationSums(NamedTuple):
+    """The sums over the micro-batches of a contiguous range of ranks, without rounding.
+
+    Attributes:
+        failure: The reason why the evaluation failed on the first such rank; "" for none.
+        samples: The number of samples.
+        weight: The sum of the weights.
+        loss: The sum of the losses times their weights.
+        metrics: The sum of the values times the samples, by the name of the metric.
+    """
+
+    failure: str
+    samples: int
+    weight: ExactSum
+    loss: ExactSum
+    metrics: dict[str, ExactSum]
+
+    @classmethod
+    def of(cls, rows: Sequence[MicrobatchScores], failure: str = "") -> EvaluationSums:
+        """Return the sums of one rank."""
+        names = rows[0].metrics if rows else ()
+        return cls(
+            failure,
+            sum(each.samples for each in rows),
+            ExactSum.of(each.weight for each in rows),
+            ExactSum.of(each.weight * each.loss for each in rows),
+            {
+                name: ExactSum.of(each.samples * each.metrics[name] for each in rows)
+                for name in names
+            },
+        )
+
+    def merge(self, other: EvaluationSums) -> EvaluationSums:
+        """Return the sums of this range of ranks and the following one."""
+        metrics = dict(self.metrics)
+        for name, value in other.metrics.items():
+            metrics[name] = add_exactly(metrics[name], value) if name in metrics else value
+        return EvaluationSums(
+            self.failure or other.failure,
+            self.samples + other.samples,
+            add_exactly(self.weight, other.weight),
+            add_exactly(self.loss, other.loss),
+            metrics,
+        )
+
+    def pack(self) -> bytes:
+        """Return the bytes to send."""
+        return json.dumps(self).encode()
+
+    @classmethod
+    def unpack(cls, message: bytes) -> EvaluationSums:
+        """Return the sums from the result of `pack`."""
+        failure, samples, weight, loss, metrics = json.loads(message)
+        named = {name: ExactSum(*value) for name, value in metrics.items()}
+        return cls(failure, samples, ExactSum(*weight), ExactSum(*loss), named)
 
 
 def evaluate(
@@ -139,17 +196,17 @@ def combine_scores(
         StoppedError: The evaluation failed on a rank. Raised on every rank.
         LossError: The weights of all samples sum to 0.
     """
-    message = json.dumps([failure, rows]).encode()
-    everyone = [
-        json.loads(each) for each in all_gather_bytes(message, "evaluating", parallel.group)
-    ]
-    for said, _ in everyone:
-        if said:
-            raise StoppedError(f"rank {parallel.rank} stopped because {said}")
-    gathered = [each for _, theirs in everyone for each in theirs]
-    samples = sum(size for size, _, _, _ in gathered)
-    loss = math.fsum(weight * loss for _, weight, loss, _ in gathered)
-    whole = math.fsum(each[1] for each in gathered)
+    found = all_reduce_messages(
+        EvaluationSums.of(rows, failure),
+        EvaluationSums.merge,
+        EvaluationSums.pack,
+        EvaluationSums.unpack,
+        "evaluating",
+        parallel.group,
+    )
+    if found.failure:
+        raise StoppedError(f"rank {parallel.rank} stopped because {found.failure}")
+    loss, whole, samples = float(found.loss), float(found.weight), found.samples
     if whole == 0:
         raise LossError(
             f"the weights of the {samples} samples add up to 0, so their loss has no mean: check "
@@ -157,10 +214,7 @@ def combine_scores(
         )
     return Evaluation(
         loss=loss if is_sum(parallel.loss) else loss / whole,
-        metrics={
-            name: math.fsum(size * values[name] for size, _, _, values in gathered) / samples
-            for name in gathered[0][3]
-        },
+        metrics={name: float(value) / samples for name, value in found.metrics.items()},
         samples=samples,
     )
 

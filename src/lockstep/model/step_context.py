@@ -17,6 +17,7 @@ step number. Every exchange of a step therefore compares the number of the attem
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -26,7 +27,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.collectives import all_gather_bytes, gather_unless_equal
+from lockstep.comm.collectives import (
+    all_gather_bytes,
+    all_reduce_messages,
+    gather_unless_equal,
+    has_many_ranks,
+)
 from lockstep.data.consistency import require_same_batch
 from lockstep.data.microbatch import Batch, Microbatch, split_evenly
 from lockstep.errors import LossError
@@ -51,6 +57,9 @@ __all__ = [
 
 Position = Callable[[], tuple[int, int] | None]
 """A function that returns the (micro-batch, stage) being computed; None between them."""
+
+LARGEST = 1 << 53
+"""Whole numbers below this have an exact sum in float64."""
 
 IGNORED_TARGETS = "ignores some targets"
 """The words by which the warning of such a loss is recognized."""
@@ -99,8 +108,9 @@ def begin_attempts(group: dist.ProcessGroup | None) -> Attempt:
     The number of the trainer is the same on every rank.
     """
     global _trainers
-    said = all_gather_bytes(str(_trainers).encode(), "making a trainer", group)
-    number = max(int(each) for each in said)
+    number = all_reduce_messages(
+        _trainers, max, lambda value: str(value).encode(), int, "making a trainer", group
+    )
     _trainers = number + 1
     return Attempt(number, step=0, number=-1)
 
@@ -362,6 +372,8 @@ class StepContext:
             for each in batch.microbatches
             if each.data is not None  # inner stages have no data
         }
+        if (known := self._count_weights(mine, sizes)) is not None:
+            return known
         weights = self._gather_weights(mine)
         if not sum(weights.values()) > 0:
             raise LossError(
@@ -371,6 +383,37 @@ class StepContext:
             )
         found = compute_shares(weights)
         return found, sum(sizes[leaf] for leaf in found)
+
+    def _count_weights(
+        self, mine: Mapping[int, float], sizes: Mapping[int, int]
+    ) -> tuple[dict[int, float], int] | None:
+        """Return the shares of this rank's micro-batches, and the samples of all, from their sums.
+
+        Sums of whole numbers are exact in any order. Other weights are added in the order of the
+        micro-batches, and an inner stage has to know those of others, so these are gathered.
+
+        Returns:
+            None if the ranks are few, if they form stages, if some weight is not a whole number,
+            or if the weights do not have a sum above 0.
+        """
+        parallel, label = self.parallel, self.label
+        if parallel.stages > 1 or not has_many_ranks(parallel.group):
+            return None
+        is_whole = all(weight.is_integer() and 0 <= weight < LARGEST for weight in mine.values())
+        counted = [leaf for leaf, weight in mine.items() if weight]
+        whole = sum(map(int, mine.values())) if is_whole else 0
+        total, samples, are_whole = all_reduce_messages(
+            [whole, sum(sizes[leaf] for leaf in counted), is_whole],
+            lambda left, right: [left[0] + right[0], left[1] + right[1], left[2] and right[2]],
+            lambda value: json.dumps(value).encode(),
+            json.loads,
+            f"weighing {label.about}",
+            parallel.group,
+            label.remark,
+        )
+        if not are_whole or not 0 < total < LARGEST:
+            return None
+        return {leaf: mine[leaf] / total for leaf in counted}, samples
 
     def _gather_weights(self, mine: Mapping[int, float]) -> dict[int, float]:
         """Return the weights of all micro-batches, in leaf order, on every rank."""

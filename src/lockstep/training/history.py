@@ -37,6 +37,7 @@ __all__ = [
     "OnStep",
     "StepResult",
     "describe_run",
+    "describe_step",
 ]
 
 NUMBERS = ("step", "epoch", "timeline")  # lines that hold only numbers, and so no secret
@@ -217,7 +218,7 @@ class History:
         self.samples += result.samples
         self.last = result
         if self._has_readers:
-            self.write("step", **_describe_step(result))
+            self.write("step", **describe_step(result))
         if self.progress is not None:
             self.progress.step(**vars(result))
         for callback in self._on_step:
@@ -425,7 +426,7 @@ class _Sums:
         return cls(Fraction(state["loss"]), metrics, state["samples"], state["seconds"])
 
 
-def _describe_step(result: StepResult) -> dict[str, Any]:
+def describe_step(result: StepResult) -> dict[str, Any]:
     """Return the fields of the line of a step; floats that identify it in `float.hex` form, too."""
     found = _without_none(vars(result))
     if result.rank_summary is not None:  # instead of a row per rank, and a loss per micro-batch

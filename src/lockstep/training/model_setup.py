@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
-from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.collectives import gather_unless_equal
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import DisagreementError, LayoutError, UsageError
@@ -112,7 +112,8 @@ def _build_blocks(blocks: Sequence[BlockLike], seed: int, partitioner: Partition
     except Exception as error:  # any error: the other ranks wait for the outcome
         failure = error
         said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    everyone = all_gather_bytes(said.encode(), "building the blocks", partitioner.parallel.group)
+    about, group = "building the blocks", partitioner.parallel.group
+    everyone = gather_unless_equal(said.encode(), about, group)
     if failure is not None:
         raise failure
     for rank, each in enumerate(everyone):
@@ -219,12 +220,9 @@ def _check_memory(
     which gives the same bits on any number of ranks.
     """
     pairs = find_parameter_overlaps(modules, attributes=shared)
-    everyone = [
-        [tuple(pair) for pair in json.loads(each)]
-        for each in all_gather_bytes(
-            json.dumps(pairs).encode(), "comparing the memory of parameters", parallel.group
-        )
-    ]
+    mine, about = json.dumps(pairs).encode(), "comparing the memory of parameters"
+    messages = gather_unless_equal(mine, about, parallel.group) or [mine]
+    everyone = [[tuple(pair) for pair in json.loads(each)] for each in messages]
     found = sorted({pair for each in everyone for pair in each})
     if not found:
         return

@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 
 from lockstep.checkpoint.encoding import decode, encode
-from lockstep.comm.collectives import all_gather_bytes, send_tensors
+from lockstep.comm.collectives import broadcast_bytes, send_tensors
 from lockstep.comm.native_all_reduce import native_backend
 from lockstep.data.loader import Batches
 from lockstep.elastic.membership import Membership, Round
@@ -148,7 +148,7 @@ class RoundEntry:
                 for name, each in tensors.items()
             ]
             message = json.dumps([plain, shapes]).encode()
-        message = all_gather_bytes(message, about, group)[0]
+        message = broadcast_bytes(message, about, group)
         is_new = new.rank in new.newcomers
         if new.rank and not is_new:
             return

@@ -39,7 +39,8 @@ from lockstep.checkpoint.schedule import CheckpointConfig, CheckpointSchedule, S
 from lockstep.checkpoint.stop_request import StopRequest
 from lockstep.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 from lockstep.checksum import checksum
-from lockstep.elastic.membership import exchange, membership
+from lockstep.comm.collectives import broadcast_bytes
+from lockstep.elastic.membership import exchange, membership, operate
 from lockstep.elastic.round_origin import find_mirror
 from lockstep.errors import FileError, UsageError
 from lockstep.files import make_folder
@@ -524,7 +525,8 @@ class RunCheckpoints:
                 failure = error
                 return type(error).__name__[0].encode() + str(error).encode()
 
-        message = exchange(decide, "looking for checkpoints", self._parallel.group)[0]
+        about, group = "looking for checkpoints", self._parallel.group
+        message = operate(lambda: broadcast_bytes(decide(), about, group), lambda said: said)
         if failure is not None:
             raise failure
         kind, text = message[:1], message[1:].decode()

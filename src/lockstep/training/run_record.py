@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from lockstep.checkpoint.folder import find_checkpoints, locate_checkpoint
 from lockstep.checkpoint.schedule import CheckpointConfig
-from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.collectives import broadcast_bytes
 from lockstep.elastic.round_origin import find_round_origin
 from lockstep.errors import FileError, UsageError
 from lockstep.launcher.run_folder import (
@@ -281,7 +281,7 @@ class RunRecord:
         """Send the folder of the run to all ranks, so that any of them can replace rank 0."""
         path = "" if self.path is None else str(self.path)
         said = json.dumps([path, self.checkpoints]).encode()
-        path, name = json.loads(all_gather_bytes(said, "beginning the run", group)[0])
+        path, name = json.loads(broadcast_bytes(said, "beginning the run", group))
         self.agreed = path, name
 
     def take_over(self, given: LoggerLike | Sequence[LoggerLike] | None) -> None:

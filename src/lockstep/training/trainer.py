@@ -19,7 +19,7 @@ from torch import nn
 from lockstep.checkpoint.schedule import CheckpointConfig
 from lockstep.checkpoint.stop_request import stopping
 from lockstep.comm.clock_offset import clock_offset
-from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.collectives import broadcast_bytes
 from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Agree, Batches
 from lockstep.data.samplers import keep_sampler
@@ -258,7 +258,7 @@ class Trainer:
         has_stages, is_recorded = stages.stages > 1, is_rank0 and self._record.may_record
         if has_stages:  # all ranks must take part in computing a digest
             here = b"1" if is_recorded else b""
-            is_recorded = any(all_gather_bytes(here, "opening a record", self.parallel.group))
+            is_recorded = broadcast_bytes(here, "opening a record", self.parallel.group) == b"1"
         self._end.begin(self._run, is_recorded)
         is_traced = has_stages and is_recorded
         trace = StepTrace(clock_offset(self.parallel.group)) if is_traced else None

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save
 
-from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.collectives import broadcast_bytes
 from lockstep.errors import FileError
 from lockstep.files import replace_file
 from lockstep.launcher.run_folder import RUNS, create_run_folder
@@ -77,7 +77,7 @@ def save_from_rank0(path: Path, state: Mapping[str, Any], group: dist.ProcessGro
             failure = str(error).encode()
         except Exception as error:  # any error: the other ranks wait for the outcome
             failure = f"{path}: the weights could not be written: {error}".encode()
-    failure = all_gather_bytes(failure, "saving weights", group)[0]
+    failure = broadcast_bytes(failure, "saving weights", group)
     if failure:
         writer = 0 if group is None else dist.get_global_rank(group, 0)
         who = f"rank {writer}: " if dist.get_world_size(group) > 1 else ""
@@ -106,4 +106,4 @@ def save_last_good(
             outcome = f"the weights before this step are in {folder / LAST_GOOD}"
         except Exception as error:  # any error: the other ranks wait for the outcome
             outcome = f"and the weights before this step could not be saved: {error}"
-    return all_gather_bytes((outcome + advice).encode(), "stopping", group)[0].decode()
+    return broadcast_bytes((outcome + advice).encode(), "stopping", group).decode()
