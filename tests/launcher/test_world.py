@@ -22,7 +22,7 @@ from lockstep.errors import LockstepError, RankError, RendezvousError, UsageErro
 from lockstep.launcher import rendezvous, rendezvous_check
 from lockstep.launcher.environment import JOIN, RankInfo, read_rank_info
 from lockstep.launcher.world import (
-    _explain_gloo,
+    _explain,
     choose_device,
     cpu_backend,
     default_backend,
@@ -112,8 +112,7 @@ def test_one_rank_reports_that_the_fast_backend_is_unavailable():
 
 def test_a_missing_backend_is_not_blamed_where_it_would_not_be_used(monkeypatch, capsys):
     monkeypatch.setattr(backend, "reason_unavailable", lambda: "it is not built: build it")
-    explain = _explain_gloo.__wrapped__
-    monkeypatch.setattr("lockstep.launcher.world._explain_gloo", explain)
+    monkeypatch.setattr("lockstep.launcher.world._explain", _explain.__wrapped__)
     cpu = torch.device("cpu")
     two = RankInfo(world_size=2, local_world_size=2)
     default_backend(cpu, two)

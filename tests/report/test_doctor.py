@@ -90,8 +90,18 @@ def test_a_missing_fast_backend_is_noted_with_the_command_that_helps(monkeypatch
         raise BindingError("it was built for torch 2.12", "run `lockstep build`")
 
     check = doctor.CHECKS["backend"]
+    monkeypatch.setattr(communication.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(communication.native, "reason_unavailable", lambda: None)
-    assert verdicts(check) == [("good", "backend")]
+    found = only(check)
+    assert (found.verdict, found.subject) == ("good", "backend")
+    assert found.what == (
+        "tensors on the CPU: runs on one host use lockstep, because the ranks of a host share "
+        "memory; runs on several hosts that have it use lockstep"
+    )
+    with monkeypatch.context() as context:
+        context.setenv("LOCKSTEP_BACKEND", "gloo")
+        what = "tensors on the CPU: runs use gloo, because LOCKSTEP_BACKEND selects it"
+        assert only(check).what == what
     reason = "it was built for torch 2.12: run `lockstep build`"
     monkeypatch.setattr(communication.native, "reason_unavailable", lambda: reason)
     monkeypatch.setattr(communication.native, "load", load)
@@ -99,7 +109,18 @@ def test_a_missing_fast_backend_is_noted_with_the_command_that_helps(monkeypatch
         monkeypatch.setattr(communication, "read_installation_reason", lambda why=why: why)
         found = only(check)
         assert (found.verdict, found.advice) == ("note", "run `lockstep build`")
-        assert found.what.endswith(f"than 'lockstep': it was built for torch 2.12{words}")
+        assert found.what == (
+            "tensors on the CPU: runs use gloo, which is many times slower than the backend "
+            f"'lockstep'; that is not available here: it was built for torch 2.12{words}"
+        )
+
+
+def test_the_backends_of_gpus_and_of_mpi_are_named(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(communication.importlib.util, "find_spec", lambda name: name)
+    _, gpu, mpi = list(doctor.CHECKS["backend"](Requirements()))
+    assert gpu.what.startswith("tensors on GPUs: runs use cpu:gloo,cuda:nccl, because nccl is made")
+    assert mpi.what == "mpi4py is installed: init(backend='mpi4py') uses MPI under mpiexec"
 
 
 def test_backends_of_other_packages_are_checked(monkeypatch):

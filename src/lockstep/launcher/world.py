@@ -28,6 +28,7 @@ from lockstep.comm.host_compression import check_compression
 from lockstep.comm.host_identity import declare_world
 from lockstep.errors import RendezvousError, UsageError
 from lockstep.launcher import mpi_rendezvous, rendezvous
+from lockstep.launcher.backend_choice import BackendChoice, choose_backend
 from lockstep.launcher.environment import JOIN, RankInfo, is_elastic_on_hosts, read_rank_info
 from lockstep.launcher.group_connections import GroupConnections
 from lockstep.launcher.malloc import keep_freed_memory
@@ -183,30 +184,34 @@ def init(
 
 
 def cpu_backend() -> str:
-    """Return the name of the backend for CPU tensors if the user gives none.
+    """Return the name of the backend for CPU tensors of one host if the user gives none.
 
     That is the value of the environment variable LOCKSTEP_BACKEND if it is set; otherwise
     "lockstep" if its extension is built, else "gloo".
     """
-    requested = os.environ.get("LOCKSTEP_BACKEND")
-    if requested:
-        return requested
-    comm.register()
-    return "lockstep" if comm.available() else "gloo"
+    return default_backend(torch.device("cpu"), RankInfo())
 
 
 def default_backend(device: torch.device, rank_info: RankInfo) -> str:
-    """Return the backend of `torch.distributed` for tensors on `device` and on the CPU."""
-    if device.type == "cuda":
-        # With a custom backend's name after the colon, torch has no default backend on the CPU.
-        return "cpu:gloo,cuda:nccl"
-    requested = os.environ.get("LOCKSTEP_BACKEND")
-    is_first = rank_info.rank == 0 and rank_info.world_size > 1 and JOIN not in os.environ
-    if rank_info.is_single_host and is_first and not requested:
-        _explain_gloo()
-    if not (rank_info.is_single_host or requested):
-        return "lockstep"  # unless a host does not have it: see `_agree_on_backend`
-    return cpu_backend()
+    """Return the backend of `torch.distributed` for tensors on `device` and on the CPU.
+
+    For ranks on several hosts "lockstep" is preliminary: see `_agree_on_backend`.
+    """
+    choose = functools.partial(
+        choose_backend,
+        is_gpu=device.type == "cuda",
+        is_single_host=rank_info.is_single_host,
+        requested=os.environ.get("LOCKSTEP_BACKEND"),
+    )
+    choice = choose(unavailable=None)
+    if choice.name != comm.NAME or not rank_info.is_single_host:
+        return choice.name
+    comm.register()
+    reason = comm.reason_unavailable()
+    choice = choose(unavailable=None if reason is None else f"here: {reason}")
+    if rank_info.rank == 0 and rank_info.world_size > 1 and JOIN not in os.environ:
+        _explain(choice)
+    return choice.name
 
 
 def _agree_on_backend(store: Store, rank_info: RankInfo) -> str:
@@ -218,23 +223,18 @@ def _agree_on_backend(store: Store, rank_info: RankInfo) -> str:
     if store.add("lockstep/backend/arrived", 1) == rank_info.world_size:
         is_missing = store.check([missing])
         store.set(chosen, store.get(missing).decode(errors="replace") if is_missing else "")
-    found = store.get(chosen).decode(errors="replace")
-    if found and rank_info.rank == 0:
-        say(
-            "using the backend gloo, which is slower than the backend 'lockstep'; that is not "
-            f"available {escape_control(found)}"
-        )
-    return "gloo" if found else "lockstep"
+    found = escape_control(store.get(chosen).decode(errors="replace"))
+    choice = choose_backend(is_gpu=False, is_single_host=False, unavailable=found or None)
+    if rank_info.rank == 0:
+        _explain(choice)
+    return choice.name
 
 
 @functools.cache
-def _explain_gloo() -> None:
-    """Print why the ranks of one host use Gloo, if they do; only once per process."""
-    if (reason := comm.reason_unavailable()) is not None:
-        say(
-            "using the backend gloo, which is many times slower than the backend 'lockstep'; "
-            f"that is not available here: {reason}"
-        )
+def _explain(choice: BackendChoice) -> None:
+    """Print why a slower backend is used, if one is; only once per process."""
+    if choice.is_slower:
+        say(f"using the backend {choice.name}, {choice.reason}")
 
 
 def _explain_compression(world: World) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import os
 import socket
 import statistics
@@ -15,6 +17,7 @@ from typing import TYPE_CHECKING
 from lockstep.comm import backend as native
 from lockstep.errors import LockstepError
 from lockstep.formatting import format_bytes, format_duration
+from lockstep.launcher.backend_choice import choose_backend
 from lockstep.native.binding import BindingError
 from lockstep.native.binding_folder import read_installation_reason
 from lockstep.report.checks import CheckResult, Requirements, bad, good, note
@@ -198,17 +201,36 @@ NUM_ELEMENTS = 1 << 20  # 4 MiB of float32
 
 
 def check_native(requirements: Requirements) -> Iterator[CheckResult]:
-    """Check whether the backend "lockstep" can be used; if not, report the reason."""
+    """Say which backend runs use here for CPU and GPU tensors, and why."""
+    import torch
+
     reason = native.reason_unavailable()
-    if reason is None:
-        yield good("backend", "'lockstep' can be used by runs on one host")
-        return
-    found, _, advice = reason.rpartition(": ")
-    why = read_installation_reason()
-    if why is not None and not _has_binding():
-        found += f"; the installation built none ({why})"
-    what = f"runs on one host use gloo, many times slower than 'lockstep': {found}"
-    yield note("backend", what, advice)
+    requested = os.environ.get("LOCKSTEP_BACKEND")
+    choose = functools.partial(
+        choose_backend,
+        unavailable=None if reason is None else f"here: {reason.rpartition(': ')[0]}",
+        requested=requested,
+    )
+    one, several = (choose(is_gpu=False, is_single_host=each) for each in (True, False))
+    if one.is_slower:
+        assert reason is not None
+        why = read_installation_reason()
+        built = f"; the installation built none ({why})" if why and not _has_binding() else ""
+        what = f"tensors on the CPU: runs use {one.name}, {one.reason}{built}"
+        yield note("backend", what, reason.rpartition(": ")[2])
+    elif one == several:
+        yield good("backend", f"tensors on the CPU: runs use {one.name}, {one.reason}")
+    else:
+        yield good(
+            "backend",
+            f"tensors on the CPU: runs on one host use {one.name}, {one.reason}; runs on several "
+            f"hosts that have it use {several.name}",
+        )
+    if torch.cuda.is_available():
+        gpu = choose(is_gpu=True, is_single_host=True)
+        yield good("backend", f"tensors on GPUs: runs use {gpu.name}, {gpu.reason}")
+    if importlib.util.find_spec("mpi4py") is not None:
+        yield good("backend", "mpi4py is installed: init(backend='mpi4py') uses MPI under mpiexec")
 
 
 def _has_binding() -> bool:

@@ -1,0 +1,69 @@
+"""Which backend `ls.init()` uses if the user names none, and why.
+
+    tensors on    ranks on         backend "lockstep"    used
+    GPU           any              -                     nccl, and gloo for tensors on the CPU
+    CPU           one host         can be used           lockstep
+    CPU           one host         cannot                gloo
+    CPU           several hosts    on every host         lockstep
+    CPU           several hosts    not on every host     gloo
+
+The rule is a function of plain values, for `ls.init()` and for `lockstep doctor`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["BackendChoice", "choose_backend"]
+
+GPU_BACKENDS = "cpu:gloo,cuda:nccl"
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """A backend and the reason for it.
+
+    Attributes:
+        name: The backend, for `torch.distributed.init_process_group`.
+        reason: Why it is used, as the end of a sentence that names it: "because ...".
+        is_slower: Whether "lockstep" would be used if it could be.
+    """
+
+    name: str
+    reason: str
+    is_slower: bool = False
+
+
+def choose_backend(
+    *,
+    is_gpu: bool,
+    is_single_host: bool,
+    unavailable: str | None,
+    requested: str | None = None,
+) -> BackendChoice:
+    """Return the backend for ranks that do not name one.
+
+    Args:
+        is_gpu: Whether the ranks compute on GPUs.
+        is_single_host: Whether all ranks are on one host.
+        unavailable: Where and why the backend "lockstep" cannot be used, such as "here: it is not
+            built"; None if every host of the run can use it.
+        requested: The value of LOCKSTEP_BACKEND.
+    """
+    if is_gpu:
+        # With a custom backend's name after the colon, torch has no default backend on the CPU.
+        return BackendChoice(
+            GPU_BACKENDS,
+            "because nccl is made for GPUs, and torch does not combine it with a backend of "
+            "another package",
+        )
+    if requested:
+        return BackendChoice(requested, "because LOCKSTEP_BACKEND selects it")
+    if unavailable is not None:
+        slower = "many times slower" if is_single_host else "slower"
+        reason = f"which is {slower} than the backend 'lockstep'; that is not available "
+        return BackendChoice("gloo", reason + unavailable, is_slower=True)
+    reason = "because the ranks of a host share memory"
+    if not is_single_host:
+        reason += ", and no byte is sent to a host twice"
+    return BackendChoice("lockstep", reason)
