@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 import numpy
 import torch
 
-from lockstep.comm.tree import nodes_of
+from lockstep.comm.tree import Node, nodes_of
 from lockstep.data.consistency import BatchIdentity
 from lockstep.errors import DatasetError, LayoutError, UsageError
 
@@ -40,6 +40,7 @@ __all__ = [
     "ReplicaShare",
     "align_tensors",
     "assign_microbatches",
+    "assign_nodes",
     "clone_tensors",
     "count_microbatches",
     "map_tensors",
@@ -95,6 +96,15 @@ def assign_microbatches(leaves: int, hosts: Hosts) -> tuple[range, ...]:
             assigned[replica] = range(start + span.start, start + span.stop)
         start = stop
     return tuple(assigned)
+
+
+@lru_cache(maxsize=16)
+def assign_nodes(leaves: int, hosts: Hosts) -> Sequence[Sequence[Node]]:
+    """Return, for each replica, the nodes of the tree that cover its micro-batches.
+
+    The result is kept, because every step needs it and it is as long as the number of replicas.
+    """
+    return tuple(tuple(nodes_of(span, leaves)) for span in assign_microbatches(leaves, hosts))
 
 
 def _spread(leaves: int, small: int, larger: int, hosts: Hosts) -> list[int]:

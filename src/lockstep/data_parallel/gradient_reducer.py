@@ -44,8 +44,8 @@ from lockstep.comm.reproducible_all_reduce import (
     reproducible_all_reduce,
 )
 from lockstep.comm.sparse_gradients import add_sparse, sum_sparse_gradients
-from lockstep.comm.tree import Fold, Node, nodes_of
-from lockstep.data.microbatch import Hosts, assign_microbatches
+from lockstep.comm.tree import Fold, Node
+from lockstep.data.microbatch import Hosts, assign_nodes
 from lockstep.data_parallel.readiness import GradientReadiness, GradientState
 from lockstep.data_parallel.shards import Shards
 from lockstep.errors import GradientError, LayoutError
@@ -96,7 +96,7 @@ class GradientReducer:
         # This step: its micro-batches, this rank's partial sums, the nodes of every rank.
         self._leaves = 0
         self._partial_sums: Fold[GradientList] | None = None
-        self._nodes_by_rank: list[list[Node]] = []
+        self._nodes_by_rank: Sequence[Sequence[Node]] = ()
         self._announce: Callable[[], object] | None = None
         # The micro-batch that is being accumulated: its left siblings in the tree, and the node and
         # the values of their sum.
@@ -147,9 +147,7 @@ class GradientReducer:
         self.clear()
         self._leaves, self._announce = leaves, announce
         self._partial_sums = Fold(leaves, add_lists)
-        self._nodes_by_rank = [
-            nodes_of(each, leaves) for each in assign_microbatches(leaves, hosts)
-        ]
+        self._nodes_by_rank = assign_nodes(leaves, hosts)
         self._is_planned = self._ranks > 1 and self._adds_in_place(self._expected)
         if self._is_planned:
             self._prepare(self._expected)

@@ -31,8 +31,8 @@ from torch import nn
 
 from lockstep.checkpoint.stop_request import StopRequest
 from lockstep.comm.collectives import all_reduce_messages
-from lockstep.comm.tree import Node, nodes_of
-from lockstep.data.microbatch import Batch, assign_microbatches
+from lockstep.comm.tree import Node
+from lockstep.data.microbatch import Batch, assign_nodes
 from lockstep.data_parallel import gradient_norm
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.elastic.membership import membership
@@ -261,7 +261,7 @@ class OptimizerStep:
         exchanged = time.perf_counter()
         step.is_agreed = True
         self._check(step, summary)
-        nodes = self._nodes(leaves)
+        nodes = assign_nodes(leaves, self.parallel.hosts)
         with step.in_phase("reduction"):
             self._reduce(step, status, nodes, summary)
             norm = self._clip(step)
@@ -486,10 +486,6 @@ class OptimizerStep:
         for tensor, kept in self._kept_buffers:
             tensor.copy_(kept)
         self._kept_buffers = []
-
-    def _nodes(self, leaves: int) -> list[list[Node]]:
-        """Return, for each replica, its nodes of the tree with this number of leaves."""
-        return [nodes_of(span, leaves) for span in assign_microbatches(leaves, self.parallel.hosts)]
 
     def _place(self, leaves: int) -> StatusPlace:
         """Return the place of this rank among those that exchange their statuses."""
