@@ -39,7 +39,7 @@ def new_group(hosts):
 
 
 def submit(_result, function):
-    return SimpleNamespace(wait=function)
+    return SimpleNamespace(wait=lambda: function(lambda: None))
 
 
 def leaf_values(leaves, dtype, has_absent):

@@ -21,9 +21,10 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from lockstep.comm.bucket import Bucket
 from lockstep.comm.host_compression import make_codec
-from lockstep.comm.host_reduction import Group, HostReducer, Reduction, chunk_length
+from lockstep.comm.host_reduction import Agree, Group, HostReducer, chunk_length
 from lockstep.comm.host_reduction_plan import ReductionPlan, find_handler, plan_reduction
 from lockstep.comm.native_all_reduce import ABSENT, NEW, NativeAllReduce
+from lockstep.comm.reduction_arithmetic import Reduction
 from lockstep.comm.shared_memory import HANDLE_LENGTH, get_memory_handle
 from lockstep.comm.tree import Node
 
@@ -32,7 +33,7 @@ __all__ = ["HostAllReduce"]
 FLAG_TAG = 0x4C530003
 """The tag of the messages with flags."""
 
-Submit = Callable[[torch.Tensor, Callable[[], None]], Any]
+Submit = Callable[[torch.Tensor, Callable[[Agree], None]], Any]
 """Runs a function after the earlier calls of the group, in its thread; returns a Work.
 
 The tensor is the memory of the result."""
@@ -87,7 +88,7 @@ class HostAllReduce(NativeAllReduce):
     def finish_here(self) -> None:
         """Do nothing: the sum continues in the group's thread while the network is busy."""
 
-    def _add(self) -> None:
+    def _add(self, agree: Agree) -> None:
         """Add the bucket; runs in the thread of the group."""
         ranks = self._map.hosts[self._reducer.host]
         gathered = [torch.empty_like(self._row) for _ in ranks]
@@ -103,7 +104,7 @@ class HostAllReduce(NativeAllReduce):
         values = PackedValues(
             self._reducer, rows, self._bounds, self._is_scattered, chunk, presence
         )
-        self._reducer.run(self._map, self._reduction, values, sizes, chunk, self._codec)
+        self._reducer.run(self._map, self._reduction, values, sizes, chunk, self._codec, agree)
         for member, is_new in enumerate(presence.find_new()):
             self._present[member] = is_new
 

@@ -32,7 +32,7 @@ from lockstep.comm.host_group import GroupError, HostGroup
 from lockstep.comm.host_link import Transfer
 from lockstep.comm.host_messages import Mailbox
 from lockstep.comm.host_plan import all_gather_rounds, broadcast_slices, chunks_of
-from lockstep.comm.host_reduction import HostReducer
+from lockstep.comm.host_reduction import Agree, HostReducer
 
 __all__ = ["HostCalls"]
 
@@ -133,24 +133,25 @@ class HostCalls:
     def all_reduce(self, call: Any, tensor: torch.Tensor, root: int) -> None:
         """Reduce a tensor to rank `root`, or to all ranks if it is -1."""
         with self._begun(call):
-            factors = self._compare_for_reduction(call)
+            factors, agree = self._begin_reduction(call)
             number = REDUCTIONS.index(call.reduction)
             if root < 0:
-                self.reducer.all_reduce(tensor, number, factors)
+                self.reducer.all_reduce(tensor, number, factors, agree)
             else:
-                self.reducer.reduce(tensor, number, root, factors)
+                self.reducer.reduce(tensor, number, root, factors, agree)
 
     def reduce_scatter(self, call: Any, send: Sequence[torch.Tensor], result: torch.Tensor) -> None:
         """Reduce tensor r of all ranks to rank r."""
         with self._begun(call):
-            factors = self._compare_for_reduction(call)
-            self.reducer.reduce_scatter(send, result, REDUCTIONS.index(call.reduction), factors)
+            factors, agree = self._begin_reduction(call)
+            number = REDUCTIONS.index(call.reduction)
+            self.reducer.reduce_scatter(send, result, number, factors, agree)
 
-    def exact_sum(self, call: Any, function: Callable[[], None]) -> None:
+    def exact_sum(self, call: Any, function: Callable[[Agree], None]) -> None:
         """Add a bucket of the trainer's gradients; `function` does, by `reducer`."""
         with self._begun(call):
-            self._compare_for_reduction(call)
-            function()
+            _, agree = self._begin_reduction(call)
+            function(agree)
 
     # ---- messages ----
 
@@ -290,18 +291,24 @@ class HostCalls:
         ]
         return targets, sources
 
-    def _compare_for_reduction(self, call: Any) -> list[float]:
-        """Compare the calls of all ranks; return the factors of PREMUL_SUM, by rank."""
+    def _begin_reduction(self, call: Any) -> tuple[list[float], Agree]:
+        """Compare the calls of the ranks of this host, and send cards to other hosts.
+
+        Returns:
+            The factors of PREMUL_SUM, by rank, and a function that compares the cards of other
+            hosts, which arrive while the first data is prepared.
+        """
         self._compare_locally(call)
         targets, sources = self._partners()
-        self._compare(call, self._send_cards(call, dict.fromkeys([*targets, *sources], 0)))
+        cards = self._send_cards(call, dict.fromkeys([*targets, *sources], 0))
         if call.reduction != "PREMUL_SUM":
-            return []
+            return [], lambda: self._compare(call, cards)
+        self._compare(call, cards)
         factors = torch.zeros(self._map.size, dtype=torch.float64)
         factors[self._rank] = call.factor
         blocks = list(factors.view(torch.uint8).view(-1, factors.itemsize))
         self._all_gather(call, blocks[self._rank].clone(), blocks)
-        return [float(each) for each in factors]
+        return [float(each) for each in factors], lambda: None
 
     # ---- moving data ----
 

@@ -16,14 +16,13 @@ rounded once, at the root of the tree, travel as float32 where they have been co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import native_module
 from lockstep.comm.host_compression import Codec
 from lockstep.comm.host_reduction_plan import (
     ReductionPlan,
@@ -32,9 +31,10 @@ from lockstep.comm.host_reduction_plan import (
     round_up,
     slice_bounds,
 )
+from lockstep.comm.reduction_arithmetic import Reduction
 from lockstep.comm.tree import Node
 
-__all__ = ["Group", "HostReducer", "Reduction", "Values", "chunk_length"]
+__all__ = ["Agree", "Group", "HostReducer", "Reduction", "Values", "chunk_length"]
 
 CHUNK_BYTES = 1 << 20
 """The bytes of a chunk, of all slices together, by measurement: see LOG.md."""
@@ -52,11 +52,6 @@ may still read that of chunk i - 4."""
 TERM_TAG, RESULT_TAG = 0x4C530001, 0x4C530002
 """The tags of the messages."""
 
-SUM, AVG = 0, 1
-"""Numbers of reductions in `torch.distributed.ReduceOp`."""
-
-HALF = (torch.float16, torch.bfloat16)
-
 
 class Group(Protocol):
     """A group whose ranks are on several hosts, as one of its ranks holds it.
@@ -72,58 +67,6 @@ class Group(Protocol):
     rank: int
     local: Any
     between: Any
-
-
-class Reduction:
-    """The arithmetic of a reduction.
-
-    Args:
-        dtype: The element type.
-        number: The number of the reduction in `torch.distributed.ReduceOp`.
-        ranks: The number of ranks, by which an average is divided.
-        factors: The factor of each rank (PREMUL_SUM), or nothing.
-    """
-
-    def __init__(
-        self, dtype: torch.dtype, number: int, ranks: int, factors: Sequence[float] = ()
-    ) -> None:
-        self.dtype, self.number, self.factors = dtype, number, list(factors)
-        self.round_each = False
-        self.divisor = float(ranks) if number == AVG else 1.0
-        self.wide = torch.float32 if dtype in HALF else dtype
-
-    @classmethod
-    def exact_sum(cls, dtype: torch.dtype, divisor: float) -> Reduction:
-        """Return the sum of gradients, which is rounded to their dtype at every node."""
-        found = cls(dtype, SUM, 1)
-        found.round_each, found.divisor, found.wide = True, divisor, dtype
-        return found
-
-    @property
-    def is_order_free(self) -> bool:
-        """Whether the result does not depend on the order, which is so for integers and bools."""
-        kind = self.dtype
-        return not (kind.is_floating_point or kind.is_complex or self.factors)
-
-    def factors_of(self, term: Term) -> list[float]:
-        """Return the factors of the inputs of a term."""
-        return [self.factors[rank] for rank, _ in term.inputs] if self.factors else []
-
-    def combine(
-        self,
-        inputs: Sequence[torch.Tensor],
-        nodes: Sequence[Node],
-        leaves: int,
-        result: torch.Tensor,
-        factors: Sequence[float] = (),
-        present: Sequence[bool] = (),
-        divisor: float = 1.0,
-    ) -> None:
-        """Combine the values of nodes that cover a tree, into `result`."""
-        native_module.load().combine(
-            inputs, nodes, leaves, present, self.dtype, self.number, self.round_each, divisor,
-            factors, result,
-        )  # fmt: skip
 
 
 class Values(Protocol):
@@ -240,6 +183,16 @@ class StagedValues:
         return row[start : start + size * item].view(self._dtype)
 
 
+Agree = Callable[[], object]
+"""Compares the calls of the ranks, and raises an error if they differ.
+
+It is called before anything is received, when the first messages are on their way."""
+
+
+def _agree() -> None:
+    """Compare nothing: the caller knows that all ranks make the same call."""
+
+
 class HostReducer:
     """Reduces tensors over a group whose ranks are on several hosts; keeps its buffers.
 
@@ -261,21 +214,33 @@ class HostReducer:
 
     # ---- calls ----
 
-    def all_reduce(self, tensor: torch.Tensor, number: int, factors: Sequence[float] = ()) -> None:
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        number: int,
+        factors: Sequence[float] = (),
+        agree: Agree = _agree,
+    ) -> None:
         """Reduce a contiguous tensor over all ranks, in place.
 
         Args:
             tensor: The tensor, of the same dtype and number of elements on every rank.
             number: The number of the reduction in `torch.distributed.ReduceOp`.
             factors: The factor of each rank, for PREMUL_SUM.
+            agree: A function that raises an error if the ranks make different calls.
         """
-        self._reduce_whole(tensor, number, factors, None)
+        self._reduce_whole(tensor, number, factors, None, agree)
 
     def reduce(
-        self, tensor: torch.Tensor, number: int, root: int, factors: Sequence[float] = ()
+        self,
+        tensor: torch.Tensor,
+        number: int,
+        root: int,
+        factors: Sequence[float] = (),
+        agree: Agree = _agree,
     ) -> None:
         """Reduce a contiguous tensor to rank `root`; the tensors of other ranks do not change."""
-        self._reduce_whole(tensor, number, factors, root)
+        self._reduce_whole(tensor, number, factors, root, agree)
 
     def reduce_scatter(
         self,
@@ -283,6 +248,7 @@ class HostReducer:
         output: torch.Tensor,
         number: int,
         factors: Sequence[float] = (),
+        agree: Agree = _agree,
     ) -> None:
         """Reduce a contiguous tensor per rank; rank r gets the result of tensor r.
 
@@ -291,16 +257,22 @@ class HostReducer:
             output: This rank's result.
             number: The number of the reduction.
             factors: The factor of each rank, for PREMUL_SUM.
+            agree: As of `all_reduce`.
         """
         reduction = Reduction(output.dtype, number, len(inputs), factors)
         plan = self._plan(reduction, None, scatter=True)
         sources = [each.view(-1) for each in inputs]
         targets: list[torch.Tensor | None] = [None] * len(inputs)
         targets[self.rank] = output.view(-1)
-        self._run_staged(plan, reduction, sources, targets)
+        self._run_staged(plan, reduction, sources, targets, agree)
 
     def _reduce_whole(
-        self, tensor: torch.Tensor, number: int, factors: Sequence[float], root: int | None
+        self,
+        tensor: torch.Tensor,
+        number: int,
+        factors: Sequence[float],
+        root: int | None,
+        agree: Agree,
     ) -> None:
         ranks = sum(len(each) for each in self._group.map.hosts)
         reduction = Reduction(tensor.dtype, number, ranks, factors)
@@ -309,7 +281,8 @@ class HostReducer:
         bounds = slice_bounds(flat.numel(), len(plan.owners), flat.dtype.itemsize)
         slices = [flat[lo:hi] for lo, hi in pairwise(bounds)]
         is_target = root is None or root == self.rank
-        self._run_staged(plan, reduction, slices, slices if is_target else [None] * len(slices))
+        targets = slices if is_target else [None] * len(slices)
+        self._run_staged(plan, reduction, slices, targets, agree)
 
     def _plan(self, reduction: Reduction, root: int | None, scatter: bool) -> ReductionPlan:
         ranks = sum(len(each) for each in self._group.map.hosts)
@@ -330,13 +303,14 @@ class HostReducer:
         reduction: Reduction,
         sources: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor | None],
+        agree: Agree,
     ) -> None:
         sizes = [each.numel() for each in sources]
         chunk = chunk_length(sizes, reduction.dtype.itemsize)
         if self._staging is None:
             self._staging = self._group.local.share(SLOTS * self._ranks * CHUNK_BYTES)
         values = StagedValues(self, plan, sources, targets, chunk)
-        chunks = self.run(plan, reduction, values, sizes, chunk)
+        chunks = self.run(plan, reduction, values, sizes, chunk, agree=agree)
         self._staging_slot = (self._staging_slot + chunks) % SLOTS
 
     # ---- memory and messages ----
@@ -376,10 +350,13 @@ class HostReducer:
         sizes: Sequence[int],
         chunk: int,
         codec: Codec | None = None,
+        agree: Agree = _agree,
     ) -> int:
         """Pass all chunks of slices of these sizes through the pipeline; return their number."""
         chunks = round_up(max(sizes, default=0), chunk) // chunk
         pipeline = Pipeline(self, plan, reduction, values, sizes, chunk, codec)
+        if not chunks:
+            agree()
         for i in range(chunks + DELAY if chunks else 0):
             if i < chunks:
                 values.load(i)
@@ -390,6 +367,9 @@ class HostReducer:
                 values.store(i - DELAY)
             if i < chunks:
                 pipeline.send_terms(i)
+                if i == 0:
+                    agree()
+                pipeline.receive(i)
             if 1 <= i <= chunks:
                 pipeline.reduce(i - 1)
         values.end()
@@ -466,16 +446,27 @@ class Pipeline:
         return self._reduction.wide if self._plan.is_wide[host] else self._reduction.dtype
 
     def send_terms(self, chunk: int) -> None:
-        """Send the terms of a chunk to their owners, and start to receive those of this rank."""
+        """Send the terms of a chunk to their owners."""
         reducer, plan = self._reducer, self._plan
         sends = self._sends.setdefault(chunk, [])
+        for slice_ in self._handled:
+            size = self._size(slice_, chunk)
+            if not size or self._owns(slice_):
+                continue
+            for n, term in enumerate(plan.terms[reducer.host]):
+                value = self._term(term, f"sent {slice_} {n}", slice_, chunk, size)
+                message, _ = self._encode(value, f"term {slice_} {n}", chunk)
+                sends.append(reducer.send(message, plan.owners[slice_], TERM_TAG))
+
+    def receive(self, chunk: int) -> None:
+        """Start to receive the terms of this rank's slice, and the results of other slices."""
+        plan, reducer = self._plan, self._reducer
         receives = self._terms.setdefault(chunk, [])
         results = self._results.setdefault(chunk, [])
         for slice_ in self._handled:
             size = self._size(slice_, chunk)
             if not size:
                 continue
-            owner = plan.owners[slice_]
             if self._owns(slice_):
                 for host in self._others:
                     dtype = self._term_dtype(host)
@@ -486,15 +477,10 @@ class Pipeline:
                         receives.append(
                             (self._receive(buffer, handler, TERM_TAG, name, chunk), term)
                         )
-                continue
-            if plan.returns:
+            elif plan.returns:
                 target = self._values.result(slice_, chunk)
-                name = f"result {slice_}"
+                name, owner = f"result {slice_}", plan.owners[slice_]
                 results.append((slice_, self._receive(target, owner, RESULT_TAG, name, chunk)))
-            for n, term in enumerate(plan.terms[reducer.host]):
-                value = self._term(term, f"sent {slice_} {n}", slice_, chunk, size)
-                message, _ = self._encode(value, f"term {slice_} {n}", chunk)
-                sends.append(reducer.send(message, owner, TERM_TAG))
 
     def _receive(self, target: torch.Tensor, rank: int, tag: int, name: str, chunk: int) -> Receipt:
         """Start to receive values, compressed or not."""
