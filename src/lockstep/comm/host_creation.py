@@ -62,7 +62,7 @@ def create_across_hosts(
         reason = (
             f"rank {ranks[rank]} on host {hosts[rank].name} could not connect to the ranks on "
             f"{others} for group {shown} ({said}): check the network between the hosts "
-            "(lockstep doctor --hosts)"
+            f"(lockstep doctor --hosts {','.join(hosts[each[0]].name for each in found.hosts)})"
         )
         local._abort_because(reason)
         raise RuntimeError(reason) from None

@@ -10,6 +10,7 @@ its connections).
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ LOCAL_MARGIN = 1.0
 """Seconds by which ranks of one host wait longer for each other than for other hosts."""
 
 WATCH_PERIOD = 0.2  # seconds
-SILENT = "received nothing from"
+SILENCE = re.compile(r"rank \d+ on host \S* timed out after [\d.]+ s, waiting for ")
 
 
 class GroupError(RuntimeError):
@@ -83,7 +84,7 @@ class HostGroup:
         self.set_timeout(timeout)
         self.failure = ""
         self._failing = threading.Lock()
-        self._call = "a call"  # such as "all_reduce #3"
+        self._call, self._call_timeout = "a call", timeout  # such as "all_reduce #3"
         self._stopped = threading.Event()
         self._watch = threading.Thread(target=self._watch_local, name="lockstep-hosts", daemon=True)
         self._watch.start()
@@ -117,7 +118,7 @@ class HostGroup:
         """
         if self.failure:
             raise GroupError(self._sentence(call, f"the group had failed: {self.failure}"))
-        self._call = call
+        self._call, self._call_timeout = call, timeout
         self.between.deadline = time.monotonic() + timeout
 
     # ---- failures ----
@@ -125,7 +126,10 @@ class HostGroup:
     def explain(self, peer: int, error: str) -> GroupError:
         """Return the exception for a message from or to `peer` that failed, and end the group."""
         if "Timed out" in error:
-            reason = f"{self.describe(self.rank)} {SILENT} {self.describe(peer)} in time"
+            reason = (
+                f"{self.describe(self.rank)} timed out after {self._call_timeout:g} s, waiting for "
+                f"{self.describe(peer)}"
+            )
         elif "closed by peer" in error or "reset by peer" in error or "pair closure" in error:
             reason = (
                 f"{self.describe(peer)} closed its connection (its process has ended or has left "
@@ -162,17 +166,19 @@ class HostGroup:
 
         Silence may have a cause on the other host, which is found there a moment later.
         """
-        is_silence = SILENT in reason
+        is_silence = SILENCE.match(reason) is not None
         if is_silence:
             self.local._abort_because(reason)
         cause = self._exchange_cause(reason, is_silence)
         self.local._abort_because(cause)
-        if cause == reason and is_silence:
-            return (
-                f"{reason} (timeout {self.timeout:g} s): check that the host is up and that the "
-                "network between the hosts works (lockstep doctor --hosts)"
-            )
-        return cause if not is_silence else f"{reason}, because {cause}"
+        if not is_silence:
+            return cause
+        if SILENCE.match(cause) is None:
+            return f"{reason}, because {cause}"
+        return (
+            f"{reason}: check that the host is up and that the network between the hosts works "
+            f"(lockstep doctor --hosts {','.join(self._host_names)})"
+        )
 
     def _exchange_cause(self, reason: str, is_silence: bool) -> str:
         found = [reason]

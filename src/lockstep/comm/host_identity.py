@@ -66,9 +66,9 @@ def declare_world(is_single_host: bool, address: str) -> None:
 
 def own_identity() -> HostIdentity:
     """Return the host of this process."""
-    return HostIdentity(
-        identify_host(), os.environ.get(IDENTITY) or socket.gethostname(), find_address()
-    )
+    address = find_address()
+    name = os.environ.get(IDENTITY) or socket.gethostname() or address or "without a name"
+    return HostIdentity(identify_host(), name, address)
 
 
 def identify_host() -> str:

@@ -22,6 +22,7 @@ import os
 import socket
 import struct
 import sys
+import threading
 import time
 from datetime import timedelta
 from typing import ClassVar
@@ -196,6 +197,13 @@ def leave() -> None:
         return
     if not _may_close_early(rank_info):
         return
+    # In a thread: over a connection that was cut, the store would answer after minutes.
+    leaving = threading.Thread(target=_announce_leaving, args=(store, rank_info), daemon=True)
+    leaving.start()
+    leaving.join(LEAVE_TIMEOUT + 1)
+
+
+def _announce_leaving(store: Store, rank_info: RankInfo) -> None:
     with contextlib.suppress(DistError, RuntimeError):
         left = store.add("lockstep/left", 1)
         deadline = time.monotonic() + LEAVE_TIMEOUT
