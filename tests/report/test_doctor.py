@@ -1,5 +1,6 @@
 """The checks of the doctor, with good and bad environments."""
 
+import importlib.metadata
 import os
 import shutil
 import socket
@@ -8,6 +9,7 @@ import types
 
 import pytest
 
+import mpi_ranks
 from lockstep.errors import RankError
 from lockstep.native.binding import BindingError
 from lockstep.report import doctor
@@ -325,6 +327,19 @@ def test_mpiexec_is_checked(monkeypatch, tmp_path, script, verdict, words):
     found = only(software.check_mpi)
     assert found.verdict == verdict
     assert words in found.what
+
+
+@mpi_ranks.needed
+def test_mpi4py_and_mpiexec_belong_together(monkeypatch):
+    folder = os.path.dirname(mpi_ranks.mpiexec())
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    found = only(software.check_mpi4py)
+    assert found.verdict == "good"
+    assert found.what.endswith(f"form a world of MPICH {importlib.metadata.version('mpich')}")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    found = only(software.check_mpi4py)
+    assert found.verdict == "note"
+    assert "the mpiexec of Open MPI started 2 ranks (OMPI_COMM_WORLD_SIZE), but" in found.what
 
 
 def test_an_nvidia_driver_without_cuda_torch_is_noted(monkeypatch, tmp_path):

@@ -252,7 +252,8 @@ def available_backends() -> list[str]:
     found = ["gloo"] if dist.is_gloo_available() else []
     if dist.is_nccl_available() and torch.cuda.is_available() and torch.cuda.device_count() > 1:
         found.append("nccl")
-    known = {"undefined", "fake", "gloo", "nccl", "mpi", "ucc", "xccl", "hccl"}
+    # The ranks of mpi4py are started by mpiexec: `software.check_mpi4py`.
+    known = {"undefined", "fake", "gloo", "nccl", "mpi", "mpi4py", "ucc", "xccl", "hccl"}
     if not native.available():
         known.add("lockstep")  # the name is registered even if the extension was not built
     return found + [name for name in dist.Backend.backend_list if name not in known]

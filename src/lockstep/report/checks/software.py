@@ -12,11 +12,19 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import lockstep
 from lockstep.formatting import format_bytes
 from lockstep.native.compilation import CompilationError, find_compiler
 from lockstep.report.checks import CheckResult, Requirements, bad, good, note
 
-__all__ = ["check_compiler", "check_gpus", "check_mpi", "check_python", "check_torch"]
+__all__ = [
+    "check_compiler",
+    "check_gpus",
+    "check_mpi",
+    "check_mpi4py",
+    "check_python",
+    "check_torch",
+]
 
 MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 11)
@@ -25,6 +33,17 @@ TIMEOUT = 30.0  # seconds for each program that is run
 RANK_PROGRAM = """
 import os
 print("rank", os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))
+"""
+
+MPI_PROGRAM = """
+import sys
+sys.path.append(sys.argv[1])
+from lockstep.comm import mpi_library
+try:
+    mpi = mpi_library.load()
+except Exception as error:
+    sys.exit(f"{error}")
+print(mpi_library.library_name(mpi), "has", mpi.COMM_WORLD.Get_size(), "ranks")
 """
 
 CPP_PROGRAM = """
@@ -167,6 +186,20 @@ def check_mpi(requirements: Requirements) -> Iterator[CheckResult]:
         yield good("mpi", f"{program} starts 2 ranks")
     else:
         yield note("mpi", f"{program} starts 2 processes, but they do not find their rank")
+
+
+def check_mpi4py(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check that mpiexec and mpi4py belong to the same MPI, if both are installed."""
+    program = shutil.which("mpiexec")
+    if program is None or not importlib.util.find_spec("mpi4py"):
+        return
+    sources = str(Path(lockstep.__file__).parent.parent)
+    answer = _run([program, "-n", "2", sys.executable, "-c", MPI_PROGRAM, sources])
+    if isinstance(answer, str):
+        yield note("mpi4py", answer, "only init(backend='mpi4py') needs it")
+    else:
+        found = answer.stdout.strip().splitlines()[-1].partition(" has ")[0]
+        yield good("mpi4py", f"2 ranks of {program} form a world of {found}")
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str] | str:
