@@ -21,6 +21,7 @@ PATIENCE = 60.0
 SCRIPT = """
 import glob
 import os
+import socket
 import sys
 import torch
 import torch.distributed as dist
@@ -34,6 +35,12 @@ print(f"rank {world.rank}: {int(total)}", flush=True)
 if world.rank == 0:
     lines = [open(path, "rb").read() for path in glob.glob("/proc/[0-9]*/cmdline")]
     print(f"{len(lines)} commands,", sum(b"5ec7e75ec7e7" in line for line in lines), "with secret")
+dist.barrier()
+lines = [line.split() for name in ("tcp", "tcp6", "udp", "udp6")
+         for line in open(f"/proc/self/net/{name}").readlines()[1:]]
+listening = {line[1].partition(":")[0] for line in lines if line[3] in ("0A", "07")}
+print(f"rank {world.rank} listens:", *(socket.inet_ntoa(bytes.fromhex(each)[::-1])
+      if len(each) == 8 else each for each in sorted(listening)), flush=True)
 dist.barrier()
 """
 
@@ -118,6 +125,8 @@ def test_two_hosts_with_the_same_secret(run, tmp_path):
     assert "rank 0: 3" in first[1]
     assert "rank 1: 3" in second[1]
     assert "commands, 0 with secret" in first[1]
+    assert "rank 0 listens: 10.77.0.1\n" in first[1]  # the store and Gloo, at no other address
+    assert "rank 1 listens: 10.77.0.2\n" in second[1]
     assert "anyone" not in first[1] + second[1]
     assert TEXT not in first[1] + second[1]
     assert len(list(runs.rglob("launch.json"))) == 2
