@@ -76,7 +76,8 @@ print("BACKEND", ls.world().backend, type(torch.distributed.group.WORLD._get_bac
 """
 
 TIMEOUT = 60.0
-SILENCE = 2.0  # seconds after which a host counts as lost
+SILENCE = 3.0  # seconds after which a host that is cut off counts as lost
+CUT = ("--host-timeout", f"{SILENCE:g}")
 
 
 class Launch:
@@ -102,7 +103,7 @@ class Launch:
         for each in [folder / "a", folder / "b"] if is_apart else [folder]:
             each.mkdir(exist_ok=True)
             (each / "train.py").write_text(SCRIPT)
-        self._options = ["--nnodes", "2", "--host-timeout", f"{SILENCE:g}", *options]
+        self._options = ["--nnodes", "2", *options]
         self._options += ["--master-addr", net.a.address]
         self._environ = {**os.environ, "LOCKSTEP_SECRET": secrets.token_hex(32), **variables}
         self.a, self.b = self.start("a"), self.start("b")
@@ -215,7 +216,7 @@ def test_a_killed_host_is_lost_and_joins_again(start, digest):
 
 def test_a_host_that_is_cut_off_is_lost_within_the_deadline(start, digest):
     """No packet says so: host 0 goes on, and the other host ends by itself."""
-    launch = start("--min", "2", "--max", "3", STOPS="2")
+    launch = start("--min", "2", "--max", "3", *CUT, STOPS="2")
     launch.wait_until_stopped()
     launch.net.cut("b")
     begun = time.monotonic()
@@ -241,7 +242,7 @@ def test_a_host_that_is_cut_off_is_lost_within_the_deadline(start, digest):
 @pytest.mark.parametrize("fault", ["kill", "vanish"])
 def test_a_run_that_loses_the_host_of_its_store_is_resumed(start, digest, fault):
     """The members of the other host save the state, which no checkpoint has."""
-    launch = start("--max", "4", STOPS="1", CHECKPOINT="1")
+    launch = start("--max", "4", *CUT, STOPS="1", CHECKPOINT="1")
     launch.wait_until_stopped()
     if fault == "kill":
         launch.net.a.kill()

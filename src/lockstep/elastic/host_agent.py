@@ -1,7 +1,7 @@
 """The agent of a host in an elastic run on several hosts: the launcher of a host other than 0.
 
 It starts and ends the members of this host as the launcher of host 0 orders, and passes on what
-they and that launcher say (`host_connection.py`). It decides nothing. If it loses the launcher of
+they and that launcher say (`host_messages.py`). It decides nothing. If it loses the launcher of
 host 0, it lets its members save their state and ends them: the run has ended for this host, and
 can be resumed.
 """
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from lockstep.elastic.host_connection import PURPOSE, ConnectionLost, HostConnection
+from lockstep.elastic.host_messages import TO_AGENT, is_well_formed
 from lockstep.elastic.last_state import LastState
 from lockstep.errors import RankError, RendezvousError, UsageError
 from lockstep.launcher.channel import Channel, Message
@@ -171,16 +172,21 @@ class HostAgent(RankSupervisor):
         try:
             connection.send(self._hello)
             answers = connection.receive(timeout=5.0)
-            answer = answers[0] if answers else {"kind": "refuse", "reason": "it did not answer"}
+            if not answers:
+                raise ConnectionLost("it did not answer")
+            answer = answers[0]
+            is_answer = answer.get("kind") in ("welcome", "refuse")
+            if not (is_answer and is_well_formed(answer, TO_AGENT)):
+                raise ConnectionLost("it sent a message that cannot be processed")
             if answer["kind"] == "refuse":
-                said = escape_control(str(answer["reason"]))
-                if answer.get("is_final"):
+                said = escape_control(answer["reason"])
+                if answer["is_final"]:
                     raise UsageError(f"host 0 does not let this host join: {said}")
                 raise ConnectionLost(said)
             connection.silence = float(answer["silence"])
             self._folder = answer["folder"]
             for message in answers[1:]:
-                self._obey(message)
+                self.obey(message)
         except BaseException:
             connection.close()
             raise
@@ -194,25 +200,29 @@ class HostAgent(RankSupervisor):
             return False
         try:
             for message in self._connection.receive():
-                self._obey(message)
+                self.obey(message)
         except ConnectionLost as lost:
             self._lose(str(lost))
         return True  # it is unregistered already if it is lost
 
-    def _obey(self, message: Message) -> None:
-        member = int(message.get("member", -1))
+    def obey(self, message: Message) -> None:
+        """Carry an order of the launcher of host 0 out; one of another form ends the connection."""
+        if not is_well_formed(message, TO_AGENT):
+            self._lose("sent a message that cannot be processed")
+            return
+        member = message.get("member", -1)
         if message["kind"] not in ("start", "end") and member not in self.outcomes:
             return  # it was a member of this host before the host was lost
         match message["kind"]:
             case "start":
-                self.start(member, int(message["local_rank"]), message["variables"])
+                self.start(member, message["local_rank"], message["variables"])
                 self.outcomes[member].is_replaced = True  # host 0 judges how it ends
             case "send":
-                if message["message"]["kind"] == "round":
+                if message["message"].get("kind") == "round":
                     self._last_state.note_round(member)
                 self.send(member, message["message"])
             case "signal":
-                self.send_signal(member, int(message["number"]), group=bool(message["group"]))
+                self.send_signal(member, message["number"], group=message["group"])
             case "release":
                 if self.outcomes[member].status is not None:
                     self.release(member)
@@ -283,7 +293,7 @@ class HostAgent(RankSupervisor):
                 f"command joins it again; otherwise {resume}",
                 STOPPED,
             )
-        status, reason = int(self._end["status"]), escape_control(str(self._end["reason"]))
+        status, reason = self._end["status"], escape_control(self._end["reason"])
         if status == 0:
             return None
         if status == STOPPED:

@@ -1,24 +1,8 @@
-"""The connection between the launchers of two hosts of an elastic run.
-
-    launcher of host 0                                    launcher of another host: its agent
-      <─ join         {host, name, nnodes, version}: asks to take part
-      ── welcome      {silence, folder}: the seconds of silence after which a host is lost, and the
-                      run's folder
-      ── refuse       {reason, is_final}: it cannot take part, or not yet
-      ── start        {member, variables}: start a process
-      ── send         {member, message}: pass the message to a member
-      ── signal       {member, number, group}: send a signal to a member
-      ── release      {member}: nothing more is needed from a member that has exited
-      ── end          {status, reason}: the run has ended
-      <─ started      {member, pid}
-      <─ begun        {members}: they have published an operation
-      <─ report       {member, message, age}: a member has sent this message, `age` seconds ago
-      <─ exit         {member, status, hint}
-      <─ leave        the host was asked to stop
-      <> heartbeat    nothing else was sent for a while
+"""The connection between the launchers of two hosts of an elastic run: messages and heartbeats.
 
 A host that fails may not close its connections: no packet says that its power is gone or its
-cable is cut. An end that hears nothing for the agreed seconds counts as lost.
+cable is cut. An end that hears nothing for the agreed seconds counts as lost. The messages are in
+`host_messages.py`.
 """
 
 from __future__ import annotations

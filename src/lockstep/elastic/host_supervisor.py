@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.elastic.host_connection import ConnectionLost, HostConnection
+from lockstep.elastic.host_messages import FROM_AGENT, FROM_MEMBER, is_well_formed
 from lockstep.errors import RankError, RendezvousError
 from lockstep.formatting import format_numbered
 from lockstep.launcher.channel import Channel, Message
@@ -282,20 +283,22 @@ class HostSupervisor(RankSupervisor):
         except ConnectionLost:
             connection.close()
             return
-        index = int(message["host"])
-        name = f"host {index} ({escape_control(str(message['name']))[:255]})"
+        index = message["host"]
+        name = f"host {index} ({escape_control(message['name'])[:255]})"
         self._hosts[index] = host = AgentHost(index, name, connection)
         self.add_reader(connection.fileno(), partial(self._on_agent, host))
         say(f"{name} joined")
 
     def _find_obstacle(self, message: Message) -> tuple[str, bool]:
         """Return why a host cannot take part, and whether that cannot change; ("", _) if it can."""
-        index, nnodes, version = (message.get(key) for key in ("host", "nnodes", "version"))
+        if not is_well_formed(message, FROM_AGENT) or message["kind"] != "join":
+            return "it sent a message that cannot be processed", True
+        index, nnodes, version = (message[key] for key in ("host", "nnodes", "version"))
         if version != self._version:
             return f"host 0 runs {self._version}, this host {version}: install the same", True
         if nnodes != self._nnodes:
             return f"--nnodes is {nnodes} here and {self._nnodes} on host 0", True
-        if not isinstance(index, int) or not 0 < index < self._nnodes:
+        if not 0 < index < self._nnodes:
             return f"--node-rank is {index}, which is not that of another host", True
         if self._is_ending or self.was_asked_to_stop:
             return "the run is ending", True
@@ -308,14 +311,18 @@ class HostSupervisor(RankSupervisor):
         try:
             for message in host.connection.receive():
                 if host.index in self._hosts:
-                    self._on_agent_message(host, message)
+                    self.take_agent_message(host, message)
         except ConnectionLost as lost:
             self._lose_host(host, str(lost))
             return True  # it is unregistered already
         return True
 
-    def _on_agent_message(self, host: AgentHost, message: Message) -> None:
-        kind, member = message["kind"], int(message.get("member", -1))
+    def take_agent_message(self, host: AgentHost, message: Message) -> None:
+        """Process a message of an agent; one of another form ends its connection."""
+        if not is_well_formed(message, FROM_AGENT):
+            self._lose_host(host, "sent a message that cannot be processed")
+            return
+        kind, member = message["kind"], message.get("member", -1)
         if kind == "leave":
             self._dismiss_host(host)
         elif kind == "begun":
@@ -323,17 +330,24 @@ class HostSupervisor(RankSupervisor):
         elif self.host_of(member) != host.index:
             self._lose_host(host, f"reported about member {member}, which is not on it")
         elif kind == "started":
-            host.pids[member] = int(message["pid"])
+            host.pids[member] = message["pid"]
         elif kind == "report":
-            report = message["message"]
-            if "time" in report:  # in seconds of that host's clock
-                report["time"] = time.monotonic() - float(message["age"])
-            self.take_report(member, report)
+            self._take_member_report(host, member, message["message"], message["age"])
         elif kind == "exit":
             outcome = self.outcomes[member]
-            outcome.status, outcome.when = int(message["status"]), time.monotonic()
-            outcome.hint = "" if outcome.was_terminated else str(message["hint"])
+            outcome.status, outcome.when = message["status"], time.monotonic()
+            outcome.hint = "" if outcome.was_terminated else message["hint"]
             host.pids.pop(member, None)
+
+    def _take_member_report(
+        self, host: AgentHost, member: int, report: Message, age: float
+    ) -> None:
+        if not is_well_formed(report, FROM_MEMBER):
+            self._lose_host(host, "sent a message that cannot be processed")
+            return
+        if "time" in report:  # in seconds of that host's clock
+            report["time"] = time.monotonic() - age
+        self.take_report(member, report)
 
     def _dismiss_host(self, host: AgentHost) -> None:
         """Continue without a host that was asked to stop."""
