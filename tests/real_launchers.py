@@ -128,7 +128,10 @@ class Slurm:
             time.sleep(0.1)
 
     def stop(self) -> None:
-        """End the daemons."""
+        """End the daemons, after the steps, which report to them."""
+        deadline = time.monotonic() + PATIENCE
+        while self._list_steps() and time.monotonic() < deadline:
+            time.sleep(0.05)
         for daemon in reversed(self._daemons):
             daemon.send_signal(signal.SIGTERM)
         for daemon in self._daemons:
@@ -141,6 +144,16 @@ class Slurm:
     def read_logs(self) -> bytes:
         """Return what the daemons have printed."""
         return (self._folder / "daemons.log").read_bytes()
+
+    def _list_steps(self) -> list[int]:
+        """Return the processes that supervise the tasks of a step."""
+        steps = []
+        for host in self._net.hosts.values():
+            for pid in host.namespaces.list_processes():
+                with contextlib.suppress(OSError):  # it has exited
+                    if Path(f"/proc/{pid}/comm").read_text().startswith("slurmstepd"):
+                        steps.append(pid)
+        return steps
 
     def _run(self, host: hosts.Host | None, command: Sequence[str]) -> None:
         with open(self._folder / "daemons.log", "ab") as log:
