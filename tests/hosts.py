@@ -222,7 +222,8 @@ class Host:
             settings = Path(f"/proc/sys/net/ipv6/conf/{which}")
             (settings / "accept_dad").write_text("0")
             (settings / "accept_ra").write_text("0")
-        os.close(_mount_file("/etc/nsswitch.conf", "hosts: files\n"))  # no name server
+        if os.path.exists("/etc/nsswitch.conf"):  # no name server
+            os.close(_mount_file("/etc/nsswitch.conf", "hosts: files\n"))
         return _mount_file("/etc/hosts", "")
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,8 +16,8 @@ from hypothesis import strategies as st
 
 import warm
 from lockstep.errors import UsageError
-from lockstep.report import host_check
 from lockstep.report.checks import host_exchange
+from lockstep.report.checks.data_port import DataPort, probe_data_port
 from lockstep.report.checks.host_exchange import HostEntry
 from lockstep.report.checks.host_report import HostFacts, HostReport, Path, parse_report
 from lockstep.report.checks.hosts import judge_hosts
@@ -171,7 +172,7 @@ def test_the_secret_must_be_the_same(network):
 
 def test_another_program_at_the_port(network):
     net = network("a", "b")
-    program = net.b.call(lambda: host_check.socket.create_server(("", 29500)))
+    program = net.b.call(lambda: socket.create_server(("", 29500)))
     with program:
         found = check(net, wait=0.6, absent=["b"])
     assert "does not answer at port 29500 to a: another program, or" in found["bad", "b"].what
@@ -180,7 +181,7 @@ def test_another_program_at_the_port(network):
 def test_the_port_of_this_host_is_in_use(network):
     net = network("a", "b")
     with (
-        net.a.call(lambda: host_check.socket.create_server((net.a.address, 29500))),
+        net.a.call(lambda: socket.create_server((net.a.address, 29500))),
         pytest.raises(UsageError, match=r"^--hosts: port 29500 at a is in use"),
     ):
         check(net, absent=["b"])
@@ -209,6 +210,20 @@ def test_the_command_on_two_hosts(network, tmp_path):
     assert "at port 29400" in first["findings"][0]["what"]
     for number, (_, said) in enumerate(printed):
         assert f"this is host {number}, {'ab'[number]}:29400; run the same command on every" in said
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", ""])
+def test_strangers_do_not_keep_the_second_port_busy(address):
+    with contextlib.closing(DataPort(address)) as port, contextlib.ExitStack() as strangers:
+        for number in range(100):
+            end = socket.create_connection(("127.0.0.1", port.port), timeout=10)
+            strangers.enter_context(end)
+            if number % 2:
+                end.sendall(b"\0" * 1000)
+        assert probe_data_port("127.0.0.1", port.port, port.token) == ""
+        answer = probe_data_port("127.0.0.1", port.port, "0" * 32)
+        assert answer == "another program answers"
+    assert probe_data_port("127.0.0.1", port.port, port.token) == "connection refused"
 
 
 # --- reports and findings, as plain values -------------------------------------------------------

@@ -45,7 +45,10 @@ NUM_ROUND_TRIPS = 200
 def check_host_name(requirements: Requirements) -> Iterator[CheckResult]:
     """Check that the name of this host resolves to its own address."""
     name = socket.gethostname()
-    advice = f"add a line '127.0.1.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME"
+    advice = (
+        f"ls.init() does not use it, but torch's own init_process_group does: add a line "
+        f"'127.0.1.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME"
+    )
     try:
         address = socket.getaddrinfo(name, None)[0][4][0]
     except OSError as error:
