@@ -78,6 +78,20 @@ def test_a_driver_gives_its_workers_the_secret(monkeypatch):
     assert read_secret({SECRET: TEXT}) == b"g" * 32
 
 
+def test_a_launch_on_one_host_ignores_the_secret(tmp_path):
+    """Also where it has no private store, as on macOS."""
+    script = "import os, lockstep as ls\ndel os.environ['LOCKSTEP_STORE']\nls.init(timeout=20)\n"
+    (tmp_path / "train.py").write_text(script)
+    done = warm.run(
+        [*warm.LOCKSTEP, "run", "-n", "2", "train.py"],
+        cwd=tmp_path,
+        env=os.environ | {SECRET: TEXT},
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 # --- two hosts ------------------------------------------------------------------------------
 
 

@@ -235,7 +235,9 @@ def _open_store(rank_info: RankInfo, deadline: float) -> Store:
         return _open_local_store(rank_info, deadline)
     resolve_address(rank_info.master_addr)
     address, port = rank_info.master_addr, rank_info.master_port
-    secret = read_secret(os.environ)
+    # A launch on one host ignores the secret of the environment, as its launcher does.
+    is_local = rank_info.launcher == "lockstep" and rank_info.is_single_host
+    secret = read_secret({} if is_local else os.environ)
     ProcessState.has_secret = secret is not None
     if secret is not None:
         return _open_secret_store(rank_info, address, port, secret, deadline)
