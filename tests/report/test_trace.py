@@ -101,6 +101,15 @@ def test_summed_steps_do_not_overlap(tmp_path):
         assert before["ts"] + before["dur"] <= after["ts"] + 2e-3
 
 
+def test_a_run_on_many_ranks_has_those_that_the_record_lists(tmp_path):
+    events = traced(tmp_path, *records.summarized(3)[1:])
+    names = [one["args"]["name"] for one in events if one["name"] == "thread_name"]
+    assert names == ["rank 5", "rank 6", "rank 7", "rank 700"]
+    steps = [one for one in events if one["ph"] == "X" and one["name"].startswith("step")]
+    assert len(steps) == 6
+    assert {one["tid"] for one in steps} == {5, 6, 7, 700}
+
+
 def test_a_run_without_times_has_an_empty_trace(tmp_path):
     assert [e["name"] for e in traced(tmp_path)] == ["process_name"]
 

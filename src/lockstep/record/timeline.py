@@ -38,6 +38,8 @@ __all__ = [
     "typical_timeline",
 ]
 
+MAX_LISTED = 1 << 20  # ranks: a damaged record must not fill the memory
+
 KIND_NAMES = {
     "forward": "forward",
     "backward": "backward",
@@ -247,16 +249,24 @@ def _as_index(value: Any) -> int | None:
 
 
 def sum_steps(steps: Steps, first: int, last: int) -> Timeline:
-    """Return the timeline of the steps at positions `first` to `last` - 1, from their times."""
+    """Return the timeline of the steps at positions `first` to `last` - 1, from their times.
+
+    If the record has summaries of the ranks, it has the ranks that these list.
+    """
     rows = np.nan_to_num(steps.ranks[first:last])
     ranks = rows.shape[1]
+    numbers = np.broadcast_to(np.arange(ranks), rows.shape[:2])
+    if not ranks and steps.slowest.shape[1]:
+        listed = np.nan_to_num(steps.slowest[first:last])
+        numbers, rows = np.clip(listed[:, :, 0], 0, MAX_LISTED).astype(int), listed[:, :, 1:]
+        ranks = int(numbers.max()) + 1
     compute, data = TIME_CATEGORIES.index("compute"), TIME_CATEGORIES.index("data")
     spans: list[Span] = []
     begin = 0.0
-    for row in rows:
-        slowest = int(np.argmax(row[:, compute] + row[:, data]))
-        for rank in range(ranks):
-            spans += _rank_spans(rank, row[rank].tolist(), begin, slowest)
+    for row, of_ranks in zip(rows, numbers.tolist(), strict=True):
+        slowest = of_ranks[int(np.argmax(row[:, compute] + row[:, data]))]
+        for rank, seconds in zip(of_ranks, row.tolist(), strict=True):
+            spans += _rank_spans(rank, seconds, begin, slowest)
         begin += float(row.sum(axis=1).max())
     names = steps.step[first:last]
     title = f"step {names[0]:,.0f}"

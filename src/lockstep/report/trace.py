@@ -35,7 +35,8 @@ COLORS = {
 def export_trace(run: Run) -> bytes:
     """Return the trace of all recorded timelines of a run as JSON.
 
-    If there are none, the trace has the times per category of the last 2,000 steps.
+    If there are none, the trace has the times per category of the last 2,000 steps: of all ranks,
+    or of the ranks that the record lists.
     """
     recorded = list(_recorded_steps(run)) or list(_summed_steps(run))
     found = {
@@ -67,7 +68,8 @@ def _recorded_steps(run: Run) -> Iterator[Timeline]:
 def _summed_steps(run: Run) -> Iterator[Timeline]:
     """Yield the timelines of the last steps, each after the previous one."""
     count, end = len(run.steps), 0.0
-    for at in range(max(0, count - MAX_SUMMED_STEPS), count if run.steps.ranks.size else 0):
+    has_times = run.steps.ranks.size or run.steps.slowest.size
+    for at in range(max(0, count - MAX_SUMMED_STEPS), count if has_times else 0):
         step = sum_steps(run.steps, at, at + 1)
         step = replace(step, origin=max(end, step.origin))
         end = step.origin + step.duration
@@ -76,10 +78,10 @@ def _summed_steps(run: Run) -> Iterator[Timeline]:
 
 def _metadata(name: str, recorded: Sequence[Timeline]) -> list[dict[str, Any]]:
     """Return the events that name the process and its threads."""
-    ranks = max((one.num_ranks for one in recorded), default=0)
+    ranks = sorted({span.rank for one in recorded for span in one.spans})
     given: list[tuple[str, int, dict[str, Any]]] = []
     given.append(("process_name", 0, {"name": f"lockstep: {name}"}))
-    for rank in range(ranks):
+    for rank in ranks:
         given.append(("thread_name", rank, {"name": f"rank {rank}"}))
         given.append(("thread_sort_index", rank, {"sort_index": rank}))
     return [
@@ -94,9 +96,11 @@ def _events(recorded: Sequence[Timeline]) -> Iterator[dict[str, Any]]:
     arrow = 0
     for one in recorded:
         at = one.origin - start
-        for rank in range(one.num_ranks):
-            own = [span for span in one.spans if span.rank == rank]
-            yield from _slices(one.title, rank, own, at)
+        own: dict[int, list[Span]] = {}
+        for span in one.spans:
+            own.setdefault(span.rank, []).append(span)
+        for rank in sorted(own):
+            yield from _slices(one.title, rank, own[rank], at)
         for source, target in find_transfers(one):
             arrow += 1
             yield from _arrows(source.shift(at), target.shift(at), arrow)
