@@ -4,6 +4,8 @@ The thresholds are lowered, so that a few ranks are many.
 """
 
 import math
+import os
+import signal
 from contextlib import ExitStack
 from unittest import mock
 
@@ -14,7 +16,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.comm import collectives
-from lockstep.errors import DisagreementError, LossError
+from lockstep.errors import DisagreementError, LossError, RankError
 from lockstep.record import rank_summary
 from lockstep.record.reader import read_run
 from lockstep.training import rank_status
@@ -138,6 +140,23 @@ def test_the_culprits_are_named_on_all_ranks(ranks):
     ):
         messages = ranks(lambda kind=kind, act=act: raised(kind, act), 3)
         assert all(expected in each for each in messages), messages
+
+
+def test_a_rank_that_dies_is_named(ranks):
+    """Only its neighbors in the tree wait for it; the others learn of it from those."""
+
+    def die():
+        with ExitStack() as stack:
+            lower_thresholds(stack)
+            for number in range(4):
+                if number == 2 and dist.get_rank() == 3:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                collectives.all_reduce_messages(
+                    number, max, lambda value: b"%d" % value, int, f"in step {number}"
+                )
+
+    with pytest.raises(RankError, match="rank 3 was killed by SIGKILL"):
+        ranks(die, 4)
 
 
 def test_all_gather_bytes_has_messages_of_any_length(ranks):
