@@ -20,6 +20,7 @@ import torch.distributed as dist
 import lockstep as ls
 import pytest_lockstep
 from lockstep.comm import backend
+from lockstep.comm.activity import read_own_activity
 from lockstep.errors import RankError
 from placed import join
 
@@ -157,6 +158,40 @@ def test_hosts_agree_on_a_backend_that_all_of_them_have():
     assert ": it is not built\n" in told
 
 
+def train_with_torch(placement: str, kind: str) -> list[torch.Tensor]:
+    """Train with torch's own wrapper; return the parameters."""
+    join(placement)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 9))
+    if kind == "DDP":
+        trained: torch.nn.Module = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        trained = fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+    random = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        optimizer.zero_grad()
+        trained(torch.randn(8, 64, generator=random)).square().mean().backward()
+        optimizer.step()
+    found = [
+        (each.full_tensor() if kind == "FSDP2" else each).detach() for each in model.parameters()
+    ]
+    dist.barrier()
+    return found
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+def test_torchs_wrappers_train_with_the_bits_of_one_host(kind):
+    expected = run(train_with_torch, "aaaa", kind)[0]
+    for placement in ("aabb", "abab"):
+        for found in run(train_with_torch, placement, kind):
+            assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
+
+
 # ---- failures ----
 
 
@@ -214,6 +249,16 @@ def test_a_dead_rank_of_another_host_is_named_by_all(operation, tmp_path):
         check_words(told)
 
 
+def watch_activity(seen: list[str]) -> None:
+    """Note what the main thread waits for, once it waits for a rank of another host."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until and not seen:
+        found = read_own_activity()
+        if found.is_main_thread_waiting and " on host b" in found.operation:
+            seen.append(found.operation)
+        threading.Event().wait(0.01)
+
+
 def stay_away(placement: str) -> tuple[float, str]:
     join(placement, timeout=2.0)
     store = dist.distributed_c10d._get_default_store()
@@ -221,8 +266,15 @@ def stay_away(placement: str) -> tuple[float, str]:
     if dist.get_rank() == 3:
         busy_in_this_function(store)
         return error_of(dist.barrier)
+    seen: list[str] = []
+    watching = threading.Thread(target=watch_activity, args=(seen,))
+    if dist.get_rank() == 0:
+        watching.start()
     told = error_of(lambda: dist.all_reduce(torch.ones(5)))
     store.add("told", 1)
+    if dist.get_rank() == 0:
+        watching.join()
+        assert seen == ["all_reduce #2 on group default, waiting for rank 2 on host b"], seen
     return told
 
 
