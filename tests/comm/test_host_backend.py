@@ -5,6 +5,7 @@ That its results are right for every placement is in test_contract.py.
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import signal
@@ -21,7 +22,7 @@ import lockstep as ls
 import pytest_lockstep
 from lockstep.comm import backend
 from lockstep.comm.activity import read_own_activity
-from lockstep.errors import RankError
+from lockstep.errors import RankError, RendezvousError
 from placed import join
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
@@ -137,6 +138,25 @@ def test_a_world_on_one_host_has_the_native_group():
     assert run(class_on_one_host, "aa") == ["LockstepBackend"] * 2
 
 
+def request_backend(placement: str) -> str:
+    """Request the backend in a world of several hosts, of which the last one does not have it."""
+    rank = int(os.environ["RANK"])
+    os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_RANK"] = "1", "0"
+    if placement[rank] == "-":
+        backend.reason_unavailable = lambda: "it is not built"
+    try:
+        ls.init(backend="lockstep", timeout=30)
+    except RendezvousError as error:
+        return str(error)
+    return ""
+
+
+def test_a_requested_backend_that_a_host_lacks_is_refused_on_every_host():
+    for rank, told in enumerate(run(request_backend, "a-")):
+        assert told.startswith(f"rank {rank}: the backend 'lockstep' is not available on host ")
+        assert told.endswith(": it is not built; use 'gloo', or make it available on every host")
+
+
 def choose_backend(placement: str) -> tuple[str, str]:
     """Join a world of several hosts, of which the last one does not have the native backend."""
     rank = int(os.environ["RANK"])
@@ -190,6 +210,40 @@ def test_torchs_wrappers_train_with_the_bits_of_one_host(kind):
     for placement in ("aabb", "abab"):
         for found in run(train_with_torch, placement, kind):
             assert all(a.equal(b) for a, b in zip(found, expected, strict=True))
+
+
+def open_things() -> tuple[int, int, int]:
+    gc.collect()
+    with open("/proc/self/maps") as maps:
+        lines = sum("memfd:lockstep" in line for line in maps)
+    return len(os.listdir("/proc/self/fd")), lines, len(os.listdir("/proc/self/task"))
+
+
+def come_and_go(placement: str) -> list[tuple[int, int, int]]:
+    """Create, use and destroy groups; return what is open after the first ones and in the end."""
+    join(placement)
+    rank, n = dist.get_rank(), dist.get_world_size()
+    seen = []
+    for number in range(12):
+        group = dist.new_group(backend="lockstep")
+        works = [dist.all_reduce(torch.ones(2), group=group, async_op=True)]
+        works.append(dist.isend(torch.ones(50_000), (rank + 1) % n, group=group))
+        dist.recv(torch.empty(50_000), (rank - 1) % n, group=group)
+        for work in works:
+            work.wait()
+        dist.barrier(group)
+        dist.destroy_process_group(group)
+        del group, work, works
+        if number in (3, 11):
+            seen.append(open_things())
+    dist.barrier()
+    return seen
+
+
+@pytest.mark.stress
+def test_groups_that_come_and_go_leave_nothing():
+    for early, late in run(come_and_go, "aab"):
+        assert early == late
 
 
 # ---- failures ----

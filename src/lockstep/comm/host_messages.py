@@ -21,6 +21,7 @@ from __future__ import annotations
 import queue
 import struct
 import threading
+import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
@@ -181,7 +182,8 @@ class Mailbox:
                 "no such message was "
             ) + ("received there" if op == "send" else "sent")
             group.fail(reason)
-            work.finish(-1, self._sentence(what, reason))
+            if (late := waiting()) is not None:
+                late.finish(-1, self._sentence(what, reason))
 
         def interrupt() -> None:
             group.fail(f"{group.describe(group.rank)} was interrupted")
@@ -191,6 +193,8 @@ class Mailbox:
         work = native.HostMessageWork(
             op, tensor, timedelta(seconds=group.timeout), interrupt, fail_late, self._callbacks
         )
+        # Not the work itself: it keeps the function, and neither would ever be freed.
+        waiting = weakref.ref(work)
         return work
 
     def _sentence(self, what: str, reason: str) -> str:

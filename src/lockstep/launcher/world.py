@@ -146,11 +146,11 @@ def init(
     if not dist.is_initialized():
         _register_backends()
         name = backend or default_backend(chosen, rank_info)
-        is_chosen = backend is None and not {"LOCKSTEP_BACKEND", JOIN} & os.environ.keys()
-        if name == "lockstep" and is_chosen and not rank_info.is_single_host:
+        if name == "lockstep" and JOIN not in os.environ and not rank_info.is_single_host:
             if store is None:
                 store = rendezvous.wait_for_ranks(rank_info, timeout)
-            name = _agree_on_backend(store, rank_info)
+            is_requested = backend is not None or "LOCKSTEP_BACKEND" in os.environ
+            name = _agree_on_backend(store, rank_info, is_requested)
         is_single_host = rank_info.is_single_host and not is_elastic_on_hosts(os.environ)
         declare_world(is_single_host, rank_info.master_addr or "")
         try:
@@ -214,8 +214,12 @@ def default_backend(device: torch.device, rank_info: RankInfo) -> str:
     return choice.name
 
 
-def _agree_on_backend(store: Store, rank_info: RankInfo) -> str:
-    """Return the backend of ranks on several hosts: Gloo, if "lockstep" is missing on any host."""
+def _agree_on_backend(store: Store, rank_info: RankInfo, is_requested: bool) -> str:
+    """Return the backend of ranks on several hosts: Gloo, if "lockstep" is missing on any host.
+
+    Raises:
+        RendezvousError: It is missing, and the user has requested it; raised on every rank.
+    """
     missing, chosen = "lockstep/backend/missing", "lockstep/backend/chosen"
     reason = comm.reason_unavailable()
     if reason is not None:
@@ -224,6 +228,11 @@ def _agree_on_backend(store: Store, rank_info: RankInfo) -> str:
         is_missing = store.check([missing])
         store.set(chosen, store.get(missing).decode(errors="replace") if is_missing else "")
     found = escape_control(store.get(chosen).decode(errors="replace"))
+    if found and is_requested:
+        raise RendezvousError(
+            f"rank {rank_info.rank}: the backend 'lockstep' is not available {found}; use 'gloo', "
+            "or make it available on every host"
+        )
     choice = choose_backend(is_gpu=False, is_single_host=False, unavailable=found or None)
     if rank_info.rank == 0:
         _explain(choice)
