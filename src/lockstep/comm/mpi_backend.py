@@ -52,10 +52,12 @@ def create(options: Any, _given: Any = None) -> Any:
     timeout = options.timeout.total_seconds()
     _wait_for_members(options.store, options.group_rank, ranks, options.group_id, timeout)
     # Only the members make this call, and all of them have arrived, so it does not block.
-    members = mpi.COMM_WORLD.Get_group().Incl(ranks)
+    everybody = mpi.COMM_WORLD.Get_group()
+    members = everybody.Incl(ranks)
     tag = zlib.crc32(options.group_id.encode()) % MAX_GROUP_TAG
     comm = mpi.COMM_WORLD.Create_group(members, tag)
     members.Free()
+    everybody.Free()
     return MpiProcessGroup(mpi, comm, options.store, ranks, timeout)
 
 

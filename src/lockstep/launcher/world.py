@@ -105,7 +105,8 @@ def init(
 
     Args:
         backend: The backend of `torch.distributed`. None: NCCL for GPU tensors, and for CPU
-            tensors the backend "lockstep" if it can be used, else Gloo.
+            tensors the backend "lockstep" if it can be used, else Gloo. With "mpi4py", rank and
+            world size come from MPI.
         timeout: The seconds to wait for the other ranks, and for each collective.
         threads: The number of torch's intra-op threads. It affects the bits, and must be the same
             on every rank.
