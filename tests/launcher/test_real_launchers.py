@@ -129,10 +129,10 @@ def test_torchrun_on_two_hosts(tmp_path, digest, net):
 def test_slurm(tmp_path, digest, net):
     with slurm(net) as cluster:
 
-        def run(name, *options, places, launcher="srun", command=()):
+        def run(name, *options, places, launcher="srun", command=(), start="srun"):
             folder = tmp_path / name
             folder.mkdir()
-            words = ["srun", *options, *command]
+            words = [start, *options, *command]
             found = train(folder, words, net.a, cluster.variables, len(places))
             check(found, digest, launcher, places)
 
@@ -141,6 +141,15 @@ def test_slurm(tmp_path, digest, net):
         run("cyclic", "-N2", "-n4", "--ntasks-per-node=2", "-m", "cyclic", places=CYCLIC)
         run("uneven", "-N2", "-n3", places=[[0, 2, 0], [1, 2, 0], [0, 1, 1]])
         run("pmi2", "--mpi=pmi2", "-N2", "-n4", "--ntasks-per-node=2", places=BLOCK)
+        mpiexec = install("mpich", "mpiexec") / "bin" / "mpiexec"
+        run(
+            "allocated",
+            *("-N2", "-n4", "--ntasks-per-node=2"),
+            command=[mpiexec, "-n", "4", "-ppn", "2"],
+            places=BLOCK,
+            launcher="mpiexec",
+            start="salloc",
+        )
         per_host = [sys.executable, "-m", "lockstep", "run", "-n", "2", "--nnodes", "2"]
         run(
             "nested",
