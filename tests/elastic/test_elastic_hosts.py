@@ -357,6 +357,19 @@ def test_a_run_that_is_asked_to_stop_saves_a_checkpoint_and_ends_on_every_host(s
 
 
 @pytest.mark.stress
+def test_a_run_ends_when_too_few_ranks_are_left(start):
+    launch = start("--min", "2", "--max", "2", STOPS="1")
+    launch.wait_until_stopped()
+    launch.net.b.kill()
+    status, output = launch.finish("a")
+    assert status == 1
+    assert said(output)[-1] == (
+        "round 0: 1 rank left, fewer than --min 2, and the hosts that are left have all of their "
+        "ranks"
+    )
+
+
+@pytest.mark.stress
 def test_an_error_on_another_host_ends_the_run_everywhere(start):
     launch = start("--max", "2", RAISES="1")
     (status, output), (other, of_b) = launch.finish("a"), launch.finish("b")

@@ -387,11 +387,11 @@ class Rounds:
         self._can_stay = not has_to_be_replaced(reports)
         self._stages = max(report.stages for report in reports)
         if plan is None and not self._start_newcomers(len(reports)):
-            self._fail(
-                f"{format_quantity(len(reports), 'rank')} left, fewer than --min "
-                f"{self._at_least}, and the processes that were started to replace the others "
-                "ended before they joined",
-            )
+            left = f"{format_quantity(len(reports), 'rank')} left, fewer than --min "
+            why = "the processes that were started to replace the others ended before they joined"
+            if self._reachable <= len(reports):
+                why = "the hosts that are left have all of their ranks"
+            self._fail(f"{left}{self._at_least}, and {why}")
         elif plan is not None:
             self._execute(plan)
 
