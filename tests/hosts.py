@@ -353,9 +353,14 @@ class Network:
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
 
-    def close(self, *, check: bool = True) -> None:
-        """Kill what runs on the hosts and remove them; with `check`, fail if something ran."""
-        left = self._list_left(PATIENCE if check else 0)
+    def close(self, *, check: bool = True, patience: float = PATIENCE) -> None:
+        """Kill what runs on the hosts and remove them.
+
+        Args:
+            check: Whether to fail if something still ran.
+            patience: Seconds that it may take to exit.
+        """
+        left = self._list_left(patience if check else 0)
         for name in list(self._delays):
             _end(self._delays.pop(name))
         for host in self.hosts.values():

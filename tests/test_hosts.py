@@ -238,13 +238,12 @@ def test_delayed_packets_arrive_later_and_whole(net):
     assert "b0d" not in net.switch.run(["ip", "link"])
 
 
-def test_a_program_that_is_left_on_a_host_is_killed_and_named(monkeypatch):
+def test_a_program_that_is_left_on_a_host_is_killed_and_named():
     net = hosts.network("a")
     process = net.a.popen(["sleep", "1000"])
-    with monkeypatch.context() as patch:
-        patch.setattr(hosts, "PATIENCE", 0.05)
-        with pytest.raises(AssertionError, match=r"left running: .*sleep 1000\) on host a"):
-            net.close()
+    until(lambda: process.pid in net.a.namespaces.list_processes(), "it is not on the host", 10)
+    with pytest.raises(AssertionError, match=r"left running: .*sleep 1000\) on host a"):
+        net.close(patience=0)
     assert process.wait(10) == -signal.SIGKILL
 
 
