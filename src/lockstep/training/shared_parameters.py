@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.bucket import ALIGNMENT
-from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.collectives import broadcast_bytes
 from lockstep.comm.memory_format import in_layout_of, in_memory_order
 from lockstep.comm.shared_memory import create_group_tensor
 
@@ -55,13 +55,13 @@ class SharedParameters:
         if dist.get_rank(group) == 0:
             for vector, parameter in zip(self.vectors, parameters, strict=True):
                 vector.copy_(in_memory_order(parameter.detach()))
-        all_gather_bytes(b"", "sharing the parameters", group)
+        broadcast_bytes(b"", "sharing the parameters", group)
         for vector, parameter in zip(self.vectors, parameters, strict=True):
             parameter.data = in_layout_of(vector, parameter)
 
     @contextmanager
     def exclusive(self, about: str) -> Iterator[None]:
         """Wait for all ranks before the body, which may write, and again after it."""
-        all_gather_bytes(b"", f"about to begin {about}", self._group)
+        broadcast_bytes(b"", f"about to begin {about}", self._group)
         yield
-        all_gather_bytes(b"", f"done with {about}", self._group)
+        broadcast_bytes(b"", f"done with {about}", self._group)

@@ -44,7 +44,7 @@ import torch.distributed as dist
 
 from lockstep.comm.activity import Waiting
 from lockstep.comm.bucket import ALIGNMENT
-from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.collectives import all_gather_bytes, all_reduce_messages
 from lockstep.comm.shared_memory import (
     atomic_compare_exchange,
     atomic_load,
@@ -177,8 +177,14 @@ class StepLog:
         pass_point("written")
         if lost is None:
             try:
-                said = all_gather_bytes(told.encode(), about, self._group)
-                told = next((each.decode() for each in said if each), "")
+                told = all_reduce_messages(
+                    told,
+                    lambda left, right: left or right,
+                    str.encode,
+                    bytes.decode,
+                    about,
+                    self._group,
+                )
                 pass_point("agreed")
             except Exception as error:
                 lost = error
