@@ -67,6 +67,21 @@ def mpiexec() -> str:
     return found
 
 
+@contextlib.contextmanager
+def removing_segments() -> Iterator[None]:
+    """Remove the shared memory that MPICH leaves when a rank calls MPI_Abort."""
+    before = set(Path("/dev/shm").glob("mpich_shm_*"))
+    yield
+    left = set(Path("/dev/shm").glob("mpich_shm_*")) - before
+    mapped = ""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has exited
+            mapped += maps.read_text()
+    for segment in left:
+        if segment.name not in mapped:  # not that of a test that runs at the same time
+            segment.unlink(missing_ok=True)
+
+
 def run(fn: Callable[..., Any], *args: Any, ranks: int, timeout: float = 100.0) -> list[Any]:
     """Call `fn(*args)` in ranks of MPI, and return their values in rank order."""
     with _stand_ins(ranks) as folder:

@@ -6,6 +6,7 @@ MPI_COMM_WORLD, or is ended by its own library, so both are compared before MPI 
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import importlib.util
@@ -62,6 +63,10 @@ def load() -> Any:
         raise LaunchEnvironmentError(mismatch)
     if not mpi.Is_initialized():
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        if mpi.COMM_WORLD.Get_size() == 1:
+            # mpi4py finalizes MPI when the interpreter ends. A rank that was forked does not end
+            # its interpreter, and MPICH would leave its shared memory.
+            atexit.register(_finalize, mpi, os.getpid())
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise UsageError(
             "the backend 'mpi4py' needs MPI_THREAD_MULTIPLE, because a thread completes "
@@ -71,6 +76,11 @@ def load() -> Any:
     if mismatch := find_mismatch(os.environ, name, mpi.COMM_WORLD.Get_size()):
         raise LaunchEnvironmentError(mismatch)
     return mpi
+
+
+def _finalize(mpi: Any, process: int) -> None:
+    if process == os.getpid() and not mpi.Is_finalized():
+        mpi.Finalize()
 
 
 def library_name(mpi: Any) -> str:
