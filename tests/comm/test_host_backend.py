@@ -9,6 +9,9 @@ import gc
 import io
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +25,7 @@ import lockstep as ls
 import pytest_lockstep
 from lockstep.comm import backend
 from lockstep.comm.activity import read_own_activity
+from lockstep.comm.host_identity import IDENTITY
 from lockstep.errors import RankError, RendezvousError
 from placed import join
 
@@ -244,6 +248,42 @@ def come_and_go(placement: str) -> list[tuple[int, int, int]]:
 def test_groups_that_come_and_go_leave_nothing():
     for early, late in run(come_and_go, "aab"):
         assert early == late
+
+
+WITHOUT_DESTROYING = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("lockstep")
+rank, n = dist.get_rank(), dist.get_world_size()
+sent = dist.isend(torch.ones(5), (rank + 1) % n)
+dist.recv(torch.ones(5), (rank - 1) % n)
+sent.wait()
+dist.all_reduce(torch.ones(9), async_op=True).wait()
+"""
+
+
+@pytest.mark.stress
+def test_a_program_may_exit_without_destroying_the_group():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for _ in range(3):
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", WITHOUT_DESTROYING],
+                env={
+                    **os.environ,
+                    **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), IDENTITY: host},
+                    **{"RANK": str(rank), "WORLD_SIZE": "3"},
+                },
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank, host in enumerate("aba")
+        ]
+        printed = [process.communicate(timeout=60)[1] for process in processes]
+        assert [process.returncode for process in processes] == [0, 0, 0], printed
 
 
 # ---- failures ----

@@ -13,8 +13,11 @@ ranks that exchange data across hosts send each other a card, ahead of the data.
 
 from __future__ import annotations
 
+import atexit
+import os
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +45,20 @@ REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PRE
 
 # number, uneven, op, reduction, dtype, root, count, factor; bytes for the rank that gets the card
 CARD = struct.Struct("<Q?16s12s16sqQdQ")
+
+
+_open: weakref.WeakSet[HostCalls] = weakref.WeakSet()  # whose connections are not closed yet
+
+
+@atexit.register
+def _close_connections() -> None:
+    """Close what a program has left open: a thread that Gloo wakes later would end the process.
+
+    It would wait for the interpreter's lock, which Python 3.11 answers at exit by ending the
+    thread, in a destructor of C++ that must not throw.
+    """
+    for calls in list(_open):
+        calls.close_at_exit()
 
 
 class Card:
@@ -97,6 +114,8 @@ class HostCalls:
         self._mates = self._map.hosts[group.host]
         self.reducer = HostReducer(group)
         self._mailbox = Mailbox(group)
+        self._process = os.getpid()
+        _open.add(self)
 
     # ---- collective calls; blocks are vectors of bytes, by rank ----
 
@@ -198,8 +217,14 @@ class HostCalls:
         """End the group after a signal, such as Ctrl-C."""
         self.group.fail(f"{self.group.describe(self._rank)} was interrupted")
 
+    def close_at_exit(self) -> None:
+        """Leave the group, unless this process is a fork of the one that joined it."""
+        if self._process == os.getpid():
+            self.shutdown()
+
     def shutdown(self) -> None:
         """Leave the group."""
+        _open.discard(self)
         self.group.close()
         self._mailbox.close()
 

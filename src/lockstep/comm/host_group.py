@@ -206,7 +206,8 @@ class HostGroup:
                     self.explain_local(str(error))
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group; calls that are still running fail."""
+        self.failure = self.failure or f"{self.describe(self.rank)} has left the group"
         self._stopped.set()
         self.between.close()
         if self._watch is not threading.current_thread():
