@@ -113,7 +113,7 @@ class LosslessCodec:
         last = 8 * self._item - 1
         rotated = integers << 1 | integers >> last & 1  # the sign moves to the end
         planes = rotated.view(torch.uint8).view(-1, self._item).t().contiguous()
-        frame = self._compressor.compress(planes.numpy())
+        frame = self._compressor.compress(planes.numpy().data)
         used = buffer[: len(frame)]
         used.copy_(torch.frombuffer(bytearray(frame), dtype=torch.uint8))
         return used
@@ -126,7 +126,7 @@ class LosslessCodec:
         """
         import zstandard
 
-        data, size = buffer.numpy(), values.nbytes
+        data, size = buffer.numpy().data, values.nbytes
         try:
             if zstandard.frame_content_size(data) != size:
                 raise ValueError(f"a compressed message does not have {size} bytes of values")

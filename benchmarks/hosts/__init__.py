@@ -1,0 +1,1 @@
+"""Reductions and training across hosts, compared with Gloo."""
