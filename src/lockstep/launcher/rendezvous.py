@@ -235,8 +235,10 @@ def _open_store(rank_info: RankInfo, deadline: float) -> Store:
         return _open_local_store(rank_info, deadline)
     resolve_address(rank_info.master_addr)
     address, port = rank_info.master_addr, rank_info.master_port
-    # A launch on one host ignores the secret of the environment, as its launcher does.
+    # A launch on one host ignores the secret of the environment, as its launcher does; unless it is
+    # an elastic run whose other hosts are lost.
     is_local = rank_info.launcher == "lockstep" and rank_info.is_single_host
+    is_local = is_local and not is_elastic_on_hosts(os.environ)
     secret = read_secret({} if is_local else os.environ)
     ProcessState.has_secret = secret is not None
     if secret is not None:
