@@ -7,7 +7,7 @@ from typing import Any
 
 import lockstep as ls
 from lockstep.comm import backend
-from lockstep.comm.host_identity import IDENTITY
+from lockstep.comm.hosts.identity import IDENTITY
 
 
 def join(placement: str, **options: Any) -> Any:

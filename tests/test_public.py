@@ -131,7 +131,7 @@ def test_help_imports_click_only(arguments):
         ),
         (
             "import lockstep.launcher.mpi_rendezvous",
-            {"lockstep", "lockstep.comm", "lockstep.comm.mpi_backend", "lockstep.launcher"}
+            {"lockstep", "lockstep.comm", "lockstep.comm.mpi.backend", "lockstep.launcher"}
             | {"lockstep.launcher.mpi_rendezvous"},
         ),
     ],

@@ -26,7 +26,7 @@ from contract import (
 )
 from contract.check import Ledger
 from contract.limits import GUARANTEE_TREE, LIMITS, SMALL_PIECES, THRESHOLDS
-from lockstep.comm.host_identity import IDENTITY
+from lockstep.comm.hosts.identity import IDENTITY
 
 SIZES = (0, 1, 3, 16, 65, 1023, 4097, 65_537)  # elements; with each threshold's neighbours
 FEW_PIECES = 9_001  # elements of the largest message where pieces are small

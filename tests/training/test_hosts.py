@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 import lockstep as ls
 import pytest_lockstep
 from lockstep.comm import backend
-from lockstep.comm.host_all_reduce import HostAllReduce
+from lockstep.comm.hosts.all_reduce import HostAllReduce
 from lockstep.errors import LayoutError
 from placed import join
 

@@ -26,7 +26,7 @@ import lockstep
 from lockstep.bench.numpy_libraries import CopyLibrary
 from lockstep.bench.worker import SOCKET, START_BARRIER, torch_main
 from lockstep.bench.workload import PreparedWorkload, StartBarrier, UnsupportedError, Workload
-from lockstep.comm.mpi_library import is_installed
+from lockstep.comm.mpi.library import is_installed
 from lockstep.errors import LockstepError, RankError, UsageError, WorkError
 
 __all__ = ["CopyRunner", "MpiRunner", "Rendezvous", "Runner", "TorchRunner", "mpi_python"]

@@ -130,7 +130,7 @@ def _create(options: Any, _given: Any = None) -> Any:
     reason = reason_unavailable()
     if reason is not None:
         raise RuntimeError(f"the backend 'lockstep' is unavailable (use 'gloo' instead); {reason}")
-    from lockstep.comm.host_identity import find_hosts  # here: `import torch` imports this module
+    from lockstep.comm.hosts.identity import find_hosts  # here: `import torch` imports this module
 
     hosts = find_hosts(
         options.store,
@@ -140,7 +140,7 @@ def _create(options: Any, _given: Any = None) -> Any:
         options.timeout,
     )
     if hosts is not None and len({each.identity for each in hosts}) > 1:
-        from lockstep.comm.host_creation import create_across_hosts
+        from lockstep.comm.hosts.creation import create_across_hosts
 
         return create_across_hosts(
             options.store,

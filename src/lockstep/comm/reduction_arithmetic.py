@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from lockstep.comm import native_module
-from lockstep.comm.host_reduction_plan import Term
+from lockstep.comm.hosts.reduction_plan import Term
 from lockstep.comm.tree import Node
 
 __all__ = ["Reduction"]

@@ -19,7 +19,7 @@ tensor, after the slices of each rank, flags whether the tensor is present.
 
 The backend "lockstep" does all three steps in one call, in place, on values that may have been
 written directly to their destination (`lockstep.comm.native_all_reduce`, and across hosts
-`lockstep.comm.host_all_reduce`). On other backends, each
+`lockstep.comm.hosts.all_reduce`). On other backends, each
 value is copied once, into the message, and the sums are views of the received buffer. Messages are
 `uint8`; each addition rounds to the dtype of the tensor.
 """
@@ -35,7 +35,7 @@ from lockstep.comm import backend
 from lockstep.comm.activity import Waiting
 from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, pieces, slice_length
 from lockstep.comm.collectives import all_gather_single, as_bytes
-from lockstep.comm.host_all_reduce import HostAllReduce
+from lockstep.comm.hosts.all_reduce import HostAllReduce
 from lockstep.comm.memory_format import in_format_of, in_layout_of, in_memory_order
 from lockstep.comm.native_all_reduce import (
     ABSENT,
@@ -101,7 +101,7 @@ class ReproducibleAllReduce:
         cuts: The bounds of the ranks' slices. If given, nothing is gathered, and a rank has only
             the sums of its own slice (backend "lockstep" only).
         compression: How sums are compressed between hosts, on the backend "lockstep"; see
-            `lockstep.comm.host_compression`.
+            `lockstep.comm.hosts.compression`.
     """
 
     def __init__(

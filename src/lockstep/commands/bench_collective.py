@@ -160,7 +160,7 @@ def run(collective: Collective, flags: dict[str, Any]) -> None:
     validate(collective, flags)
     from lockstep.bench.results import record
     from lockstep.bench.runners import mpi_python
-    from lockstep.comm.mpi_library import is_installed
+    from lockstep.comm.mpi.library import is_installed
 
     asked = [*others, flags["backend"]]
     python = mpi_python(flags["mpi_python"]) if "mpi" in asked else ""

@@ -24,7 +24,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lockstep.comm import mpi_backend
+from lockstep.comm.mpi import backend as mpi_backend
 
 if TYPE_CHECKING:
     from lockstep.launcher.environment import RankInfo
@@ -124,7 +124,7 @@ def find_rank(environ: Mapping[str, str], timeout: float) -> tuple[RankInfo, Any
 
 def _check_ranks(environ: Mapping[str, str]) -> tuple[int, int]:
     """Return rank and world size; raise LaunchEnvironmentError if the environment differs."""
-    from lockstep.comm import mpi_library
+    from lockstep.comm.mpi import library as mpi_library
 
     mpi = mpi_library.load()
     own = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
@@ -139,7 +139,7 @@ def _check_ranks(environ: Mapping[str, str]) -> tuple[int, int]:
 def _meet(timeout: float) -> Met:
     from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-    from lockstep.comm import mpi_library
+    from lockstep.comm.mpi import library as mpi_library
     from lockstep.launcher.environment import RankInfo
     from lockstep.launcher.local_rendezvous import attach_store, create_store
 

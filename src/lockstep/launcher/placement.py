@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lockstep.comm.host_identity import identify_host
+from lockstep.comm.hosts.identity import identify_host
 from lockstep.launcher.environment import RankInfo
 
 __all__ = ["get_host_identity", "number_hosts", "place_rank"]

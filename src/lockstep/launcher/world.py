@@ -23,9 +23,9 @@ import torch.utils.deterministic
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from lockstep.comm import backend as comm
-from lockstep.comm import mpi_backend
-from lockstep.comm.host_compression import check_compression
-from lockstep.comm.host_identity import declare_world
+from lockstep.comm.hosts.compression import check_compression
+from lockstep.comm.hosts.identity import declare_world
+from lockstep.comm.mpi import backend as mpi_backend
 from lockstep.errors import RendezvousError, UsageError
 from lockstep.launcher import mpi_rendezvous, rendezvous
 from lockstep.launcher.backend_choice import BackendChoice, choose_backend

@@ -1,7 +1,7 @@
 // The c10d backend "lockstep" of a group whose ranks are on several hosts.
 //
 // Its collective calls are those of CollectiveBackend. What moves data is behind HostCalls, which
-// is implemented in Python (python_host_calls.h, lockstep/comm/host_backend.py): it combines the
+// is implemented in Python (python_host_calls.h, lockstep/comm/hosts/backend.py): it combines the
 // native group of this host with connections to the other hosts. Every call runs in the thread of
 // the queue, so that the thread that made it can handle signals while it waits.
 #pragma once
@@ -40,7 +40,7 @@ class HostsBackend : public CollectiveBackend {
   WorkPtr recv(Tensors&, int, int) override;
   WorkPtr recvAnysource(Tensors&, int) override;
 
-  // Not in c10d: starts the sum of a bucket (lockstep/comm/host_all_reduce.py), which `body`
+  // Not in c10d: starts the sum of a bucket (lockstep/comm/hosts/all_reduce.py), which `body`
   // makes when the earlier calls of the group are done. `result` is the memory of the sums.
   WorkPtr exact_sum(const at::Tensor& result, Body body);
 

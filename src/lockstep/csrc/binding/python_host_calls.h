@@ -1,4 +1,4 @@
-// HostCalls by a Python object (lockstep/comm/host_backend.py), whose methods are called with the
+// HostCalls by a Python object (lockstep/comm/hosts/backend.py), whose methods are called with the
 // interpreter's lock. Its exceptions become CommError with their text.
 #pragma once
 

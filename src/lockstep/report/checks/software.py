@@ -38,12 +38,12 @@ print("rank", os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
 MPI_PROGRAM = """
 import sys
 sys.path.append(sys.argv[1])
-from lockstep.comm import mpi_library
+from lockstep.comm.mpi import library
 try:
-    mpi = mpi_library.load()
+    mpi = library.load()
 except Exception as error:
     sys.exit(f"{error}")
-print(mpi_library.library_name(mpi), "has", mpi.COMM_WORLD.Get_size(), "ranks")
+print(library.library_name(mpi), "has", mpi.COMM_WORLD.Get_size(), "ranks")
 """
 
 CPP_PROGRAM = """

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import mpi_library
 from lockstep.comm.backend import ArgumentError
-from lockstep.comm.mpi_buffers import Buffers
-from lockstep.comm.mpi_reduction import ReductionPlan, plan_reduction, torch_function, type_of_size
-from lockstep.comm.mpi_work import MpiWork, progress
+from lockstep.comm.mpi import library
+from lockstep.comm.mpi.buffers import Buffers
+from lockstep.comm.mpi.reduction import ReductionPlan, plan_reduction, torch_function, type_of_size
+from lockstep.comm.mpi.work import MpiWork, progress
 
 __all__ = ["Finish", "MpiGroup", "Pieces", "free_types"]
 
@@ -324,7 +324,7 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]
         self._check_root(name, peer)
         if not 0 <= tag <= self._max_tag:
             raise self._mistake(
-                f"{name}: the tag is {tag}, but {mpi_library.library_name(self._mpi)} has tags "
+                f"{name}: the tag is {tag}, but {library.library_name(self._mpi)} has tags "
                 f"from 0 to {self._max_tag}"
             )
 

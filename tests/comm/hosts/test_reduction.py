@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import backend as native
-from lockstep.comm import host_reduction
-from lockstep.comm.host_reduction import HostReducer
+from lockstep.comm.hosts import reduction
+from lockstep.comm.hosts.reduction import HostReducer
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="not built")
 
@@ -110,8 +110,8 @@ def check_reduce_scatter(reducer, one_host, dtype, number, length):
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
 def test_every_reduction_of_every_dtype_has_the_bits_of_one_host(world_size, monkeypatch):
     """Run every dtype and reduction; the operation, the placement and the length take turns."""
-    monkeypatch.setattr(host_reduction, "CHUNK_BYTES", 4096)
-    monkeypatch.setattr(host_reduction, "LEAST_MESSAGE_BYTES", 64)
+    monkeypatch.setattr(reduction, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(reduction, "LEAST_MESSAGE_BYTES", 64)
     one_host = dist.new_group(list(range(world_size)), backend="lockstep")
     lengths = itertools.cycle([501, 1, 130, 2003, 0])
     checks = itertools.cycle([check_all_reduce, check_reduce, check_reduce_scatter])

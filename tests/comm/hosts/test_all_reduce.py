@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import backend as native
-from lockstep.comm import host_reduction
 from lockstep.comm.bucket import plan
-from lockstep.comm.host_all_reduce import HostAllReduce
-from lockstep.comm.host_reduction import HostReducer
+from lockstep.comm.hosts import reduction
+from lockstep.comm.hosts.all_reduce import HostAllReduce
+from lockstep.comm.hosts.reduction import HostReducer
 from lockstep.comm.tree import Fold, nodes_of, total
 from lockstep.data.microbatch import split_evenly
 
@@ -102,8 +102,8 @@ def check_sums(group, reducer, dtype, leaves, has_absent, scatter=False):
 
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
 def test_the_sum_across_hosts_is_the_tree_bit_for_bit(world_size, monkeypatch):
-    monkeypatch.setattr(host_reduction, "CHUNK_BYTES", 2048)
-    monkeypatch.setattr(host_reduction, "LEAST_MESSAGE_BYTES", 64)
+    monkeypatch.setattr(reduction, "CHUNK_BYTES", 2048)
+    monkeypatch.setattr(reduction, "LEAST_MESSAGE_BYTES", 64)
     for hosts in PLACEMENTS[world_size]:
         with new_group(hosts) as group:
             reducer = HostReducer(group)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.mpi_departures import departures
+from lockstep.comm.mpi.departures import departures
 from lockstep.comm.native_module import where
 from lockstep.formatting import format_numbered
 

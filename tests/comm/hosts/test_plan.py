@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.host_map import HostMap
-from lockstep.comm.host_plan import all_gather_rounds, broadcast_slices, chunks_of, cut
+from lockstep.comm.hosts.map import HostMap
+from lockstep.comm.hosts.plan import all_gather_rounds, broadcast_slices, chunks_of, cut
 
 placements = st.lists(st.sampled_from("abcd"), min_size=2, max_size=9)
 sizes = st.one_of(st.integers(0, 400), st.integers(0, 10_000_000))

@@ -8,10 +8,10 @@ from datetime import timedelta
 from typing import Any
 
 from lockstep.comm import native_module
-from lockstep.comm.host_backend import HostCalls
-from lockstep.comm.host_group import HostGroup
-from lockstep.comm.host_identity import HostIdentity, address_towards, is_loopback
-from lockstep.comm.host_map import HostMap
+from lockstep.comm.hosts.backend import HostCalls
+from lockstep.comm.hosts.group import HostGroup
+from lockstep.comm.hosts.identity import HostIdentity, address_towards, is_loopback
+from lockstep.comm.hosts.map import HostMap
 
 __all__ = ["create_across_hosts"]
 

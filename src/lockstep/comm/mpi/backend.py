@@ -27,25 +27,25 @@ def register() -> None:
 
 
 def check_ranks(rank: int, world_size: int) -> None:
-    """Load MPI, and check that it gives this process the same rank; see `mpi_library`."""
-    from lockstep.comm import mpi_library
+    """Load MPI, and check that it gives this process the same rank."""
+    from lockstep.comm.mpi import library
 
-    mpi_library.check_ranks(mpi_library.load(), rank, world_size)
+    library.check_ranks(library.load(), rank, world_size)
 
 
 def create(options: Any, _given: Any = None) -> Any:
     """Create the process group of this rank; called by torch for every new group."""
     import torch.distributed as dist
 
-    from lockstep.comm import mpi_library
-    from lockstep.comm.mpi_departures import departures
-    from lockstep.comm.mpi_exit import end_together
-    from lockstep.comm.mpi_process_group import MpiProcessGroup
+    from lockstep.comm.mpi import library
+    from lockstep.comm.mpi.departures import departures
+    from lockstep.comm.mpi.exit import end_together
+    from lockstep.comm.mpi.process_group import MpiProcessGroup
 
-    mpi = mpi_library.load()
+    mpi = library.load()
     world = dist.group.WORLD
     if world is None:
-        mpi_library.check_ranks(mpi, options.group_rank, options.group_size)
+        library.check_ranks(mpi, options.group_rank, options.group_size)
         departures.watch(options.store)
         end_together(mpi)
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))

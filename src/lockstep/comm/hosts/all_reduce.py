@@ -1,7 +1,7 @@
 """The reproducible all-reduce across hosts: each host combines its whole subtrees first.
 
 The buckets are those of `lockstep.comm.native_all_reduce`: the nodes of the ranks of a host lie in
-shared memory. `lockstep.comm.host_reduction` adds them, with one message per slice and remaining
+shared memory. `lockstep.comm.hosts.reduction` adds them, with one message per slice and remaining
 node between hosts, and the sums replace the first node of every rank:
 
     host A: ranks 0, 1 hold 01 and 23       0123 ──────> 0123 + 4567 on the owners of slices on B
@@ -20,9 +20,9 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions
 
 from lockstep.comm.bucket import Bucket
-from lockstep.comm.host_compression import make_codec
-from lockstep.comm.host_reduction import Agree, Group, HostReducer, chunk_length
-from lockstep.comm.host_reduction_plan import ReductionPlan, find_handler, plan_reduction
+from lockstep.comm.hosts.compression import make_codec
+from lockstep.comm.hosts.reduction import Agree, Group, HostReducer, chunk_length
+from lockstep.comm.hosts.reduction_plan import ReductionPlan, find_handler, plan_reduction
 from lockstep.comm.native_all_reduce import ABSENT, NEW, NativeAllReduce
 from lockstep.comm.reduction_arithmetic import Reduction
 from lockstep.comm.shared_memory import HANDLE_LENGTH, get_memory_handle
@@ -47,7 +47,7 @@ class HostAllReduce(NativeAllReduce):
         reducer: The reducer of the group.
         submit: A function that runs another one in the order of the group's calls.
         bucket, holders, leaves, divisor, cuts, scatter: As of `NativeAllReduce`.
-        compression: How what crosses hosts is compressed; see `lockstep.comm.host_compression`.
+        compression: How what crosses hosts is compressed; see `lockstep.comm.hosts.compression`.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ import lockstep as ls
 import pytest_lockstep
 from lockstep.comm import backend
 from lockstep.comm.activity import read_own_activity
-from lockstep.comm.host_identity import IDENTITY
+from lockstep.comm.hosts.identity import IDENTITY
 from lockstep.errors import RankError, RendezvousError
 from placed import join
 

@@ -12,8 +12,8 @@ import sys
 import time
 from typing import Any
 
-from lockstep.comm.mpi_departures import departures
-from lockstep.comm.mpi_work import progress, unfinished
+from lockstep.comm.mpi.departures import departures
+from lockstep.comm.mpi.work import progress, unfinished
 from lockstep.messages import say
 
 __all__ = ["end_together"]

@@ -4,8 +4,8 @@
                                                             at a time
     HostCalls         this file                             each call: the native group of this
                                                             host, and messages to other hosts
-    which rank sends  host_plan.py, host_reduction_plan.py  pure functions
-    messages          host_link.py, host_messages.py        over Gloo
+    which rank sends  plan.py, reduction_plan.py            pure functions
+    messages          link.py, messages.py                  over Gloo
 
 Each call begins with an agreement: the ranks of a host compare what they call in shared memory,
 ranks that exchange data across hosts send each other a card, ahead of the data.
@@ -31,11 +31,11 @@ from torch._C._distributed_c10d import (
 )
 
 from lockstep.comm import native_module
-from lockstep.comm.host_group import GroupError, HostGroup
-from lockstep.comm.host_link import Transfer
-from lockstep.comm.host_messages import Mailbox
-from lockstep.comm.host_plan import all_gather_rounds, broadcast_slices, chunks_of
-from lockstep.comm.host_reduction import Agree, HostReducer
+from lockstep.comm.hosts.group import GroupError, HostGroup
+from lockstep.comm.hosts.link import Transfer
+from lockstep.comm.hosts.messages import Mailbox
+from lockstep.comm.hosts.plan import all_gather_rounds, broadcast_slices, chunks_of
+from lockstep.comm.hosts.reduction import Agree, HostReducer
 
 __all__ = ["HostCalls"]
 

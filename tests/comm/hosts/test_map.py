@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.host_map import HostMap
+from lockstep.comm.hosts.map import HostMap
 
 placements = st.lists(st.sampled_from("abcd"), min_size=1, max_size=9)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.host_reduction_plan import find_handler, plan_reduction, slice_bounds
+from lockstep.comm.hosts.reduction_plan import find_handler, plan_reduction, slice_bounds
 from lockstep.comm.tree import nodes_of, total
 from lockstep.data.microbatch import split_evenly
 

@@ -37,8 +37,8 @@ def wait_until(is_true):
 
 def late():
     """Let rank 1 come to an operation after rank 0's patience, and rank 0 end its group before."""
-    from lockstep.comm.mpi_departures import departures
-    from lockstep.comm.mpi_work import unfinished
+    from lockstep.comm.mpi.departures import departures
+    from lockstep.comm.mpi.work import unfinished
 
     ls.init(backend="mpi4py", timeout=PATIENCE)
     rank, store = ls.rank(), dist.distributed_c10d._get_default_store()
@@ -67,7 +67,7 @@ def late():
         said["group"] = error_of(missing)
     dist.barrier()
 
-    import lockstep.comm.mpi_departures as module
+    import lockstep.comm.mpi.departures as module
 
     module.INTERVAL = module.GRACE = 0.05
     last_group = dist.new_group()
@@ -85,7 +85,7 @@ def late():
 
 def partial_group(store):
     """Return a call that creates a group which rank 1 does not join."""
-    from lockstep.comm import mpi_backend
+    from lockstep.comm.mpi import backend as mpi_backend
 
     class Options:
         group_rank, group_size, global_ranks_in_group = 0, 2, (0, 1)

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.mpi_buffers import Buffers, extent, find_overlaps
+from lockstep.comm.mpi.buffers import Buffers, extent, find_overlaps
 
 EXTENTS = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 6)).map(lambda x: (x[0], x[0] + x[1])), max_size=6

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d
 
-from lockstep.comm.mpi_buffers import Buffers
-from lockstep.comm.mpi_group import Finish, MpiGroup, Pieces, free_types
-from lockstep.comm.mpi_reduction import ReductionPlan, torch_function
-from lockstep.comm.mpi_work import MpiWork, progress
+from lockstep.comm.mpi.buffers import Buffers
+from lockstep.comm.mpi.group import Finish, MpiGroup, Pieces, free_types
+from lockstep.comm.mpi.reduction import ReductionPlan, torch_function
+from lockstep.comm.mpi.work import MpiWork, progress
 
 __all__ = ["MpiProcessGroup"]
 

@@ -18,7 +18,7 @@ from contract.training import train
 
 pytestmark = [mpi_ranks.needed, pytest.mark.stress, pytest.mark.timeout(400)]
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PATHS = [str(ROOT / path) for path in ("src", "pytest-lockstep/src", "tests")]
 
 PROGRAM = """

@@ -1,7 +1,7 @@
 """Reductions across hosts: in shared memory inside a host, in messages between hosts.
 
-`lockstep.comm.host_reduction_plan` says which rank combines and sends what. The slices are cut into
-chunks, which pass through a pipeline, so that the network never waits for memory:
+`lockstep.comm.hosts.reduction_plan` says which rank combines and sends what. The slices are cut
+into chunks, which pass through a pipeline, so that the network never waits for memory:
 
     chunk i          the ranks of a host publish it; each rank combines the terms of the slices
                      that it handles, and sends them to their owners
@@ -23,8 +23,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.host_compression import Codec
-from lockstep.comm.host_reduction_plan import (
+from lockstep.comm.hosts.compression import Codec
+from lockstep.comm.hosts.reduction_plan import (
     ReductionPlan,
     Term,
     plan_reduction,

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from lockstep.comm import native_module
-from lockstep.comm.host_group import HostGroup
+from lockstep.comm.hosts.group import HostGroup
 
 __all__ = ["Mailbox"]
 

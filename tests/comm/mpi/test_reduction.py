@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from contract.plain import FLOAT8, OPS, REDUCIBLE, is_meaningless
-from lockstep.comm.mpi_reduction import plan_reduction, torch_function, type_of_size
+from lockstep.comm.mpi.reduction import plan_reduction, torch_function, type_of_size
 
 WIDTHS = {"DOUBLE": 8, "FLOAT": 4, "INT8_T": 1, "INT16_T": 2, "INT32_T": 4, "INT64_T": 8,
           "UINT8_T": 1, "UINT16_T": 2, "UINT32_T": 4, "UINT64_T": 8}  # fmt: skip

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.comm.host_link import HostLink
-from lockstep.comm.host_map import HostMap
+from lockstep.comm.hosts.link import HostLink
+from lockstep.comm.hosts.map import HostMap
 
 __all__ = ["GroupError", "HostGroup"]
 

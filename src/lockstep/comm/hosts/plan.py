@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.comm.host_map import HostMap
+from lockstep.comm.hosts.map import HostMap
 
 __all__ = ["Slice", "all_gather_rounds", "broadcast_slices", "chunks_of", "cut"]
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.comm.host_compression import check_compression, make_codec
+from lockstep.comm.hosts.compression import check_compression, make_codec
 from lockstep.errors import UsageError
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

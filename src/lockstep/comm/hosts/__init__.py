@@ -1,0 +1,1 @@
+"""The backend "lockstep" of groups whose ranks are on several hosts."""
