@@ -2,7 +2,7 @@
 
 A rank that mpiexec starts imports torch for two seconds. Here mpiexec starts stand-ins that import
 nothing: each hands its connection with mpiexec to a rank that the fork server has forked, and ends
-when that rank does. `tests/comm/test_mpi_programs.py` proves the real ones.
+when that rank does. `tests/comm/mpi/test_implementations.py` runs the real ones.
 
     mpiexec ── PMI ──> stand-in r ── descriptor of PMI, variables ──> rank r, forked
 """

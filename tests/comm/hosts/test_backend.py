@@ -385,7 +385,7 @@ def test_a_rank_that_does_not_come_is_named_with_its_place():
         assert "rank 3" in told, told
         check_words(told)
     _, told = found[2]  # on the host of rank 3
-    assert "now in test_host_backend.py:" in told
+    assert "now in test_backend.py:" in told
     assert "(busy_in_this_function)" in told
     assert "rank 2 timed out" in found[3][1]  # who comes later learns why it is over
 

@@ -98,13 +98,13 @@ def partial_group(store):
 def test_ranks_that_do_not_come():
     (said, _), (nothing, _) = mpi_ranks.run(late, ranks=2)
     assert not nothing
-    assert "rank 0: all_reduce in test_mpi_faults.py:" in said["late"]
+    assert "rank 0: all_reduce in test_faults.py:" in said["late"]
     assert "did not complete within 0.2 s: another rank has not called it" in said["late"]
     assert "the group cannot be used any more, because rank 0: all_reduce" in said["again"]
     assert said["pending"]
     assert "rank 0: all_reduce did not complete within 0.2 s" in said["future"]
     assert said["group"] == "rank 0: rank 1 did not create group half within 0.2 s"
-    assert "rank 0: recv from rank 1 in test_mpi_faults.py:" in said["ended"]
+    assert "rank 0: recv from rank 1 in test_faults.py:" in said["ended"]
     assert "cannot complete, because rank 1 ended without it" in said["ended"]
 
 
