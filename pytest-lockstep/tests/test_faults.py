@@ -24,8 +24,8 @@ def test_kill(rank):
 
 @pytest.mark.ranks(2)
 def test_delay(rank):
-    dist.barrier()
     began = time.monotonic()
+    dist.barrier()  # begin the delay after both ranks have read the time
     with pytest_lockstep.delay(rank=1, seconds=0.3):
         dist.barrier()
     assert time.monotonic() - began >= 0.3  # on both: one waits for the other
