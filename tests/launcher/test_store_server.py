@@ -9,7 +9,7 @@ import time
 from datetime import timedelta
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore
 
@@ -73,6 +73,7 @@ OPERATIONS = ["set", "get", "wait", "check", "add", "compare_set", "append", "de
 NAMES = ["id", "items", "keys", "key", "number", "old", "new", "value"]
 
 
+@example({"do": "get", "id": 0, "keys": ["", []]})
 @given(
     st.fixed_dictionaries(
         {"do": st.sampled_from([*OPERATIONS, "count"]) | json_values},

@@ -110,7 +110,7 @@ class StoreTable:
                 del self._waiting_for[key]
 
     def _park(self, client: Hashable, request: Message) -> None:
-        missing = {key for key in request["keys"] if key not in self._values}
+        missing = {key for key in _keys(request) if key not in self._values}
         self._waiting[client] = WaitingRequest(client, request, missing)
         for key in missing:
             self._waiting_for[key].add(client)
@@ -135,7 +135,7 @@ class StoreTable:
     def _do_get(self, request: Message) -> tuple[list[str], Message | None]:
         if not self._has(request):
             return [], None
-        return [], {"values": [encode(self._values[key]) for key in request["keys"]]}
+        return [], {"values": [encode(self._values[key]) for key in _keys(request)]}
 
     def _do_wait(self, request: Message) -> tuple[list[str], Message | None]:
         return [], {} if self._has(request) else None
@@ -174,7 +174,14 @@ class StoreTable:
         return [], {"number": len(self._values)}
 
     def _has(self, request: Message) -> bool:
-        return all(key in self._values for key in request["keys"])
+        return all(key in self._values for key in _keys(request))
+
+
+def _keys(request: Message) -> list[str]:
+    keys = request["keys"]
+    if not (isinstance(keys, list) and all(isinstance(key, str) for key in keys)):
+        raise TypeError("the keys are not a list of text")
+    return keys
 
 
 @dataclass(eq=False)
