@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,13 +33,17 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
         imports = "import os\nimport pytest\nimport torch\nimport torch.distributed as dist\n"
         pytester.makepyfile(test_it=imports + source, **files)
         program = "import pytest, sys; sys.exit(pytest.console_main())"
-        done = warm.run(
-            [sys.executable, "-c", program, "-p", "no:cacheprovider", *arguments],
-            start=warm.PytestPopen,
-            cwd=pytester.path,
-            text=True,
-            timeout=100,
-        )
+        # A file that one test leaves in /dev/shm would be taken for a leak of another one, which
+        # runs beside it.
+        with open(Path(tempfile.gettempdir()) / f"pytest-lockstep-{os.getuid()}", "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX if "/dev/shm" in source else fcntl.LOCK_SH)
+            done = warm.run(
+                [sys.executable, "-c", program, "-p", "no:cacheprovider", *arguments],
+                start=warm.PytestPopen,
+                cwd=pytester.path,
+                text=True,
+                timeout=100,
+            )
         print(done.stdout, done.stderr, sep="\n")
         return pytest.RunResult(
             done.returncode, done.stdout.splitlines(), done.stderr.splitlines(), 0.0
