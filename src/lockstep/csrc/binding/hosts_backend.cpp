@@ -165,27 +165,10 @@ bool HostMessageWork::isCompleted() { return FutureWork::isCompleted() && is_fut
 
 bool HostMessageWork::wait(std::chrono::milliseconds timeout) {
   check_process();
-  const bool is_unlimited = timeout <= std::chrono::milliseconds(0);
-  const auto begun = Clock::now();
-  {
-    SleepScope scope;
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (!cv_.wait_for(lock, is_unlimited ? kSleepSlice : std::min(kSleepSlice, timeout),
-                         [this] { return completed_; })) {
-      lock.unlock();
-      scope.begin();
-      poll_signals_();
-      const auto waited = Clock::now() - begun;
-      if (!is_unlimited && waited > timeout)
-        C10_THROW_ERROR(DistBackendError,
-                        c10d::opTypeToString(opType_) + " timed out: it was not finished after " +
-                            format_seconds(timeout) + "; it continues in the background");
-      if (waited > timeout_) fail_late_();
-      lock.lock();
-    }
-  }
-  wait_future();
-  if (exception_) std::rethrow_exception(exception_);
+  sleep_until_completed(timeout, [this](Clock::duration waited) {
+    poll_signals_();
+    if (waited > timeout_) fail_late_();
+  });
   return true;
 }
 

@@ -96,6 +96,28 @@ void FutureWork::wait_future() {
   if (future) future->wait();
 }
 
+void FutureWork::sleep_until_completed(std::chrono::milliseconds timeout,
+                                       const std::function<void(Clock::duration)>& poll) {
+  const bool is_unlimited = timeout <= std::chrono::milliseconds(0);
+  const auto begun = Clock::now();
+  {
+    SleepScope scope;
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!cv_.wait_for(lock, is_unlimited ? kSleepSlice : std::min(kSleepSlice, timeout),
+                         [this] { return completed_; })) {
+      lock.unlock();
+      scope.begin();
+      const auto waited = Clock::now() - begun;
+      if (!is_unlimited && waited > timeout)
+        throw_unfinished(c10d::opTypeToString(opType_), timeout);
+      poll(waited);
+      lock.lock();
+    }
+  }
+  wait_future();
+  if (exception_) std::rethrow_exception(exception_);
+}
+
 bool FutureWork::is_future_completed() {
   std::lock_guard<std::mutex> lock(mutex_);
   return !future_ || future_->completed();
@@ -165,24 +187,9 @@ void CollectiveWork::start(bool is_async) {
 
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
   check_process();
-  const bool is_unlimited = timeout <= std::chrono::milliseconds(0);
-  if (is_unlimited && runs_in_waiter_) queue_->help_until_executed(*execution_);
-  const auto begun = Clock::now();
-  {
-    SleepScope scope;
-    std::unique_lock<std::mutex> lock(mutex_);
-    while (!cv_.wait_for(lock, is_unlimited ? kSleepSlice : std::min(kSleepSlice, timeout),
-                         [this] { return completed_; })) {
-      lock.unlock();
-      scope.begin();
-      queue_->poll_signals();
-      if (!is_unlimited && Clock::now() - begun > timeout)
-        throw_unfinished(c10d::opTypeToString(opType_), timeout);
-      lock.lock();
-    }
-  }
-  wait_future();
-  if (exception_) std::rethrow_exception(exception_);
+  if (timeout <= std::chrono::milliseconds(0) && runs_in_waiter_)
+    queue_->help_until_executed(*execution_);
+  sleep_until_completed(timeout, [this](Clock::duration) { queue_->poll_signals(); });
   return true;
 }
 

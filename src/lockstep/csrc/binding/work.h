@@ -36,6 +36,10 @@ class FutureWork : public c10d::Work {
   // Waits until the future, if there is one, is complete; its callbacks may still run.
   void wait_future();
   bool is_future_completed();  // true if there is none
+  // Sleeps until the work is completed, and rethrows its error. After every slice of sleep it
+  // calls `poll` with the time that it has waited.
+  void sleep_until_completed(std::chrono::milliseconds timeout,
+                             const std::function<void(Clock::duration)>& poll);
   // Throws in a process that was forked from the one that made the call.
   void check_process() const;
   std::vector<at::Tensor> outputs_;
