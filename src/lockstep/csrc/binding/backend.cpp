@@ -1,7 +1,6 @@
 #include "backend.h"
 
 #include <pthread.h>
-#include <pybind11/pybind11.h>
 #include <unistd.h>
 
 #include <sstream>
@@ -44,11 +43,11 @@ class NativeRunner : public CollectiveBackend::Runner {
 
 }  // namespace
 
-static GroupInfo make_group_info(std::string name, std::vector<int> ranks, LocateThread locate,
-                                 const std::atomic<unsigned long>& caller,
+static GroupInfo make_group_info(const std::string& name, std::vector<int> ranks,
+                                 LocateThread locate, const std::atomic<unsigned long>& caller,
                                  PollSignals poll_signals) {
   GroupInfo info;
-  info.name = name.empty() || name == "0" ? "default" : std::move(name);
+  info.name = CollectiveBackend::shown_name(name);
   info.global_ranks = std::move(ranks);
   info.dtype_name = dtype_name;
   info.locate = [locate, &caller] { return locate ? locate(caller.load()) : std::string(); };
@@ -63,9 +62,9 @@ LockstepBackend::LockstepBackend(const c10::intrusive_ptr<c10d::Store>& store, i
     : CollectiveBackend(rank, size, timeout, name, ranks), core_(std::make_shared<Core>()) {
   core_->caller = static_cast<unsigned long>(pthread_self());
   try {
-    core_->group = join(
-        *store, rank, size, timeout,
-        make_group_info(std::move(name), std::move(ranks), locate, core_->caller, poll_signals));
+    core_->group =
+        join(*store, rank, size, timeout,
+             make_group_info(name, std::move(ranks), locate, core_->caller, poll_signals));
   } catch (...) {
     std::rethrow_exception(to_torch_error());
   }
@@ -75,30 +74,10 @@ LockstepBackend::LockstepBackend(const c10::intrusive_ptr<c10d::Store>& store, i
   p2p_.reset(new PointToPoint(*core_->group), [core = core_](PointToPoint* p2p) { delete p2p; });
 }
 
-// Never destroys the object behind `pointer`.
-template <typename T>
-static void leak(std::shared_ptr<T>& pointer) {
-  (void)new std::shared_ptr<T>(std::move(pointer));
-}
-
 LockstepBackend::~LockstepBackend() {
-  if (owner_pid_ != current_pid()) {
-    // Leaving the group in a forked child would tell the other ranks that this rank has left.
-    // Even destroying a condition variable would block forever: it waits for the threads that
-    // slept on it at the fork, which the child does not have.
-    leak(queue_);
-    leak(p2p_);
-    leak(runner_);
-    leak(core_);
-    return;
-  }
-  // The threads that are joined here may need the interpreter's lock before they end.
-  if (Py_IsInitialized() && PyGILState_Check()) {
-    pybind11::gil_scoped_release release;
-    shutdown();
-  } else {
-    shutdown();
-  }
+  if (shut_down_unless_forked()) return;
+  leak(p2p_);
+  leak(core_);
 }
 
 void LockstepBackend::shutdown() {
@@ -130,18 +109,6 @@ c10d::ErrorType LockstepBackend::getError() {
   return core_->group->is_aborted() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
 }
 
-void LockstepBackend::check_process() const {
-  if (owner_pid_ == current_pid()) return;
-  const Group& group = *core_->group;
-  C10_THROW_ERROR(
-      DistBackendError,
-      group.format_rank(rank_) + ": process " + std::to_string(current_pid()) +
-          " is a fork of process " + std::to_string(owner_pid_) + ", which joined group " +
-          group.info().name + ", and cannot use the group: make this call in process " +
-          std::to_string(owner_pid_) +
-          ", or start the new process by spawning it and let it join a group of its own");
-}
-
 static std::string refusal;  // why calls are refused in this process
 static std::atomic<bool> is_refusing{false};
 
@@ -154,12 +121,11 @@ const std::string* current_refusal() {
   return is_refusing.load(std::memory_order_relaxed) ? &refusal : nullptr;
 }
 
-void LockstepBackend::check_usable() {
-  if (!core_) C10_THROW_ERROR(DistBackendError, "the group was destroyed");
-  check_process();
-  core_->caller.store(static_cast<unsigned long>(pthread_self()), std::memory_order_relaxed);
-  adopt_group_name();
+void LockstepBackend::note_caller(unsigned long thread) {
+  core_->caller.store(thread, std::memory_order_relaxed);
 }
+
+void LockstepBackend::set_name(const std::string& name) { core_->group->set_name(name); }
 
 void LockstepBackend::check_permitted(Op op) {
   const std::string* reason = current_refusal();
@@ -169,13 +135,6 @@ void LockstepBackend::check_permitted(Op op) {
   CHECK_ARGUMENT(false, core_->group->format_rank(rank_), location.empty() ? "" : ", " + location,
                  ": ", op_name(op), " on group ", core_->group->info().name,
                  " is refused: ", *reason);
-}
-
-void LockstepBackend::adopt_group_name() {
-  // torch sets the name that the user gave only after the group was created.
-  const std::string& given = getGroupDesc();
-  if (calls_ == 0 && !given.empty() && given != "undefined" && given != "default_pg")
-    core_->group->set_name(given);
 }
 
 // ---- joining ----
@@ -345,23 +304,16 @@ at::Tensor LockstepBackend::share(int64_t bytes) {
 
 // ---- messages ----
 
-WorkPtr LockstepBackend::post_message(c10d::OpType type, Tensors& tensors, int peer, int tag) {
-  check_usable();
+WorkPtr LockstepBackend::start_message(c10d::OpType type, Tensors& tensors, int peer, int tag) {
   const bool is_send = type == c10d::OpType::SEND;
-  const char* op = is_send ? "send" : "recv";
-  check_permitted(is_send ? Op::send : Op::recv);
-  CHECK_ARGUMENT(tensors.size() == 1, op, " takes one tensor");
-  CHECK_ARGUMENT((peer >= 0 || type == c10d::OpType::RECVANYSOURCE) && peer < size_, op,
-                 ": there is no rank ", peer, " in a group of ", size_);
   at::Tensor buffer;
   std::optional<OutputTensor> output;
   if (is_send) {
-    buffer = as_input(op, tensors[0]);
+    buffer = as_input("send", tensors[0]);
   } else {
-    output.emplace(op, tensors[0], false);
+    output.emplace("recv", tensors[0], false);
     buffer = output->plain();
   }
-  ++calls_;
   auto work =
       c10::make_intrusive<MessageWork>(type, tensors, p2p_, std::move(buffer), std::move(output));
   try {
@@ -370,18 +322,6 @@ WorkPtr LockstepBackend::post_message(c10d::OpType type, Tensors& tensors, int p
     std::rethrow_exception(to_torch_error());
   }
   return work;
-}
-
-WorkPtr LockstepBackend::send(Tensors& tensors, int target, int tag) {
-  return post_message(c10d::OpType::SEND, tensors, target, tag);
-}
-
-WorkPtr LockstepBackend::recv(Tensors& tensors, int source, int tag) {
-  return post_message(c10d::OpType::RECV, tensors, source, tag);
-}
-
-WorkPtr LockstepBackend::recvAnysource(Tensors& tensors, int tag) {
-  return post_message(c10d::OpType::RECVANYSOURCE, tensors, -1, tag);
 }
 
 // ---- memory of other ranks ----

@@ -51,10 +51,6 @@ class LockstepBackend : public CollectiveBackend {
   // Aborts the group for all ranks, which then throw errors with this reason.
   void abort_because(const std::string& reason);
 
-  WorkPtr send(Tensors&, int, int) override;
-  WorkPtr recv(Tensors&, int, int) override;
-  WorkPtr recvAnysource(Tensors&, int) override;
-
   // Not in c10d: see collectives/exact_sum.h. `present` receives one byte per member, 1 if
   // the member is new. `own` may hold the values of this rank's first node.
   WorkPtr exact_sum(ExactBucket bucket, at::Tensor packed, at::Tensor result, at::Tensor present,
@@ -68,12 +64,10 @@ class LockstepBackend : public CollectiveBackend {
  private:
   static std::unique_ptr<Group> join(c10d::Store& store, int rank, int size,
                                      std::chrono::milliseconds timeout, const GroupInfo& info);
-  WorkPtr post_message(c10d::OpType type, Tensors& tensors, int peer, int tag);
-  // Throws in a process that was forked from the one that joined the group.
-  void check_process() const;
-  void check_usable() override;
+  WorkPtr start_message(c10d::OpType type, Tensors& tensors, int peer, int tag) override;
   void check_permitted(Op op) override;
-  void adopt_group_name();
+  void note_caller(unsigned long thread) override;
+  void set_name(const std::string& name) override;
 
   std::shared_ptr<Core> core_;
   std::shared_ptr<PointToPoint> p2p_;

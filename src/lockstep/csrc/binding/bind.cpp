@@ -73,8 +73,7 @@ static c10::intrusive_ptr<HostsBackend> create_across_hosts(py::object calls, in
                                                             std::string name,
                                                             std::vector<int> ranks) {
   auto host_calls = std::make_shared<PythonHostCalls>(
-      std::move(calls), rank, size, name.empty() || name == "0" ? "default" : name, ranks,
-      &poll_signals);
+      std::move(calls), rank, size, CollectiveBackend::shown_name(name), ranks, &poll_signals);
   return c10::make_intrusive<HostsBackend>(rank, size, timeout, name, ranks, std::move(host_calls));
 }
 

@@ -1,6 +1,11 @@
 // torch's collective calls: each checks its arguments, then hands the call to the core.
 #include "collective_backend.h"
+
+#include <pthread.h>
+#include <pybind11/pybind11.h>
+
 #include "arguments.h"
+#include "errors.h"
 #include "sparse_all_reduce.h"
 #include "torch_errors.h"
 
@@ -8,12 +13,59 @@ namespace lockstep {
 
 CollectiveBackend::CollectiveBackend(int rank, int size, std::chrono::milliseconds timeout,
                                      const std::string& name, const std::vector<int>& ranks)
-    : Backend(rank, size), options_(c10::make_intrusive<Options>("lockstep", timeout)) {
+    : Backend(rank, size),
+      options_(c10::make_intrusive<Options>("lockstep", timeout)),
+      name_(shown_name(name)) {
   CHECK_ARGUMENT(rank >= 0 && rank < size && (ranks.empty() || ranks.size() == size_t(size)),
                  "a group of ", size, " can't have a rank ", rank, " and ", ranks.size(),
                  " global ranks");
   for (int global : ranks) options_->global_ranks_in_group.push_back(static_cast<uint64_t>(global));
   options_->group_name = name;
+}
+
+std::string CollectiveBackend::shown_name(const std::string& name) {
+  return name.empty() || name == "0" ? "default" : name;
+}
+
+bool CollectiveBackend::shut_down_unless_forked() {
+  if (owner_pid_ != current_pid()) {
+    leak(queue_);
+    leak(runner_);
+    return false;
+  }
+  // The threads that are joined here may need the interpreter's lock before they end.
+  if (Py_IsInitialized() && PyGILState_Check()) {
+    pybind11::gil_scoped_release release;
+    shutdown();
+  } else {
+    shutdown();
+  }
+  return true;
+}
+
+void CollectiveBackend::check_process() const {
+  if (owner_pid_ == current_pid()) return;
+  const auto& ranks = options_->global_ranks_in_group;
+  const auto rank = static_cast<uint64_t>(rank_);
+  C10_THROW_ERROR(
+      DistBackendError,
+      "rank " + std::to_string(ranks.empty() ? rank : ranks[rank]) + ": process " +
+          std::to_string(current_pid()) + " is a fork of process " + std::to_string(owner_pid_) +
+          ", which joined group " + name_ +
+          ", and cannot use the group: make this call in process " + std::to_string(owner_pid_) +
+          ", or start the new process by spawning it and let it join a group of its own");
+}
+
+void CollectiveBackend::check_usable() {
+  if (!queue_) C10_THROW_ERROR(DistBackendError, "the group was destroyed");
+  check_process();
+  note_caller(static_cast<unsigned long>(pthread_self()));
+  // torch sets the name that the user gave only after the group was created.
+  const std::string& given = getGroupDesc();
+  if (calls_ == 0 && !given.empty() && given != "undefined" && given != "default_pg") {
+    name_ = given;
+    set_name(given);
+  }
 }
 
 at::Tensor CollectiveBackend::allocateTensor(long size, at::TensorOptions options) {
@@ -585,6 +637,33 @@ WorkPtr CollectiveBackend::alltoall(Tensors& outputs, Tensors& inputs,
   call.body = keep_alive(std::move(plain), std::move(call.body));
   return start(c10d::OpType::ALLTOALL, outputs, {std::move(call)}, opts.timeout, opts.asyncOp,
                written.take(), &inputs);
+}
+
+// ---- messages ----
+
+WorkPtr CollectiveBackend::post_message(c10d::OpType type, Tensors& tensors, int peer, int tag) {
+  check_usable();
+  const bool is_send = type == c10d::OpType::SEND;
+  const char* op = is_send ? "send" : "recv";
+  check_permitted(is_send ? Op::send : Op::recv);
+  CHECK_ARGUMENT(tensors.size() == 1, op, " takes one tensor");
+  check_tensor(op, tensors[0]);
+  CHECK_ARGUMENT((peer >= 0 || type == c10d::OpType::RECVANYSOURCE) && peer < size_, op,
+                 ": there is no rank ", peer, " in a group of ", size_);
+  ++calls_;
+  return start_message(type, tensors, peer, tag);
+}
+
+WorkPtr CollectiveBackend::send(Tensors& tensors, int target, int tag) {
+  return post_message(c10d::OpType::SEND, tensors, target, tag);
+}
+
+WorkPtr CollectiveBackend::recv(Tensors& tensors, int source, int tag) {
+  return post_message(c10d::OpType::RECV, tensors, source, tag);
+}
+
+WorkPtr CollectiveBackend::recvAnysource(Tensors& tensors, int tag) {
+  return post_message(c10d::OpType::RECVANYSOURCE, tensors, -1, tag);
 }
 
 }  // namespace lockstep

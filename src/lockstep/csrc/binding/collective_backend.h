@@ -2,7 +2,7 @@
 // executor.
 //
 // There is one object per rank and group. Collective calls run one at a time through the
-// CallQueue. The classes that derive from this one join the group, and send and receive
+// CallQueue. The classes that derive from this one join the group, and move the data of calls and
 // messages: LockstepBackend (backend.h) on one host, HostsBackend (hosts_backend.h) across hosts.
 #pragma once
 
@@ -40,6 +40,8 @@ class CollectiveBackend : public c10d::Backend {
   CollectiveBackend(int rank, int size, std::chrono::milliseconds timeout, const std::string& name,
                     const std::vector<int>& ranks);
 
+  // Returns the name of a group in messages: "default" for torch's own default group.
+  static std::string shown_name(const std::string& name);
   const std::string getBackendName() const override { return "lockstep"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
@@ -81,25 +83,49 @@ class CollectiveBackend : public c10d::Backend {
   WorkPtr barrier(const c10d::BarrierOptions&) override;
   void monitoredBarrier(const c10d::BarrierOptions&, bool) override;
 
+  WorkPtr send(Tensors&, int, int) override;
+  WorkPtr recv(Tensors&, int, int) override;
+  WorkPtr recvAnysource(Tensors&, int) override;
+
  protected:
   // Starts the calls, one after the other, as one Work. `copied_back` lists the tensors that
   // are copied back afterwards; `inputs` those that are read, if they are not the outputs.
   WorkPtr start(c10d::OpType type, Tensors outputs, std::vector<PreparedCall> calls,
                 std::chrono::milliseconds timeout, bool is_async,
                 std::vector<OutputTensor> copied_back, const Tensors* inputs = nullptr);
+  // Starts a message whose arguments were checked; `peer` is -1 if it may come from any rank.
+  virtual WorkPtr start_message(c10d::OpType type, Tensors& tensors, int peer, int tag) = 0;
   // Throws if the group cannot be used, such as in a forked process.
-  virtual void check_usable() = 0;
+  void check_usable();
+  // Throws in a process that was forked from the one that joined the group.
+  void check_process() const;
   // Throws if the process refuses calls.
   virtual void check_permitted(Op op) = 0;
+  virtual void note_caller(unsigned long thread) = 0;  // the thread that makes the next call
+  virtual void set_name(const std::string& name) = 0;  // of the group, in messages
+
+  // Every destructor of a derived class calls this: it shuts the group down. In a forked child
+  // it returns false instead, and the derived class must `leak` its members. Leaving the group
+  // there would tell the other ranks that this rank has left. Even destroying a condition
+  // variable would block forever: it waits for the threads that slept on it at the fork, which
+  // the child does not have.
+  bool shut_down_unless_forked();
+  // Never destroys the object behind `pointer`.
+  template <typename T>
+  static void leak(std::shared_ptr<T>& pointer) {
+    (void)new std::shared_ptr<T>(std::move(pointer));
+  }
 
   const int owner_pid_ = current_pid();
+  std::string name_;  // of the group, in messages
   c10::intrusive_ptr<Options> options_;
   std::shared_ptr<Runner> runner_;
-  std::shared_ptr<CallQueue> queue_;
-  bool runs_in_caller_ = true;  // synchronous calls; otherwise all run in the queue's thread
+  std::shared_ptr<CallQueue> queue_;  // null once the group is shut down
+  bool runs_in_caller_ = true;        // synchronous calls; otherwise all run in the queue's thread
   std::atomic<uint64_t> calls_{0};
 
  private:
+  WorkPtr post_message(c10d::OpType type, Tensors& tensors, int peer, int tag);
   void add_to_coalesced(const WorkPtr& work);
   void check_root(const char* op, int root) const;
   WorkPtr allreduce_list(Tensors& tensors, const c10d::AllreduceOptions& opts);

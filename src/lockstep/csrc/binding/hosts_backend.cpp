@@ -1,9 +1,6 @@
 #include "hosts_backend.h"
 
 #include <ATen/core/grad_mode.h>
-#include <c10/util/Exception.h>
-#include <pthread.h>
-#include <pybind11/pybind11.h>
 
 #include "activity.h"
 #include "backend.h"
@@ -22,19 +19,7 @@ HostsBackend::HostsBackend(int rank, int size, std::chrono::milliseconds timeout
 }
 
 HostsBackend::~HostsBackend() {
-  if (owner_pid_ != current_pid()) {
-    // The child of a fork has none of the threads that these wait for.
-    (void)new auto(std::move(queue_));
-    (void)new auto(std::move(runner_));
-    (void)new auto(std::move(host_calls_));
-    return;
-  }
-  if (Py_IsInitialized() && PyGILState_Check()) {
-    pybind11::gil_scoped_release release;
-    shutdown();
-  } else {
-    shutdown();
-  }
+  if (!shut_down_unless_forked()) leak(host_calls_);
 }
 
 void HostsBackend::shutdown() {
@@ -64,54 +49,14 @@ c10d::ErrorType HostsBackend::getError() {
   return host_calls_->is_aborted() ? c10d::ErrorType::COMM_ERROR : c10d::ErrorType::SUCCESS;
 }
 
-void HostsBackend::check_process() const {
-  if (owner_pid_ == current_pid()) return;
-  C10_THROW_ERROR(DistBackendError, "process " + std::to_string(current_pid()) +
-                                        " is a fork of process " + std::to_string(owner_pid_) +
-                                        ", which joined the group, and cannot use it: make this "
-                                        "call in process " +
-                                        std::to_string(owner_pid_));
-}
-
-void HostsBackend::check_usable() {
-  if (!host_calls_) C10_THROW_ERROR(DistBackendError, "the group was destroyed");
-  check_process();
-  host_calls_->note_caller(static_cast<unsigned long>(pthread_self()));
-  // torch sets the name that the user gave only after the group was created.
-  const std::string& given = getGroupDesc();
-  if (calls_ == 0 && !given.empty() && given != "undefined" && given != "default_pg")
-    host_calls_->set_name(given);
-}
-
 void HostsBackend::check_permitted(Op op) {
   const std::string* reason = current_refusal();
   CHECK_ARGUMENT(!reason, host_calls_->describe_caller(), ": ", op_name(op),
                  " is refused: ", *reason);
 }
 
-WorkPtr HostsBackend::post_message(c10d::OpType type, Tensors& tensors, int peer, int tag) {
-  check_usable();
-  const bool is_send = type == c10d::OpType::SEND;
-  const char* op = is_send ? "send" : "recv";
-  check_permitted(is_send ? Op::send : Op::recv);
-  CHECK_ARGUMENT(tensors.size() == 1, op, " takes one tensor");
-  check_tensor(op, tensors[0]);
-  CHECK_ARGUMENT((peer >= 0 || type == c10d::OpType::RECVANYSOURCE) && peer < size_, op,
-                 ": there is no rank ", peer, " in a group of ", size_);
-  ++calls_;
+WorkPtr HostsBackend::start_message(c10d::OpType type, Tensors& tensors, int peer, int tag) {
   return host_calls_->post_message(type, tensors, peer, tag);
-}
-
-WorkPtr HostsBackend::send(Tensors& tensors, int target, int tag) {
-  return post_message(c10d::OpType::SEND, tensors, target, tag);
-}
-
-WorkPtr HostsBackend::recv(Tensors& tensors, int source, int tag) {
-  return post_message(c10d::OpType::RECV, tensors, source, tag);
-}
-
-WorkPtr HostsBackend::recvAnysource(Tensors& tensors, int tag) {
-  return post_message(c10d::OpType::RECVANYSOURCE, tensors, -1, tag);
 }
 
 WorkPtr HostsBackend::exact_sum(const at::Tensor& result, Body body) {

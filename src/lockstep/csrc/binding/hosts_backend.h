@@ -36,24 +36,20 @@ class HostsBackend : public CollectiveBackend {
   void abort() override;
   void shutdown() override;
 
-  WorkPtr send(Tensors&, int, int) override;
-  WorkPtr recv(Tensors&, int, int) override;
-  WorkPtr recvAnysource(Tensors&, int) override;
-
   // Not in c10d: starts the sum of a bucket (lockstep/comm/hosts/all_reduce.py), which `body`
   // makes when the earlier calls of the group are done. `result` is the memory of the sums.
   WorkPtr exact_sum(const at::Tensor& result, Body body);
 
  private:
-  WorkPtr post_message(c10d::OpType type, Tensors& tensors, int peer, int tag);
-  void check_process() const;
-  void check_usable() override;
+  WorkPtr start_message(c10d::OpType type, Tensors& tensors, int peer, int tag) override;
   void check_permitted(Op op) override;
+  void note_caller(unsigned long thread) override { host_calls_->note_caller(thread); }
+  void set_name(const std::string& name) override { host_calls_->set_name(name); }
 
   std::shared_ptr<HostCalls> host_calls_;
 };
 
-// A message to or from a rank on another host. Whoever moves it calls `finish`.
+// A message to or from a rank on another host. The thread that moves its data calls `finish`.
 class HostMessageWork : public FutureWork {
  public:
   // `fail_late` is called if the message is not finished within the timeout after a thread has
