@@ -1,6 +1,5 @@
 """The reproducible all-reduce across simulated hosts: the tree, bit for bit, for any placement."""
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +13,7 @@ from lockstep.comm.hosts.all_reduce import HostAllReduce
 from lockstep.comm.hosts.reduction import HostReducer
 from lockstep.comm.tree import Fold, nodes_of, total
 from lockstep.data.microbatch import split_evenly
+from placed import simulated_hosts
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="not built")
 
@@ -24,18 +24,6 @@ PLACEMENTS = {
 }
 SIZES = [15, 0, 129, 120, 1, 1777]
 NEGATIVE_ZERO = 4  # the tensor that is -0.0 in one leaf and absent in all others
-
-
-@contextmanager
-def new_group(hosts):
-    rank = dist.get_rank()
-    groups = [dist.new_group(list(ranks), backend="lockstep") for ranks in hosts]
-    (mine,) = (group for group, ranks in zip(groups, hosts, strict=True) if rank in ranks)
-    between = dist.group.WORLD._get_backend(torch.device("cpu"))
-    yield SimpleNamespace(
-        map=SimpleNamespace(hosts=hosts), rank=rank, local=native.of_group(mine), between=between
-    )
-    dist.destroy_process_group(mine)
 
 
 def submit(_result, function):
@@ -105,7 +93,7 @@ def test_the_sum_across_hosts_is_the_tree_bit_for_bit(world_size, monkeypatch):
     monkeypatch.setattr(reduction, "CHUNK_BYTES", 2048)
     monkeypatch.setattr(reduction, "LEAST_MESSAGE_BYTES", 64)
     for hosts in PLACEMENTS[world_size]:
-        with new_group(hosts) as group:
+        with simulated_hosts(hosts) as group:
             reducer = HostReducer(group)
             for leaves in (8, 7, 2):
                 check_sums(group, reducer, torch.float32, leaves, has_absent=True)
@@ -117,7 +105,7 @@ def test_the_sum_across_hosts_is_the_tree_bit_for_bit(world_size, monkeypatch):
 
 @pytest.mark.ranks(2, backend="gloo")
 def test_a_member_that_is_stale_everywhere_is_not_reported(rank):
-    with new_group(((0,), (1,))) as group:
+    with simulated_hosts(((0,), (1,))) as group:
         (bucket,) = plan([3, 4], [torch.float32] * 2, 1 << 20)
         holders = [[(0, 1)], [(1, 2)]]
         sums = HostAllReduce(group, HostReducer(group), submit, bucket, holders, 2, 1)

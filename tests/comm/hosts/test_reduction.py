@@ -1,8 +1,6 @@
 """Reductions across simulated hosts: the bits are those of one host, for any placement."""
 
 import itertools
-from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ import torch.distributed as dist
 from lockstep.comm import backend as native
 from lockstep.comm.hosts import reduction
 from lockstep.comm.hosts.reduction import HostReducer
+from placed import simulated_hosts
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="not built")
 
@@ -33,19 +32,6 @@ CASES = [
     *((dtype, n) for dtype in INTEGERS for n in (SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR, BXOR)),
     *((torch.bool, n) for n in (SUM, PRODUCT, MIN, MAX, BAND, BOR, BXOR)),
 ]
-
-
-@contextmanager
-def new_group(hosts):
-    """Make the group that `HostReducer` takes; the hosts are native groups on this machine."""
-    rank = dist.get_rank()
-    groups = [dist.new_group(list(ranks), backend="lockstep") for ranks in hosts]
-    (mine,) = (group for group, ranks in zip(groups, hosts, strict=True) if rank in ranks)
-    between = dist.group.WORLD._get_backend(torch.device("cpu"))
-    yield SimpleNamespace(
-        map=SimpleNamespace(hosts=hosts), rank=rank, local=native.of_group(mine), between=between
-    )
-    dist.destroy_process_group(mine)
 
 
 def rank_values(dtype, length, rank):
@@ -117,7 +103,7 @@ def test_every_reduction_of_every_dtype_has_the_bits_of_one_host(world_size, mon
     checks = itertools.cycle([check_all_reduce, check_reduce, check_reduce_scatter])
     placements = PLACEMENTS[world_size]
     for number, hosts in enumerate(placements):
-        with new_group(hosts) as group:
+        with simulated_hosts(hosts) as group:
             reducer = HostReducer(group)
             for case in CASES[number % 2 :: 2]:
                 next(checks)(reducer, one_host, *case, next(lengths))

@@ -6,21 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.hosts.reduction_plan import find_handler, plan_reduction, slice_bounds
+from lockstep.comm.hosts.map import HostMap
+from lockstep.comm.hosts.reduction_plan import plan_reduction, slice_bounds
 from lockstep.comm.tree import nodes_of, total
 from lockstep.data.microbatch import split_evenly
 
-CONTIGUOUS, ALTERNATING = ((0, 1), (2, 3)), ((0, 2), (1, 3))
+CONTIGUOUS, ALTERNATING = HostMap(((0, 1), (2, 3))), HostMap(((0, 2), (1, 3)))
 
 
 @st.composite
 def placements(draw):
-    """Draw the ranks of each host, hosts in the order of their lowest rank."""
-    host_of = draw(st.lists(st.integers(0, 3), min_size=2, max_size=9))
-    hosts = {}
-    for rank, host in enumerate(host_of):
-        hosts.setdefault(host, []).append(rank)
-    return tuple(tuple(ranks) for ranks in hosts.values())
+    """Draw the ranks of each host."""
+    return HostMap.of(draw(st.lists(st.integers(0, 3), min_size=2, max_size=9)))
 
 
 @st.composite
@@ -53,26 +50,26 @@ def value_of_term(term, holders):
 def simulate(plan, holders, slice_):
     """Return the result of a slice as its owner computes it, the sent terms and the receivers."""
     owner, values, messages = plan.owners[slice_], {}, []
-    home = plan.host_of(owner)
+    home = plan.map.host_of(owner)
     for host, terms in enumerate(plan.terms):
         handler = plan.handler(slice_, host)
-        assert handler in plan.hosts[host]
+        assert handler in plan.map.hosts[host]
         assert slice_ in plan.handled(handler)
         for term in terms:
             # A handler reads only the memory of its own host.
-            assert all(rank in plan.hosts[host] for rank, _ in term.inputs)
+            assert all(rank in plan.map.hosts[host] for rank, _ in term.inputs)
             values[term.node] = value_of_term(term, holders)
             if host != home:
                 messages.append((handler, owner))
     receivers = {owner}
     if plan.returns:
-        receivers |= {plan.handler(slice_, host) for host in range(len(plan.hosts))}
+        receivers |= {plan.handler(slice_, host) for host in range(len(plan.map.hosts))}
     return total(values, plan.leaves, added), messages, receivers
 
 
 @given(placements(), st.data())
 def test_every_slice_is_reduced_once_along_the_tree(hosts, data):
-    ranks = sum(len(each) for each in hosts)
+    ranks = hosts.size
     holders, leaves = data.draw(holdings(ranks))
     root = data.draw(st.none() | st.integers(0, ranks - 1))
     scatter = data.draw(st.booleans()) and root is None
@@ -88,24 +85,26 @@ def test_every_slice_is_reduced_once_along_the_tree(hosts, data):
         result, messages, receivers = simulate(plan, holders, slice_)
         assert result == value_of((0, leaves))
         size = (bounds[slice_ + 1] - bounds[slice_]) * item
-        home = plan.host_of(owner)
+        home = plan.map.host_of(owner)
         for handler, _ in messages:
-            host = plan.host_of(handler)
+            host = plan.map.host_of(handler)
             sent[host, home] += size * (factor if plan.is_wide[host] else 1)
         for rank in receivers - {owner}:
-            sent[home, plan.host_of(rank)] += size
+            sent[home, plan.map.host_of(rank)] += size
         if root is None and not scatter:  # one rank of each host gets it, and no host twice
-            assert sorted(plan.host_of(each) for each in receivers) == [*range(len(hosts))]
+            assert sorted(plan.map.host_of(each) for each in receivers) == [
+                *range(len(hosts.hosts))
+            ]
         else:
             assert receivers == {owner}
-        assert scatter or root is None or home == plan.host_of(root)
+        assert scatter or root is None or home == plan.map.host_of(root)
     stated = plan.traffic(bounds, item, item * factor)
     assert {pair: count for pair, count in stated.items() if count} == +sent
 
 
 @given(placements())
 def test_values_in_any_order_are_combined_on_their_host(hosts):
-    ranks = sum(len(each) for each in hosts)
+    ranks = hosts.size
     holders = [[(each, each + 1)] for each in range(ranks)]
     plan = plan_reduction(hosts, holders, ranks, is_order_free=True)
     assert all(len(terms) == 1 for terms in plan.terms)
@@ -119,13 +118,13 @@ def test_values_in_any_order_are_combined_on_their_host(hosts):
 
 @given(placements(), st.integers(1, 9))
 def test_a_handler_is_on_its_host_and_slices_are_shared_out(hosts, seed):
-    ranks = sum(len(each) for each in hosts)
-    for host, members in enumerate(hosts):
-        found = Counter(find_handler(hosts, owner, host) for owner in range(ranks))
+    ranks = hosts.size
+    for host, members in enumerate(hosts.hosts):
+        found = Counter(hosts.partner(owner, host) for owner in range(ranks))
         assert set(found) <= set(members)
-        assert all(find_handler(hosts, rank, host) == rank for rank in members)
-        if len({len(each) for each in hosts}) == 1:  # as many ranks on every host
-            assert set(found.values()) == {len(hosts)}
+        assert all(hosts.partner(rank, host) == rank for rank in members)
+        if len({len(each) for each in hosts.hosts}) == 1:  # as many ranks on every host
+            assert set(found.values()) == {len(hosts.hosts)}
 
 
 @pytest.mark.parametrize(
@@ -145,7 +144,7 @@ def test_bytes_of_a_float_sum_between_two_hosts_of_two_ranks(hosts, expected):
 
 def test_terms_of_16_bit_floats_are_combined_where_that_saves_bytes():
     holders = [[(each, each + 1)] for each in range(8)]
-    two = plan_reduction(((0, 1), (2, 3, 4, 5, 6, 7)), holders, 8, wide_factor=2)
+    two = plan_reduction(HostMap(((0, 1), (2, 3, 4, 5, 6, 7))), holders, 8, wide_factor=2)
     assert two.is_wide == (False, True)  # 2 leaves in 16 bits, and {23, 4567} in 32 bits
     assert [len(each) for each in two.terms] == [2, 2]
     scaled = plan_reduction(ALTERNATING, holders[:4], 4, wide_factor=2, is_scaled=True)

@@ -21,8 +21,9 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from lockstep.comm.bucket import Bucket
 from lockstep.comm.hosts.compression import make_codec
+from lockstep.comm.hosts.map import HostMap
 from lockstep.comm.hosts.reduction import Agree, Group, HostReducer, chunk_length
-from lockstep.comm.hosts.reduction_plan import ReductionPlan, find_handler, plan_reduction
+from lockstep.comm.hosts.reduction_plan import plan_reduction
 from lockstep.comm.native_all_reduce import ABSENT, NEW, NativeAllReduce
 from lockstep.comm.reduction_arithmetic import Reduction
 from lockstep.comm.shared_memory import HANDLE_LENGTH, get_memory_handle
@@ -68,7 +69,7 @@ class HostAllReduce(NativeAllReduce):
         self._reduction = Reduction.exact_sum(bucket.dtype, divisor)
         self._is_scattered = scatter
         self._codec = make_codec(compression, bucket.dtype)
-        self._map = plan_reduction(group.map.hosts, holders, leaves, scatter=scatter)
+        self._sum_plan = plan_reduction(group.map, holders, leaves, scatter=scatter)
         self._counts = [len(nodes) for nodes in holders]
         # The rows of this rank for the other ranks of the host: its handle, then its flags.
         self._width = max(self._counts) * len(bucket.members)
@@ -90,7 +91,7 @@ class HostAllReduce(NativeAllReduce):
 
     def _add(self, agree: Agree) -> None:
         """Add the bucket; runs in the thread of the group."""
-        ranks = self._map.hosts[self._reducer.host]
+        ranks = self._group.map.hosts[self._reducer.host]
         gathered = [torch.empty_like(self._row) for _ in ranks]
         # Also the barrier after which all ranks of the host have packed their nodes.
         self._group.local.allgather([gathered], [self._row], AllgatherOptions()).wait()
@@ -99,12 +100,12 @@ class HostAllReduce(NativeAllReduce):
         flags = torch.stack([each[start:] for each in gathered])
         sizes = [hi - lo for lo, hi in pairwise(self._bounds)]
         chunk = chunk_length(sizes, self._bucket.dtype.itemsize)
-        presence = Presence(self._reducer, self._map, self._counts, self._bucket, flags)
+        presence = Presence(self._reducer, self._group.map, self._counts, self._bucket, flags)
         rows = self._map_rows(dict(zip(ranks, handles, strict=True)))
         values = PackedValues(
             self._reducer, rows, self._bounds, self._is_scattered, chunk, presence
         )
-        self._reducer.run(self._map, self._reduction, values, sizes, chunk, self._codec, agree)
+        self._reducer.run(self._sum_plan, self._reduction, values, sizes, chunk, self._codec, agree)
         for member, is_new in enumerate(presence.find_new()):
             self._present[member] = is_new
 
@@ -199,7 +200,7 @@ class Presence:
 
     Args:
         reducer: The reducer, whose messages are used.
-        plan: The plan.
+        hosts: The ranks of each host.
         counts: The number of nodes of each rank.
         bucket: The bucket.
         flags: The flags of the ranks of this host: a row of bytes per rank, with a flag per node
@@ -209,25 +210,24 @@ class Presence:
     def __init__(
         self,
         reducer: HostReducer,
-        plan: ReductionPlan,
+        hosts: HostMap,
         counts: Sequence[int],
         bucket: Bucket,
         flags: torch.Tensor,
     ) -> None:
         self._members, self._counts = bucket.members, counts
         self._flags: dict[tuple[int, int], bytes] = {}
-        self._read(plan.hosts[reducer.host], flags)
+        self._read(hosts.hosts[reducer.host], flags)
         self._receives: list[tuple[Any, Sequence[int], torch.Tensor]] = []
         self._sends = []
-        for host, ranks in enumerate(plan.hosts):
+        for host, ranks in enumerate(hosts.hosts):
             if host == reducer.host:
                 continue
             buffer = torch.empty(len(ranks), flags.shape[1], dtype=torch.uint8)
-            handler = find_handler(plan.hosts, reducer.rank, host)
-            work = reducer.receive(buffer.view(-1), handler, FLAG_TAG)
+            work = reducer.receive(buffer.view(-1), hosts.partner(reducer.rank, host), FLAG_TAG)
             self._receives.append((work, ranks, buffer))
             for rank in ranks:
-                if find_handler(plan.hosts, rank, reducer.host) == reducer.rank:
+                if hosts.partner(rank, reducer.host) == reducer.rank:
                     self._sends.append(reducer.send(flags.view(-1), rank, FLAG_TAG))
 
     def parts(

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.hosts.compression import Codec
+from lockstep.comm.hosts.map import HostMap
 from lockstep.comm.hosts.reduction_plan import (
     ReductionPlan,
     Term,
@@ -63,7 +64,7 @@ class Group(Protocol):
         between: A process group of all ranks, which carries messages between hosts.
     """
 
-    map: Any
+    map: HostMap
     rank: int
     local: Any
     between: Any
@@ -129,7 +130,7 @@ class StagedValues:
         self._chunk, self._dtype = chunk, sources[0].dtype
         host = reducer.host
         self._handlers = [plan.handler(each, host) for each in range(len(plan.owners))]
-        self._ranks = plan.hosts[host]
+        self._ranks = plan.map.hosts[host]
 
     def load(self, chunk: int) -> None:
         """Copy this rank's values of a chunk to its staging buffer."""
@@ -205,9 +206,8 @@ class HostReducer:
     def __init__(self, group: Group) -> None:
         self._group = group
         self.rank = group.rank
-        hosts = group.map.hosts
-        self.host = next(number for number, ranks in enumerate(hosts) if group.rank in ranks)
-        self._ranks = len(hosts[self.host])
+        self.host = group.map.host_of(group.rank)
+        self._ranks = len(group.map.hosts[self.host])
         self._staging: torch.Tensor | None = None
         self._staging_slot = 0  # of the next call
         self._scratch: dict[tuple[str, int], torch.Tensor] = {}
@@ -274,8 +274,7 @@ class HostReducer:
         root: int | None,
         agree: Agree,
     ) -> None:
-        ranks = sum(len(each) for each in self._group.map.hosts)
-        reduction = Reduction(tensor.dtype, number, ranks, factors)
+        reduction = Reduction(tensor.dtype, number, self._group.map.size, factors)
         plan = self._plan(reduction, root, scatter=False)
         flat = tensor.view(-1)
         bounds = slice_bounds(flat.numel(), len(plan.owners), flat.dtype.itemsize)
@@ -285,9 +284,9 @@ class HostReducer:
         self._run_staged(plan, reduction, slices, targets, agree)
 
     def _plan(self, reduction: Reduction, root: int | None, scatter: bool) -> ReductionPlan:
-        ranks = sum(len(each) for each in self._group.map.hosts)
+        ranks = self._group.map.size
         return plan_reduction(
-            self._group.map.hosts,
+            self._group.map,
             [[(each, each + 1)] for each in range(ranks)],
             ranks,
             root,
@@ -430,7 +429,7 @@ class Pipeline:
         self._codec = codec
         self._values, self._sizes, self._chunk = values, sizes, chunk
         self._handled = plan.handled(reducer.rank)
-        self._others = [each for each in range(len(plan.hosts)) if each != reducer.host]
+        self._others = [each for each in range(len(plan.map.hosts)) if each != reducer.host]
         # By chunk: works that send, and (slice, works) that receive terms and results.
         self._sends: dict[int, list[Any]] = {}
         self._terms: dict[int, list[tuple[Receipt, Term]]] = {}

@@ -23,12 +23,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lockstep.comm.hosts.map import HostMap
 from lockstep.comm.tree import Fold, Node
 
-__all__ = ["ReductionPlan", "Term", "find_handler", "plan_reduction", "round_up", "slice_bounds"]
-
-Hosts = Sequence[Sequence[int]]
-"""The ranks of each host; every rank of the group is on exactly one."""
+__all__ = ["ReductionPlan", "Term", "plan_reduction", "round_up", "slice_bounds"]
 
 CACHE_LINE = 64  # bytes
 
@@ -55,7 +53,7 @@ class ReductionPlan:
     """The plan of a reduction.
 
     Attributes:
-        hosts: The ranks of each host.
+        map: The ranks of each host.
         owners: The rank that reduces each slice.
         terms: The terms of each host, the same for every slice.
         is_wide: For each host, whether its terms have the wider dtype in which the values are
@@ -64,24 +62,20 @@ class ReductionPlan:
         returns: Whether an owner sends the result of its slice to the other hosts.
     """
 
-    hosts: tuple[tuple[int, ...], ...]
+    map: HostMap
     owners: tuple[int, ...]
     terms: tuple[tuple[Term, ...], ...]
     is_wide: tuple[bool, ...]
     leaves: int
     returns: bool
 
-    def host_of(self, rank: int) -> int:
-        """Return the number of the host of a rank."""
-        return next(number for number, ranks in enumerate(self.hosts) if rank in ranks)
-
     def handler(self, slice_: int, host: int) -> int:
         """Return the rank that handles a slice on a host; on its own host, that is the owner."""
-        return find_handler(self.hosts, self.owners[slice_], host)
+        return self.map.partner(self.owners[slice_], host)
 
     def handled(self, rank: int) -> list[int]:
         """Return the slices that a rank handles on its host, its own included."""
-        host = self.host_of(rank)
+        host = self.map.host_of(rank)
         return [each for each in range(len(self.owners)) if self.handler(each, host) == rank]
 
     def traffic(
@@ -94,25 +88,18 @@ class ReductionPlan:
             itemsize: The bytes of an element.
             wide: The bytes of an element of the wider dtype.
         """
-        pairs = [(a, b) for a in range(len(self.hosts)) for b in range(len(self.hosts)) if a != b]
+        hosts = range(len(self.map.hosts))
+        pairs = [(a, b) for a in hosts for b in hosts if a != b]
         sent = dict.fromkeys(pairs, 0)
         for slice_, owner in enumerate(self.owners):
-            home, size = self.host_of(owner), bounds[slice_ + 1] - bounds[slice_]
-            for host in range(len(self.hosts)):
+            home, size = self.map.host_of(owner), bounds[slice_ + 1] - bounds[slice_]
+            for host in hosts:
                 if host == home:
                     continue
                 width = wide if self.is_wide[host] else itemsize
                 sent[host, home] += len(self.terms[host]) * size * width
                 sent[home, host] += size * itemsize * self.returns
         return sent
-
-
-def find_handler(hosts: Hosts, owner: int, host: int) -> int:
-    """Return the rank that handles the slice of `owner` on a host."""
-    if owner in hosts[host]:
-        return owner
-    (home,) = (ranks for ranks in hosts if owner in ranks)
-    return hosts[host][home.index(owner) % len(hosts[host])]
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -127,7 +114,7 @@ def slice_bounds(length: int, slices: int, itemsize: int) -> list[int]:
 
 
 def plan_reduction(
-    hosts: Hosts,
+    hosts: HostMap,
     holders: Sequence[Sequence[Node]],
     leaves: int,
     root: int | None = None,
@@ -153,10 +140,10 @@ def plan_reduction(
     """
     owners = tuple(range(len(holders)))
     if root is not None:
-        (owners,) = (tuple(ranks) for ranks in hosts if root in ranks)
+        owners = hosts.hosts[hosts.host_of(root)]
     terms: list[tuple[Term, ...]] = []
     wide: list[bool] = []
-    for number, ranks in enumerate(hosts):
+    for number, ranks in enumerate(hosts.hosts):
         held = sorted((node, rank, i) for rank in ranks for i, node in enumerate(holders[rank]))
         if is_order_free:
             single = tuple((each, each + 1) for each in range(len(held)))
@@ -170,11 +157,11 @@ def plan_reduction(
         terms.append(combined if is_smaller else alone)
         wide.append(is_smaller and wide_factor > 1)
     return ReductionPlan(
-        hosts=tuple(tuple(ranks) for ranks in hosts),
+        map=hosts,
         owners=owners,
         terms=tuple(terms),
         is_wide=tuple(wide),
-        leaves=len(hosts) if is_order_free else leaves,
+        leaves=len(hosts.hosts) if is_order_free else leaves,
         returns=root is None and not scatter,
     )
 
