@@ -112,8 +112,8 @@ def wait_together(monkeypatch, late, world_size=4, timeout=1.0, launcher="lockst
         info = RankInfo(
             rank, world_size, rank % 2, 2, rank // 2, "10.0.0.1", 29500, launcher=launcher
         )
-        # The last rank gives up first, and so do the others.
-        seconds = timeout + (rank < world_size - 1) * 30
+        # The last rank that comes gives up first, and so do the others.
+        seconds = timeout + (rank < max(ranks)) * 30
         with pytest.raises(RendezvousError) as caught:
             check_ranks(store, info, time.monotonic() + seconds)
         return str(caught.value)
@@ -142,6 +142,25 @@ def test_one_rank_prints_who_is_missing_and_all_end_with_the_first(monkeypatch, 
             r"\(ranks 0 and 1 of 4\), and waits \d+ s more; check that lockstep run",
             note,
         )
+
+
+@pytest.mark.parametrize(
+    ("is_elastic", "first", "second"), [(False, [1], [0]), (True, [1, 2, 3], [0])]
+)
+def test_ranks_report_which_ranks_of_their_launcher_are_missing(
+    monkeypatch, is_elastic, first, second
+):
+    """In an elastic run, host 0's launcher also learns of a host that was lost meanwhile."""
+    if is_elastic:
+        monkeypatch.setenv("LOCKSTEP_ELASTIC", "1")
+        monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    reports = []
+    monkeypatch.setattr(rendezvous_check, "report_to_launcher", reports.append)
+    wait_together(monkeypatch, late=(1, 2, 3), timeout=0.1)
+    assert {"kind": "waiting", "ranks": first} in reports
+    reports.clear()
+    wait_together(monkeypatch, late=(0, 2, 3), timeout=0.1)
+    assert {"kind": "waiting", "ranks": second} in reports
 
 
 def test_notes_of_two_ranks_are_counted_together(monkeypatch, capfd):

@@ -12,7 +12,8 @@
 So on a contradiction, or at the timeout of the first rank, every rank raises the same message at
 once. The lowest rank that has registered prints which ranks are missing, every ten seconds; the
 key "notes" counts that over all ranks. The ranks of a launcher also report to it which of its
-ranks are missing, because it knows which have exited.
+ranks are missing, because it knows which have exited; in an elastic run on several hosts, the first
+rank of each host reports those of all hosts.
 
 Every user who can reach the port of a store can write to it. Values are therefore validated, and
 error messages are composed from them here.
@@ -32,7 +33,7 @@ from typing import Any, NoReturn
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from lockstep.errors import LaunchEnvironmentError, RendezvousError
-from lockstep.launcher.environment import RankInfo
+from lockstep.launcher.environment import RankInfo, is_elastic_on_hosts
 from lockstep.launcher.late_ranks import NoteTimer, advise, describe_ranks, format_start
 from lockstep.launcher.listening_socket import is_loopback
 from lockstep.launcher.placement import get_host_identity, number_hosts
@@ -279,9 +280,11 @@ def _wait_for_readers(store: Store, rank_info: RankInfo) -> None:
 
 
 def _ranks_of_launcher(rank_info: RankInfo) -> range:
-    """Return the ranks that `lockstep run` has started on this host."""
+    """Return the ranks to report to `lockstep run` as missing: those that it can lose."""
     if rank_info.launcher != "lockstep":
         return range(0)
+    if is_elastic_on_hosts(os.environ) and rank_info.local_rank == 0:
+        return range(rank_info.world_size)  # host 0's launcher replaces those of a lost host
     first = rank_info.rank - rank_info.local_rank
     return range(first, first + rank_info.local_world_size)
 
