@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from lockstep.errors import RendezvousError
 from lockstep.launcher import listening_socket, network_interface
 from lockstep.launcher.environment import RankInfo
 from lockstep.launcher.network_interface import find_interface, find_served_address
+from lockstep.launcher.rendezvous import choose_interface
 
 SCRIPT = """
 import os, torch, torch.distributed as dist
@@ -140,6 +142,15 @@ def test_ranks_of_one_host_use_the_loopback_interface(monkeypatch, size):
     found = exchange(monkeypatch, *["127.0.0.1"] * size)
     assert found == [LOOPBACK_INTERFACE] * size
     assert find_interface(RankInfo()) == LOOPBACK_INTERFACE
+
+
+@pytest.mark.parametrize("launcher", ["lockstep", "torchrun"])
+def test_ranks_that_a_launcher_started_on_one_host_exchange_nothing(launcher):
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=1))
+    info = RankInfo(0, 2, 0, 2, 0, "10.0.0.1", 29500, launcher)
+    assert choose_interface(info, store) == LOOPBACK_INTERFACE
+    assert store.num_keys() == 0
 
 
 def test_a_rank_on_the_masters_host_asks_for_the_route_to_the_first_other_rank(monkeypatch):

@@ -4,6 +4,7 @@ import json
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -40,6 +41,16 @@ def check_with(key, value):
 
 def test_all_ranks_are_found():
     assert check_with("unread", "anything") == "all here"
+
+
+@pytest.mark.parametrize(("launcher", "is_written"), [("torchrun", False), ("environment", True)])
+def test_the_hosts_of_the_ranks_are_written_only_if_a_rank_may_not_know_them(launcher, is_written):
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    store.set("rank/1", json.dumps(REGISTRATION))
+    store.add("registered", 1)
+    check_ranks(store, replace(RANK_0, launcher=launcher), time.monotonic() + 5)
+    assert store.check(["hosts"]) == is_written
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

@@ -105,6 +105,15 @@ class RankInfo:
         return self.local_world_size == self.world_size and not self.unknown
 
     @property
+    def is_launched_on_one_host(self) -> bool:
+        """Whether one launcher on this host has started every rank.
+
+        Ranks that are started by hand also count as being on one host if they meet at the loopback
+        interface, which may be that of several hosts (a tunnel).
+        """
+        return self.is_single_host and self.launcher in ("lockstep", "torchrun")
+
+    @property
     def store_location(self) -> str:
         """Where the ranks' store is, for messages."""
         if self.store is not None:

@@ -171,7 +171,8 @@ def choose_interface(rank_info: RankInfo, store: Store | None) -> str | None:
     """Return the network interface for `store`'s world: see `find_interface`."""
     if is_elastic_on_hosts(os.environ):  # the hosts that it has now are not all that it may have
         return find_master_interface(str(rank_info.master_addr))
-    return find_interface(rank_info, None if ProcessState.is_private else store)
+    is_one_host = ProcessState.is_private or rank_info.is_launched_on_one_host
+    return find_interface(rank_info, None if is_one_host else store)
 
 
 def open_common_store(timeout: float) -> Store:

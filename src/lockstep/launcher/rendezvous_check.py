@@ -123,7 +123,7 @@ def _register(store: Store, rank_info: RankInfo) -> None:
 
 def _complete(store: Store, rank_info: RankInfo) -> None:
     """Write the index of each rank's host, where there may be several; then, that all are here."""
-    if rank_info.master_addr is not None and rank_info.store is None:
+    if rank_info.master_addr is not None and not rank_info.is_launched_on_one_host:
         registrations = [
             _read_registration(rank_info, f"rank/{rank}", store.get(f"rank/{rank}"))
             for rank in range(rank_info.world_size)
