@@ -45,6 +45,8 @@ __all__ = [
     "Frame",
     "FrameSocket",
     "check_proof",
+    "decode_length",
+    "encode_header",
     "prove",
     "receive_exactly",
 ]
@@ -100,15 +102,9 @@ class FrameSocket:
         """Send one frame."""
         sizes = [piece.nbytes for piece in frame.pieces]
         header = json.dumps({**frame.header, "sizes": sizes}).encode()
-        length = LENGTH.pack(len(header))
         key, number = self.sending, self._sent
         self._sent += 1
-        self._send_all(
-            length
-            + prove(key, LENGTH_PART, number, length)
-            + header
-            + prove(key, HEADER_PART, number, header)
-        )
+        self._send_all(encode_header(key, number, header))
         if sizes:
             proof = hmac.new(key, digestmod="sha256")
             for index, piece in enumerate(frame.pieces):
@@ -126,10 +122,7 @@ class FrameSocket:
         """
         key, number = self.receiving, self._received
         self._received += 1
-        start = receive_exactly(self.end, LENGTH.size + PROOF)
-        length, proof = start[: LENGTH.size], start[LENGTH.size :]
-        check_proof(proof, prove(key, LENGTH_PART, number, length), "length")
-        (size,) = LENGTH.unpack(length)
+        size = decode_length(key, number, receive_exactly(self.end, LENGTH.size + PROOF))
         if size > MAX_HEADER:
             raise ForgedFrame(f"a header of {size} bytes")
         rest = receive_exactly(self.end, size + PROOF)
@@ -155,6 +148,24 @@ class FrameSocket:
         view = memoryview(content).cast("B")
         while view:
             view = view[self.end.send(view[:CHUNK]) :]
+
+
+def encode_header(key: bytes, number: int, header: bytes) -> bytes:
+    """Return the first bytes of frame `number`: its length and its header, each with its proof."""
+    length = LENGTH.pack(len(header))
+    proofs = prove(key, LENGTH_PART, number, length), prove(key, HEADER_PART, number, header)
+    return length + proofs[0] + header + proofs[1]
+
+
+def decode_length(key: bytes, number: int, start: bytes | Buffer) -> int:
+    """Return the length of a frame's header from the length and its proof.
+
+    Raises:
+        ForgedFrame: The proof is wrong.
+    """
+    length, proof = start[: LENGTH.size], start[LENGTH.size :]
+    check_proof(proof, prove(key, LENGTH_PART, number, length), "length")
+    return int(LENGTH.unpack(length)[0])
 
 
 def prove(key: bytes, part: int, number: int, content: bytes | Buffer) -> bytes:

@@ -1,8 +1,8 @@
 """The messages of an authenticated connection as bytes: JSON objects, in frames without pieces.
 
 The codec does no input or output: a blocking connection (`message_connection.py`) and a server
-of many connections (`launcher/run_store.py`) use it. What the other end has not proven is not
-parsed, and no memory is allocated for a size that it has not proven or that exceeds the limit.
+of many connections (`launcher/store_server.py`) use it. Content is parsed after its proof has been
+checked. No memory is allocated for a length before its proof and the limit have been checked.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 from lockstep.transport.frame import (
     HEADER_PART,
     LENGTH,
-    LENGTH_PART,
     PROOF,
     ForgedFrame,
     check_proof,
+    decode_length,
+    encode_header,
     prove,
 )
 
@@ -48,13 +49,9 @@ class MessageCodec:
             raise ValueError(
                 f"a message has {len(content):,} bytes, more than {self._max_message:,}"
             )
-        length, number = LENGTH.pack(len(content)), self._sent
+        number = self._sent
         self._sent += 1
-        proofs = (
-            prove(self._sending, LENGTH_PART, number, length),
-            prove(self._sending, HEADER_PART, number, content),
-        )
-        return length + proofs[0] + content + proofs[1]
+        return encode_header(self._sending, number, content)
 
     @property
     def missing(self) -> int:
@@ -82,9 +79,7 @@ class MessageCodec:
         return (LENGTH.size if self._size is None else self._size) + PROOF
 
     def _check_length(self, part: bytes) -> int:
-        length, proof = part[: LENGTH.size], part[LENGTH.size :]
-        check_proof(proof, prove(self._receiving, LENGTH_PART, self._received, length), "length")
-        size = int(LENGTH.unpack(length)[0])
+        size = decode_length(self._receiving, self._received, part)
         if size > self._max_message:
             raise ForgedFrame(f"a message of {size:,} bytes")
         return size
