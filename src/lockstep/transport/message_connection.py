@@ -22,7 +22,6 @@ import select
 import socket
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 from lockstep.transport.connection import connect
@@ -109,12 +108,7 @@ class MessageConnection:
         """Return itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Close the connection."""
         self.close()
 
@@ -189,11 +183,6 @@ class MessageListener:
         """Return itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Close the listener."""
         self.close()
