@@ -326,21 +326,19 @@ def _connect(
         if not isinstance(found, str):
             return found
         reason, now = found, time.monotonic()
-        advice = _describe_loopback(rank_info, address, reason) or (
-            "check that rank 0 was started there and that no firewall is in between"
-        )
         waited, left = now - started, deadline - now
         if left <= 0:
             raise RendezvousError(
                 f"rank {rank_info.rank}: no answer from {address}:{port} (MASTER_ADDR, "
-                f"MASTER_PORT) within {waited:.0f} s: {reason}; {advice}"
+                f"MASTER_PORT) within {waited:.0f} s: {reason}; "
+                f"{_advise(rank_info, address, reason)}"
             )
         if is_speaker(rank_info) and timer.is_due(now, printed):
             printed += 1
             say(
                 f"rank {rank_info.rank}: no answer from {address}:{port} (MASTER_ADDR, "
                 f"MASTER_PORT) for {waited:.0f} s (since {format_start(waited)}): {reason}; "
-                f"waiting {left:.0f} s more; {advice}"
+                f"waiting {left:.0f} s more; {_advise(rank_info, address, reason)}"
             )
         time.sleep(RETRY)
 
@@ -383,11 +381,11 @@ def _attempt(
         raise RendezvousError(_describe_foreign_program(rank_info, address, port)) from error
 
 
-def _describe_loopback(rank_info: RankInfo, address: str, reason: str) -> str:
-    """Return what to do about an address that leads to no other host; "" if it may lead to one."""
+def _advise(rank_info: RankInfo, address: str, reason: str) -> str:
+    """Return what to check if the store does not answer."""
     numeric = resolve_address(address)[1]
     if rank_info.is_single_host or reason != REFUSED or not is_loopback(numeric):
-        return ""
+        return "check that rank 0 was started there and that no firewall is in between"
     resolved = "" if numeric == address else f"{numeric}, "
     return (
         f"on this host {address} is {resolved}the loopback interface, which leads to no other "
