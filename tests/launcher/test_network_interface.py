@@ -1,4 +1,4 @@
-"""The network interface that ranks on simulated hosts find, whatever their names resolve to."""
+"""The network interface that ranks on simulated hosts find, for any resolution of their names."""
 
 from __future__ import annotations
 

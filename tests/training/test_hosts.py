@@ -1,4 +1,4 @@
-"""Training across hosts: the bits are those of one rank, wherever the ranks are.
+"""Training across hosts: the bits are those of one rank, for any placement of the ranks.
 
 The hosts are simulated by the identities of hosts (`placed.join`): rank r is on host placement[r].
 """

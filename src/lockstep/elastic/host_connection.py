@@ -1,8 +1,8 @@
 """The connection between the launchers of two hosts of an elastic run: messages and heartbeats.
 
 A host that fails may not close its connections: no packet says that its power is gone or its
-cable is cut. An end that hears nothing for the agreed seconds counts as lost. The messages are in
-`host_messages.py`.
+cable is cut. If nothing arrives from an end for the agreed number of seconds, it counts as lost.
+The messages are in `host_messages.py`.
 """
 
 from __future__ import annotations
