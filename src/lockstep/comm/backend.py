@@ -57,24 +57,24 @@ def available() -> bool:
 
 def of_group(group: Any | None) -> Any | None:
     """Return the native backend of a process group, or None if it has another backend."""
-    if not available():
-        return None
-    import torch
-    import torch.distributed as dist
-
-    found = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-    return found if isinstance(found, load().LockstepBackend) else None
+    return _find(group, "LockstepBackend")
 
 
 def hosts_backend_of(group: Any | None) -> Any | None:
     """Return the native backend of a process group whose ranks are on several hosts, or None."""
+    return _find(group, "HostsBackend")
+
+
+def _find(group: Any | None, kind: str) -> Any | None:
+    """Return the backend of a process group if it is of this class of the native module."""
     if not available():
         return None
     import torch
     import torch.distributed as dist
 
+    # torch's stubs leave open that there is no default group, which raises AttributeError here.
     found = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-    return found if isinstance(found, load().HostsBackend) else None
+    return found if isinstance(found, getattr(load(), kind)) else None
 
 
 def host_group_of(group: Any | None) -> Any | None:
