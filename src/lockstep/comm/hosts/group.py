@@ -117,7 +117,7 @@ class HostGroup:
             GroupError: The group has failed before.
         """
         if self.failure:
-            raise GroupError(self._sentence(call, f"the group had failed: {self.failure}"))
+            raise GroupError(self.sentence(call, f"the group had failed: {self.failure}"))
         self._call, self._call_timeout = call, timeout
         self.between.deadline = time.monotonic() + timeout
 
@@ -156,9 +156,10 @@ class HostGroup:
             if not self.failure:
                 self.failure = self._agree_on_cause(reason)
                 self.between.close()
-        return GroupError(self._sentence(self._call, self.failure))
+        return GroupError(self.sentence(self._call, self.failure))
 
-    def _sentence(self, call: str, reason: str) -> str:
+    def sentence(self, call: str, reason: str) -> str:
+        """Return the message of an exception about a call of this rank."""
         return f"{self.format_rank(self.rank)}: {call} on group {self.name} failed: {reason}"
 
     def _agree_on_cause(self, reason: str) -> str:

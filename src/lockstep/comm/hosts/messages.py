@@ -183,13 +183,13 @@ class Mailbox:
             ) + ("received there" if op == "send" else "sent")
             group.fail(reason)
             if (late := waiting()) is not None:
-                late.finish(-1, self._sentence(what, reason))
+                late.finish(-1, self._group.sentence(what, reason))
 
         def interrupt() -> None:
             group.fail(f"{group.describe(group.rank)} was interrupted")
 
         if group.failure:
-            raise RuntimeError(self._sentence(what, f"the group had failed: {group.failure}"))
+            raise RuntimeError(self._group.sentence(what, f"the group had failed: {group.failure}"))
         work = native.HostMessageWork(
             op, tensor, timedelta(seconds=group.timeout), interrupt, fail_late, self._callbacks
         )
@@ -197,17 +197,13 @@ class Mailbox:
         waiting = weakref.ref(work)
         return work
 
-    def _sentence(self, what: str, reason: str) -> str:
-        group = self._group
-        return f"{group.format_rank(group.rank)}: {what} on group {group.name} failed: {reason}"
-
     def _refuse_gone(self, work: Any, what: str, peer: int) -> bool:
         if peer not in self._gone:
             return False
         reason = self._gone[peer]
         # Not under the lock: a callback of the work may send.
         threading.Thread(
-            target=work.finish, args=(-1, self._sentence(what, reason)), daemon=True
+            target=work.finish, args=(-1, self._group.sentence(what, reason)), daemon=True
         ).start()
         return True
 
@@ -248,7 +244,9 @@ class Mailbox:
             f"{peer} sent {message.size} bytes of {message.dtype}, but the "
             f"tensor has {buffer.nbytes} bytes of {name_of(buffer.dtype)}"
         )
-        work.finish(message.source, self._sentence(f"recv from {peer} (tag {message.tag})", reason))
+        work.finish(
+            message.source, self._group.sentence(f"recv from {peer} (tag {message.tag})", reason)
+        )
         if message.data is None and message.size:
             self._outgoing[message.source].put(Frame(Kind.REFUSAL, number=message.number))
 
@@ -345,7 +343,9 @@ class Mailbox:
                 frame = self._sending.pop((source, number))
             peer = self._group.describe(source)
             what = f"send to {peer} (tag {frame.tag})"
-            frame.work.finish(-1, self._sentence(what, f"{peer} receives it into another tensor"))
+            frame.work.finish(
+                -1, self._group.sentence(what, f"{peer} receives it into another tensor")
+            )
         else:
             with self._lock:
                 work = self._granted.pop((source, number))
