@@ -14,7 +14,17 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["ALIGNMENT", "Bucket", "Member", "Piece", "parts", "pieces", "plan", "slice_length"]
+__all__ = [
+    "ALIGNMENT",
+    "Bucket",
+    "Member",
+    "Piece",
+    "parts",
+    "pieces",
+    "plan",
+    "round_up",
+    "slice_length",
+]
 
 ALIGNMENT = 64
 """The alignment of all offsets, in bytes. Kernels select their code path by alignment, and may
@@ -50,7 +60,8 @@ class Piece:
     offset: int
 
 
-def _rounded(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """Return the least multiple that is not less than the value."""
     return -(-value // multiple) * multiple
 
 
@@ -81,7 +92,7 @@ def plan(
 
     for index in reversed(range(len(numels))):
         dtype = dtypes[index]
-        room = _rounded(numels[index], ALIGNMENT // dtype.itemsize)
+        room = round_up(numels[index], ALIGNMENT // dtype.itemsize)
         if dtype in lengths and (lengths[dtype] + room) * dtype.itemsize > capacity:
             close(dtype)
         offset = lengths.get(dtype, 0)
@@ -94,7 +105,7 @@ def plan(
 
 def slice_length(bucket: Bucket, ranks: int) -> int:
     """Return the number of elements of a slice for a number of ranks."""
-    return _rounded(-(-bucket.length // ranks), ALIGNMENT // bucket.dtype.itemsize)
+    return round_up(-(-bucket.length // ranks), ALIGNMENT // bucket.dtype.itemsize)
 
 
 def pieces(bucket: Bucket, ranks: int) -> list[Piece]:

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lockstep.comm.hosts.map import HostMap
+from lockstep.comm.hosts.reduction_plan import slice_bounds
 
 __all__ = ["Slice", "all_gather_rounds", "broadcast_slices", "chunks_of", "cut"]
-
-CACHE_LINE = 64  # bytes
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,7 @@ class Slice:
 
 def cut(size: int, parts: int) -> list[tuple[int, int]]:
     """Return the bounds of `parts` slices of `size` bytes, in whole cache lines."""
-    lines = -(-size // CACHE_LINE)
-    width = -(-lines // parts) * CACHE_LINE
-    return [(min(i * width, size), min((i + 1) * width, size)) for i in range(parts)]
+    return list(pairwise(slice_bounds(size, parts, 1)))
 
 
 def chunks_of(size: int, most: int) -> list[tuple[int, int]]:

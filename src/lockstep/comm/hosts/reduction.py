@@ -23,19 +23,19 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from lockstep.comm.bucket import round_up
 from lockstep.comm.hosts.compression import Codec
 from lockstep.comm.hosts.map import HostMap
 from lockstep.comm.hosts.reduction_plan import (
     ReductionPlan,
     Term,
     plan_reduction,
-    round_up,
     slice_bounds,
 )
 from lockstep.comm.reduction_arithmetic import Reduction
 from lockstep.comm.tree import Node
 
-__all__ = ["Agree", "Group", "HostReducer", "Reduction", "Values", "chunk_length"]
+__all__ = ["Agree", "Group", "HostReducer", "Values", "chunk_length"]
 
 CHUNK_BYTES = 1 << 20
 """The bytes of a chunk, of all slices together, by measurement: see LOG.md."""

@@ -23,12 +23,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lockstep.comm.bucket import ALIGNMENT, round_up
 from lockstep.comm.hosts.map import HostMap
 from lockstep.comm.tree import Fold, Node
 
-__all__ = ["ReductionPlan", "Term", "plan_reduction", "round_up", "slice_bounds"]
-
-CACHE_LINE = 64  # bytes
+__all__ = ["ReductionPlan", "Term", "plan_reduction", "slice_bounds"]
 
 
 @dataclass(frozen=True)
@@ -102,14 +101,9 @@ class ReductionPlan:
         return sent
 
 
-def round_up(value: int, multiple: int) -> int:
-    """Return the least multiple that is not less than the value."""
-    return -(-value // multiple) * multiple
-
-
 def slice_bounds(length: int, slices: int, itemsize: int) -> list[int]:
     """Return the bounds of the slices of `length` elements, in whole cache lines."""
-    width = round_up(round_up(length, slices) // slices, max(CACHE_LINE // itemsize, 1))
+    width = round_up(round_up(length, slices) // slices, max(ALIGNMENT // itemsize, 1))
     return [min(each * width, length) for each in range(slices + 1)]
 
 
