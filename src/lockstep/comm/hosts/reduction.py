@@ -211,6 +211,7 @@ class HostReducer:
         self._staging: torch.Tensor | None = None
         self._staging_slot = 0  # of the next call
         self._scratch: dict[tuple[str, int], torch.Tensor] = {}
+        self._plans: dict[tuple[object, ...], ReductionPlan] = {}
 
     # ---- calls ----
 
@@ -284,17 +285,22 @@ class HostReducer:
         self._run_staged(plan, reduction, slices, targets, agree)
 
     def _plan(self, reduction: Reduction, root: int | None, scatter: bool) -> ReductionPlan:
-        ranks = self._group.map.size
-        return plan_reduction(
-            self._group.map,
-            [[(each, each + 1)] for each in range(ranks)],
-            ranks,
-            root,
-            scatter=scatter,
-            is_order_free=reduction.is_order_free,
-            wide_factor=reduction.wide.itemsize // reduction.dtype.itemsize,
-            is_scaled=bool(reduction.factors),
-        )
+        is_order_free, is_scaled = reduction.is_order_free, bool(reduction.factors)
+        wide_factor = reduction.wide.itemsize // reduction.dtype.itemsize
+        key = (root, scatter, is_order_free, wide_factor, is_scaled)
+        if key not in self._plans:
+            ranks = self._group.map.size
+            self._plans[key] = plan_reduction(
+                self._group.map,
+                [[(each, each + 1)] for each in range(ranks)],
+                ranks,
+                root,
+                scatter=scatter,
+                is_order_free=is_order_free,
+                wide_factor=wide_factor,
+                is_scaled=is_scaled,
+            )
+        return self._plans[key]
 
     def _run_staged(
         self,
