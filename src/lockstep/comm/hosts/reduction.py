@@ -460,7 +460,7 @@ class Pipeline:
                 continue
             for n, term in enumerate(plan.terms[reducer.host]):
                 value = self._term(term, f"sent {slice_} {n}", slice_, chunk, size)
-                message, _ = self._encode(value, f"term {slice_} {n}", chunk)
+                message = self._encode(value, f"term {slice_} {n}", chunk)
                 sends.append(reducer.send(message, plan.owners[slice_], TERM_TAG))
 
     def receive(self, chunk: int) -> None:
@@ -496,15 +496,13 @@ class Pipeline:
         work = self._reducer.receive(message, rank, tag)
         return Receipt(work, target, message, self._codec)
 
-    def _encode(
-        self, values: torch.Tensor, name: str, chunk: int
-    ) -> tuple[torch.Tensor, Codec | None]:
-        """Return the message with these values, and the codec that can read it."""
+    def _encode(self, values: torch.Tensor, name: str, chunk: int) -> torch.Tensor:
+        """Return the message with these values, compressed or not."""
         if self._codec is None:
-            return values, None
+            return values
         size = self._codec.bound(values.numel())
         buffer = self._reducer.buffer(f"coded {name}", chunk % SLOTS, size, torch.uint8)
-        return self._codec.encode(values, buffer), self._codec
+        return self._codec.encode(values, buffer)
 
     def _inputs(self, term: Term, slice_: int, chunk: int) -> list[torch.Tensor]:
         return [self._values.read(rank, n, slice_, chunk) for rank, n in term.inputs]
@@ -525,12 +523,13 @@ class Pipeline:
             )  # fmt: skip
         return buffer
 
-    def _rounded_term(self, term: Term, name: str, slice_: int, chunk: int) -> torch.Tensor:
+    def _rounded_term(
+        self, codec: Codec, term: Term, name: str, slice_: int, chunk: int
+    ) -> torch.Tensor:
         """Return the value of a term of this host, as the other hosts would receive it."""
         size = self._size(slice_, chunk)
         value = self._term(term, name, slice_, chunk, size)
-        message, codec = self._encode(value, name, chunk)
-        assert codec is not None
+        message = self._encode(value, name, chunk)
         buffer = self._reducer.buffer(f"rounded {name}", chunk % SLOTS, size, value.dtype)
         codec.decode(message, buffer)
         return buffer
@@ -538,6 +537,7 @@ class Pipeline:
     def reduce(self, chunk: int) -> None:
         """Reduce a chunk of this rank's slice, and send the result to the other hosts."""
         reducer, plan, reduction = self._reducer, self._plan, self._reduction
+        rounding = None if self._codec is None or self._codec.is_lossless else self._codec
         for slice_ in self._handled:
             if not (self._owns(slice_) and self._size(slice_, chunk)):
                 continue
@@ -546,10 +546,11 @@ class Pipeline:
             factors: list[float] = []
             keys: list[Sequence[tuple[int, int]]] = []
             for number, term in enumerate(plan.terms[reducer.host]):
-                if self._codec is not None and not self._codec.is_lossless:
-                    # Rounded as those of the other hosts are, whichever host owns the slice.
+                if rounding is not None:
+                    # Rounded as those of the other hosts are, so that the owner does not matter.
+                    name = f"own {number}"
                     keys.append(term.inputs)
-                    inputs.append(self._rounded_term(term, f"own {number}", slice_, chunk))
+                    inputs.append(self._rounded_term(rounding, term, name, slice_, chunk))
                     nodes.append(term.node)
                     continue
                 keys += [[each] for each in term.inputs]
@@ -572,9 +573,9 @@ class Pipeline:
                     factors, present, reduction.divisor,
                 )  # fmt: skip
             if plan.returns:
-                message, codec = self._encode(result, "own result", chunk)
-                if codec is not None and not codec.is_lossless:
-                    codec.decode(message, result)  # as the other hosts will have it
+                message = self._encode(result, "own result", chunk)
+                if rounding is not None:
+                    rounding.decode(message, result)  # as the other hosts will have it
                 for host in self._others:
                     handler = plan.handler(slice_, host)
                     work = reducer.send(message, handler, RESULT_TAG)
