@@ -43,8 +43,8 @@ CARD_TAG, DATA_TAG = 0x4C530010, 0x4C530011
 CHUNK_BYTES = 4 << 20  # of a broadcast, in which shared memory and the network overlap
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 
-# number, uneven, op, reduction, dtype, root, count, factor; bytes for the rank that gets the card
-CARD = struct.Struct("<Q?16s12s16sqQdQ")
+# number, uneven, op, reduction, dtype, root, count; bytes for the rank that gets the card
+CARD = struct.Struct("<Q?16s12s16sqQQ")
 
 
 _open: weakref.WeakSet[HostCalls] = weakref.WeakSet()  # whose connections are not closed yet
@@ -69,13 +69,11 @@ class Card:
     """
 
     def __init__(self, data: bytes) -> None:
-        number, uneven, op, reduction, dtype, root, count, factor, size = CARD.unpack(data)
+        number, uneven, op, reduction, dtype, root, count, size = CARD.unpack(data)
         self.op, self.reduction, self.dtype = (
             each.rstrip(b"\0").decode() for each in (op, reduction, dtype)
         )
-        self.number, self.root, self.count, self.factor, self.size = (
-            number, root, count, factor, size,
-        )  # fmt: skip
+        self.number, self.root, self.count, self.size = number, root, count, size
         key = (number, uneven, op, reduction, dtype, root)
         self.key = key if uneven else (*key, count)
 
@@ -84,7 +82,7 @@ class Card:
         """Return the card of a call that sends `size` bytes to the reader."""
         return CARD.pack(
             call.number, call.is_uneven, call.op.encode(), call.reduction.encode(),
-            call.dtype.encode()[:16], call.root, call.count, call.factor, size,
+            call.dtype.encode()[:16], call.root, call.count, size,
         )  # fmt: skip
 
     def describe(self) -> str:
@@ -112,6 +110,7 @@ class HostCalls:
         self.group = group
         self._map, self._rank = group.map, group.rank
         self._mates = self._map.hosts[group.host]
+        self._targets, self._sources = self._find_partners()
         self.reducer = HostReducer(group)
         self._mailbox = Mailbox(group)
         self._process = os.getpid()
@@ -249,11 +248,11 @@ class HostCalls:
         finally:
             native_module.callers.pop(thread, None)
 
-    def _compare_locally(self, call: Any) -> dict[int, Card]:
-        """Compare the calls of the ranks of this host; return their cards by rank."""
-        own = torch.frombuffer(bytearray(Card.pack(call, 0)), dtype=torch.uint8)
+    def _compare_locally(self, call: Any) -> None:
+        """Compare the calls of the ranks of this host."""
         if len(self._mates) == 1:
-            return {self._rank: Card(bytes(own.tolist()))}
+            return
+        own = torch.frombuffer(bytearray(Card.pack(call, 0)), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in self._mates]
         self.group.local.allgather([found], [own], AllgatherOptions()).wait()
         cards = {
@@ -261,7 +260,6 @@ class HostCalls:
             for rank, card in zip(self._mates, found, strict=True)
         }
         self._check(cards, cards[self._rank])
-        return cards
 
     def _send_cards(self, call: Any, sizes: dict[int, int]) -> list[tuple[int, Any, Any, Any]]:
         """Start to exchange cards with ranks of other hosts; `sizes`: the bytes sent to each."""
@@ -303,7 +301,7 @@ class HostCalls:
                     f"{expected.get(rank, 0)}"
                 )
 
-    def _partners(self) -> tuple[list[int], list[int]]:
+    def _find_partners(self) -> tuple[list[int], list[int]]:
         """Return the ranks on other hosts that this one sends its data to, and gets data from."""
         hosts = range(len(self._map.hosts))
         targets = [self._map.partner(self._rank, host) for host in hosts if host != self.group.host]
@@ -324,8 +322,7 @@ class HostCalls:
             hosts, which arrive while the first data is prepared.
         """
         self._compare_locally(call)
-        targets, sources = self._partners()
-        cards = self._send_cards(call, dict.fromkeys([*targets, *sources], 0))
+        cards = self._send_cards(call, dict.fromkeys([*self._targets, *self._sources], 0))
         if call.reduction != "PREMUL_SUM":
             return [], lambda: self._compare(call, cards)
         self._compare(call, cards)
@@ -347,31 +344,28 @@ class HostCalls:
         slices = broadcast_slices(hosts, root, tensor.nbytes)
         peers = {each.target for each in slices if each.source == self._rank}
         peers |= {each.source for each in slices if each.target == self._rank}
-        cards = self._send_cards(call, dict.fromkeys(peers, tensor.nbytes))
+        sizes = dict.fromkeys(peers, tensor.nbytes)
+        cards = self._send_cards(call, sizes)
         chunks = [
             (tensor[begin:end], broadcast_slices(hosts, root, end - begin))
             for begin, end in chunks_of(tensor.nbytes, CHUNK_BYTES)
         ]
         sending = []
         if hosts.host_of(root) == group.host:
-            is_checked = False
-            for chunk, slices in chunks:
+            for number, (chunk, slices) in enumerate(chunks):
                 self._broadcast_locally(chunk, hosts.local_rank(root))
-                if not is_checked:
-                    self._check_sizes(
-                        self._compare(call, cards), dict.fromkeys(peers, tensor.nbytes)
-                    )
-                    is_checked = True
+                if number == 0:  # the cards arrive while the first chunk is shared
+                    self._check_sizes(self._compare(call, cards), sizes)
                 sending += [
                     group.between.send([chunk[each.begin : each.end]], each.target, DATA_TAG)
                     for each in slices
                     if each.source == self._rank and each.end > each.begin
                 ]
-            if not is_checked:
+            if not chunks:
                 self._compare(call, cards)
             self._wait(sending)
             return
-        self._check_sizes(self._compare(call, cards), dict.fromkeys(peers, tensor.nbytes))
+        self._check_sizes(self._compare(call, cards), sizes)
         receiving = [
             [
                 group.between.recv([chunk[each.begin : each.end]], each.source, DATA_TAG)
@@ -388,7 +382,7 @@ class HostCalls:
     def _all_gather(self, call: Any, own: torch.Tensor, receive: Sequence[torch.Tensor]) -> None:
         """Send this rank's bytes to all ranks, and receive block s from rank s."""
         group = self.group
-        targets, sources = self._partners()
+        targets, sources = self._targets, self._sources
         sizes = dict.fromkeys(sources, 0) | dict.fromkeys(targets, own.nbytes)
         cards = self._send_cards(call, sizes)
         if receive[self._rank].data_ptr() != own.data_ptr():
