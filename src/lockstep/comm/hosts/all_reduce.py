@@ -1,6 +1,6 @@
 """The reproducible all-reduce across hosts: each host combines its whole subtrees first.
 
-The buckets are those of `lockstep.comm.native_all_reduce`: the nodes of the ranks of a host lie in
+The buckets are those of `lockstep.comm.native_all_reduce`: the nodes of the ranks of a host are in
 shared memory. `lockstep.comm.hosts.reduction` adds them, with one message per slice and remaining
 node between hosts, and the sums replace the first node of every rank:
 
@@ -33,6 +33,8 @@ __all__ = ["HostAllReduce"]
 
 FLAG_TAG = 0x4C530003
 """The tag of the messages with flags."""
+
+FLAGS_START = HANDLE_LENGTH * 8  # bytes of the handle, in a rank's row
 
 Submit = Callable[[torch.Tensor, Callable[[Agree], None]], Any]
 """Runs a function after the earlier calls of the group, in its thread; returns a Work.
@@ -73,17 +75,16 @@ class HostAllReduce(NativeAllReduce):
         self._counts = [len(nodes) for nodes in holders]
         # The rows of this rank for the other ranks of the host: its handle, then its flags.
         self._width = max(self._counts) * len(bucket.members)
-        self._row = torch.zeros(HANDLE_LENGTH * 8 + self._width, dtype=torch.uint8)
+        self._row = torch.zeros(FLAGS_START + self._width, dtype=torch.uint8)
+        handle = torch.tensor(get_memory_handle(self._packed), dtype=torch.int64)
+        self._row[:FLAGS_START].copy_(handle.view(torch.uint8))
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}  # mapped memory, by handle
 
     def _packs_all(self) -> bool:
         return True  # another rank of the host may handle this rank's slice
 
     def _start(self, own: torch.Tensor | None) -> Any:
-        handle = torch.tensor(get_memory_handle(self._packed), dtype=torch.int64)
-        start = HANDLE_LENGTH * 8
-        self._row[:start].copy_(handle.view(torch.uint8))
-        self._row[start : start + self._flags.numel()].copy_(self._flags)
+        self._row[FLAGS_START : FLAGS_START + self._flags.numel()].copy_(self._flags)
         return self._submit(self.sums, self._add)
 
     def finish_here(self) -> None:
@@ -95,9 +96,8 @@ class HostAllReduce(NativeAllReduce):
         gathered = [torch.empty_like(self._row) for _ in ranks]
         # Also the barrier after which all ranks of the host have packed their nodes.
         self._group.local.allgather([gathered], [self._row], AllgatherOptions()).wait()
-        start = HANDLE_LENGTH * 8
-        handles = [tuple(each[:start].view(torch.int64).tolist()) for each in gathered]
-        flags = torch.stack([each[start:] for each in gathered])
+        handles = [tuple(each[:FLAGS_START].view(torch.int64).tolist()) for each in gathered]
+        flags = torch.stack([each[FLAGS_START:] for each in gathered])
         sizes = [hi - lo for lo, hi in pairwise(self._bounds)]
         chunk = chunk_length(sizes, self._bucket.dtype.itemsize)
         presence = Presence(self._reducer, self._group.map, self._counts, self._bucket, flags)
