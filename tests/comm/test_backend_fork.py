@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
+import pytest_lockstep
 from lockstep.comm import backend
 from lockstep.comm.bucket import Bucket, Member
 from lockstep.comm.native_all_reduce import NativeAllReduce
 from lockstep.comm.shared_memory import create_group_tensor
+from placed import join
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 
@@ -186,6 +188,43 @@ def test_a_forked_child_is_refused_in_every_operation_and_the_ranks_go_on(ranks)
     # No method is forgotten: a new one must be refused, or be listed as local.
     known = {name.removeprefix("backend.") for name in found["told"]} | LOCAL | UNSUPPORTED
     assert {name for name in found["names"] if not name.startswith("__")} <= known
+
+
+def call_across_hosts(placement: str) -> dict[str, Any]:
+    """Make calls in a child of rank 0, and end there, then go on in both ranks."""
+    join(placement)
+    native = dist.group.WORLD._get_backend(torch.device("cpu"))
+    dist.barrier()
+    told: dict[str, str] = {}
+    if dist.get_rank() == 0:
+
+        def child() -> dict[str, str]:
+            calls = {
+                "all_reduce": lambda: dist.all_reduce(torch.ones(1)),
+                "send": lambda: dist.send(torch.ones(1), 1),
+                "recv": lambda: dist.recv(torch.ones(1)),
+                "exact_sum": lambda: native.exact_sum(torch.ones(1), lambda agree: None),
+                "abort": native.abort,
+                "shutdown": native.shutdown,
+            }
+            return {name: raised(call) for name, call in calls.items()}
+
+        told = in_child(child)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    dist.barrier()
+    return {"told": told, "sum": total.item(), "pid": os.getpid()}
+
+
+def test_a_forked_child_of_a_rank_across_hosts_is_refused_too():
+    found, other = pytest_lockstep.run(call_across_hosts, "ab", ranks=2, timeout=60, init=False)
+    assert found["sum"] == other["sum"] == 2.0
+    assert len(found["told"]) == 6
+    for name, told in found["told"].items():
+        assert told.startswith("DistBackendError rank 0: process "), (name, told)
+        assert f"is a fork of process {found['pid']}, which joined group default" in told
+        assert f"cannot use the group: make this call in process {found['pid']}" in told
+        assert "\n" not in told, (name, told)
 
 
 def use_private_memory() -> list[float]:
