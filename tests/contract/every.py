@@ -1,4 +1,4 @@
-"""Every case of the contract on one rank, for whichever launch starts it."""
+"""Every case of the contract on one rank, in any kind of launch."""
 
 from __future__ import annotations
 

@@ -20,10 +20,11 @@ from typing import Any
 __all__ = [
     "IDENTITY",
     "HostIdentity",
+    "address_towards",
     "declare_world",
     "find_hosts",
     "identify_host",
-    "own_identity",
+    "is_loopback",
 ]
 
 IDENTITY = "LOCKSTEP_HOST_IDENTITY"
@@ -52,7 +53,7 @@ _known_in: Any = None  # a weak reference to that group; None while it is being 
 
 
 def declare_world(is_single_host: bool, address: str) -> None:
-    """Say what the launcher of the world that is joined next tells about its hosts.
+    """State what the launcher knows about the hosts of the world that is joined next.
 
     Without this, the environment variables of torchrun are read.
 
