@@ -49,8 +49,8 @@ class HostAllReduce(NativeAllReduce):
         group: The group.
         reducer: The reducer of the group.
         submit: A function that runs another one in the order of the group's calls.
-        bucket, holders, leaves, divisor, cuts, scatter: As of `NativeAllReduce`.
-        compression: How what crosses hosts is compressed; see `lockstep.comm.hosts.compression`.
+        bucket, holders, leaves, divisor, cuts, scatter: As for `NativeAllReduce`.
+        compression: How data between hosts is compressed; see `lockstep.comm.hosts.compression`.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class HostAllReduce(NativeAllReduce):
         self._sum_plan = plan_reduction(group.map, holders, leaves, scatter=scatter)
         self._counts = [len(nodes) for nodes in holders]
         # The rows of this rank for the other ranks of the host: its handle, then its flags.
-        self._width = max(self._counts) * len(bucket.members)
-        self._row = torch.zeros(FLAGS_START + self._width, dtype=torch.uint8)
+        flags = max(self._counts) * len(bucket.members)
+        self._row = torch.zeros(FLAGS_START + flags, dtype=torch.uint8)
         handle = torch.tensor(get_memory_handle(self._packed), dtype=torch.int64)
         self._row[:FLAGS_START].copy_(handle.view(torch.uint8))
         self._rows: dict[tuple[int, ...], torch.Tensor] = {}  # mapped memory, by handle

@@ -108,7 +108,7 @@ def address_towards(host: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address or host name is this host's own, for every host."""
+    """Return whether an address or host name always means the host itself."""
     return address.startswith("127.") or address == "::1" or address in LOOPBACK_NAMES
 
 

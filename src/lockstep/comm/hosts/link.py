@@ -68,7 +68,8 @@ class HostLink:
         gloo: A `ProcessGroupGloo` of all ranks of the group.
         rank: This rank.
         other: Any rank on another host.
-        describe_wait: Returns what a thread waits for that waits for a rank.
+        describe_wait: Returns a description of the wait for a rank, such as "all_reduce #3 on
+            group default, waiting for rank 2 on host b".
         explain: Returns the exception to raise when a message from or to a rank fails.
 
     Attributes:

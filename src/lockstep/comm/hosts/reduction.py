@@ -258,7 +258,7 @@ class HostReducer:
             output: This rank's result.
             number: The number of the reduction.
             factors: The factor of each rank, for PREMUL_SUM.
-            agree: As of `all_reduce`.
+            agree: As for `all_reduce`.
         """
         reduction = Reduction(output.dtype, number, len(inputs), factors)
         plan = self._plan(reduction, None, scatter=True)

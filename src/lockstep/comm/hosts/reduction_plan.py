@@ -126,7 +126,7 @@ def plan_reduction(
         leaves: The number of leaves of the tree.
         root: The rank that gets the result; None for all ranks. The ranks of its host reduce.
         scatter: Whether only the owner of a slice gets its result.
-        is_order_free: Whether the result does not depend on the order, as of integers; every
+        is_order_free: Whether the result does not depend on the order, as with integers; every
             rank then holds a node.
         wide_factor: The bytes of an element of a combined term, relative to those of a value.
             A host combines its terms only if that makes them smaller.
