@@ -13,7 +13,6 @@ import contextlib
 import importlib.metadata
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 import pytest
 
 import pytest_lockstep
+from lockstep.bench import runners
 from lockstep.launcher.environment import RankEnvironment
 
 LAUNCHER_VARIABLES = RankEnvironment(1, "", 1, "", store=" ").variables(0).keys()
@@ -61,10 +61,7 @@ needed = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 def mpiexec() -> str:
     """Return MPICH's mpiexec, which is installed beside Python."""
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    assert found is not None
-    return found
+    return runners.mpiexec(sys.executable)
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ def test_a_missing_fast_backend_is_noted_with_the_command_that_helps(monkeypatch
         raise BindingError("it was built for torch 2.12", "run `lockstep build`")
 
     check = doctor.CHECKS["backend"]
-    monkeypatch.setattr(communication.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(communication, "is_mpi4py_installed", lambda: False)
     monkeypatch.setattr(communication.native, "reason_unavailable", lambda: None)
     found = only(check)
     assert (found.verdict, found.subject) == ("good", "backend")
@@ -119,7 +119,7 @@ def test_a_missing_fast_backend_is_noted_with_the_command_that_helps(monkeypatch
 
 def test_the_backends_of_gpus_and_of_mpi_are_named(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr(communication.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(communication, "is_mpi4py_installed", lambda: True)
     _, gpu, mpi = list(doctor.CHECKS["backend"](Requirements()))
     assert gpu.what.startswith("tensors on GPUs: runs use cpu:gloo,cuda:nccl, because nccl is made")
     assert mpi.what == "mpi4py is installed: init(backend='mpi4py') uses MPI under mpiexec"

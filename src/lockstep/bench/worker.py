@@ -67,10 +67,10 @@ def mpi_main() -> None:
     from mpi4py import MPI  # type: ignore[import-not-found, unused-ignore]
 
     from lockstep.bench.numpy_libraries import MpiLibrary
+    from lockstep.comm.mpi.library import library_name
 
     comm = MPI.COMM_WORLD
-    named = " ".join(MPI.Get_library_version().split()[:3]).rstrip(",").replace("Version: ", "")
-    library = MpiLibrary(MPI, comm)
+    library, named = MpiLibrary(MPI, comm), library_name(MPI)
     run_worker(library, comm.Get_rank(), comm.Get_size(), folder, key, float(timeout), named)
 
 

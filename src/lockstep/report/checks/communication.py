@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import os
 import socket
 import statistics
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.comm import backend as native
+from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
 from lockstep.errors import LockstepError
 from lockstep.formatting import format_bytes, format_duration
 from lockstep.launcher.backend_choice import choose_backend
@@ -232,7 +232,7 @@ def check_native(requirements: Requirements) -> Iterator[CheckResult]:
     if torch.cuda.is_available():
         gpu = choose(is_gpu=True, is_single_host=True)
         yield good("backend", f"tensors on GPUs: runs use {gpu.name}, {gpu.reason}")
-    if importlib.util.find_spec("mpi4py") is not None:
+    if is_mpi4py_installed():
         yield good("backend", "mpi4py is installed: init(backend='mpi4py') uses MPI under mpiexec")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import platform
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import lockstep
+from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
 from lockstep.formatting import format_bytes
 from lockstep.native.compilation import CompilationError, find_compiler
 from lockstep.report.checks import CheckResult, Requirements, bad, good, note
@@ -174,7 +174,7 @@ def check_mpi(requirements: Requirements) -> Iterator[CheckResult]:
     """Check that mpiexec starts two ranks, if it is installed."""
     program = shutil.which("mpiexec")
     if program is None:
-        extra = " (mpi4py is installed)" if importlib.util.find_spec("mpi4py") else ""
+        extra = " (mpi4py is installed)" if is_mpi4py_installed() else ""
         yield good("mpi", f"no mpiexec{extra}; only programs started with it need it")
         return
     answer = _run([program, "-n", "2", sys.executable, "-c", RANK_PROGRAM])
@@ -191,7 +191,7 @@ def check_mpi(requirements: Requirements) -> Iterator[CheckResult]:
 def check_mpi4py(requirements: Requirements) -> Iterator[CheckResult]:
     """Check that mpiexec and mpi4py belong to the same MPI, if both are installed."""
     program = shutil.which("mpiexec")
-    if program is None or not importlib.util.find_spec("mpi4py"):
+    if program is None or not is_mpi4py_installed():
         return
     sources = str(Path(lockstep.__file__).parent.parent)
     answer = _run([program, "-n", "2", sys.executable, "-c", MPI_PROGRAM, sources])
