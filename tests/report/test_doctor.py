@@ -333,6 +333,7 @@ def test_mpiexec_is_checked(monkeypatch, tmp_path, script, verdict, words):
 def test_mpi4py_and_mpiexec_belong_together(monkeypatch):
     folder = os.path.dirname(mpi_ranks.mpiexec())
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # then the ranks' output is mixed within lines
     found = only(software.check_mpi4py)
     assert found.verdict == "good"
     assert found.what.endswith(f"form a world of MPICH {importlib.metadata.version('mpich')}")
@@ -340,6 +341,17 @@ def test_mpi4py_and_mpiexec_belong_together(monkeypatch):
     found = only(software.check_mpi4py)
     assert found.verdict == "note"
     assert "the mpiexec of Open MPI started 2 ranks (OMPI_COMM_WORLD_SIZE), but" in found.what
+
+
+@mpi_ranks.needed
+def test_mpiexec_whose_ranks_are_alone_in_mpi4py_is_noted(monkeypatch, tmp_path):
+    program = tmp_path / "mpiexec"
+    program.write_text('#!/bin/sh\nshift 2\n"$@" && exec "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    found = only(software.check_mpi4py)
+    assert found.verdict == "note"
+    assert "each of the 2 ranks is alone in MPICH" in found.what
 
 
 def test_an_nvidia_driver_without_cuda_torch_is_noted(monkeypatch, tmp_path):

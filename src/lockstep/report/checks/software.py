@@ -43,7 +43,11 @@ try:
     mpi = library.load()
 except Exception as error:
     sys.exit(f"{error}")
-print(library.library_name(mpi), "has", mpi.COMM_WORLD.Get_size(), "ranks")
+name, world = library.library_name(mpi), mpi.COMM_WORLD
+if world.Get_size() != 2:
+    sys.exit(f"each of the 2 ranks is alone in {name}, which is not the MPI of this mpiexec")
+if world.Get_rank() == 0:
+    print(name)
 """
 
 CPP_PROGRAM = """
@@ -198,7 +202,7 @@ def check_mpi4py(requirements: Requirements) -> Iterator[CheckResult]:
     if isinstance(answer, str):
         yield note("mpi4py", answer, "only init(backend='mpi4py') needs it")
     else:
-        found = answer.stdout.strip().splitlines()[-1].partition(" has ")[0]
+        found = answer.stdout.strip().splitlines()[-1]
         yield good("mpi4py", f"2 ranks of {program} form a world of {found}")
 
 
