@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import secrets
 import socket
 import sys
 import time
@@ -151,17 +150,14 @@ def _meet(timeout: float) -> Met:
     # Later calls do not block for long, because all ranks have come.
     _finish(mpi, world.Ibarrier(), deadline, "another rank")
     host = world.Split_type(mpi.COMM_TYPE_SHARED)
-    first = bytearray(rank.to_bytes(4))
-    host.Bcast([first, mpi.BYTE], 0)  # the lowest rank of this host
-    firsts = bytearray(4 * size)
-    world.Allgather([first, mpi.BYTE], [firsts, mpi.BYTE])
-    hosts = sorted({bytes(firsts[4 * each : 4 * each + 4]) for each in range(size)})
+    first = host.bcast(rank)  # the lowest rank of this host
+    hosts = sorted(set(world.allgather(first)))
     rank_info = RankInfo(
         rank=rank,
         world_size=size,
         local_rank=host.Get_rank(),
         local_world_size=host.Get_size(),
-        host=hosts.index(bytes(first)),
+        host=hosts.index(first),
         launcher="mpiexec",
     )
     host.Free()
@@ -186,26 +182,21 @@ def _meet(timeout: float) -> Met:
 
 def _serve() -> list[Any]:
     """Serve a store; return its secret, its port and the addresses of this host."""
-    import psutil
+    import secrets  # here: torch imports this module
 
+    from lockstep.launcher.listening_socket import listen
+    from lockstep.launcher.network_interface import find_own_addresses
     from lockstep.launcher.store_server import StoreServer
+    from lockstep.transport.secret import SECRET_SIZE
 
-    secret = secrets.token_bytes(32)
-    # On every interface, because MPI does not tell over which one the other hosts come.
-    listening = socket.create_server(("", 0), backlog=1024)
-    families = {socket.AF_INET}
-    if socket.has_dualstack_ipv6():
-        listening.close()
-        families.add(socket.AF_INET6)
-        listening = socket.create_server(
-            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
-        )
-    port = listening.getsockname()[1]
-    _served.append(StoreServer(listening, secret))
-    found = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries
-             if entry.family in families]  # fmt: skip
+    secret = secrets.token_bytes(SECRET_SIZE)
+    # On every interface, because MPI does not say over which one the other hosts connect.
+    has_ipv6 = socket.has_dualstack_ipv6()
+    server = StoreServer(listen("::" if has_ipv6 else "0.0.0.0", 0), secret)
+    _served.append(server)
+    found = [each for each in find_own_addresses() if has_ipv6 or ":" not in each]
     routed = [each for each in found if not each.startswith(("127.", "::1", "fe80:"))]
-    return [secret.hex(), port, *routed]
+    return [secret.hex(), server.port, *routed]
 
 
 def _connect(rank_info: RankInfo, served: list[Any], deadline: float) -> Met:
