@@ -1,8 +1,10 @@
 """The ranks of MPI find each other without variables; other backends see no difference."""
 
+import json
 import os
 import subprocess
 import sys
+import time
 from datetime import timedelta
 
 import pytest
@@ -54,6 +56,20 @@ def worlds():
 def test_worlds_without_variables():
     for rank, found in enumerate(mpi_ranks.run(worlds, ranks=2)):
         assert found == [(rank, 2, [3.0] * 3)] * 4
+
+
+def receive_addresses():
+    from lockstep.comm.mpi import library
+
+    mpi = library.load()
+    addresses = json.dumps([f"fd00::{number:x}" for number in range(1000)])
+    text = addresses if mpi.COMM_WORLD.Get_rank() == 0 else ""
+    return mpi_rendezvous._broadcast(mpi, text, time.monotonic() + 30) == addresses
+
+
+@mpi_ranks.needed
+def test_rank_0_may_have_many_addresses():
+    assert mpi_ranks.run(receive_addresses, ranks=2) == [True, True]
 
 
 def test_rendezvous_is_registered_once():

@@ -32,7 +32,6 @@ __all__ = ["find_rank", "register"]
 
 RETRY = 0.001  # seconds between tests of a broadcast
 TRY = 2.0  # seconds for a connection to one of the addresses of rank 0
-ADDRESS_BYTES = 4096
 
 Rendezvous = Iterator[tuple[Any, int, int]]
 Met: TypeAlias = "tuple[RankInfo, Any, bool]"
@@ -165,9 +164,7 @@ def _meet(timeout: float) -> Met:
     text = ""
     if rank == 0:
         text = json.dumps(_serve() if created is None else created[1])
-    buffer = bytearray(text.encode().ljust(ADDRESS_BYTES))
-    _finish(mpi, world.Ibcast([buffer, mpi.BYTE], 0), deadline, "rank 0")
-    address = json.loads(buffer)
+    address = json.loads(_broadcast(mpi, text, deadline))
     if isinstance(address, list):
         return _connect(rank_info, address, deadline)
     store = attach_store(address)
@@ -225,6 +222,15 @@ def _connect(rank_info: RankInfo, served: list[Any], deadline: float) -> Met:
         f"rank 0 cannot be reached at {', '.join(addresses)} (port {port}): open the ports between "
         "the hosts, or set MASTER_ADDR and MASTER_PORT to an address and a port that are open",
     )
+
+
+def _broadcast(mpi: Any, text: str, deadline: float) -> str:
+    """Return the text of rank 0, of any length."""
+    size = bytearray(len(text.encode()).to_bytes(8))
+    _finish(mpi, mpi.COMM_WORLD.Ibcast([size, mpi.BYTE], 0), deadline, "rank 0")
+    buffer = bytearray(text.encode().ljust(int.from_bytes(size)))
+    _finish(mpi, mpi.COMM_WORLD.Ibcast([buffer, mpi.BYTE], 0), deadline, "rank 0")
+    return buffer.decode()
 
 
 def _finish(mpi: Any, request: Any, deadline: float, who: str) -> None:
