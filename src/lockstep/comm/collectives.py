@@ -63,9 +63,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """Return the device for small messages of a group: the CPU if its backend supports it."""
-    if "cpu:" in dist.get_backend_config(group):
+    config = dist.get_backend_config(group)
+    if "cpu:" in config:
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    kind = config.partition(":")[0]
+    return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def has_many_ranks(group: dist.ProcessGroup | None = None) -> bool:

@@ -27,6 +27,7 @@ value is copied once, into the message, and the sums are views of the received b
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -210,6 +211,7 @@ class PortableAllReduce:
         self.sums = torch.empty(ranks * self._length, dtype=bucket.dtype, device=device)
         self._work: dist.Work | None = None
         self._present: list[bool] = []
+        self._flags = bytearray()
 
     def launch(self, held: Mapping[Node, Values], stale: Container[int] = ()) -> None:
         """Start step 1; see `ReproducibleAllReduce.launch`."""
@@ -233,10 +235,12 @@ class PortableAllReduce:
                     flat[piece.member] = in_memory_order(value)
                 source = flat[piece.member][piece.start : piece.stop]
                 rows[piece.slice, piece.offset : piece.offset + source.numel()].copy_(source)
-        if flags:
+        if flags and flags != self._flags:  # usually those of the last step, which are there
             start = len(nodes) * slices
             presence = torch.frombuffer(flags, dtype=torch.uint8)
-            self._out[:, start : start + len(flags)].copy_(presence)
+            # A blocking copy would wait for the backward pass that a GPU still runs.
+            self._out[:, start : start + len(flags)].copy_(presence, non_blocking=True)
+            self._flags = flags
         self._work = dist.all_to_all_single(
             self._in,
             self._out.view(-1),
@@ -271,12 +275,17 @@ class PortableAllReduce:
         slice_bytes = self._length * self.bucket.dtype.itemsize
         slices: dict[Node, torch.Tensor] = {}
         flags: dict[Node, list[int]] = {}
-        for nodes, message in zip(self.holders, self._in.split(self._widths), strict=True):
-            presence = message[len(nodes) * slice_bytes :].tolist()
+        received = list(zip(self.holders, self._in.split(self._widths), strict=True))
+        ends = [
+            message[len(nodes) * slice_bytes :][: len(nodes) * members]
+            for nodes, message in received
+        ]
+        presence = iter(torch.cat(ends).tolist())  # one copy to the CPU, which waits for the device
+        for nodes, message in received:
             for number, node in enumerate(nodes):
                 values = message[number * slice_bytes : (number + 1) * slice_bytes]
                 slices[node] = values.view(self.bucket.dtype)
-                flags[node] = presence[number * members : (number + 1) * members]
+                flags[node] = list(islice(presence, members))
         return slices, flags
 
     def _combine_members(

@@ -11,6 +11,7 @@ from lockstep.comm.bucket import plan
 from lockstep.comm.hosts import reduction
 from lockstep.comm.hosts.all_reduce import HostAllReduce
 from lockstep.comm.hosts.reduction import HostReducer
+from lockstep.comm.hosts.reduction_pipeline import Agreement
 from lockstep.comm.tree import Fold, nodes_of, total
 from lockstep.data.microbatch import split_evenly
 from placed import simulated_hosts
@@ -27,7 +28,7 @@ NEGATIVE_ZERO = 4  # the tensor that is -0.0 in one leaf and absent in all other
 
 
 def submit(_result, function):
-    return SimpleNamespace(wait=lambda: function(lambda: None))
+    return SimpleNamespace(wait=lambda: function(Agreement()))
 
 
 def leaf_values(leaves, dtype, has_absent):

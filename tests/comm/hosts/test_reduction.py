@@ -1,6 +1,7 @@
 """Reductions across simulated hosts: the bits are those of one host, for any placement."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch.distributed as dist
 
 from lockstep.comm import backend as native
 from lockstep.comm.hosts import reduction
+from lockstep.comm.hosts.backend import Card
 from lockstep.comm.hosts.reduction import HostReducer
+from lockstep.comm.hosts.reduction_pipeline import Agreement
 from placed import simulated_hosts
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="not built")
@@ -110,3 +113,40 @@ def test_every_reduction_of_every_dtype_has_the_bits_of_one_host(world_size, mon
             for dtype in (torch.float32, torch.bfloat16):
                 check_all_reduce(reducer, one_host, dtype, SUM, 20_011)
     dist.destroy_process_group(one_host)
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_all_messages_have_the_tags_of_the_call(world_size, monkeypatch):
+    monkeypatch.setattr(reduction, "CHUNK_BYTES", 4096)
+    with simulated_hosts(((0,), (1,))) as group:
+        reducer, tags = HostReducer(group), set()
+
+        def record(call):
+            return lambda tensor, rank, tag: (tags.add(tag), call(tensor, rank, tag))[1]
+
+        for name in ("send", "receive"):
+            monkeypatch.setattr(reducer, name, record(getattr(reducer, name)))
+        expected = set()
+        for number in (3, 1 << 28, (1 << 32) - 1):
+            agreement = Agreement(number)
+            expected.update(agreement.tags[:2])
+            reducer.all_reduce(torch.ones(5000), SUM, (), agreement)  # terms only
+            reducer.all_reduce(torch.ones(5000, dtype=torch.bfloat16), AVG, (), agreement)
+            reducer.reduce_scatter([torch.ones(9)] * 2, torch.ones(9), SUM, (), agreement)
+        assert tags <= expected
+        assert len(tags) >= 3
+        assert max(tags) < 1 << 30  # torch takes 31 bits, and other messages have the highest
+
+
+def test_different_calls_have_different_tags():
+    call = SimpleNamespace(
+        number=1, is_uneven=False, op="all_reduce", reduction="SUM", dtype="float32", root=-1,
+        count=4,
+    )  # fmt: skip
+    same = Card(Card.pack(call, 0)), Card(Card.pack(call, 16))
+    assert same[0].tag == same[1].tag
+    changes = {"number": 2, "op": "reduce", "reduction": "MAX", "dtype": "int8", "count": 5}
+    others = [
+        Card(Card.pack(SimpleNamespace(**vars(call) | {k: v}), 0)) for k, v in changes.items()
+    ]
+    assert len({Agreement(each.tag).tags for each in (*others, same[0])}) == 6

@@ -48,9 +48,8 @@ def value_of_term(term, holders):
 
 
 def simulate(plan, holders, slice_):
-    """Return the result of a slice as its owner computes it, the sent terms and the receivers."""
-    owner, values, messages = plan.owners[slice_], {}, []
-    home = plan.map.host_of(owner)
+    """Return the result of a slice, the messages with terms, and the ranks that have the result."""
+    values, messages = {}, []
     for host, terms in enumerate(plan.terms):
         handler = plan.handler(slice_, host)
         assert handler in plan.map.hosts[host]
@@ -59,12 +58,14 @@ def simulate(plan, holders, slice_):
             # A handler reads only the memory of its own host.
             assert all(rank in plan.map.hosts[host] for rank, _ in term.inputs)
             values[term.node] = value_of_term(term, holders)
-            if host != home:
-                messages.append((handler, owner))
-    receivers = {owner}
-    if plan.returns:
-        receivers |= {plan.handler(slice_, host) for host in range(len(plan.map.hosts))}
-    return total(values, plan.leaves, added), messages, receivers
+            messages += [(handler, each) for each in plan.receivers(handler, slice_)]
+    handlers = {plan.handler(slice_, host) for host in range(len(plan.map.hosts))}
+    having = {each for each in handlers if plan.reduces(each, slice_)}
+    for rank in having:  # which has got the terms of all other hosts
+        senders = Counter(plan.map.host_of(handler) for handler, each in messages if each == rank)
+        others = set(range(len(plan.map.hosts))) - {plan.map.host_of(rank)}
+        assert senders == Counter({each: n for each in others if (n := len(plan.terms[each]))})
+    return total(values, plan.leaves, added), messages, handlers if plan.returns else having
 
 
 @given(placements(), st.data())
@@ -86,10 +87,11 @@ def test_every_slice_is_reduced_once_along_the_tree(hosts, data):
         assert result == value_of((0, leaves))
         size = (bounds[slice_ + 1] - bounds[slice_]) * item
         home = plan.map.host_of(owner)
-        for handler, _ in messages:
+        for handler, reducer in messages:
             host = plan.map.host_of(handler)
-            sent[host, home] += size * (factor if plan.is_wide[host] else 1)
-        for rank in receivers - {owner}:
+            wide = factor if plan.is_wide[host] else 1
+            sent[host, plan.map.host_of(reducer)] += size * wide
+        for rank in receivers - {owner} if plan.returns else ():
             sent[home, plan.map.host_of(rank)] += size
         if root is None and not scatter:  # one rank of each host gets it, and no host twice
             assert sorted(plan.map.host_of(each) for each in receivers) == [
@@ -140,6 +142,27 @@ def test_bytes_of_a_float_sum_between_two_hosts_of_two_ranks(hosts, expected):
         (0, 1): expected,
         (1, 0): expected,
     }
+
+
+@pytest.mark.parametrize(
+    ("hosts", "is_exchange"),
+    [
+        (CONTIGUOUS, True),
+        (HostMap(((0,), (1,))), True),
+        (HostMap(((0, 1, 2), (3,))), False),  # 3 ranks of a tree over 4 leave two terms, 01 and 2
+        (ALTERNATING, False),
+        (HostMap(((0, 1), (2, 3), (4, 5))), False),  # every host would send its terms twice
+    ],
+)
+def test_two_hosts_with_one_term_each_exchange_it(hosts, is_exchange):
+    holders = [[(each, each + 1)] for each in range(hosts.size)]
+    plan = plan_reduction(hosts, holders, hosts.size)
+    assert plan.is_exchange == is_exchange
+    assert plan.returns != is_exchange
+    assert not plan_reduction(hosts, holders, hosts.size, root=0).is_exchange
+    assert not plan_reduction(hosts, holders, hosts.size, scatter=True).is_exchange
+    combined = plan_reduction(hosts, holders, hosts.size, is_order_free=True)
+    assert combined.is_exchange == (len(hosts.hosts) == 2)
 
 
 def test_terms_of_16_bit_floats_are_combined_where_that_saves_bytes():

@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import AllgatherOptions
 from lockstep.comm.bucket import Bucket
 from lockstep.comm.hosts.compression import make_codec
 from lockstep.comm.hosts.map import HostMap
-from lockstep.comm.hosts.reduction import Agree, Group, HostReducer, chunk_length
+from lockstep.comm.hosts.reduction import Group, HostReducer, chunk_length
+from lockstep.comm.hosts.reduction_pipeline import Agreement
 from lockstep.comm.hosts.reduction_plan import plan_reduction
 from lockstep.comm.native_all_reduce import ABSENT, NEW, NativeAllReduce
 from lockstep.comm.reduction_arithmetic import Reduction
@@ -31,12 +32,9 @@ from lockstep.comm.tree import Node
 
 __all__ = ["HostAllReduce"]
 
-FLAG_TAG = 0x4C530003
-"""The tag of the messages with flags."""
-
 FLAGS_START = HANDLE_LENGTH * 8  # bytes of the handle, in a rank's row
 
-Submit = Callable[[torch.Tensor, Callable[[Agree], None]], Any]
+Submit = Callable[[torch.Tensor, Callable[[Agreement], None]], Any]
 """Runs a function after the earlier calls of the group, in its thread; returns a Work.
 
 The tensor is the memory of the result."""
@@ -90,8 +88,9 @@ class HostAllReduce(NativeAllReduce):
     def finish_here(self) -> None:
         """Do nothing: the sum continues in the group's thread while the network is busy."""
 
-    def _add(self, agree: Agree) -> None:
+    def _add(self, agreement: Agreement) -> None:
         """Add the bucket; runs in the thread of the group."""
+        agreement = agreement.joined()
         ranks = self._group.map.hosts[self._reducer.host]
         gathered = [torch.empty_like(self._row) for _ in ranks]
         # Also the barrier after which all ranks of the host have packed their nodes.
@@ -100,12 +99,16 @@ class HostAllReduce(NativeAllReduce):
         flags = torch.stack([each[FLAGS_START:] for each in gathered])
         sizes = [hi - lo for lo, hi in pairwise(self._bounds)]
         chunk = chunk_length(sizes, self._bucket.dtype.itemsize)
-        presence = Presence(self._reducer, self._group.map, self._counts, self._bucket, flags)
+        presence = Presence(
+            self._reducer, self._group.map, self._counts, self._bucket, flags, agreement
+        )
         rows = self._map_rows(dict(zip(ranks, handles, strict=True)))
         values = PackedValues(
             self._reducer, rows, self._bounds, self._is_scattered, chunk, presence
         )
-        self._reducer.run(self._sum_plan, self._reduction, values, sizes, chunk, self._codec, agree)
+        self._reducer.run(
+            self._sum_plan, self._reduction, values, sizes, chunk, self._codec, agreement
+        )
         for member, is_new in enumerate(presence.find_new()):
             self._present[member] = is_new
 
@@ -205,6 +208,7 @@ class Presence:
         bucket: The bucket.
         flags: The flags of the ranks of this host: a row of bytes per rank, with a flag per node
             and member, padded to the same length on all hosts.
+        agreement: What the ranks of the call have in common.
     """
 
     def __init__(
@@ -214,7 +218,9 @@ class Presence:
         counts: Sequence[int],
         bucket: Bucket,
         flags: torch.Tensor,
+        agreement: Agreement,
     ) -> None:
+        tag = agreement.tags[2]
         self._members, self._counts = bucket.members, counts
         self._flags: dict[tuple[int, int], bytes] = {}
         self._read(hosts.hosts[reducer.host], flags)
@@ -224,11 +230,11 @@ class Presence:
             if host == reducer.host:
                 continue
             buffer = torch.empty(len(ranks), flags.shape[1], dtype=torch.uint8)
-            work = reducer.receive(buffer.view(-1), hosts.partner(reducer.rank, host), FLAG_TAG)
+            work = reducer.receive(buffer.view(-1), hosts.partner(reducer.rank, host), tag)
             self._receives.append((work, ranks, buffer))
             for rank in ranks:
                 if hosts.partner(rank, reducer.host) == reducer.rank:
-                    self._sends.append(reducer.send(flags.view(-1), rank, FLAG_TAG))
+                    self._sends.append(reducer.send(flags.view(-1), rank, tag))
 
     def parts(
         self, inputs: Sequence[Sequence[tuple[int, int]]], lo: int, hi: int

@@ -18,8 +18,10 @@ import os
 import struct
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +37,8 @@ from lockstep.comm.hosts.group import GroupError, HostGroup
 from lockstep.comm.hosts.link import Transfer
 from lockstep.comm.hosts.messages import Mailbox
 from lockstep.comm.hosts.plan import all_gather_rounds, broadcast_slices, chunks_of
-from lockstep.comm.hosts.reduction import Agree, HostReducer
+from lockstep.comm.hosts.reduction import HostReducer
+from lockstep.comm.hosts.reduction_pipeline import Agreement
 
 __all__ = ["HostCalls"]
 
@@ -76,6 +79,11 @@ class Card:
         self.number, self.root, self.count, self.size = number, root, count, size
         key = (number, uneven, op, reduction, dtype, root)
         self.key = key if uneven else (*key, count)
+
+    @property
+    def tag(self) -> int:
+        """A number that the cards of the same call have in common."""
+        return zlib.crc32(repr(self.key).encode())
 
     @staticmethod
     def pack(call: Any, size: int) -> bytes:
@@ -151,25 +159,25 @@ class HostCalls:
     def all_reduce(self, call: Any, tensor: torch.Tensor, root: int) -> None:
         """Reduce a tensor to rank `root`, or to all ranks if it is -1."""
         with self._begun(call):
-            factors, agree = self._begin_reduction(call)
+            factors, agreement = self._begin_reduction(call)
             number = REDUCTIONS.index(call.reduction)
             if root < 0:
-                self.reducer.all_reduce(tensor, number, factors, agree)
+                self.reducer.all_reduce(tensor, number, factors, agreement)
             else:
-                self.reducer.reduce(tensor, number, root, factors, agree)
+                self.reducer.reduce(tensor, number, root, factors, agreement)
 
     def reduce_scatter(self, call: Any, send: Sequence[torch.Tensor], result: torch.Tensor) -> None:
         """Reduce tensor r of all ranks to rank r."""
         with self._begun(call):
-            factors, agree = self._begin_reduction(call)
+            factors, agreement = self._begin_reduction(call)
             number = REDUCTIONS.index(call.reduction)
-            self.reducer.reduce_scatter(send, result, number, factors, agree)
+            self.reducer.reduce_scatter(send, result, number, factors, agreement)
 
-    def exact_sum(self, call: Any, function: Callable[[Agree], None]) -> None:
+    def exact_sum(self, call: Any, function: Callable[[Agreement], None]) -> None:
         """Add a bucket of the trainer's gradients; `function` does, by `reducer`."""
         with self._begun(call):
-            _, agree = self._begin_reduction(call)
-            function(agree)
+            _, agreement = self._begin_reduction(call)
+            function(agreement)
 
     # ---- messages ----
 
@@ -314,23 +322,25 @@ class HostCalls:
         ]
         return targets, sources
 
-    def _begin_reduction(self, call: Any) -> tuple[list[float], Agree]:
-        """Compare the calls of the ranks of this host, and send cards to other hosts.
+    def _begin_reduction(self, call: Any) -> tuple[list[float], Agreement]:
+        """Send cards to other hosts; the ranks of this host are compared when data is ready.
 
         Returns:
-            The factors of PREMUL_SUM, by rank, and a function that compares the cards of other
-            hosts, which arrive while the first data is prepared.
+            The factors of PREMUL_SUM, by rank, and the agreement, which compares the cards of other
+            hosts: they arrive while the first data is prepared.
         """
-        self._compare_locally(call)
         cards = self._send_cards(call, dict.fromkeys([*self._targets, *self._sources], 0))
+        tag = Card(Card.pack(call, 0)).tag
         if call.reduction != "PREMUL_SUM":
-            return [], lambda: self._compare(call, cards)
+            join, check = partial(self._compare_locally, call), partial(self._compare, call, cards)
+            return [], Agreement(tag, join, check)
+        self._compare_locally(call)
         self._compare(call, cards)
         factors = torch.zeros(self._map.size, dtype=torch.float64)
         factors[self._rank] = call.factor
         blocks = list(factors.view(torch.uint8).view(-1, factors.itemsize))
         self._all_gather(call, blocks[self._rank].clone(), blocks)
-        return [float(each) for each in factors], lambda: None
+        return [float(each) for each in factors], Agreement(tag)
 
     # ---- moving data ----
 

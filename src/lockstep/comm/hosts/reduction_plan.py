@@ -15,6 +15,12 @@ additions is that of one host. It sends one *term* per remaining node: with cont
 with alternating ranks (0, 2 and 1, 3) one per leaf, because no addition of the tree is local.
 Reductions whose result does not depend on the order need one term per host in any placement.
 
+Two hosts that send at most one term each, no larger than the result, exchange the terms of all
+slices, and both add them. That takes the same bytes, but no result waits for a term:
+
+    slice 0  rank 2 combines what B has, rank 0 what A has; they exchange it, and both add
+    slice 1  rank 3 ............................. rank 1 ................................
+
 Everything is a pure function of the hosts and the nodes that each rank holds.
 """
 
@@ -53,11 +59,12 @@ class ReductionPlan:
 
     Attributes:
         map: The ranks of each host.
-        owners: The rank that reduces each slice.
+        owners: The rank that reduces each slice, or that reduces it on its host.
         terms: The terms of each host, the same for every slice.
         is_wide: For each host, whether its terms have the wider dtype in which the values are
             combined.
         leaves: The number of leaves of the tree over all terms.
+        is_exchange: Whether every handler reduces its slice, with the terms of all hosts.
         returns: Whether an owner sends the result of its slice to the other hosts.
     """
 
@@ -66,7 +73,19 @@ class ReductionPlan:
     terms: tuple[tuple[Term, ...], ...]
     is_wide: tuple[bool, ...]
     leaves: int
+    is_exchange: bool
     returns: bool
+
+    def reduces(self, rank: int, slice_: int) -> bool:
+        """Return whether a rank that handles a slice also reduces it."""
+        return self.is_exchange or self.owners[slice_] == rank
+
+    def receivers(self, rank: int, slice_: int) -> list[int]:
+        """Return the ranks that get the terms of a slice from the rank that handles it."""
+        if not self.is_exchange:
+            return [self.owners[slice_]] if self.owners[slice_] != rank else []
+        home = self.map.host_of(rank)
+        return [self.handler(slice_, each) for each in range(len(self.map.hosts)) if each != home]
 
     def handler(self, slice_: int, host: int) -> int:
         """Return the rank that handles a slice on a host; on its own host, that is the owner."""
@@ -93,11 +112,11 @@ class ReductionPlan:
         for slice_, owner in enumerate(self.owners):
             home, size = self.map.host_of(owner), bounds[slice_ + 1] - bounds[slice_]
             for host in hosts:
-                if host == home:
-                    continue
                 width = wide if self.is_wide[host] else itemsize
-                sent[host, home] += len(self.terms[host]) * size * width
-                sent[home, host] += size * itemsize * self.returns
+                for rank in self.receivers(self.handler(slice_, host), slice_):
+                    sent[host, self.map.host_of(rank)] += len(self.terms[host]) * size * width
+                if host != home:
+                    sent[home, host] += size * itemsize * self.returns
         return sent
 
 
@@ -150,13 +169,17 @@ def plan_reduction(
         alone = tuple(Term(node, ((rank, i),), ((0, 1),), 1) for node, rank, i in held)
         terms.append(combined if is_smaller else alone)
         wide.append(is_smaller and wide_factor > 1)
+    is_single = all(len(each) <= 1 for each in terms) and not any(wide)
+    returns = root is None and not scatter
+    is_exchange = returns and is_single and len(hosts.hosts) == 2
     return ReductionPlan(
         map=hosts,
         owners=owners,
         terms=tuple(terms),
         is_wide=tuple(wide),
         leaves=len(hosts.hosts) if is_order_free else leaves,
-        returns=root is None and not scatter,
+        is_exchange=is_exchange,
+        returns=returns and not is_exchange,
     )
 
 
