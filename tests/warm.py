@@ -37,8 +37,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from lockstep.comm import backend, native_module
 from lockstep.launcher import fork_server, stacks
 from lockstep.launcher.channel import Channel, open_channel, open_pair, read_memfd, write_memfd
+from lockstep.launcher.huge_pages import collapse_memory
 
 LOCKSTEP = [sys.executable, "-c", "from lockstep.cli import main; main()"]
 """The beginning of a command, for `Popen` and `run`."""
@@ -269,8 +271,10 @@ def serve(descriptor: int) -> NoReturn:
     gc.disable()  # a third of the time of imports
     for name in PRELOADED:
         importlib.import_module(name)
+    backend.available()
     gc.enable()
     gc.freeze()
+    collapse_memory()
     channel = open_channel(descriptor)
     while (received := channel.receive()) is not None:
         reading, writing = os.pipe()
@@ -306,6 +310,7 @@ def _run(message: Mapping[str, Any], descriptors: list[int]) -> NoReturn:
     os.chdir(order["cwd"])
     os.environ.clear()
     os.environ.update(order["environ"])
+    native_module.choose_again()  # the variables may be other ones
     program, *arguments = order["argv"]
     sys.argv[:] = ["-c", *arguments, *map(str, descriptors[4:])]
     sys.orig_argv[:] = [sys.executable, *sys.argv[:1], program, *sys.argv[1:]]

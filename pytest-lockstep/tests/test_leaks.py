@@ -25,3 +25,15 @@ def test_the_folder_of_another_launcher_that_runs_is_not_left_behind():
             finally:
                 folder.rmdir()
             assert found == ([str(folder)] if process == os.getpid() else [])
+
+
+@pytest.mark.parametrize("name", ["mpich_shm_of-test-leaks", "vader_segment.of-test-leaks"])
+def test_files_of_mpi_libraries_are_not_left_behind(name):
+    before = list_shared_memory()
+    file = Path(SHARED_MEMORY) / name
+    file.touch()
+    try:
+        found = [path for path in find_shared_memory(before) if "of-test-leaks" in path]
+    finally:
+        file.unlink()
+    assert found == []

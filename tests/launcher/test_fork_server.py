@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
+import torch.distributed as dist
 
 import lockstep as ls
 import warm
+from lockstep.comm import backend, native_module
 from lockstep.launcher import fork_server
 from lockstep.launcher.fork_server import (
     get_fork_server,
     get_fork_server_pid,
     looks_like_training,
 )
+from lockstep.launcher.fork_server_main import MANY_FORKS
 
 _folder: tempfile.TemporaryDirectory[str]  # kept until the rank exits
 
@@ -124,9 +130,52 @@ def test_ranks_find_imported_what_init_needs_and_those_that_train_the_trainer():
     assert ls.launch(lambda: expected <= {*sys.modules}) == [True]
 
 
+@pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
+def test_ranks_find_the_backend_loaded_unless_they_may_need_another_one(monkeypatch, tmp_path):
+    def count() -> int:
+        return native_module.load.cache_info().currsize
+
+    assert ls.launch(count) == [1]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert ls.launch(count) == [0]
+
+
 def test_looks_like_training():
     assert looks_like_training(b"optimizer = torch.optim.SGD(model.parameters(), lr=0.1)")
     assert not looks_like_training(b"print('hello')")
+
+
+def test_the_process_of_the_store_starts_with_the_first_connection():
+    def connect() -> tuple[int, int, bytes]:
+        server = psutil.Process(os.getppid())
+        before = len(server.children())
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        first, second = (dist.TCPStore(*address, is_master=False) for _ in range(2))
+        first.set("key", "value")
+        return before, len(server.children()), second.get("key")
+
+    assert ls.launch(connect) == [(1, 2, b"value")]
+
+
+@pytest.mark.skipif(
+    [*map(int, os.uname().release.split(".")[:2])] < [6, 1]
+    or not Path("/sys/kernel/mm/transparent_hugepage").exists(),
+    reason="this system has no huge pages",
+)
+def test_a_fork_server_of_many_ranks_has_huge_pages():
+    def count() -> int:
+        memory = Path(f"/proc/{os.getppid()}/smaps_rollup").read_text()
+        return sum(map(int, re.findall(r"AnonHugePages: +(\d+) kB", memory)))
+
+    ls.launch(int, nprocs=MANY_FORKS)
+    (found,) = ls.launch(count)
+    assert found > 0
+
+
+def test_a_fork_server_that_has_launched_nothing_is_not_waited_for():
+    server = warm.SPAWN_FORK_SERVER("time.sleep(600)")  # reads no message, as during its imports
+    server.close()
+    assert server.has_exited()
 
 
 def test_ranks_outlive_the_thread_that_launched_them():

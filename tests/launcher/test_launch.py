@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
+import warm
 from lockstep.errors import LaunchEnvironmentError, RankError, UsageError
 from lockstep.launcher.environment import OF_ELASTIC
 
@@ -102,24 +102,31 @@ def test_arguments_in_the_wrong_order_and_a_limit_of_open_files(monkeypatch):
         ls.launch(fail, ("return",), nprocs=2)
 
 
-def test_a_fork_that_fails_is_named():
-    program = """
-import errno, lockstep, os
-launcher, fork = os.getpid(), os.fork
+@pytest.mark.parametrize(("forks", "who"), [(0, "rank 0"), (1, "the process of the ranks' store")])
+def test_a_fork_that_fails_is_named(forks, who):
+    """The store's process is forked when somebody connects."""
+    program = f"""
+import errno, lockstep, os, signal, socket
+launcher, fork, left = os.getpid(), os.fork, [{forks}]
 def limited():
-    if os.getpid() == launcher: return fork()
-    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    if os.getpid() != launcher:
+        left[0] -= 1
+        if left[0] < 0:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    return fork()
+def connect():
+    connection = socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+    signal.pause()
 os.fork = limited
 try:
-    lockstep.launch(print, nprocs=2, start_method="fork")
+    lockstep.launch(connect, start_method="fork")
 except lockstep.LockstepError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = warm.run([sys.executable, "-c", program], timeout=60, text=True)
     assert done.stderr == ""
     assert done.stdout.startswith(
-        "the process of the ranks' store could not be started: fork failed (Resource temporarily "
-        "unavailable); see ulimit -u"
+        f"{who} could not be started: fork failed (Resource temporarily unavailable); see ulimit -u"
     )
 
 

@@ -361,8 +361,8 @@ import os, torch, lockstep as ls
 from torch import distributed as dist
 world = ls.init()
 open(f"pid-{world.rank}", "w").write(str(os.getpid()))
-while world.rank == 1:
-    pass
+while world.rank == 1: open("spins", "w").close()
+while not os.path.exists("spins"): pass
 dist.all_reduce(torch.ones(1))
 """
     flags = "-n 2 --hang-timeout 0.5 --on-hang end"

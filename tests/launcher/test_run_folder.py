@@ -248,3 +248,9 @@ def test_a_run_folder_that_cannot_be_created(tmp_path: Path) -> None:
         create_run_folder(tmp_path / "runs", "digits")
     with pytest.raises(FileError, match="cannot be created"):
         create_run_folder(Path("/proc/runs"), "digits")
+
+
+def test_linked_runs_of_a_folder_that_is_being_renamed(tmp_path: Path, monkeypatch) -> None:
+    """It was gone after it had been seen, which ended the thread that follows a record."""
+    monkeypatch.setattr(Path, "is_dir", lambda self: True)
+    assert run_folder.find_linked_runs(tmp_path / "renamed") == []

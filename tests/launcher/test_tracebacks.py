@@ -13,6 +13,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 import lockstep as ls
+import warm
 from lockstep.comm.backend import ArgumentError
 from lockstep.errors import SampleError, UsageError
 from lockstep.launcher import tracebacks
@@ -122,9 +123,10 @@ def test_a_notebook_shows_its_own_frames_and_keeps_its_own_handler(capsys, monke
 def test_a_program_shows_its_own_line_and_keeps_its_own_hook():
     program = "import sys, lockstep as ls\n{}\ndef main():\n    ls.world()\nmain()\n"
     hook = "sys.excepthook = lambda *error: print('hooked')"
+    command = [sys.executable, "-c"]
     shown = [
-        subprocess.run([sys.executable, "-c", program.format(each)], capture_output=True, text=True)
-        for each in ("", hook)
+        subprocess.run([*command, program.format("")], capture_output=True, text=True),
+        warm.run([*command, program.format(hook)], timeout=60, text=True),
     ]
     assert shown[0].stderr.splitlines()[1:] == [
         '  File "<string>", line 5, in <module>',

@@ -402,9 +402,10 @@ def _choose_node_rank(
 
 
 def _count_gpus() -> int:
-    import torch
+    from lockstep.devices import count_devices, find_accelerator
 
-    return torch.cuda.device_count()
+    kind = find_accelerator()
+    return 0 if kind is None else count_devices(kind)
 
 
 def parse_nprocs(text: str, count_gpus: Callable[[], int]) -> int:

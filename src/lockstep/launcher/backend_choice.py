@@ -1,7 +1,8 @@
 """Which backend `ls.init()` uses if the user names none, and why.
 
     tensors on    ranks on         backend "lockstep"    used
-    GPU           any              -                     nccl, and gloo for tensors on the CPU
+    accelerator   any              -                     torch's backend for it (nccl for CUDA),
+                                                         and gloo for tensors on the CPU
     CPU           one host         can be used           lockstep
     CPU           one host         cannot                gloo
     CPU           several hosts    on every host         lockstep
@@ -15,8 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = ["BackendChoice", "choose_backend"]
-
-GPU_BACKENDS = "cpu:gloo,cuda:nccl"
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,8 @@ class BackendChoice:
 
 def choose_backend(
     *,
-    is_gpu: bool,
+    kind: str = "cpu",
+    device_backend: str = "gloo",
     is_single_host: bool,
     unavailable: str | None,
     requested: str | None = None,
@@ -44,19 +44,21 @@ def choose_backend(
     """Return the backend for ranks that do not name one.
 
     Args:
-        is_gpu: Whether the ranks compute on GPUs.
+        kind: The type of the devices on which the ranks compute, such as "cpu" or "cuda".
+        device_backend: The backend for tensors on an accelerator.
         is_single_host: Whether all ranks are on one host.
         unavailable: Where and why the backend "lockstep" cannot be used, such as "here: it is not
             built"; None if every host of the run can use it.
         requested: The value of LOCKSTEP_BACKEND.
     """
-    if is_gpu:
-        # With a custom backend's name after the colon, torch has no default backend on the CPU.
-        return BackendChoice(
-            GPU_BACKENDS,
-            "because nccl is made for GPUs, and torch does not combine it with a backend of "
-            "another package",
-        )
+    if kind != "cpu":
+        # With a custom backend's name after "cpu:", torch has no default backend on the CPU.
+        name = f"cpu:gloo,{kind}:{device_backend}"
+        if device_backend == "gloo":
+            reason = "which is slower: it copies tensors to the CPU; this torch has no other "
+            return BackendChoice(name, f"{reason}backend for {kind}", is_slower=True)
+        reason = f"because {device_backend} is made for {kind}, and torch does not combine it "
+        return BackendChoice(name, f"{reason}with a backend of another package")
     if requested:
         return BackendChoice(requested, "because LOCKSTEP_BACKEND selects it")
     if unavailable is not None:

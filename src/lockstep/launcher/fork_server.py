@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -61,7 +62,7 @@ class ForkServer:
         self._launcher = os.getpid()
         self._variables = read_once_variables(os.environ)
         self._lock = threading.Lock()
-        self._has_exited = False
+        self._has_launched = self._has_exited = False
 
     def is_usable(self, *, for_training: bool) -> bool:
         """Return whether it runs, belongs to this process, and would start the same way now."""
@@ -76,6 +77,7 @@ class ForkServer:
         """Return a socket on which the server starts and watches the ranks of one launch."""
         ours, theirs = open_pair()
         with self._lock:
+            self._has_launched = True
             self.channel.send({"kind": "launch"}, [theirs.fileno()])
         theirs.close()
         return ours
@@ -90,7 +92,10 @@ class ForkServer:
             self.retire()
             return
         with contextlib.suppress(OSError), self._lock:
-            self.channel.send({"kind": "exit"})
+            if self._has_launched:
+                self.channel.send({"kind": "exit"})
+            elif not self.has_exited():
+                os.kill(self.pid, signal.SIGKILL)  # it has no ranks, and may be importing torch
         self.retire()
         with contextlib.suppress(KeyboardInterrupt):  # the server exits anyway
             self._wait(0)

@@ -3,7 +3,7 @@
     launcher                          fork server                     rank
        │ ── launch {} + socket ───────> │
        │ ══ on the launch's socket ════ │
-       │ ── store {} + listening ─────> │ fork: serves the ranks' TCPStore
+       │ ── store {} + listening ─────> │ on the first connection, fork: serves the ranks' store
        │ ── rank {...} + descriptors ─> │ fork ────────────────────────> │ runs; reports directly
        │ <─ started {rank, pid} ─────── │ (or failed {rank, reason})     │ to the launcher
        │ ── signal {rank, number} ────> │ to the rank's process group ─> │
@@ -40,7 +40,9 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NoReturn
 
+from lockstep.comm import native_module
 from lockstep.launcher.channel import Channel, Message, open_channel
+from lockstep.launcher.huge_pages import collapse_memory
 from lockstep.launcher.rank_process import ForkedProcess, exit_process, ignore_requests
 
 __all__ = ["Server", "ignore_sigterm", "main", "serve", "serve_in_fork"]
@@ -50,6 +52,7 @@ GRACE = 2.0  # seconds from SIGTERM to SIGKILL for what remains of a rank's proc
 # resumes the run waits for them.
 ORPHAN_GRACE = 5.0
 CHUNK = 1 << 16  # bytes
+MANY_FORKS = 16  # after which huge pages save more than they cost, if there is another launch
 
 Handler = Callable[[int, FrameType | None], object] | int | None  # of a signal
 
@@ -67,6 +70,8 @@ class Launch:
         deadline: When to kill the ranks of a launcher that has exited, as `time.monotonic()`
             time; None while the launcher runs.
         folders: Folders to remove after the ranks have been killed.
+        stores: The messages of stores whose process starts with the first connection, by the
+            descriptor of the socket that listens.
     """
 
     channel: Channel
@@ -74,6 +79,7 @@ class Launch:
     outputs: dict[int, int] = field(default_factory=dict)
     deadline: float | None = None
     folders: list[str] = field(default_factory=list)
+    stores: dict[int, Message] = field(default_factory=dict)
 
     @property
     def has_ranks(self) -> bool:
@@ -96,6 +102,8 @@ class Server:
         self._launches: dict[int, Launch] = {}
         self._leftover_groups: dict[int, float] = {}  # process groups, and when to kill them
         self._is_retired = False  # no new launches; running ones continue
+        self._forks = 0
+        self._has_huge_pages = False
         self._parent_death_pipe = os.pipe()
         self._wake = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -120,6 +128,8 @@ class Server:
         """
         while True:
             for key, _ in self._selector.select(self._timeout()):
+                if self._selector.get_map().get(key.fd) is not key:
+                    continue  # an earlier event has closed it
                 if key.fileobj == self._launcher:
                     self._selector.unregister(key.fileobj)
                     self._orphan_all()
@@ -127,6 +137,9 @@ class Server:
                     self._is_retired |= not self._accept_launch()
                 elif key.fileobj is self._wake[0]:
                     self._drain_wakeups()
+                elif key.data is not None and key.fd in key.data.stores:
+                    if process := self._start_store(key.data, key.fd):
+                        return process
                 elif key.data is not None:
                     self._discard_output(key.data, key.fd)
                 elif process := self._serve_launch(self._launches.get(key.fd)):
@@ -151,6 +164,9 @@ class Server:
         if received[0]["kind"] == "exit":
             self._orphan_all()
             return True
+        if self._forks >= MANY_FORKS and not self._has_huge_pages:
+            self._has_huge_pages = True
+            collapse_memory()
         channel = open_channel(received[1][0])
         self._launches[channel.fileno()] = Launch(channel)
         self._selector.register(channel, selectors.EVENT_READ)
@@ -178,7 +194,16 @@ class Server:
         if message["kind"] == "signal":
             self._send_signal(launch, message)
             return None
+        if message["kind"] == "store" and message["is_on_demand"]:
+            launch.stores[descriptors[0]] = message
+            self._selector.register(descriptors[0], selectors.EVENT_READ, launch)
+            return None
         return self._fork(launch, message, descriptors)
+
+    def _start_store(self, launch: Launch, listening: int) -> ForkedProcess | None:
+        """Start the process of a store, to which somebody connects."""
+        self._selector.unregister(listening)
+        return self._fork(launch, launch.stores.pop(listening), [listening])
 
     def _fork(
         self, launch: Launch, message: Message, descriptors: list[int]
@@ -193,10 +218,10 @@ class Server:
                 pid, reason = -1, error.strerror
         if pid < 0:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            failed = {"kind": "failed", "rank": message["rank"], "reason": reason}
+            self._notify(launch, failed)  # first: a rank may fail for that reason
             for descriptor in descriptors:
                 os.close(descriptor)
-            failed = {"kind": "failed", "rank": message["rank"], "reason": reason}
-            self._notify(launch, failed)
             return None
         if pid == 0:
             parent_death_pipe = self._close_in_child()
@@ -205,6 +230,7 @@ class Server:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             return ForkedProcess(message, descriptors, parent_death_pipe)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._forks += 1
         with contextlib.suppress(OSError):  # the child does it too; either may come first
             os.setpgid(pid, pid)
         if message.get("is_piped"):
@@ -223,8 +249,8 @@ class Server:
         self._main.close()
         for launch in self._launches.values():
             launch.channel.close()
-            for output in launch.outputs:
-                os.close(output)
+            for descriptor in (*launch.outputs, *launch.stores):
+                os.close(descriptor)
         for end in self._wake:
             end.close()
         if self._launcher is not None:
@@ -321,6 +347,10 @@ class Server:
                 self._selector.unregister(output)
             os.close(output)
         launch.outputs.clear()
+        for listening in launch.stores:
+            self._selector.unregister(listening)
+            os.close(listening)
+        launch.stores.clear()
         for pid in launch.ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
@@ -377,6 +407,8 @@ def main(descriptor: int, launcher: int, modules: Sequence[str]) -> NoReturn:
     gc.disable()  # during the imports, which create no garbage
     for name in modules:
         importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # without one, each rank says why it uses Gloo
+        native_module.load()
     gc.enable()
     gc.freeze()  # ranks neither traverse nor copy objects from before the fork
     serve(open_channel(descriptor), launcher, handler)

@@ -39,7 +39,7 @@ from pathlib import Path
 from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from lockstep.comm import activity
+from lockstep.comm import activity, native_module
 from lockstep.errors import LockstepError
 from lockstep.launcher.channel import Channel, Message, open_channel, read_memfd, write_memfd
 from lockstep.launcher.hang_monitor import describe_state, take_snapshot
@@ -51,6 +51,7 @@ from lockstep.launcher.tracebacks import (
     is_own_error,
 )
 from lockstep.messages import say
+from lockstep.native.binding_folder import get_cache_folder
 
 __all__ = [
     "ForkedProcess",
@@ -280,8 +281,10 @@ def _flush_files() -> None:
 
 def _set_up_interpreter(message: Message) -> None:
     """Give a forked process the state that a new interpreter would have."""
-    os.environ.clear()
-    os.environ.update(message["environ"])
+    cache = get_cache_folder()
+    _update_environ(message["environ"])
+    if get_cache_folder() != cache:
+        native_module.choose_again()
     sys.path[:] = _path(message)
     sys.argv[:] = message["argv"]
     for stream in (sys.stdout, sys.stderr):
@@ -299,6 +302,15 @@ def _set_up_interpreter(message: Message) -> None:
     # yet, leave that to its first use: the import takes 15 ms in a rank.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
+
+
+def _update_environ(variables: dict[str, str]) -> None:
+    """Set this process's variables; those that stay the same keep their shared pages."""
+    for name in [name for name in os.environ if name not in variables]:
+        del os.environ[name]
+    for name, value in variables.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def _path(message: Message) -> list[str]:

@@ -59,6 +59,7 @@ from lockstep.launcher.network_interface import (
     find_served_address,
 )
 from lockstep.launcher.placement import place_rank
+from lockstep.launcher.rank_process import get_exit_code
 from lockstep.launcher.run_secret import SECRET_FILE, read_secret, warn_without_secret
 from lockstep.launcher.secret_store import SecretStore
 from lockstep.launcher.store_server import StoreServer
@@ -76,6 +77,7 @@ __all__ = [
 ]
 
 LEAVE_TIMEOUT = 5.0  # seconds that the rank that serves the store waits at exit for the others
+FAILED_TIMEOUT = 1.0  # seconds that a failed rank takes to announce that it leaves
 ATTEMPT = 2.0  # seconds to connect to a store with a secret, before a note is due
 RETRY = 0.1  # seconds between two attempts
 
@@ -199,17 +201,18 @@ def leave() -> None:
     if not _may_close_early(rank_info):
         return
     # In a thread: over a connection that was cut, the store would answer after minutes.
-    leaving = threading.Thread(target=_announce_leaving, args=(store, rank_info), daemon=True)
+    has_failed = getattr(sys, "last_value", None) is not None or get_exit_code() not in (None, 0)
+    arguments = store, rank_info, has_failed
+    leaving = threading.Thread(target=_announce_leaving, args=arguments, daemon=True)
     leaving.start()
-    leaving.join(LEAVE_TIMEOUT + 1)
+    leaving.join(FAILED_TIMEOUT if has_failed else LEAVE_TIMEOUT + 1)
 
 
-def _announce_leaving(store: Store, rank_info: RankInfo) -> None:
+def _announce_leaving(store: Store, rank_info: RankInfo, has_failed: bool) -> None:
     with contextlib.suppress(DistError, RuntimeError):
         left = store.add("lockstep/left", 1)
         deadline = time.monotonic() + LEAVE_TIMEOUT
-        failed = getattr(sys, "last_value", None) is not None
-        while rank_info.rank == 0 and not failed and left < rank_info.world_size:
+        while rank_info.rank == 0 and not has_failed and left < rank_info.world_size:
             if time.monotonic() > deadline:
                 return
             time.sleep(RETRY / 10)

@@ -377,9 +377,10 @@ def link_launch_folder(folder: Path) -> None:
 
 def find_linked_runs(launch: Path) -> list[Path]:
     """Return the run folders that `link_launch_folder` has linked in the folder of a launch."""
-    if not launch.is_dir():
+    try:
+        links = [path for path in sorted(launch.iterdir()) if path.is_symlink()]
+    except (FileNotFoundError, NotADirectoryError):  # also for a moment, while it is renamed
         return []
-    links = (path for path in sorted(launch.iterdir()) if path.is_symlink())
     folders = [Path(os.path.normpath(launch / os.readlink(link))) for link in links]
     return [folder for folder in folders if folder.is_dir()]
 

@@ -138,21 +138,24 @@ class RankSupervisor:
         `torch.distributed.init_process_group` themselves need this store.
         """
         with listen(address, port, is_single_host=is_single_host) as listening:
-            self.start_store(listening, secret)
+            self.start_store(listening, secret, is_single_host=is_single_host)
             return int(listening.getsockname()[1])
 
-    def start_store(self, listening: socket.socket, secret: bytes | None = None) -> None:
+    def start_store(
+        self, listening: socket.socket, secret: bytes | None = None, *, is_single_host: bool = True
+    ) -> None:
         """Serve the ranks' store as `serve_store` does, on a socket that already listens."""
         assert self._channel is not None
+        # The ranks of one host have a private store: most of them never connect to this one.
+        message: Message = {"kind": "store", "rank": -1, "is_on_demand": is_single_host}
         if secret is not None:
-            message = {"kind": "store", "rank": -1, "secret": secret.hex()}
-            self._channel.send(message, [listening.fileno()])
+            self._channel.send({**message, "secret": secret.hex()}, [listening.fileno()])
             return
-        if reason := find_obstacle(listening):
+        if reason := find_obstacle(listening, is_accepted=is_single_host):
             say(f"{reason}; torch.distributed.init_process_group cannot connect the ranks")
             return
         address = get_connectable_address(listening), int(listening.getsockname()[1])
-        message = {"kind": "store", "rank": -1, "host": address[0], "port": address[1]}
+        message |= {"host": address[0], "port": address[1]}
         self._channel.send(message, [listening.fileno()])
 
     @property

@@ -29,6 +29,12 @@ from lockstep.comm.mpi import backend as mpi_backend
 from lockstep.errors import RendezvousError, UsageError
 from lockstep.launcher import mpi_rendezvous, rendezvous
 from lockstep.launcher.backend_choice import BackendChoice, choose_backend
+from lockstep.launcher.device_choice import (
+    choose_device,
+    find_bound_device,
+    find_device_backend,
+    select_device,
+)
 from lockstep.launcher.environment import JOIN, RankInfo, is_elastic_on_hosts, read_rank_info
 from lockstep.launcher.group_connections import GroupConnections
 from lockstep.launcher.malloc import keep_freed_memory
@@ -37,7 +43,6 @@ from lockstep.messages import escape_control, say
 
 __all__ = [
     "World",
-    "choose_device",
     "close_connections",
     "cpu_backend",
     "get_timeout",
@@ -63,8 +68,8 @@ class World:
         local_world_size: Number of ranks on its host.
         host: Index of its host, from 0.
         device: The device that this rank computes on.
-        backend: The backend of `torch.distributed`: "lockstep", "gloo", or for GPUs
-            "cpu:gloo,cuda:nccl".
+        backend: The backend of `torch.distributed`: "lockstep", "gloo", or for
+            accelerators two of them, such as "cpu:gloo,cuda:nccl".
         compression: How sums of gradients are compressed between hosts; None if they are not.
     """
 
@@ -104,14 +109,15 @@ def init(
     switched on, because the determinism guarantee needs them.
 
     Args:
-        backend: The backend of `torch.distributed`. None: NCCL for GPU tensors, and for CPU
-            tensors the backend "lockstep" if it can be used, else Gloo. With "mpi4py", rank and
+        backend: The backend of `torch.distributed`. None: for ranks on accelerators torch's
+            backend for them (NCCL for CUDA), and Gloo for their CPU tensors; for ranks on CPUs
+            the backend "lockstep" if it can be used, else Gloo. With "mpi4py", rank and
             world size come from MPI.
         timeout: The seconds to wait for the other ranks, and for each collective.
         threads: The number of torch's intra-op threads. It affects the bits, and must be the same
             on every rank.
-        device: The device of this rank. None: the GPU with its local rank if there is one, else
-            the CPU.
+        device: The device of this rank. None: the accelerator with its local rank if there is
+            one, else the CPU.
         compression: How the backend "lockstep" compresses the sums of a trainer's gradients that
             hosts send to each other. None: not at all. "lossless": the same bits in fewer bytes
             (needs the extra `compression`). "bf16": float32 is rounded to bfloat16, which halves
@@ -200,12 +206,15 @@ def default_backend(device: torch.device, rank_info: RankInfo) -> str:
     """
     choose = functools.partial(
         choose_backend,
-        is_gpu=device.type == "cuda",
+        kind=device.type,
+        device_backend=find_device_backend(device),
         is_single_host=rank_info.is_single_host,
         requested=os.environ.get("LOCKSTEP_BACKEND"),
     )
     choice = choose(unavailable=None)
     if choice.name != comm.NAME or not rank_info.is_single_host:
+        if rank_info.rank == 0:
+            _explain(choice)
         return choice.name
     comm.register()
     reason = comm.reason_unavailable()
@@ -234,7 +243,7 @@ def _agree_on_backend(store: Store, rank_info: RankInfo, is_requested: bool) -> 
             f"rank {rank_info.rank}: the backend 'lockstep' is not available {found}; use 'gloo', "
             "or make it available on every host"
         )
-    choice = choose_backend(is_gpu=False, is_single_host=False, unavailable=found or None)
+    choice = choose_backend(is_single_host=False, unavailable=found or None)
     if rank_info.rank == 0:
         _explain(choice)
     return choice.name
@@ -426,32 +435,13 @@ def _format_arguments(arguments: tuple[object, ...]) -> str:
     return ", ".join(f"{name}={value}" for name, value in zip(names, arguments, strict=True))
 
 
-def choose_device(requested: str | torch.device | None, rank_info: RankInfo) -> torch.device:
-    """Return this rank's device: the requested one, or the GPU with its local rank, or the CPU."""
-    wanted = None if requested is None else torch.device(requested)
-    if wanted is not None and (wanted.type != "cuda" or wanted.index is not None):
-        return wanted
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted is None and not count:
-        return torch.device("cpu")
-    if rank_info.local_rank >= count:
-        raise UsageError(
-            f"rank {rank_info.rank} has local rank {rank_info.local_rank}, but this host has "
-            f"{count} GPU(s): start at most {count} ranks here, or call init(device='cpu')"
-        )
-    return torch.device("cuda", rank_info.local_rank)
-
-
 def _configure_torch(threads: int, device: torch.device) -> None:
     """Set the options that the bits of results depend on, before the first operation."""
     if threads < 1:
         raise UsageError(f"init(threads={threads}): at least one thread is needed")
     keep_freed_memory()
     torch.set_num_threads(threads)
-    if device.type == "cuda":
-        # cuBLAS is deterministic only with this workspace, set before its first use.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.cuda.set_device(device)
+    select_device(device)
     # Not use_deterministic_algorithms(True): that imports torch's compiler, which takes 1.4 s. The
     # compiler reads the variable when it is imported; after that only its own setting counts.
     torch.set_deterministic_debug_mode("error")
@@ -493,7 +483,7 @@ def _join(
                 rank=rank_info.rank,
                 world_size=rank_info.world_size,
                 timeout=timedelta(seconds=timeout),
-                device_id=device if device.type == "cuda" else None,
+                device_id=find_bound_device(device, backend),
             )
         if "gloo" in backend:
             # Gloo returns when this rank is connected. A rank that left the world at once would

@@ -64,6 +64,7 @@ class NodeAgent:
         self._is_ended = False
         own = Credentials(key, Identity(Role.NODE_AGENT), source=KEY_SOURCE)
         frames = connect(address, port, own, Identity(Role.DRIVER), timeout, timeout)
+        self._server = get_fork_server(for_training=True)  # imports while the driver answers
         self._connection = Connection(frames, self._on_frame, self._on_lost).start()
 
     def serve(self) -> None:
@@ -92,8 +93,7 @@ class NodeAgent:
             )
 
     def _run_workers(self) -> None:
-        server = get_fork_server(for_training=True)
-        workers = RankSupervisor(server.open_launch(), range(self._nprocs))
+        workers = RankSupervisor(self._server.open_launch(), range(self._nprocs))
         try:
             for index in range(self._nprocs):
                 output = self._open_output(index)

@@ -147,13 +147,13 @@ class WorkerPool:
         self._is_closing = False
         self._lock = threading.Lock()
         self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        listening = _listen(address, port)
+        server = get_fork_server(for_training=True)  # first, as it takes longest to start
         self._listener = Listener(
-            _listen(address, port), self._credentials, silence, self._accept, self._print_refusal
+            listening, self._credentials, silence, self._accept, self._print_refusal
         )
         self.port = self._listener.port
-        self._local = RankSupervisor(
-            get_fork_server(for_training=True).open_launch(), range(nprocs)
-        )
+        self._local = RankSupervisor(server.open_launch(), range(nprocs))
         self._local.add_reader(self._wake[0], self._on_wake)
         secret = derive_store_secret(key)
         self._master = (address, self._local.serve_store(address, 0, secret=secret))
