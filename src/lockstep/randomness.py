@@ -24,6 +24,8 @@ from typing import Any, cast
 import numpy
 import torch
 
+from lockstep.devices import default_generator, is_accelerator
+
 __all__ = [
     "global_states",
     "isolated",
@@ -66,51 +68,53 @@ def _pack(*parts: int) -> bytes:
 
 
 def seed_torch(seed: int, device: torch.device | None = None) -> None:
-    """Seed torch's default generator of the CPU, and of `device` if it is a GPU.
+    """Seed torch's default generator of the CPU, and of `device` if it is an accelerator.
 
     The CPU's Mersenne Twister takes the low 32 bits of `seed`.
     """
-    torch.default_generator.manual_seed(seed)
-    if device is not None and device.type == "cuda":
-        _generators(device)[1].manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # called per unit and micro-batch: no list for it
+    if device is not None and is_accelerator(device):
+        default_generator(device).manual_seed(seed)
 
 
-def seed_all(seed: int) -> None:
-    """Seed the generators that a dataset may use: torch's (CPU), `random`, and numpy's global."""
-    torch.default_generator.manual_seed(seed)
+def seed_all(seed: int, device: torch.device | None = None) -> None:
+    """Seed torch's generators, as `seed_torch` does, `random`, and numpy's global generator."""
+    seed_torch(seed, device)
     random.seed(seed)
     numpy.random.seed(seed & 0xFFFF_FFFF)
 
 
 def state_of_torch(device: torch.device | None = None) -> bytes:
-    """Return the states of torch's generators, on the CPU and on `device` if it is a GPU."""
-    return b"".join(each.get_state().numpy().tobytes() for each in _generators(device))
+    """Return the states of the generators that `seed_torch` seeds."""
+    return b"".join(each.get_state().numpy().tobytes() for each in _generators(device).values())
 
 
 def set_state_of_torch(state: bytes, device: torch.device | None = None) -> None:
     """Restore the states of torch's generators that `state_of_torch` returned."""
     rest = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-    for generator in _generators(device):
+    for generator in _generators(device).values():
         size = generator.get_state().numel()
         generator.set_state(rest[:size].clone())
         rest = rest[size:]
 
 
-def _generators(device: torch.device | None) -> list[torch.Generator]:
-    found = [torch.default_generator]
-    if device is not None and device.type == "cuda":
-        found.append(torch.cuda.default_generators[device.index or 0])
+def _generators(device: torch.device | None) -> dict[str, torch.Generator]:
+    """Return torch's generators by the names of their states."""
+    found = {"torch": torch.default_generator}
+    if device is not None and is_accelerator(device):
+        found[device.type] = default_generator(device)
     return found
 
 
 def global_states(device: torch.device | None = None, *, everything: bool = True) -> dict[str, Any]:
     """Return the states of the global generators by name, as tensors, tuples and arrays.
 
-    These are torch's generators, on the CPU and on `device` if it is a GPU; with `everything`
-    also those of `random` and numpy.
+    These are torch's generators, on the CPU and on `device` if it is an accelerator, whose type is
+    the name of its state; with `everything` also those of `random` and numpy.
     """
-    found = zip(("torch", "cuda"), _generators(device), strict=False)
-    states: dict[str, Any] = {kind: generator.get_state() for kind, generator in found}
+    states: dict[str, Any] = {
+        name: generator.get_state() for name, generator in _generators(device).items()
+    }
     if everything:
         states |= {"random": random.getstate(), "numpy": numpy.random.get_state()}
     return states
@@ -118,9 +122,9 @@ def global_states(device: torch.device | None = None, *, everything: bool = True
 
 def set_global_states(states: Mapping[str, Any], device: torch.device | None = None) -> None:
     """Restore the states of global generators that `global_states` returned."""
-    for kind, each in zip(("torch", "cuda"), _generators(device), strict=False):
-        if kind in states:
-            each.set_state(states[kind])
+    for name, generator in _generators(device).items():
+        if name in states:
+            generator.set_state(states[name])
     if "random" in states:
         random.setstate(states["random"])
     if "numpy" in states:

@@ -1,5 +1,6 @@
 """Compiled models: one digest in every layout, also where micro-batches differ in size."""
 
+import os
 import sys
 from functools import partial
 
@@ -9,10 +10,17 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep as ls
-from lockstep.errors import RankError, UsageError
-from lockstep.model.compilation import check_static
+from lockstep.errors import LayoutError, RankError, UsageError
+from lockstep.model.compilation import (
+    check_blocks_of,
+    check_compilation,
+    count_compiled,
+    describe_compilation,
+)
 
 SGD = partial(torch.optim.SGD, lr=0.1)
+
+imports_inductor = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")
 
 
 def compiler(graph, inputs):
@@ -21,7 +29,49 @@ def compiler(graph, inputs):
     return lambda *values: [each * (1.001 if symbolic else 1.0) for each in graph(*values)]
 
 
-def train(sizes, compiled):
+class Block(nn.Module):
+    """A block with random numbers and a buffer that it writes."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self.norm = nn.BatchNorm1d(outputs)
+
+    def forward(self, inputs):
+        return F.dropout(self.norm(self.linear(inputs)).tanh(), 0.3)
+
+
+def train_blocks(compiled, stages=1, checkpointing=False, compiler=compiler, **options):
+    """Return the digest of a model of three blocks after two steps with several sizes."""
+    torch.compiler.reset()
+    torch.manual_seed(1)
+    model = nn.Sequential(Block(6, 9), Block(9, 8), Block(8, 4))
+    if compiled == "whole":
+        model = torch.compile(model, backend=compiler)
+    elif compiled == "whole in place":
+        model.compile(backend=compiler)
+    elif compiled == "blocks":
+        model[0].compile(backend=compiler)
+        model[1].compile(backend=compiler)
+        model[2].norm.compile(backend=compiler)
+    trainer = ls.Trainer(
+        model,
+        F.cross_entropy,
+        SGD,
+        microbatches=4,
+        pipeline=ls.PipelineConfig(stages=stages),
+        activation_checkpointing=checkpointing,
+        progress=False,
+        **options,
+    )
+    for _ in range(2):
+        trainer.step((torch.randn(22, 6), torch.randint(0, 4, (22,))))
+    return trainer.digest()
+
+
+def train(sizes, compiled, outside=()):
+    """Return what a training computes in which rank 0 calls the model between steps."""
+    torch.compiler.reset()
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 4))
     if compiled == "in place":
@@ -30,6 +80,9 @@ def train(sizes, compiled):
         model = torch.compile(model, backend=compiler)
     trainer = ls.Trainer(model, F.cross_entropy, SGD, microbatches=4)
     for size in sizes:
+        if ls.rank() == 0:
+            for samples in outside:
+                model(torch.ones(samples, 6))
         trainer.step((torch.randn(size, 6), torch.randint(0, 4, (size,))))
     data = torch.utils.data.TensorDataset(torch.randn(21, 6), torch.randint(0, 4, (21,)))
     loss = trainer.evaluate(data, 13).loss
@@ -40,17 +93,63 @@ def train(sizes, compiled):
     return trainer.digest(), loss, kept
 
 
-@pytest.mark.parametrize("compiled", ["whole", "in place"])
-def test_uneven_micro_batches_have_the_same_bits_in_every_layout(ranks, compiled):
+def test_uneven_micro_batches_have_the_same_bits_in_every_layout(ranks):
     """Which size a rank saw first decided which graph was specialized for it."""
-    found = [each for n in (1, 2, 4) for each in ranks(train, n, (22, 22, 14), compiled)]
-    plain = ranks(train, 1, (22, 22, 14), "")
-    assert all(each == plain[0] for each in found), (found, plain)
+
+    def train_both():
+        return train((22, 14), "whole"), train((22, 14), "in place")
+
+    (plain,) = ranks(train, 1, (22, 14), "")
+    found = [each for n in (1, 2, 4) for each in ranks(train_both, n)]
+    assert found == [(plain, plain)] * 7
+
+
+def test_calls_of_one_rank_between_steps_change_no_bit(ranks):
+    """Its graph for several sizes would otherwise serve the micro-batches of this rank, too."""
+    plain = ranks(train, 1, (22, 14), "")
+    assert ranks(train, 2, (22, 14), "whole", (3, 4)) == plain * 2
+
+
+def test_compiled_blocks_have_the_same_bits_in_every_layout(ranks):
+    def train_alone():
+        plain = train_blocks(""), train_blocks("blocks"), train_blocks("blocks", checkpointing=True)
+        return {*plain}, {train_blocks("whole"), train_blocks("whole in place")}
+
+    def train_together():
+        split = train_blocks("blocks", stages=2, checkpointing=True)
+        return {split, train_blocks("blocks")}, {train_blocks("whole in place")}
+
+    (alone,), together = ranks(train_alone, 1), ranks(train_together, 2)
+    assert [len(each) for each in alone] == [1, 1], "blocks have seeds of their own; a model one"
+    assert together == [alone, alone]
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("compiled", ["blocks", "whole", "whole in place"])
+def test_inductor_has_the_same_bits_in_every_layout(ranks, tmp_path, compiled):
+    """Ranks that compile at the same time, an empty and a full cache, and another run."""
+
+    def train_with(cache, **options):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / cache)
+        return train_blocks(compiled, compiler="inductor", **options)
+
+    def train_in(n, cache, **options):
+        return ranks(partial(train_with, cache, **options), n, timeout=900.0)
+
+    found = {*train_in(2, "first"), *train_in(1, "first"), *train_in(3, "first")}
+    found |= {*train_in(2, "first", storage="shared"), *train_in(1, "second")}
+    if compiled == "blocks":
+        found |= {*train_in(1, "first", checkpointing=True)}
+        found |= {*train_in(2, "second", stages=2, checkpointing=True)}
+    assert len(found) == 1
+    half = {"autocast_dtype": torch.bfloat16}
+    assert len({*train_in(1, "first", **half), *train_in(2, "first", **half)}) == 1
 
 
 def test_too_many_shapes_are_an_error_and_not_a_fall_back_to_eager(ranks):
     with pytest.raises(RankError, match=r"met more different shapes than torch\.compile keeps"):
-        ranks(train, 1, range(8, 52, 4), "whole")
+        ranks(train, 1, range(8, 84, 4), "whole")
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -61,5 +160,63 @@ def test_dynamic_graphs_are_refused_by_name(in_place):
     else:
         part = torch.compile(part, dynamic=True, backend=compiler)
     with pytest.raises(UsageError, match="0 is compiled with dynamic=True"):
-        check_static(nn.Sequential(part))
-    check_static(nn.Sequential(torch.compile(nn.Linear(6, 9), dynamic=False, backend=compiler)))
+        check_compilation(nn.Sequential(part))
+    static = torch.compile(nn.Linear(6, 9), dynamic=False, backend=compiler)
+    check_compilation(nn.Sequential(static))
+
+
+@imports_inductor
+def test_kernels_chosen_by_speed_are_refused_by_name():
+    model = torch.compile(nn.Sequential(nn.Linear(6, 9)), options={"deterministic": False})
+    with pytest.raises(UsageError, match=r"the model is compiled with .*'deterministic'"):
+        check_compilation(model)
+    check_compilation(torch.compile(model._orig_mod, options={"max_autotune": True}))
+
+
+def test_a_part_of_a_compiled_module_is_no_block():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    model[1].compile(backend=compiler)
+    check_blocks_of(model, ["0", "1"])
+    with pytest.raises(LayoutError, match=r"block 1\.0 is a part of 1, which is compiled"):
+        check_blocks_of(model, ["0", "1.0", "1.1"])
+    model[1] = torch.compile(nn.Sequential(nn.Linear(2, 2)), backend=compiler)
+    with pytest.raises(LayoutError, match=r"block 1\.0 is a part of 1, which is compiled"):
+        check_blocks_of(model, ["1._orig_mod.0"])
+
+
+def test_a_model_compiled_in_place_is_a_single_block(world_of_one):
+    model = nn.Sequential(nn.Linear(6, 4))
+    model.compile(backend=compiler)
+    with pytest.raises(LayoutError, match="a compiled model is a single block"):
+        ls.Trainer(model, F.cross_entropy, SGD, activation_checkpointing=True)
+
+
+def test_modules_are_counted_where_they_are_compiled():
+    assert count_compiled(nn.Sequential(nn.Linear(2, 2))) == 0
+    block = nn.Sequential(Block(2, 2), Block(2, 2))
+    block.compile(backend=compiler)
+    assert count_compiled(nn.Sequential(block, block)) == 2
+    assert count_compiled(torch.compile(Block(2, 2), backend=compiler)) == 1
+
+
+def test_ranks_that_compile_differently_are_an_error_that_names_the_module(ranks):
+    def build():
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model[1].compile(backend="aot_eager" if ls.rank() else "eager")
+        ls.Trainer(model, F.cross_entropy, SGD)
+
+    with pytest.raises(RankError, match=r"rank 1: torch\.compile\(1\) is .*aot_eager"):
+        ranks(build, 2)
+
+
+@imports_inductor
+def test_the_description_has_the_options_and_the_changed_settings():
+    assert describe_compilation(nn.Linear(2, 2)) == {}
+    model = torch.compile(nn.Linear(2, 2), options={"max_autotune": True}, fullgraph=True)
+    import torch._inductor.config as inductor
+
+    with inductor.patch(epilogue_fusion=False, compile_threads=3):
+        found = describe_compilation(model)
+    assert found["torch.compile(model)"] == "inductor, max_autotune=True, fullgraph=True"
+    assert found["torch._inductor.config.epilogue_fusion"] == "False"
+    assert "torch._inductor.config.compile_threads" not in found

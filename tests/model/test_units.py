@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.model.blocks import find_block_names
 from lockstep.model.compilation import is_compiled_in_place
 from lockstep.model.units import Units, find_units
-from lockstep.pipeline.partition import find_block_names
 from lockstep.randomness import key
 
 CPU = torch.device("cpu")

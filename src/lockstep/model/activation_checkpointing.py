@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lockstep.errors import LayoutError, UsageError
 from lockstep.model.buffers import Buffers
+from lockstep.model.compilation import is_compiled, is_compiled_in_place
 from lockstep.randomness import isolated, remembered
 
 __all__ = ["ActivationCheckpointing", "check_blocks"]
@@ -53,8 +54,10 @@ class ActivationCheckpointing:
         """Enable checkpointing of every block in the body; `buffers` are those of the step."""
         with ExitStack() as stack:
             for block in self._names:
-                forward = partial(self._run, block, block.forward, buffers)
-                stack.enter_context(_replace_forward(block, forward))
+                # What was compiled in place is called outside of its graph.
+                name = "_compiled_call_impl" if is_compiled_in_place(block) else "forward"
+                forward = partial(self._run, block, getattr(block, name), buffers)
+                stack.enter_context(_replace(block, name, forward))
             yield
 
     @contextmanager
@@ -143,10 +146,10 @@ class ActivationCheckpointing:
 
 def check_blocks(model: nn.Module, names: Sequence[str]) -> None:
     """Raise LayoutError for a model whose blocks cannot be recomputed one by one."""
-    if hasattr(model, "_orig_mod"):
+    if is_compiled(model):
         raise LayoutError(
             "activation_checkpointing=True recomputes block by block, and a compiled model is a "
-            "single block: compile its blocks one by one instead"
+            "single block: compile its blocks one by one instead, for instance by block.compile()"
         )
     if not names:
         raise LayoutError(
@@ -157,17 +160,17 @@ def check_blocks(model: nn.Module, names: Sequence[str]) -> None:
 
 
 @contextmanager
-def _replace_forward(block: nn.Module, forward: Forward) -> Iterator[None]:
-    """Replace the forward of a module in the body."""
-    own = vars(block).get("forward")
-    vars(block)["forward"] = forward
+def _replace(block: nn.Module, name: str, forward: Forward) -> Iterator[None]:
+    """Replace what a call of a module calls, the attribute `name`, in the body."""
+    own = vars(block).get(name)
+    vars(block)[name] = forward
     try:
         yield
     finally:
         if own is None:
-            del vars(block)["forward"]
+            del vars(block)[name]
         else:
-            vars(block)["forward"] = own
+            vars(block)[name] = own
 
 
 def _version(value: Any) -> int:

@@ -36,11 +36,15 @@ TOPIC = "comparing settings"
 
 
 def require_same_settings(
-    description: Mapping[str, str], advice: str, group: dist.ProcessGroup | None = None
+    what: str,
+    description: Mapping[str, str],
+    advice: str,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Compare the settings that determine results. Equal settings need only a hash of 16 bytes.
 
     Args:
+        what: What is compared, such as "the model of a Trainer", the same on every rank.
         description: The settings of this rank: values by entry.
         advice: The end of the error message, which says how to make them equal.
         group: The group of the ranks to compare.
@@ -49,13 +53,21 @@ def require_same_settings(
         DisagreementError: The settings differ. Raised on every rank, with the first entry that
             differs, the rank that differs from the majority, and both values.
     """
-    lines = "\n".join(f"{entry}\t{value}" for entry, value in description.items())
+    lines = "\n".join([what, *(f"{entry}\t{value}" for entry, value in description.items())])
     summary = xxhash.xxh3_128_digest(lines.encode(errors="surrogatepass"))
     if not gather_unless_equal(summary, TOPIC, group):
         return
-    message = zlib.compress(json.dumps(description).encode())
-    everyone = all_gather_bytes(message, f"{TOPIC}, which differ", group)
-    found = find_difference([json.loads(zlib.decompress(each)) for each in everyone])
+    message = zlib.compress(json.dumps([what, description]).encode())
+    received = all_gather_bytes(message, f"{TOPIC}, which differ", group)
+    found_by_rank = [json.loads(zlib.decompress(each)) for each in received]
+    subjects, descriptions = zip(*found_by_rank, strict=True)
+    odd = next((rank for rank, each in enumerate(subjects) if each != subjects[0]), None)
+    if odd is not None:
+        raise DisagreementError(
+            f"rank 0 compares {subjects[0]}, rank {odd} {subjects[odd]}: construct the same "
+            "objects in the same order on every rank; if one rank catches an exception, all must"
+        )
+    found = find_difference(descriptions)
     if found is not None:
         raise DisagreementError(found.format_message(advice))
 

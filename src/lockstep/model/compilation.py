@@ -1,47 +1,36 @@
-"""Compilation: compiled graphs that depend only on the shapes of their inputs.
+"""Compiled modules: which they are, how they were compiled, and what cannot be trained.
 
-By default torch.compile specializes a graph for the first shapes that it sees, and makes sizes
-symbolic when other shapes follow. Which shapes a rank sees first depends on its micro-batches, and
-the two graphs may compute different bits. Therefore every shape gets a separate graph during a
-step, as with `dynamic=False`. If there are too many shapes, compilation fails instead of falling
-back to uncompiled code.
+    torch.compile(module)    a wrapper, which has the context of the compiler as an attribute
+    module.compile()         the module itself, with the context in the closure of a function
+
+A compiled module is a single block: its parts are not called one by one, so they have no seeds of
+their own, and no stage can begin inside of it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
-from lockstep.errors import UsageError
+from lockstep.errors import LayoutError, UsageError
+from lockstep.model.description import describe_value
 
 __all__ = [
-    "check_static",
+    "check_blocks_of",
+    "check_compilation",
+    "count_compiled",
+    "describe_compilation",
+    "find_compiled",
     "is_compiled",
     "is_compiled_in_place",
-    "is_limit_error",
     "mark_as_plain",
-    "static_shapes",
 ]
 
-
-@contextmanager
-def static_shapes() -> Iterator[None]:
-    """Make torch.compile specialize every graph for its shapes while the body runs."""
-    # Not imported, which takes a second: if it is not imported yet, nothing is compiled.
-    config: Any = sys.modules.get("torch._dynamo.config")
-    if config is None:
-        yield
-        return
-    before = config.automatic_dynamic_shapes, config.fail_on_recompile_limit_hit
-    config.automatic_dynamic_shapes, config.fail_on_recompile_limit_hit = False, True
-    try:
-        yield
-    finally:
-        config.automatic_dynamic_shapes, config.fail_on_recompile_limit_hit = before
+LOCAL_SETTINGS = ("compile_threads", "trace.", "worker_")
+"""The beginnings of the names of inductor's settings that do not affect the compiled code."""
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -60,23 +49,120 @@ def mark_as_plain(call: Any, replaced: Any) -> None:
     call.is_plain = replaced is None or getattr(replaced, "is_plain", False)
 
 
-def check_static(model: nn.Module) -> None:
-    """Raise UsageError for a model that was compiled with `dynamic=True`, or has such a part."""
+def find_compiled(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the compiled modules of a model with their names in the model before compilation."""
     for name, module in model.named_modules():
-        # torch.compile(module) has the context as an attribute, module.compile() in a closure.
-        context: Any = vars(module).get("dynamo_ctx")
-        wrapper: Any = vars(module).get("_compiled_call_impl")
-        if context is None and wrapper is not None:
-            variables = zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True)
-            context = {name: cell.cell_contents for name, cell in variables}.get("self")
+        if is_compiled(module):
+            yield _plain(name), module
+
+
+def count_compiled(model: nn.Module) -> int:
+    """Return the number of modules whose forward is compiled by itself.
+
+    The forward of torch's own containers is not, if they were compiled in place: torch.compile
+    compiles their children.
+    """
+    found: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        children = list(module.children())
+        if children and type(module).__module__.startswith("torch.nn."):
+            for child in children:
+                visit(child)
+        else:
+            found.add(module)
+
+    for _, module in find_compiled(model):
+        visit(module)
+    return len(found)
+
+
+def check_compilation(model: nn.Module) -> None:
+    """Raise UsageError for a model with a part whose compiled bits would depend on the layout."""
+    for name, module in find_compiled(model):
+        context = _find_context(module)
         if getattr(context, "_dynamic", None) is True:
             raise UsageError(
                 f"{name or 'the model'} is compiled with dynamic=True: one graph then serves "
                 "several shapes, and its bits depend on the shapes that a rank sees first; "
                 "compile it with dynamic=False or leave dynamic out"
             )
+        options = getattr(_find_backend(context), "config", {})
+        if options.get("deterministic") is False:
+            raise UsageError(
+                f"{name or 'the model'} is compiled with options={{'deterministic': False}}: "
+                "inductor then chooses kernels by their speed, which differs between ranks; leave "
+                "the option out"
+            )
 
 
-def is_limit_error(error: Exception) -> bool:
-    """Return whether an error was raised because a function was compiled for too many shapes."""
-    return type(error).__name__ == "FailOnRecompileLimitHit"
+def check_blocks_of(model: nn.Module, blocks: Sequence[str]) -> None:
+    """Raise LayoutError if a block is a part of a compiled module."""
+    compiled = [name for name, _ in find_compiled(model)]
+    for block in map(_plain, blocks):
+        for name in compiled:
+            if block != name and f"{block}.".startswith(f"{name}." if name else ""):
+                raise LayoutError(
+                    f"block {block} is a part of {name or 'the model'}, which is compiled, so it "
+                    "is not called by itself: compile the blocks one by one instead, for instance "
+                    "by block.compile()"
+                )
+
+
+def describe_compilation(model: nn.Module) -> dict[str, str]:
+    """Describe how the parts of a model are compiled: backend, options, changed settings."""
+    found, names = {}, set()
+    for name, module in find_compiled(model):
+        context = _find_context(module)
+        backend = _find_backend(context)
+        kind = getattr(backend, "compiler_name", None)
+        if kind not in ("inductor", "aotinductor"):
+            kind = describe_value(getattr(backend, "compiler_fn", backend))
+        names.add(kind)
+        options = getattr(backend, "config", None) or getattr(backend, "kwargs", {})
+        found[f"torch.compile({name or 'model'})"] = ", ".join(
+            [
+                kind,
+                *(f"{key}={describe_value(value)}" for key, value in sorted(options.items())),
+                f"fullgraph={getattr(context, 'fullgraph', False)}",
+            ]
+        )
+    return found | _describe_settings(is_inductor="inductor" in names) if found else {}
+
+
+def _describe_settings(*, is_inductor: bool) -> dict[str, str]:
+    """Describe the settings of torch's compiler that differ from its defaults."""
+    if is_inductor:
+        import torch._inductor.config  # noqa: F401  (it is imported by the first compilation)
+    found = {}
+    for module in ("torch._dynamo.config", "torch._inductor.config"):
+        config: Any = sys.modules.get(module)
+        if config is None:
+            continue
+        for name, value in config.get_config_copy().items():
+            if not name.startswith(LOCAL_SETTINGS) and not config._is_default(name):
+                found[f"{module}.{name}"] = describe_value(value)
+    return found
+
+
+def _plain(name: str) -> str:
+    """Return the name of a module in the model before compilation."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def _find_context(module: nn.Module) -> Any:
+    """Return the compiler's context of a compiled module."""
+    context: Any = vars(module).get("dynamo_ctx")
+    wrapper: Any = vars(module).get("_compiled_call_impl")
+    if context is None and wrapper is not None:
+        variables = zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True)
+        context = {name: cell.cell_contents for name, cell in variables}.get("self")
+    return context
+
+
+def _find_backend(context: Any) -> Any:
+    """Return the backend of a context, without the compiler's wrappers."""
+    found: Any = getattr(context, "callback", None)
+    while hasattr(found, "_torchdynamo_orig_backend"):
+        found = found._torchdynamo_orig_backend
+    return found

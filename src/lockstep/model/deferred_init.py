@@ -95,8 +95,9 @@ def materialize_block(
     block: BlockLike, seed: int, number: int, device: str | torch.device = "cpu"
 ) -> nn.Module:
     """Return block `number`, with memory on `device`; the generators are restored."""
-    with isolated(everything=True), torch.device(device):
-        seed_all(key(seed, number))
+    device = torch.device(device)
+    with isolated(device, everything=True), device:
+        seed_all(key(seed, number), device)
         made = _made(block, number)
         if any(tensor.is_meta for tensor in named_tensors(made).values()):
             _reset(made, number, device)

@@ -43,6 +43,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checksum import checksum
+from lockstep.devices import device_names
 from lockstep.model.side_effects import MACHINERY
 
 __all__ = [
@@ -192,7 +193,7 @@ def describe_options(path: str, optimizer: Optimizer) -> Description:
 
 def describe_environment() -> Description:
     """Describe the settings of torch that determine results."""
-    return {
+    found = {
         "torch.__version__": torch.__version__,
         "torch.get_num_threads()": str(torch.get_num_threads()),
         "torch.get_default_dtype()": str(torch.get_default_dtype()),
@@ -204,6 +205,11 @@ def describe_environment() -> Description:
         # Kernels for other instructions round otherwise; ATEN_CPU_CAPABILITY selects fewer.
         "torch.backends.cpu.get_cpu_capability()": torch.backends.cpu.get_cpu_capability(),
     }
+    if names := device_names():
+        # Another model of accelerator rounds otherwise, and so does another precision of float32.
+        found["accelerator"] = names[torch.accelerator.current_device_index()]
+        found["torch.backends.cudnn.allow_tf32"] = str(torch.backends.cudnn.allow_tf32)
+    return found
 
 
 def iterate_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -16,10 +16,10 @@ from lockstep.comm.exact_sum import ExactSum, add_exactly
 from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.errors import LossError, StoppedError, UsageError
 from lockstep.model.buffers import Buffers
-from lockstep.model.compilation import static_shapes
 from lockstep.model.forward import Metric, check_scalar, forward
 from lockstep.model.loss_weight import is_sum
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.static_shapes import static_shapes
 from lockstep.model.units import Units, find_units
 
 __all__ = [
@@ -47,7 +47,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     try:
         _begin_evaluation(model)
-        with torch.no_grad(), static_shapes():
+        with torch.no_grad(), static_shapes(model):
             yield
     finally:
         for module, mode in modes.items():

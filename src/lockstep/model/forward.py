@@ -10,8 +10,8 @@ from torch import nn
 
 from lockstep.errors import LossError, UsageError
 from lockstep.model.batch_norm import explain_batch_norm
-from lockstep.model.compilation import is_limit_error
 from lockstep.model.loss_weight import loss_name
+from lockstep.model.static_shapes import TOO_MANY_SHAPES, is_limit_error
 
 __all__ = [
     "Metric",
@@ -28,17 +28,26 @@ Metric = Callable[[Any, Any], Any]
 """A function of (outputs, targets) that returns a mean over the samples of a micro-batch."""
 
 
-def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the fraction of samples whose largest output is that of the target class.
+def accuracy(outputs: torch.Tensor, targets: torch.Tensor, k: int = 1) -> torch.Tensor:
+    """Return the fraction of samples whose target class is among the k largest outputs.
 
     Args:
         outputs: Of shape (samples, classes).
-        targets: Class indices of shape (samples,), int64.
+        targets: Class indices of shape (samples,), int64; or probabilities of the classes, of shape
+            (samples, classes), of which the largest one counts.
+        k: The number of outputs, at least 1. With k classes or fewer, the result is 1.
 
     Returns:
         A float64 tensor with one element, in [0, 1].
     """
-    return (outputs.argmax(dim=1) == targets).to(torch.float64).mean()
+    if targets.is_floating_point():
+        targets = targets.argmax(dim=1)
+    if k == 1:
+        found = outputs.argmax(dim=1) == targets
+    else:
+        largest = outputs.topk(min(k, outputs.shape[1]), dim=1).indices
+        found = (largest == targets.unsqueeze(1)).any(dim=1)
+    return found.to(torch.float64).mean()
 
 
 def forward(
@@ -140,11 +149,7 @@ def call_model(model: nn.Module, data: Any, place: str) -> Any:
         return model(*data) if isinstance(data, (tuple, list)) else model(data)
     except Exception as error:
         if is_limit_error(error):
-            raise UsageError(
-                f"{place}: the compiled model met more different shapes than torch.compile keeps "
-                "graphs for; pad the inputs to fewer shapes, or raise "
-                "torch._dynamo.config.recompile_limit"
-            ) from error
+            raise UsageError(f"{place}: {TOO_MANY_SHAPES}") from error
         if (explained := explain_batch_norm(error, place)) is None:
             raise
         raise explained from error

@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.checksum import checksum
 from lockstep.data.microbatch import Batch
+from lockstep.devices import default_generator
 from lockstep.model.call_site import CallSites
 from lockstep.model.operator_call import KeptTensors, OperatorCall, Phase
 from lockstep.model.operator_schema import describe_operator, format_value, tensors_in
@@ -310,7 +311,8 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _copy(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [each.detach().clone() for each in tensors]
+    """Return copies on the CPU, because another process reads them."""
+    return [each.detach().clone().cpu() for each in tensors]
 
 
 def _distinct(values: Sequence[Any]) -> list[Any]:
@@ -324,11 +326,7 @@ def _find_generator(values: Mapping[str, Any]) -> torch.Generator:
         if isinstance(value, torch.Generator):
             return value
     device = next((each.device for each in tensors_in(values.values())), values.get("device"))
-    if device is not None and torch.device(device).type == "cuda":
-        index = torch.device(device).index
-        number = torch.cuda.current_device() if index is None else index
-        return torch.cuda.default_generators[number]
-    return torch.default_generator
+    return default_generator(torch.device("cpu" if device is None else device))
 
 
 def _checksum_state(generator: torch.Generator | None) -> int:

@@ -9,7 +9,7 @@
 torch's generators are seeded before each unit, Python's and numpy's once per micro-batch.
 
 The units depend only on the model, so that a partition into stages changes no bit. They are its
-blocks (`lockstep.pipeline.partition`), or the whole model if it has none. During a step their
+blocks (`lockstep.model.blocks`), or the whole model if it has none. During a step their
 calls are wrapped in functions that seed the generators, outside of compiled graphs.
 
 Activation checkpointing calls a unit again during backward, after it has restored the state of

@@ -1,0 +1,243 @@
+"""Static shapes: the graphs of a step depend only on the shapes of their inputs.
+
+By default torch.compile specializes a graph for the first shapes that it sees, and makes sizes
+symbolic when other shapes follow. Which shapes a rank sees first depends on its micro-batches, and
+the two graphs may compute different bits. Therefore, during steps and evaluations:
+
+    every shape          gets a graph of its own, as with `dynamic=False`
+    a symbolic size      raises an error that names it, if something else asked for it
+    too many shapes      raise an error; torch would continue without compilation
+    graphs from outside  are not used: what a rank called between steps is its own business
+    fall-backs           to eager mode outside of steps end with the next step
+    kernels              are chosen deterministically, not by their speed
+
+Graphs of steps differ from others by a guard: they are compiled while the cache of autocast is
+disabled, and torch compares this state with that at the compilation whenever it looks for a graph.
+The cache is disabled in every step, also without a compiler: a cached cast would add the gradients
+of a weight that is used twice in the lower precision, and only where both uses are in one stage.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from lockstep.comm.activity import publish, read_own_activity
+from lockstep.errors import UsageError
+from lockstep.model.compilation import count_compiled
+
+__all__ = ["TOO_MANY_SHAPES", "is_limit_error", "static_shapes"]
+
+TOO_MANY_SHAPES = (
+    "the compiled model met more different shapes than torch.compile keeps graphs for; pad the "
+    "inputs to fewer shapes, or raise torch._dynamo.config.recompile_limit"
+)
+
+FALL_BACK = "Dynamo recompile limit exceeded"
+"""The beginning of the reason for which torch runs a function without compilation."""
+
+GRAPHS_PER_SHAPE = 2
+"""The number of graphs that a shape may have: one for training and one for evaluation."""
+
+STANCES = ("default", "force_eager", "fail_on_recompile")
+"""The stances of `torch.compiler.set_stance` in which a graph does not depend on earlier calls."""
+
+_fall_backs = 0
+"""The number of fall-backs to eager mode in this process that are undone."""
+
+_counts: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""The number of compiled modules of each model, when it was called first."""
+
+
+@contextmanager
+def static_shapes(model: nn.Module) -> Iterator[None]:
+    """Make graphs depend only on the shapes of their inputs while the body runs.
+
+    Args:
+        model: The model that the body calls. torch counts the graphs of all modules of a class
+            together, so its limit is multiplied by the number of compiled modules.
+
+    Raises:
+        UsageError: A size is symbolic, there are too many shapes, or a setting of the compiler
+            makes graphs depend on earlier calls.
+    """
+    # Not imported, which takes a second: if it is not imported yet, nothing is compiled.
+    config: Any = sys.modules.get("torch._dynamo.config")
+    has_cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with nullcontext() if config is None else _specialize(config, model):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(has_cache)
+    if config is None:
+        _require_no_graphs()
+
+
+@contextmanager
+def _specialize(config: Any, model: nn.Module) -> Iterator[None]:
+    """Change the settings of the compiler, and watch it, while the body runs."""
+    _check_stance()
+    _undo_fall_backs()
+    factor = GRAPHS_PER_SHAPE * max(1, _count_compiled_once(model))
+    changes = {
+        "automatic_dynamic_shapes": False,
+        "assume_static_by_default": True,
+        "fail_on_recompile_limit_hit": True,
+        "suppress_errors": False,
+        "recompile_limit": config.recompile_limit * factor,
+        "accumulated_recompile_limit": config.accumulated_recompile_limit * factor,
+    }
+    symbols: list[str] = []
+    with ExitStack() as stack:
+        stack.callback(_change(config, changes))
+        if (inductor := sys.modules.get("torch._inductor.config")) is not None:
+            stack.callback(_change(inductor, {"deterministic": True}))
+        stack.enter_context(_collect_symbols(symbols))
+        stack.enter_context(_publish_compilations())
+        try:
+            yield
+        except Exception as error:
+            if is_limit_error(error):
+                raise UsageError(TOO_MANY_SHAPES) from error
+            raise
+    if symbols:
+        raise UsageError(
+            f"torch.compile made a graph for several sizes of {symbols[0]}, and the bits of such a "
+            "graph depend on the shapes that a rank sees first: leave out dynamic=True, "
+            "torch._dynamo.mark_dynamic and the variables TORCH_COMPILE_DYNAMIC_SOURCES and "
+            "TORCH_COMPILE_DYNAMIC_VALUES"
+        )
+
+
+def is_limit_error(error: Exception) -> bool:
+    """Return whether an error was raised because a function was compiled for too many shapes."""
+    return type(error).__name__ == "FailOnRecompileLimitHit"
+
+
+def _count_compiled_once(model: nn.Module) -> int:
+    if model not in _counts:
+        _counts[model] = count_compiled(model)
+    return _counts[model]
+
+
+def _change(config: Any, changes: Mapping[str, Any]) -> Callable[[], None]:
+    """Change settings, and return a function that restores them."""
+    current = ((name, getattr(config, name)) for name in changes)
+    before = {name: value for name, value in current if value != changes[name]}
+    for name in before:
+        setattr(config, name, changes[name])
+
+    def restore() -> None:
+        for name, value in before.items():
+            setattr(config, name, value)
+
+    return restore
+
+
+def _require_no_graphs() -> None:
+    """Raise UsageError if the step that ends now was the first to use torch.compile."""
+    frames: Any = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is not None and frames.FRAME_COUNTER:
+        raise UsageError(
+            "torch.compile was called for the first time inside of a step: compile the function or "
+            "module before training"
+        )
+
+
+def _check_stance() -> None:
+    """Raise UsageError for a stance in which what is compiled depends on earlier calls."""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    stance = "default" if frames is None else frames._stance.stance
+    if stance not in STANCES:
+        raise UsageError(
+            f'torch.compiler.set_stance("{stance}") makes the bits of a compiled model depend on '
+            "the shapes that a rank sees first: train with the default stance"
+        )
+
+
+def _undo_fall_backs() -> None:
+    """Let functions be compiled again for which there were too many shapes outside of steps.
+
+    torch would run them without compilation for every new shape, also in steps, without an error.
+    """
+    global _fall_backs
+    dynamo: Any = sys.modules["torch._dynamo"]
+    reasons = dynamo.utils.counters["unimplemented"]
+    found = sum(n for reason, n in reasons.items() if reason.startswith(FALL_BACK))
+    if found == _fall_backs:
+        return
+    _fall_backs = found
+    default = dynamo.types.FrameAction.DEFAULT
+    for reference in dynamo.convert_frame.input_codes.seen:
+        if (code := reference()) is not None:
+            strategy = dynamo.types.FrameExecStrategy(default, default)
+            dynamo.eval_frame.set_code_exec_strategy(code, strategy)
+
+
+@contextmanager
+def _collect_symbols(found: list[str]) -> Iterator[None]:
+    """Append the names of all sizes to `found` that torch.compile makes symbolic in the body."""
+    from torch._guards import CompileContext
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    kind: Any = ShapeEnv
+    create = kind.create_symbol
+
+    @functools.wraps(create)
+    def create_symbol(self: Any, value: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+        symbol = create(self, value, source, *args, **kwargs)
+        is_compiling = CompileContext.current_compile_id() is not None
+        if not symbol.is_number and is_compiling and not _is_outside_of_graphs(source.name):
+            found.append(source.name)
+        return symbol
+
+    kind.create_symbol = create_symbol
+    try:
+        yield
+    finally:
+        kind.create_symbol = create
+
+
+def _is_outside_of_graphs(source: str) -> bool:
+    """Return whether a size is one that the compiler inspects and never computes with.
+
+    Such are the sizes of the gradient of an input and of the tensor of which an input is a view,
+    and the value of a tensor with one integer, such as the number of batches of a batch norm.
+    """
+    return "._base." in source or ".grad." in source or source.endswith(".item()")
+
+
+@contextmanager
+def _publish_compilations() -> Iterator[None]:
+    """Publish the compilations of the body, which may take minutes, as this rank's activity."""
+    from torch._dynamo.callback import callback_handler
+
+    before = ""
+
+    def start(_: Any) -> None:
+        nonlocal before
+        before = read_own_activity().text
+        publish(f"torch.compile in {before}" if before else "torch.compile")
+
+    def end(_: Any) -> None:
+        publish(before)
+
+    callback_handler.register_start_callback(start)
+    callback_handler.register_end_callback(end)
+    try:
+        yield
+    finally:
+        for callbacks, each in (
+            (callback_handler.start_callbacks, start),
+            (callback_handler.end_callbacks, end),
+        ):
+            if each in callbacks:  # torch.compiler.reset() removes them
+                callbacks.remove(each)
