@@ -1,10 +1,10 @@
-"""Partitions: the names of blocks, and which stage holds what."""
+"""Partitions: which stage holds what."""
 
 import pytest
 from torch import nn
 
 from lockstep.errors import LayoutError
-from lockstep.pipeline.partition import Partition, find_block_names
+from lockstep.pipeline.partition import Partition
 
 
 class Model(nn.Module):
@@ -22,54 +22,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-class Says(Model):
-    def blocks(self):
-        return [self.embed, self.layers, self.head]
-
-
-class Named(nn.Sequential):
-    """A sequence that makes its own layers, and has an attribute."""
-
-    def __init__(self):
-        super().__init__(nn.ReLU(), nn.Tanh())
-        self.scale = 2.0
-
-
-class Doubled(Named):
-    """Computes something in addition to its children."""
-
-    def forward(self, inputs):
-        return super().forward(inputs) * self.scale
-
-
-class Patched(Named):
-    """Has a forward that only the object has."""
-
-    def __init__(self):
-        super().__init__()
-        self.forward = lambda inputs: self[0](inputs)
-
-
 NAMES = ["embed", "layers.0", "layers.1", "head"]
-
-
-def test_blocks_are_named_by_the_model_or_by_the_user():
-    assert find_block_names(nn.Sequential(nn.ReLU(), nn.Tanh()), None) == ["0", "1"]
-    assert find_block_names(Model(), None) == []
-    assert find_block_names(Says(), None) == NAMES
-    assert find_block_names(Model(), ["embed", "layers", "head"]) == NAMES
-    assert find_block_names(Named(), None) == ["0", "1"]
-    assert find_block_names(Doubled(), None) == []
-    assert find_block_names(Patched(), None) == []
-    model = Model()
-    assert find_block_names(model, [model.embed, *model.layers, model.head]) == NAMES
-
-
-def test_a_block_that_is_not_in_the_model_is_named():
-    with pytest.raises(LayoutError, match="Model has no module 'tail'"):
-        find_block_names(Model(), ["embed", "tail"])
-    with pytest.raises(LayoutError, match="the ReLU is not part of the model Model"):
-        find_block_names(Model(), [nn.ReLU()])
 
 
 def test_a_tied_parameter_has_several_holders_and_the_rest_one():

@@ -287,9 +287,11 @@ def trained(stages, schedules, names=tuple(MODELS), **more):
 SCHEDULES = ("1f1b", "zero-bubble")
 
 
-@pytest.mark.parametrize(("n", "stages"), [(2, 2), (3, 3), (4, 2)])
-def test_what_crosses_a_boundary_changes_no_bit(ranks, alone, n, stages):
-    for found in ranks(trained, n, stages, SCHEDULES):
+@pytest.mark.parametrize(
+    ("n", "stages", "schedules"), [(2, 2, SCHEDULES), (3, 3, SCHEDULES), (4, 2, SCHEDULES[1:])]
+)
+def test_what_crosses_a_boundary_changes_no_bit(ranks, alone, n, stages, schedules):
+    for found in ranks(trained, n, stages, schedules):
         for (name, schedule), result in found.items():
             assert result == alone[name, None], (name, schedule)
 

@@ -1,4 +1,4 @@
-"""A museum: faults that a reading of the pipeline found, a test each."""
+"""Regression tests of the pipeline: each one describes a fault that has been fixed."""
 
 import random
 from functools import partial

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import types
 
@@ -118,10 +119,12 @@ def test_a_missing_fast_backend_is_noted_with_the_command_that_helps(monkeypatch
 
 
 def test_the_backends_of_gpus_and_of_mpi_are_named(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("lockstep.devices.find_accelerator", lambda: "cuda")
+    choice = "lockstep.launcher.device_choice.find_device_backend"
+    monkeypatch.setattr(choice, lambda device: "nccl")
     monkeypatch.setattr(communication, "is_mpi4py_installed", lambda: True)
     _, gpu, mpi = list(doctor.CHECKS["backend"](Requirements()))
-    assert gpu.what.startswith("tensors on GPUs: runs use cpu:gloo,cuda:nccl, because nccl is made")
+    assert gpu.what.startswith("tensors on cuda: runs use cpu:gloo,cuda:nccl, because nccl is made")
     assert mpi.what == "mpi4py is installed: init(backend='mpi4py') uses MPI under mpiexec"
 
 
@@ -286,6 +289,14 @@ def test_versions(monkeypatch):
     assert only(software.check_torch).verdict == "bad"
     monkeypatch.setitem(sys.modules, "torch", None)
     assert "cannot be imported" in only(software.check_torch).what
+
+
+def test_a_torch_that_cannot_be_imported_is_a_result_and_no_traceback():
+    code = "import sys; sys.modules['torch'] = None; from lockstep.report.doctor import CHECKS"
+    code += "; print(*CHECKS['torch'](None))"
+    start = [sys.executable, "-c", code]
+    done = subprocess.run(start, capture_output=True, text=True, check=True, timeout=60)
+    assert "cannot be imported" in done.stdout
 
 
 def test_the_compiler_is_checked(monkeypatch, tmp_path):

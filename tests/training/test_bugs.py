@@ -1,4 +1,4 @@
-"""A museum: each test tells of one fault that was here once."""
+"""Regression tests: each one describes a fault that has been fixed."""
 
 import copy
 import math
@@ -156,6 +156,31 @@ def test_a_rank_that_skips_a_step_is_not_paired_with_another_step(ranks):
     for message in ranks(train, 2):
         assert "rank 1 is in step 2 of trainer 0" in message
         assert "while rank 0 is in step 1" in message
+
+
+def test_trainers_in_a_different_order_are_reported(ranks):
+    """The message was "rank 1 has no torch.__version__"."""
+
+    def fail_once(parameters):
+        if dist.get_rank() == 0 and not failed:
+            failed.append(True)
+            raise ValueError("an optimizer that fails on one rank")
+        return SGD(parameters)
+
+    failed = []
+
+    def train():
+        for _ in range(2):
+            try:
+                ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), fail_once)
+            except ValueError:
+                continue  # and construct the next one, while rank 1 still constructs this one
+            except DisagreementError as error:
+                return str(error)
+
+    for message in ranks(train, 2):
+        assert "rank 0 compares the arguments of a Trainer, rank 1 the optimizer of a" in message
+        assert "construct the same objects in the same order on every rank" in message
 
 
 def test_batches_of_different_sizes_are_told_apart(ranks):

@@ -417,21 +417,30 @@ def read_losses(folder):
     return [value.hex() for value in run.steps.loss.tolist()], epochs
 
 
-@pytest.mark.parametrize("script", range(len(SCRIPTS)), ids=[each[0].__name__ for each in SCRIPTS])
-def test_interrupted_anywhere_and_resumed_in_another_layout(ranks, tmp_path, script):
+def halves():
+    """Return every script twice: every second interruption, the last one too, and the others."""
+    for script, (function, *_) in enumerate(SCRIPTS):
+        name = function.__name__
+        yield pytest.param(script, 0, id=name)
+        yield pytest.param(script, 1, id=f"{name}, otherwise", marks=pytest.mark.stress)
+
+
+@pytest.mark.parametrize(("script", "half"), [*halves()])
+def test_interrupted_anywhere_and_resumed_in_another_layout(ranks, tmp_path, script, half):
     function, layouts, count, stops = SCRIPTS[script]
+    chosen = [(n, each) for n, each in enumerate(stops) if (len(stops) - 1 - n) % 2 == half]
     (expected,) = ranks(play, 1, function, str(tmp_path / "whole"), {})
     assert expected[2] == count
     losses = read_losses(tmp_path / "whole")
     begun, resumed = [], []
-    for number, stop in enumerate(stops):
+    for number, stop in chosen:
         folder = str(tmp_path / str(stop))
         n, backend, layout = layouts[number % len(layouts)]
         begun.append(((n, backend), (function, folder, layout, stop, False, number % 2)))
         n, backend, layout = layouts[(number + 1 + number // len(layouts)) % len(layouts)]
         resumed.append(((n, backend), (function, folder, layout, 0, True, (number + 1) % 2)))
-    assert in_worlds(ranks, begun) == [None] * len(stops)
-    for stop, found in zip(stops, in_worlds(ranks, resumed), strict=True):
+    assert in_worlds(ranks, begun) == [None] * len(chosen)
+    for (_, stop), found in zip(chosen, in_worlds(ranks, resumed), strict=True):
         where = f"{function.__name__} after {stop} steps"
         assert found == expected, where
         folder = tmp_path / str(stop)

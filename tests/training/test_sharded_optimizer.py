@@ -123,7 +123,7 @@ def plain(ranks):
     return ranks(outcomes, 1, False, timeout=110)[0]
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3, pytest.param(4, marks=pytest.mark.stress)])
 def test_every_optimizer_gives_the_bits_of_one_rank(ranks, plain, n):
     for rank in ranks(outcomes, n, True, timeout=110):
         for name, found in rank.items():

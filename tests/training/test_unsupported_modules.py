@@ -41,7 +41,8 @@ def wrapped(wrapper):
 
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
-    "wrapper", [ls.DistributedDataParallel, DistributedDataParallel, nn.DataParallel]
+    "wrapper",
+    [ls.DistributedDataParallel, ls.DataParallel, DistributedDataParallel, nn.DataParallel],
 )
 def test_a_wrapper_is_refused_wherever_it_is(wrapper):
     for path, arguments in wrapped(wrapper):

@@ -14,9 +14,9 @@ from torch import nn
 
 from lockstep.check.layouts import Layout
 from lockstep.data.microbatch import split_evenly
+from lockstep.model.blocks import find_block_names
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 from lockstep.model.fingerprinter import Fingerprinter
-from lockstep.pipeline.partition import find_block_names
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.training.session import ObservedTrainer, SessionComplete
 from lockstep.training.step import CommittedStep
@@ -114,7 +114,7 @@ def choose_options(
     stages = layout.stages * (layout.stages_per_rank or 1)
     count = 0
     if isinstance(model, nn.Module):
-        count = 0 if hasattr(model, "_orig_mod") else len(find_block_names(model, blocks))
+        count = len(find_block_names(model, blocks))
     elif blocks is None:
         count = len(model)
     balance = [len(span) for span in split_evenly(count, stages)] if count >= stages else None

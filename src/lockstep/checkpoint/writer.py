@@ -18,7 +18,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from lockstep.checkpoint.encoding import decode, encode
 from lockstep.checkpoint.folder import FORMAT, KINDS, MANIFEST, REST, name_part, prune
 from lockstep.checkpoint.tensor_file import write_tensors
 from lockstep.checksum import digest
+from lockstep.devices import is_accelerator, record_event
 from lockstep.errors import UsageError, WorkError
 from lockstep.files import create_file, exchange_folders, make_folder, replace_file, sync_folder
 from lockstep.messages import say
@@ -123,10 +124,11 @@ class CheckpointWriter:
         begun = time.perf_counter() if begun is None else begun
         tensors: dict[str, torch.Tensor] = {}
         plain = {name: encode(value, tensors, name) for name, value in state.items()}
-        copies = self._copy(tensors)
+        copies, copied = self._copy(tensors)
         stall = time.perf_counter() - begun
         self._abandoned = threading.Event()
-        arguments = (plain, copies, step, attempt, part, path, begun, stall, self._abandoned)
+        copied_state = plain, copies, copied
+        arguments = (*copied_state, step, attempt, part, path, begun, stall, self._abandoned)
         self._thread = threading.Thread(
             target=self._write, args=arguments, name="lockstep checkpoint"
         )
@@ -159,23 +161,33 @@ class CheckpointWriter:
         return found
 
     @torch.no_grad()
-    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy tensors into memory that all checkpoints reuse, because page faults are slow."""
+    def _copy(
+        self, tensors: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], list[torch.Event]]:
+        """Copy tensors into memory that all checkpoints reuse, because page faults are slow.
+
+        Copies from an accelerator run in its current stream, before later steps change the
+        tensors; this process does not wait for them.
+
+        Returns:
+            The copies, and the events after which they are complete.
+        """
         copies = {}
         for name, tensor in tensors.items():
             here = self._buffers.get(name)
             if here is None or here.shape != tensor.shape or here.dtype != tensor.dtype:
-                here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            copies[name] = here.copy_(tensor, non_blocking=tensor.is_cuda)
-        if any(tensor.is_cuda for tensor in tensors.values()):
-            torch.cuda.synchronize()
+                pins = is_accelerator(tensor.device)
+                here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
+            copies[name] = here.copy_(tensor, non_blocking=True)
         self._buffers = dict(copies)
-        return copies
+        devices = {tensor.device for tensor in tensors.values() if is_accelerator(tensor.device)}
+        return copies, [record_event(device) for device in devices]
 
     def _write(
         self,
         plain: dict[str, Any],
         tensors: dict[str, torch.Tensor],
+        copied: Sequence[torch.Event],
         step: int,
         attempt: int,
         part: tuple[int, int],
@@ -194,6 +206,8 @@ class CheckpointWriter:
                 raise _Abandoned
 
         try:
+            for event in copied:
+                event.synchronize()
             make_folder(aside)
             files = _write_files(aside, plain, tensors, part, check)
             size = sum(entry["bytes"] for entry in files.values())

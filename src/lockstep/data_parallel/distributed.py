@@ -24,6 +24,7 @@ from lockstep.data_parallel.comm_hook import CommHook
 from lockstep.data_parallel.gradient_reducer import BUCKET_BYTES
 from lockstep.data_parallel.join import DDPJoinHook, exchange_iteration, find_last_joiner
 from lockstep.data_parallel.mean_reducer import MeanReducer
+from lockstep.data_parallel.state_prefix import hide_prefix
 from lockstep.errors import UsageError
 from lockstep.launcher.world import world
 from lockstep.model.agreement import broadcast_weights, require_same_settings
@@ -92,11 +93,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         device = world().device
         self.module = module
         origin = self._origin
-        self._prefix = "module." if origin is module else "module._orig_mod."
         self._broadcast_buffers = broadcast_buffers
         self._group = process_group
         require_same_settings(
-            describe_tensors("model", origin), "build the same model on every rank", process_group
+            "the model of a DistributedDataParallel",
+            describe_tensors("model", origin),
+            "build the same model on every rank",
+            process_group,
         )
         broadcast_weights(origin, process_group, device)
         named = list(origin.named_parameters())
@@ -110,8 +113,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         self._comm_hook: CommHook | None = None
         self._divides_by_world_size = True
-        self.register_state_dict_post_hook(_without_prefix)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_with_prefix)  # type: ignore[no-untyped-call]
+        hide_prefix(self, "module." if origin is module else "module._orig_mod.")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; in training mode, rank 0's buffers are broadcast first."""
@@ -179,7 +181,10 @@ class DistributedDataParallel(nn.Module, Joinable):
             )
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
         require_same_settings(
-            {"the communication hook": name}, "register the same hook on every rank", self._group
+            "the hook of a DistributedDataParallel",
+            {"the communication hook": name},
+            "register the same hook on every rank",
+            self._group,
         )
         self._comm_hook = hook
         self._reducer.set_comm_hook(hook, state)
@@ -272,22 +277,3 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
     elif is_dataclass(value):
         yield from _tensors(vars(value))
-
-
-def _without_prefix(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Remove the prefix of the wrapped module from the names in a state dict."""
-    assert isinstance(module, DistributedDataParallel)
-    inner = prefix + module._prefix
-    for name in list(state):
-        value = state.pop(name)  # every entry, to keep the order
-        state[prefix + name[len(inner) :] if name.startswith(inner) else name] = value
-
-
-def _with_prefix(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Add the prefix of the wrapped module to names in a state dict that lack it."""
-    assert isinstance(module, DistributedDataParallel)
-    inner = prefix + module._prefix
-    for name in list(state):
-        value = state.pop(name)
-        ours = name.startswith(prefix) and not name.startswith(inner)
-        state[inner + name[len(prefix) :] if ours else name] = value

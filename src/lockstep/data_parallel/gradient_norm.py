@@ -53,7 +53,7 @@ def compute_squares(
     counts = [-(-gradient.numel() // BLOCK) for gradient in gradients]
     whole = sum(counts)
     lowest, highest = whole * part // parts, whole * (part + 1) // parts
-    found: list[float] = []
+    norms: list[torch.Tensor] = []  # read at once: each read waits for an accelerator
     short: list[torch.Tensor] = []  # gradients of one block, whose norms one call computes
     begin = 0
     for gradient, count in zip(gradients, counts, strict=True):
@@ -63,29 +63,38 @@ def compute_squares(
             if count == 1 and (not short or short[0].dtype == vector.dtype):
                 short.append(vector)
             else:
-                found += _compute_short_squares(short)
+                norms += _compute_short_norms(short)
                 short = []
-                found += _compute_squares(vector[first * BLOCK : last * BLOCK])
+                norms += _compute_norms(vector[first * BLOCK : last * BLOCK])
         begin += count
-    return found + _compute_short_squares(short)
+    return [each * each for each in _read(norms + _compute_short_norms(short))]
 
 
-def _compute_short_squares(vectors: list[torch.Tensor]) -> list[float]:
-    """Return the squared norm of each vector; all have one dtype."""
-    norms = torch.stack(torch._foreach_norm(vectors)).tolist() if vectors else []
-    return [each * each for each in norms]
+def _compute_short_norms(vectors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the norm of each vector, as one tensor; all have one dtype."""
+    return [torch.stack(torch._foreach_norm(vectors))] if vectors else []
 
 
-def _compute_squares(vector: torch.Tensor) -> list[float]:
-    """Return the squared norms of a vector's blocks; one call computes all full blocks."""
+def _compute_norms(vector: torch.Tensor) -> list[torch.Tensor]:
+    """Return the norms of a vector's blocks; one call computes all full blocks."""
     rows, rest = divmod(vector.numel(), BLOCK)
-    norms: list[float] = []
+    norms: list[torch.Tensor] = []
     if rows:
         matrix = vector[: rows * BLOCK].view(rows, BLOCK)
-        norms += torch.linalg.vector_norm(matrix, dim=1).tolist()
+        norms.append(torch.linalg.vector_norm(matrix, dim=1))
     if rest:
-        norms.append(float(torch.linalg.vector_norm(vector[rows * BLOCK :])))
-    return [each * each for each in norms]
+        norms.append(torch.linalg.vector_norm(vector[rows * BLOCK :]).view(1))
+    return norms
+
+
+def _read(norms: list[torch.Tensor]) -> list[float]:
+    """Return the elements of vectors, one after another, without rounding."""
+    if not norms:
+        return []
+    if len({each.dtype for each in norms}) > 1:
+        norms = [each.double() for each in norms]
+    found: list[float] = torch.cat(norms).tolist()
+    return found
 
 
 def compute_partial_sums(squares: Iterable[float]) -> list[float]:

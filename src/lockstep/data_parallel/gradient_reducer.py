@@ -20,7 +20,9 @@ memory, where the reproducible sum reads it and is stored in its place:
 The members of the buckets are known before the step: the parameters that got a gradient
 on some rank in the previous step, which all ranks know from the masks that they exchanged.
 Buckets may therefore be launched while the last backward pass runs, as soon as
-`lockstep.data_parallel.readiness` counts them as complete. Other parameters that get a
+`lockstep.data_parallel.readiness` counts them as complete. On an accelerator the current stream
+waits for those of all gradients first (`lockstep.data_parallel.gradient_streams`), and the stream
+of the backend waits for the current one. Other parameters that get a
 gradient are added to further buckets at the end of the step. Sparse gradients, whose rows are
 not known in advance, are exchanged last (`lockstep.comm.sparse_gradients`).
 """
@@ -46,8 +48,10 @@ from lockstep.comm.reproducible_all_reduce import (
 from lockstep.comm.sparse_gradients import add_sparse, sum_sparse_gradients
 from lockstep.comm.tree import Fold, Node
 from lockstep.data.microbatch import Hosts, assign_nodes
+from lockstep.data_parallel.gradient_streams import GradientStreams
 from lockstep.data_parallel.readiness import GradientReadiness, GradientState
 from lockstep.data_parallel.shards import Shards
+from lockstep.devices import is_accelerator
 from lockstep.errors import GradientError, LayoutError
 
 __all__ = ["BUCKET_BYTES", "GradientReducer"]
@@ -112,6 +116,7 @@ class GradientReducer:
         self._own_references: list[int] = []  # the number of them to the memory of each sum
         self._destinations: dict[Node, dict[int, torch.Tensor]] = {}
         self._launched = 0
+        self._streams = GradientStreams(parameters[0][1].device if parameters else None)
         self.enter_group()
         # The watched backward pass.
         self._readiness = GradientReadiness(
@@ -148,7 +153,7 @@ class GradientReducer:
         self._leaves, self._announce = leaves, announce
         self._partial_sums = Fold(leaves, add_lists)
         self._nodes_by_rank = assign_nodes(leaves, hosts)
-        self._is_planned = self._ranks > 1 and self._adds_in_place(self._expected)
+        self._is_planned = self._ranks > 1 and self._overlaps_backward(self._expected)
         if self._is_planned:
             self._prepare(self._expected)
 
@@ -164,6 +169,7 @@ class GradientReducer:
             self._planned_for, self._destinations = (), {}
             self._bucket_sums, self._own_references = [], []
         self._launched, self._siblings, self._partial_sums = 0, None, None
+        self._streams.clear()
         self._failure = ""
 
     def current(self) -> dict[str, torch.Tensor]:
@@ -309,6 +315,7 @@ class GradientReducer:
         if state is GradientState.LATE:
             self._fail_late(index)
         elif state is GradientState.COMPLETE:
+            self._streams.note()
             self._accumulate_one(index)
             while self._launched < self._readiness.complete_buckets:
                 self.launch_next()
@@ -343,6 +350,8 @@ class GradientReducer:
         elif self._is_planned:
             while self._launched < len(self._bucket_sums):
                 self.launch_next()
+            for each in self._bucket_sums:
+                each.combine()
             pairs = [pair for each in self._bucket_sums for pair in each.gather()]
             more = self._plan(sorted({*self._without_sparse(used)} - {*self._expected}))
             self._further_sums = self._make_sums(more)
@@ -395,6 +404,8 @@ class GradientReducer:
         if self._siblings is not None:
             held[self._node] = self._values
         bucket_sum = self._bucket_sums[self._launched]
+        members = bucket_sum.bucket.members
+        self._streams.join(values[each.index] for values in held.values() for each in members)
         bucket_sum.launch(held)
         self._launched += 1
         if self._siblings is not None:  # during backward: add while the values are in the cache
@@ -408,11 +419,15 @@ class GradientReducer:
             if destination is not None and self._values[member.index] is not None:
                 self._values[member.index] = destination
 
-    def _adds_in_place(self, indices: Sequence[int]) -> bool:
-        """Return whether the backend adds the gradients of these parameters in place."""
+    def _overlaps_backward(self, indices: Sequence[int]) -> bool:
+        """Return whether the exchange of these gradients may run beside a backward pass.
+
+        The backend "lockstep" adds them in place, and those of accelerators have streams of their
+        own. Gloo would take the processor that backward needs.
+        """
         parameters = [self._parameters[index][1] for index in indices]
         kinds = {(each.device, each.dtype) for each in parameters}
-        return all(adds_in_place(*kind, self._group) for kind in kinds)
+        return all(is_accelerator(kind[0]) or adds_in_place(*kind, self._group) for kind in kinds)
 
     def _prepare(self, indices: Sequence[int]) -> None:
         """Prepare the buckets of these parameters and the destinations of this rank's nodes."""

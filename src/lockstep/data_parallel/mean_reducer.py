@@ -30,6 +30,7 @@ from lockstep.comm.collectives import gather_unless_equal
 from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce, in_format_of, in_layout_of
 from lockstep.comm.sparse_gradients import average_sparse_gradients
 from lockstep.data_parallel.comm_hook import CommHook, CommHookReduction
+from lockstep.data_parallel.gradient_streams import GradientStreams
 from lockstep.data_parallel.readiness import GradientReadiness, GradientState
 from lockstep.errors import GradientError
 
@@ -82,6 +83,7 @@ class MeanReducer:
             )
             for bucket in self._buckets
         ]
+        self._streams = GradientStreams(self._parameters[0].device if named else None)
         self._group = group or dist.group.WORLD
         self._number = next(_numbers)
         self._has_comm_hook = False
@@ -182,6 +184,7 @@ class MeanReducer:
             self._require_not_launched(index)
         self._unaveraged.add(index)
         self._is_active = True
+        self._streams.note()
         if not self._shares_group:
             while self._launched < self._readiness.complete_buckets:
                 self.launch_next()
@@ -211,7 +214,9 @@ class MeanReducer:
         bucket = self._buckets[number]
         # A gradient of an earlier pass counts only if another rank has a new one.
         stale = {member.index for member in bucket.members} - self._unaveraged
-        self._reductions[number].launch({self._node: self._gradients(bucket, stale)}, stale)
+        gradients = self._gradients(bucket, stale)
+        self._streams.join(gradients.values())
+        self._reductions[number].launch({self._node: gradients}, stale)
         if number:
             self._reductions[number - 1].combine()
 
@@ -267,6 +272,7 @@ class MeanReducer:
     def _stop_pass(self) -> None:
         self._launched = 0
         self._is_active, self._is_absent = False, False
+        self._streams.clear()
         self._readiness.stop()
 
     def _write(self, pairs: Iterable[tuple[int, torch.Tensor | None]]) -> None:

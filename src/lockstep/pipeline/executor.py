@@ -20,6 +20,7 @@ from lockstep.model.deferred_init import release
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import Metric
 from lockstep.model.side_effects import SideEffects
+from lockstep.model.static_shapes import static_shapes
 from lockstep.model.step_context import StepContext
 from lockstep.pipeline.evaluator import PipelineEvaluator
 from lockstep.pipeline.partitioner import Partitioner, StagePlan
@@ -96,7 +97,9 @@ class PipelineExecutor:
         part = self._partitioner.parallel.split(batch)
         if self._pipeline is None:
             first = part.microbatches[0] if part.microbatches else None
-            self._partition(self._partitioner.plan(self._module, first))
+            with static_shapes(self._module):  # measuring compiles blocks that steps call
+                plan = self._partitioner.plan(self._module, first)
+            self._partition(plan)
         return part
 
     @contextmanager

@@ -106,7 +106,9 @@ def _describe(value: Any) -> Any:
         parts = [_describe(part) for part in _parts(value).values()]
         return {"parts": parts, "shape": list(value.shape), "coalesced": value.is_coalesced()}
     dtype = str(value.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": list(value.shape), "strides": list(value.stride())}
+    layout = {"dtype": dtype, "shape": list(value.shape), "strides": list(value.stride())}
+    # Counters of steps are on the CPU, beside moments on the device.
+    return layout | {"is_on_cpu": value.device.type == "cpu"}
 
 
 def _allocate(
@@ -136,6 +138,7 @@ def _allocate(
         return here
     dtype = getattr(torch, description["dtype"])
     shape, strides = description["shape"], description["strides"]
+    device = torch.device("cpu") if description["is_on_cpu"] else device
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 

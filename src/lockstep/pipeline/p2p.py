@@ -252,7 +252,7 @@ class Receiver:
         if begin:
             tensors = self._view_inside(cover, self.known, begin)
         else:
-            tensors = self._receive_tensors(self.known.metas)
+            tensors = self._receive_tensors(self.known.metas, has_state=bool(flags & STATE))
         if more:
             self.post()
         generators = tensors.pop().cpu().numpy().tobytes() if flags & STATE else None
@@ -284,9 +284,17 @@ class Receiver:
             cover = cover.to(self.device)
         return [view_received(cover, *pair) for pair in zip(places, known.metas, strict=True)]
 
-    def _receive_tensors(self, metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
-        """Receive the tensors that follow the page, each into its own memory."""
-        rooms = [allocate(meta, self.device) for meta in metas]
+    def _receive_tensors(
+        self, metas: Sequence[TensorMeta], *, has_state: bool
+    ) -> list[torch.Tensor]:
+        """Receive the tensors that follow the page, each into its own memory.
+
+        With `has_state`, the last one is the state of the generators, which is on the CPU.
+        """
+        devices = [self.device] * len(metas)
+        if has_state:
+            devices[-1] = torch.device("cpu")
+        rooms = [allocate(*pair) for pair in zip(metas, devices, strict=True)]
         wanted = [
             space[meta.padding :] for space, meta in zip(rooms, metas, strict=True) if meta.nbytes
         ]

@@ -10,7 +10,7 @@ belong to no block belong to stage 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,72 +18,7 @@ from torch import nn
 
 from lockstep.errors import LayoutError
 
-__all__ = ["Blocks", "Partition", "find_block_names", "is_sequence"]
-
-Blocks = str | Sequence[str | nn.Module] | None
-"""The blocks of a model: attribute paths or modules; None if the model names them itself."""
-
-
-def find_block_names(model: nn.Module, blocks: Blocks) -> list[str]:
-    """Return the names of a model's blocks in order; an empty list if it has none.
-
-    The model's forward must be equivalent to calling the blocks one after another, each with
-    the output of the previous one.
-
-    Args:
-        model: The model.
-        blocks: The blocks. An `nn.ModuleList` or `nn.Sequential` among them stands for its
-            children. If None, the result of the model's method `blocks()`, or the children of
-            an `nn.Sequential`.
-
-    Raises:
-        LayoutError: A name or module is not in the model.
-    """
-    if blocks is None:
-        method = None if type(model) is nn.Sequential else getattr(model, "blocks", None)
-        if not callable(method) or isinstance(method, nn.Module):
-            return list(model._modules) if is_sequence(model) else []
-        blocks = list(method())
-    given = [blocks] if isinstance(blocks, (str, nn.Module)) else list(blocks)
-    names: dict[int, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), []).append(name)
-    return [each for item in given for each in _expand(_find_name(item, model, names), model)]
-
-
-def is_sequence(model: nn.Module) -> bool:
-    """Return whether a model is an `nn.Sequential`, or a subclass that calls its children alike."""
-    kind = type(model)
-    return (
-        isinstance(model, nn.Sequential)
-        and kind.forward is nn.Sequential.forward
-        and kind.__call__ is nn.Module.__call__
-        and getattr(kind, "__iter__", None) is nn.Sequential.__iter__
-        and "forward" not in vars(model)
-    )
-
-
-def _find_name(item: str | nn.Module, model: nn.Module, names: dict[int, list[str]]) -> str:
-    """Return the name of a block; a module that is listed several times gets its next name."""
-    kind = type(model).__name__
-    if isinstance(item, nn.Module):
-        if id(item) not in names:
-            raise LayoutError(f"blocks: the {type(item).__name__} is not part of the model {kind}")
-        found = names[id(item)]
-        return found.pop(0) if len(found) > 1 else found[0]
-    try:
-        model.get_submodule(item)
-    except AttributeError:
-        raise LayoutError(f"blocks: the model {kind} has no module {item!r}") from None
-    return item
-
-
-def _expand(name: str, model: nn.Module) -> list[str]:
-    """Return the name of a block, or the names of the children of a container."""
-    module = model.get_submodule(name)
-    if type(module) in (nn.Sequential, nn.ModuleList):
-        return [f"{name}.{child}" if name else child for child in module._modules]
-    return [name]
+__all__ = ["Partition"]
 
 
 @dataclass(frozen=True)

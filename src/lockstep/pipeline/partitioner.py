@@ -25,9 +25,11 @@ from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.microbatch import Microbatch
 from lockstep.errors import LayoutError
 from lockstep.model.activation_checkpointing import check_blocks
+from lockstep.model.blocks import Blocks, is_sequence
+from lockstep.model.compilation import is_compiled
 from lockstep.model.forward import split_targets
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.pipeline.partition import Blocks, Partition, is_sequence
+from lockstep.pipeline.partition import Partition
 from lockstep.pipeline.profiler import check_composition, profile_blocks
 from lockstep.pipeline.schedule_planner import choose_schedule, make_ranges, plan_schedule
 from lockstep.pipeline.schedules import NAMES
@@ -108,10 +110,10 @@ class Partitioner:
         """
         schedule, balance, stages_per_rank = config.schedule, config.balance, config.stages_per_rank
         kind = type(model).__name__
-        if parallel.stages > 1 and hasattr(model, "_orig_mod"):
+        if parallel.stages > 1 and is_compiled(model):
             raise LayoutError(
                 f"a compiled model cannot be split into {parallel.stages} stages: compile its "
-                "blocks one by one instead"
+                "blocks one by one instead, for instance by block.compile()"
             )
         if parallel.stages > 1 and not block_names:
             if isinstance(model, torch.fx.GraphModule):

@@ -23,6 +23,7 @@ from torch import nn
 
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects
+from lockstep.pipeline.link_groups import make_groups
 from lockstep.pipeline.p2p import Receiver, Sender
 from lockstep.pipeline.schedules import Action, build_schedule
 from lockstep.pipeline.stage import Stage
@@ -108,14 +109,15 @@ class Pipeline:
         self._old_links += (
             [self.links, [vars(tie).copy() for tie in self.ties]] if self.links else []
         )
-        group, device = dist.group.WORLD, self.parallel.device
-        base = reserve_tags(group, 2 * (self.number + 1 + len(self._all_ties)))
+        device = self.parallel.device
+        groups = make_groups(self._list_links(), device)
+        base = reserve_tags(dist.group.WORLD, 2 * (self.number + 1 + len(self._all_ties)))
 
         def sender(stage: int, tag: int) -> Sender:
-            return Sender(group, self.rank_of(stage), base + tag)
+            return Sender(groups[tag], self.rank_of(stage), base + tag)
 
         def receiver(stage: int, tag: int) -> Receiver:
-            return Receiver(group, self.rank_of(stage), base + tag, device)
+            return Receiver(groups[tag], self.rank_of(stage), base + tag, device)
 
         self.links = {}
         for stage in self.stages:
@@ -135,6 +137,18 @@ class Pipeline:
             tie.gradient_receiver = receiver(tie.later, tag) if earlier and not local else None
             tie.reduced_sender = sender(tie.later, tag + 1) if earlier and not local else None
             tie.reduced_receiver = receiver(tie.earlier, tag + 1) if later and not local else None
+
+    def _list_links(self) -> dict[int, tuple[int, int]]:
+        """Return the two ranks of each link of this replica, by its tag."""
+        ends = [(stage - 1, stage) for stage in range(1, self.number)]
+        tags = [2 * later for _, later in ends]
+        ends += [(tie.earlier, tie.later) for tie in self._all_ties]
+        tags += [2 * (self.number + 1 + number) for number in range(len(self._all_ties))]
+        return {
+            tag + way: (self.rank_of(earlier), self.rank_of(later))
+            for tag, (earlier, later) in zip(tags, ends, strict=True)
+            for way in (0, 1)
+        }
 
     def find_ties_to_earlier(self, stage: int) -> list[TiedParameters]:
         """Return the tied parameters whose sums a stage sends to an earlier one."""

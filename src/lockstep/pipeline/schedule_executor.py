@@ -53,8 +53,8 @@ class ScheduleExecutor:
         with ExitStack() as stack:
             for stage in stages:
                 stage.begin(Buffers(self._get_modules(stage)))
-                stack.enter_context(stage.units.install_hooks())
                 stack.enter_context(stage.checkpointing.enable(stage.buffers))
+                stack.enter_context(stage.units.install_hooks())
             stack.enter_context(isolated(self._parallel.device, everything=True))
             try:
                 yield self

@@ -62,6 +62,7 @@ def describe_environment() -> dict[str, Any]:
     import torch
 
     import lockstep
+    from lockstep.devices import device_names
     from lockstep.launcher.world import variables_set
 
     own = variables_set()
@@ -76,7 +77,7 @@ def describe_environment() -> dict[str, Any]:
         "cores": count_usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "hostname": os.uname().nodename,
-        "gpus": gpu_names(),
+        "gpus": device_names(),
         "variables": {
             name: value
             for name, value in variables.items()
@@ -105,15 +106,6 @@ def count_usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def gpu_names() -> list[str]:
-    """Return the names of the GPUs that are visible to torch."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
 def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:

@@ -8,7 +8,6 @@ command ── launch ──> rank: session opened, output into a log, the progr
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import pickle
 import re
@@ -262,13 +261,13 @@ def _run_program(program: Program, folder: Path) -> None:
 
 
 def _run_recipe(recorded: Mapping[str, Any], folder: Path) -> None:
+    from lockstep.recipes.catalog import find_recipe
     from lockstep.recipes.classification import Options, train
 
     known = {field.name for field in fields(Options)}
     options = Options(**{name: value for name, value in recorded.items() if name in known})
-    module = importlib.import_module(f"lockstep.recipes.{options.recipe}")
     quiet = replace(options, quiet=True, download=False, logger=())
-    train(quiet, module.load, module.network, str(folder / "run"))
+    train(quiet, find_recipe(options.recipe), str(folder / "run"))
 
 
 # --- files between ranks and command ----------------------------------------------------------

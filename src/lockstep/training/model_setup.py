@@ -24,13 +24,13 @@ from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import DisagreementError, LayoutError, UsageError
 from lockstep.model.agreement import broadcast_weights
-from lockstep.model.compilation import check_static
+from lockstep.model.blocks import find_block_names
+from lockstep.model.compilation import check_compilation
 from lockstep.model.deferred_init import BlockLike, build, build_sequence, move_to_device
 from lockstep.model.forward import Metric
 from lockstep.model.memory_overlap import allocate_repeated, find_parameter_overlaps
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.executor import PipelineExecutor
-from lockstep.pipeline.partition import find_block_names
 from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
 from lockstep.pipeline.placement import Placement
 from lockstep.training.optimization import Optimization
@@ -84,14 +84,15 @@ def build_model(
         config = replace(config, balance=config.balance or [1] * config.stages)
     if isinstance(model, nn.Module) or config.blocks is not None:
         whole = model if isinstance(model, nn.Module) else build(model, seed, parallel.device)
-        check_static(whole)
+        check_compilation(whole)
         whole = move_to_device(whole, parallel.device)
-        # A compiled model is a wrapper that prefixes the name of every parameter.
-        names = [] if hasattr(whole, "_orig_mod") else find_block_names(whole, config.blocks)
+        names = find_block_names(whole, config.blocks)
         return whole, Partitioner.from_config(parallel, whole, names, config)
     numbers = [str(number) for number in range(len(model))]
     partitioner = Partitioner.from_config(parallel, nn.Sequential(), numbers, config)
-    return _build_blocks(model, seed, partitioner), partitioner
+    built = _build_blocks(model, seed, partitioner)
+    check_compilation(built)
+    return built, partitioner
 
 
 def _check_is_model(model: object) -> None:

@@ -37,12 +37,13 @@ from lockstep.data_parallel import gradient_norm
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.elastic.membership import membership
 from lockstep.errors import GradientError, LossError, StateError, StoppedError, UsageError
+from lockstep.launcher.device_choice import require_deterministic
 from lockstep.model.batch_norm import check_batch_norm
 from lockstep.model.buffers import Buffers
-from lockstep.model.compilation import static_shapes
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects, require_same_weights
+from lockstep.model.static_shapes import static_shapes
 from lockstep.model.step_context import StepContext
 from lockstep.pipeline.placement import Placement
 from lockstep.record.rank_summary import Durations
@@ -197,13 +198,14 @@ class OptimizerStep:
             sharded.log.require_whole_state()
         step.begun = time.perf_counter()
         step.is_traced = self.trace is not None and self.trace.covers(step.number)
+        require_deterministic(self.parallel.device)
         if torch.get_num_threads() != self.parallel.threads:
             torch.set_num_threads(self.parallel.threads)
         self.executor.side_effects.begin(step.number)
         has_failed = True
         try:
             with ExitStack() as stack:
-                stack.enter_context(static_shapes())
+                stack.enter_context(static_shapes(self.model))
                 loop = stack.enter_context(self.executor.open(step))
                 if step.observer is not None:
                     position = self.executor.position

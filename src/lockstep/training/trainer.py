@@ -27,6 +27,7 @@ from lockstep.elastic.membership import exchange, membership, operate
 from lockstep.launcher.world import world
 from lockstep.messages import say
 from lockstep.model.agreement import require_same_settings
+from lockstep.model.compilation import describe_compilation
 from lockstep.model.deferred_init import BlockLike
 from lockstep.model.description import describe, describe_environment, describe_module
 from lockstep.model.evaluation import Evaluation
@@ -188,7 +189,11 @@ class Trainer:
         description = describe_environment()
         for name, value in compared.items():
             description |= describe(name, value)
-        require_same_settings(description, "give every rank the same arguments and settings")
+        require_same_settings(
+            "the arguments of a Trainer",
+            description,
+            "give every rank the same arguments and settings",
+        )
         settings = dict(description)
         check_options(loss, metrics, max_grad_norm, storage, stages)
         session, restored = current_session(), checkpoint
@@ -210,9 +215,10 @@ class Trainer:
         self.module: nn.Module = getattr(self.model, "_orig_mod", self.model)
         modules = {"model": self.module} | self.parallel.other_modules()
         reject_unsupported_modules(modules)  # also those that callables built
-        description = {"torch.compile(model)": str(self.model is not self.module)}
-        description |= describe_module("model", self.module)
-        require_same_settings(description, "build the same model on every rank")
+        description = describe_compilation(self.model) | describe_module("model", self.module)
+        require_same_settings(
+            "the model of a Trainer", description, "build the same model on every rank"
+        )
         settings |= description
         self.metrics = dict(metrics or {})
         self.seed = seed
@@ -220,7 +226,9 @@ class Trainer:
         self._optimization = Optimization(self.module, optimizer, ema_decay)
         description = self._optimization.describe()
         require_same_settings(
-            description, "give every rank the same optimizer, groups and scheduler"
+            "the optimizer of a Trainer",
+            description,
+            "give every rank the same optimizer, groups and scheduler",
         )
         settings |= description
         foreign = modules.keys() - {"model", "loss"}

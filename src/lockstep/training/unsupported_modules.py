@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lockstep.data_parallel.distributed import DistributedDataParallel
+from lockstep.data_parallel.single_process import DataParallel
 from lockstep.errors import UsageError
 
 __all__ = ["reject_unsupported_modules"]
@@ -104,7 +105,12 @@ def _iterate_modules(values: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module
 
 def _get_wrappers() -> tuple[type, ...]:
     """Return the classes that keep the wrapped model in the attribute `module`."""
-    known = (DistributedDataParallel, nn.DataParallel, nn.parallel.DistributedDataParallel)
+    known = (
+        DistributedDataParallel,
+        DataParallel,
+        nn.DataParallel,
+        nn.parallel.DistributedDataParallel,
+    )
     return (*known, *_get_fsdp_class("FullyShardedDataParallel"))
 
 

@@ -85,7 +85,7 @@ class WholeModelExecutor:
             self._parallel.modules_with(self._called),
         )
         self._loop = loop
-        with self._units.seed_calls(), self._checkpointing.enable(buffers):
+        with self._checkpointing.enable(buffers), self._units.seed_calls():
             try:
                 yield loop
             except BaseException as error:

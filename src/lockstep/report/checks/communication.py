@@ -207,6 +207,9 @@ def check_native(requirements: Requirements) -> Iterator[CheckResult]:
     """Say which backend runs use here for CPU and GPU tensors, and why."""
     import torch
 
+    from lockstep.devices import find_accelerator
+    from lockstep.launcher.device_choice import find_device_backend
+
     reason = native.reason_unavailable()
     requested = os.environ.get("LOCKSTEP_BACKEND")
     choose = functools.partial(
@@ -214,7 +217,7 @@ def check_native(requirements: Requirements) -> Iterator[CheckResult]:
         unavailable=None if reason is None else f"here: {reason.rpartition(': ')[0]}",
         requested=requested,
     )
-    one, several = (choose(is_gpu=False, is_single_host=each) for each in (True, False))
+    one, several = (choose(is_single_host=each) for each in (True, False))
     if one.is_slower:
         assert reason is not None
         why = read_installation_reason()
@@ -229,9 +232,11 @@ def check_native(requirements: Requirements) -> Iterator[CheckResult]:
             f"tensors on the CPU: runs on one host use {one.name}, {one.reason}; runs on several "
             f"hosts that have it use {several.name}",
         )
-    if torch.cuda.is_available():
-        gpu = choose(is_gpu=True, is_single_host=True)
-        yield good("backend", f"tensors on GPUs: runs use {gpu.name}, {gpu.reason}")
+    kind = find_accelerator()
+    if kind is not None:
+        name = find_device_backend(torch.device(kind))
+        choice = choose(kind=kind, device_backend=name, is_single_host=True)
+        yield good("backend", f"tensors on {kind}: runs use {choice.name}, {choice.reason}")
     if is_mpi4py_installed():
         yield good("backend", "mpi4py is installed: init(backend='mpi4py') uses MPI under mpiexec")
 
@@ -252,11 +257,16 @@ def available_backends() -> list[str]:
     import torch
     import torch.distributed as dist
 
+    from lockstep.devices import count_devices, find_accelerator
+    from lockstep.launcher.device_choice import find_device_backend
+
     found = ["gloo"] if dist.is_gloo_available() else []
-    if dist.is_nccl_available() and torch.cuda.is_available() and torch.cuda.device_count() > 1:
-        found.append("nccl")
+    kind = find_accelerator()
+    if kind is not None and count_devices(kind) > 1:
+        name = find_device_backend(torch.device(kind))
+        found += [name] if name not in found else []
     # The ranks of mpi4py are started by mpiexec: `software.check_mpi4py`.
-    known = {"undefined", "fake", "gloo", "nccl", "mpi", "mpi4py", "ucc", "xccl", "hccl"}
+    known = {"undefined", "fake", "gloo", "nccl", "mpi", "mpi4py", "ucc", "xccl", "hccl", *found}
     if not native.available():
         known.add("lockstep")  # the name is registered even if the extension was not built
     return found + [name for name in dist.Backend.backend_list if name not in known]
@@ -313,12 +323,14 @@ class AllReduceResult:
 def _measure_all_reduce(name: str) -> AllReduceResult:
     """All-reduce a tensor and check the sum; runs on each of two ranks."""
     import torch
+    import torch.distributed as dist
 
     import lockstep
 
     world = lockstep.init(backend=name, timeout=RANKS_TIMEOUT / 2)
     try:
-        device = world.device if name == "nccl" else torch.device("cpu")
+        is_for_cpu = "cpu" in dist.Backend.backend_capability.get(name, ["cpu"])
+        device = torch.device("cpu") if is_for_cpu else world.device
         values = torch.arange(NUM_ELEMENTS, dtype=torch.float32, device=device) + world.rank
         expected = 2 * torch.arange(NUM_ELEMENTS, dtype=torch.float32, device=device) + 1
         seconds, total = _time_all_reduce(values)
@@ -330,8 +342,9 @@ def _measure_all_reduce(name: str) -> AllReduceResult:
 
 def _time_all_reduce(values: torch.Tensor) -> tuple[float, torch.Tensor]:
     """All-reduce copies of a tensor; return the median seconds and the last sum."""
-    import torch
     import torch.distributed as dist
+
+    from lockstep.devices import synchronize
 
     total, seconds = values, []
     for _ in range(9):
@@ -339,7 +352,6 @@ def _time_all_reduce(values: torch.Tensor) -> tuple[float, torch.Tensor]:
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(total)
-        if total.is_cuda:
-            torch.cuda.synchronize(total.device)
+        synchronize(total.device)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds), total

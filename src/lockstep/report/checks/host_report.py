@@ -149,9 +149,8 @@ def collect_facts(**network: Any) -> HostFacts:
     import torch
 
     from lockstep.comm import backend
+    from lockstep.devices import device_names
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = sorted(torch.cuda.get_device_name(index) for index in range(count))
     texts = {
         "host_name": socket.gethostname(),
         "python": platform.python_version(),
@@ -159,7 +158,7 @@ def collect_facts(**network: Any) -> HostFacts:
         "lockstep": lockstep.__version__,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "backend": backend.reason_unavailable() or "",
-        "gpus": ", ".join(gpus) or "none",
+        "gpus": ", ".join(sorted(device_names())) or "none",
     }
     short: dict[str, Any] = {name: escape_control(text)[:MAX_TEXT] for name, text in texts.items()}
     return HostFacts(**short, **network)

@@ -10,12 +10,16 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import lockstep
 from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
 from lockstep.formatting import format_bytes
 from lockstep.native.compilation import CompilationError, find_compiler
 from lockstep.report.checks import CheckResult, Requirements, bad, good, note
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "check_compiler",
@@ -128,10 +132,13 @@ def check_compiler(requirements: Requirements) -> Iterator[CheckResult]:
 
 
 def check_gpus(requirements: Requirements) -> Iterator[CheckResult]:
-    """Multiply matrices on each GPU and compare with the CPU."""
+    """Multiply matrices on each accelerator and compare with the CPU."""
     import torch
 
-    if not torch.cuda.is_available():
+    from lockstep.devices import device_names, find_accelerator
+
+    kind = find_accelerator()
+    if kind is None:
         if torch.version.cuda is not None and shutil.which("nvidia-smi"):
             yield note(
                 "gpu",
@@ -147,30 +154,35 @@ def check_gpus(requirements: Requirements) -> Iterator[CheckResult]:
         else:
             yield good("gpu", "none; training runs on the CPU")
         return
-    for index in range(torch.cuda.device_count()):
-        yield check_gpu(index)
+    for index, name in enumerate(device_names()):
+        yield check_gpu(torch.device(kind, index), name)
+    if kind != "cuda":
+        return
     if torch.distributed.is_nccl_available():
         yield good("nccl", ".".join(map(str, torch.cuda.nccl.version())))
     else:
         yield bad("nccl", "this torch has no NCCL", "install a torch build with NCCL")
 
 
-def check_gpu(index: int) -> CheckResult:
-    """Multiply matrices on one GPU and compare with the CPU."""
+def check_gpu(device: torch.device, description: str) -> CheckResult:
+    """Multiply matrices on one accelerator and compare with the CPU."""
     import torch
 
-    name = f"gpu {index}"
+    name = f"gpu {device.index}"
     try:
         matrix = torch.arange(4096.0).reshape(64, 64) % 7
-        product = (matrix.to(f"cuda:{index}") @ matrix.to(f"cuda:{index}")).cpu()
-        free, total = torch.cuda.mem_get_info(index)
+        product = (matrix.to(device) @ matrix.to(device)).cpu()
+        measure = getattr(torch.get_device_module(device), "mem_get_info", None)
+        memory = None if measure is None else measure(device)
     except RuntimeError as error:
-        return bad(name, f"fails: {str(error).splitlines()[0]}", "check the driver with nvidia-smi")
-    what = (
-        f"{torch.cuda.get_device_name(index)}, {format_bytes(free)} of {format_bytes(total)} free"
-    )
+        advice = "check the driver, with nvidia-smi for a GPU of NVIDIA"
+        return bad(name, f"fails: {str(error).splitlines()[0]}", advice)
+    what = description
+    if memory is not None:
+        free, total = memory
+        what += f", {format_bytes(free)} of {format_bytes(total)} free"
     if not torch.equal(product, matrix @ matrix):
-        return bad(name, f"{what}: matrix products are wrong", "do not use this GPU")
+        return bad(name, f"{what}: matrix products are wrong", "do not use this device")
     return good(name, what)
 
 
