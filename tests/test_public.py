@@ -18,6 +18,7 @@ from lockstep import errors
 
 NAMES = [
     "CheckpointConfig",
+    "DataParallel",
     "DistributedDataParallel",
     "Driver",
     "LockstepError",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lockstep.data_parallel.distributed import (
         DistributedDataParallel as DistributedDataParallel,
     )
+    from lockstep.data_parallel.single_process import DataParallel as DataParallel
     from lockstep.errors import LockstepError as LockstepError
     from lockstep.launcher.launch import launch as launch
     from lockstep.launcher.world import init as init
@@ -54,6 +55,7 @@ PUBLIC = {
     "target_weight": "model.loss_weight",
     "digest": "checksum",
     "DistributedDataParallel": "data_parallel.distributed",
+    "DataParallel": "data_parallel.single_process",
     "Driver": "remote.driver",
     "build": "model.deferred_init",
     "LockstepError": "errors",

@@ -1,0 +1,66 @@
+"""Scatter and gather: every sample comes back, in its place, and so does its gradient."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.data.microbatch import count_microbatches, split_evenly
+from lockstep.data_parallel.scatter import GatheredTensor, count_samples, list_tensors, scatter
+from lockstep.errors import UsageError
+
+CPU = torch.device("cpu")
+
+
+@given(
+    samples=st.integers(1, 20),
+    parts=st.integers(1, 9),
+    dim=st.integers(0, 2),
+    data=st.data(),
+)
+def test_parts_join_to_the_whole_and_gradients_split_like_it(samples, parts, dim, data):
+    shape = data.draw(st.lists(st.integers(1, 3), min_size=2, max_size=2))
+    shape.insert(dim, samples)
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    assert count_samples((whole,), {}, dim) == samples
+    spans = split_evenly(samples, count_microbatches(samples, parts))
+    scattered = scatter([whole], spans, dim, [CPU] * len(spans), [])
+    found = {index: each.data[0] for index, each in enumerate(scattered)}
+    shares = {index: len(span) / samples for index, span in enumerate(spans)}
+    joined = GatheredTensor(found, shares, len(spans), dim, CPU)
+    assert torch.equal(joined.take_value(), whole)
+    gradient = torch.randn(shape)
+    split = [joined.split_gradient(gradient, index) for index in found]
+    assert torch.equal(torch.cat(split, dim), gradient)
+    means = {index: each.mean() for index, each in found.items()}
+    mean = GatheredTensor(means, shares, len(spans), dim, CPU)
+    torch.testing.assert_close(mean.take_value(), whole.mean())
+    one = torch.ones(())
+    assert [mean.split_gradient(one, index).item() for index in means] == [
+        torch.tensor(share).item() for share in shares.values()
+    ]
+
+
+def test_parts_are_copies_and_a_tensor_given_twice_is_one():
+    whole, shared = torch.zeros(4), torch.tensor(1.0)
+    parts = scatter(
+        {"x": whole, "again": [whole], "s": shared, "n": 3}, split_evenly(4, 2), 0, [CPU] * 2, []
+    )
+    for part in parts:
+        assert part.data["x"] is part.data["again"][0]
+        assert part.data["n"] == 3
+        for each in list_tensors(part.data):
+            each.add_(5)
+    assert (whole.sum().item(), shared.item()) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "dim", "message"),
+    [
+        ([torch.ones(2, 3), torch.ones(2, 4)], 0, r"shapes \(2, 3\), \(2, 4\)"),
+        ([torch.ones(2), torch.ones(2)], 1, r"shape \(2,\) has no dimension 1"),
+    ],
+)
+def test_outputs_that_cannot_be_joined_are_refused(parts, dim, message):
+    with pytest.raises(UsageError, match=message):
+        GatheredTensor(dict(enumerate(parts)), {0: 0.5, 1: 0.5}, 2, dim, CPU)
