@@ -77,6 +77,14 @@ def too_few(folder):
     return write_pictures(folder, ["a", "b"], 1)
 
 
+def sets_of_other_names(folder):
+    return write_pictures(folder, ["train/a", "validation/a"], 2)
+
+
+def only_train(folder):
+    return write_pictures(folder, ["train/a", "train/b"], 2)
+
+
 @pytest.mark.parametrize(
     ("prepare", "sentence"),
     [
@@ -84,9 +92,16 @@ def too_few(folder):
         (no_class, "has no folders; put the images of each class into a folder"),
         (an_empty_class, "c has no image"),
         (only_val_has_it, "b is a class without training images: .*train"),
+        (sets_of_other_names, "has the folders train and validation, which are no class: rename"),
+        (only_train, "has the folder train, which is no class: .* or pass .*train"),
         (too_few, "too few images per class to hold out 20% of them"),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_named(tmp_path, prepare, sentence):
     with pytest.raises(DatasetError, match=sentence):
         read_image_folder(prepare(tmp_path), 0.2, 0)
+
+
+def test_a_class_may_have_the_name_of_a_set(tmp_path):
+    write_pictures(tmp_path, ["car", "train"], 5)
+    assert read_image_folder(tmp_path, 0.2, 0)[0].classes == ("car", "train")

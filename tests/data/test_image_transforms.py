@@ -7,16 +7,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from PIL import Image
+from PIL import Image, ImageOps
 
-from lockstep.data.images import (
+from lockstep.data.image_transforms import (
     MEAN,
+    ORIENTATION,
     STD,
     center_crop_box,
     crop_and_resize,
+    normalize,
     random_crop_box,
     random_flip,
-    to_normalized_tensor,
+    upright_size,
 )
 
 SIDES = st.integers(1, 3000)
@@ -68,8 +70,15 @@ def test_a_jpeg_is_decoded_small_and_shows_the_same(box):
     assert plain.size == (803, 605)
     if box[2] - box[0] > 200:
         assert drafted.size[0] < 803
-    difference = numpy.asarray(fast).astype(int) - numpy.asarray(slow).astype(int)
-    assert abs(difference).max() <= 3
+    assert (fast.int() - slow.int()).abs().max() <= 4
+
+
+def test_resizing_gives_the_pixels_of_pillow():
+    plain = jpeg(803, 605)
+    box = (101, 202, 501, 602)
+    expected = plain.crop(box).resize((224, 224), Image.Resampling.BILINEAR)
+    found = crop_and_resize(jpeg(803, 605), box, 224).permute(1, 2, 0).numpy()
+    assert abs(found.astype(int) - numpy.asarray(expected)).max() <= 1
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1", "LA"])
@@ -77,20 +86,53 @@ def test_every_mode_becomes_three_colours(mode):
     image = Image.new("RGB", (8, 8), (255, 255, 255)).convert(mode)
     if mode == "P":
         image.info["transparency"] = bytes(range(256))
-    assert numpy.asarray(crop_and_resize(image, (0, 0, 8, 8), 4)).shape == (4, 4, 3)
+    assert crop_and_resize(image, (0, 0, 8, 8), 4).shape == (3, 4, 4)
+
+
+def test_gray_of_16_bits_keeps_its_upper_ones():
+    gray = numpy.linspace(0, 65535, 64, dtype=numpy.uint16).reshape(8, 8)
+    file = io.BytesIO()
+    Image.fromarray(gray).save(file, "PNG")
+    pixels = crop_and_resize(Image.open(file), (0, 0, 8, 8), 8)
+    assert torch.equal(pixels, torch.from_numpy((gray >> 8).astype(numpy.uint8)).expand(3, 8, 8))
+
+
+@pytest.mark.parametrize(("mode", "kind"), [("I", "32-bit"), ("F", "float")])
+def test_pixels_without_a_range_are_refused(mode, kind):
+    with pytest.raises(ValueError, match=f"it has {kind} pixels; save it with 8 or 16 bits"):
+        crop_and_resize(Image.new(mode, (8, 8)), (0, 0, 8, 8), 4)
+
+
+@pytest.mark.parametrize("suffix", ["JPEG", "PNG", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_picture_is_turned_as_its_camera_notes(orientation, suffix):
+    x, y = numpy.meshgrid(numpy.arange(48), numpy.arange(32))
+    pixels = numpy.stack([5 * x, 7 * y, 0 * x], axis=-1).astype(numpy.uint8)
+    exif = Image.Exif()
+    exif[ORIENTATION] = orientation
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, suffix, exif=exif)
+    with Image.open(file) as image:
+        upright = ImageOps.exif_transpose(image)
+    box = (3, 5, 27, 29) if upright.width > upright.height else (5, 3, 29, 27)
+    expected = numpy.asarray(upright.convert("RGB").crop(box).resize((24, 24))).astype(int)
+    with Image.open(file) as image:
+        assert upright_size(image) == upright.size
+        found = crop_and_resize(image, box, 24).permute(1, 2, 0).numpy()
+    assert abs(found - expected).max() <= 1
 
 
 def test_a_picture_is_mirrored_half_the_time():
-    image = Image.fromarray(numpy.array([[[0, 0, 0], [255, 255, 255]]], dtype=numpy.uint8))
+    pixels = torch.tensor([0, 255], dtype=torch.uint8).expand(3, 1, 2)
     torch.default_generator.manual_seed(0)
-    firsts = [random_flip(image).getpixel((0, 0))[0] for _ in range(200)]
+    firsts = [int(random_flip(pixels)[0, 0, 0]) for _ in range(200)]
     assert set(firsts) == {0, 255}
     assert 70 < firsts.count(0) < 130
 
 
 def test_pixels_are_normalised_row_by_row():
-    pixels = torch.randint(0, 256, (5, 7, 3), dtype=torch.uint8)
-    values = to_normalized_tensor(Image.fromarray(pixels.numpy()))
+    pixels = torch.randint(0, 256, (5, 7, 3), dtype=torch.uint8).permute(2, 0, 1)
+    values = normalize(pixels)
     assert values.is_contiguous()
-    expected = (pixels.permute(2, 0, 1).double() / 255 - MEAN.double()) / STD.double()
+    expected = (pixels.double() / 255 - MEAN.double()) / STD.double()
     torch.testing.assert_close(values.double(), expected, rtol=0, atol=1e-5)

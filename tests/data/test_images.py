@@ -6,15 +6,11 @@ from PIL import Image
 
 from folders import write_pictures
 from lockstep.data.image_folder import read_image_folder
-from lockstep.data.images import (
-    ImageDataset,
-    SyntheticImages,
-    center_crop_box,
-    crop_and_resize,
-    to_normalized_tensor,
-)
+from lockstep.data.image_transforms import center_crop_box, crop_and_resize, normalize
+from lockstep.data.images import ImageDataset, SyntheticImages
 from lockstep.data.loader import Batches
 from lockstep.errors import FileError, SampleError
+from lockstep.randomness import key
 
 
 def epoch_of(dataset, number, replicas=1, replica=0, workers=0):
@@ -52,6 +48,17 @@ def test_augmentation_is_the_same_for_every_layout_and_number_of_workers(picture
     assert_same(whole, parts)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_augmentation_depends_on_seed_epoch_and_index(pictures, workers):
+    for batch in Batches(pictures, 6, microbatches=3, seed=5, epoch=2, num_workers=workers):
+        for microbatch in batch.microbatches:
+            for shown, index in zip(
+                microbatch.data[0], batch.sample_indices(microbatch.index), strict=True
+            ):
+                torch.default_generator.manual_seed(key(5, 2, index))
+                assert torch.equal(shown, pictures[index][0])
+
+
 def test_augmentation_is_another_one_in_each_epoch(pictures):
     def seen(number):
         rows = [row for data, _ in epoch_of(pictures, number).values() for row in data]
@@ -67,9 +74,8 @@ def test_evaluation_shows_the_middle_and_draws_nothing(tmp_path):
     picture, label = ImageDataset(files, 32, augment=False)[0]
     assert torch.equal(torch.default_generator.get_state(), before)
     with Image.open(files.name(0)) as image:
-        assert torch.equal(
-            picture, to_normalized_tensor(crop_and_resize(image, center_crop_box(*image.size), 32))
-        )
+        pixels = crop_and_resize(image, center_crop_box(*image.size), 32)
+    assert torch.equal(picture, normalize(pixels))
     assert label == 0
 
 
@@ -94,7 +100,25 @@ def damaged_png(path):
     return "cannot be read as an image"
 
 
-@pytest.mark.parametrize("spoil", [missing, text, truncated, damaged_png])
+def empty(path):
+    path.write_bytes(b"")
+    return "the file is empty"
+
+
+def a_folder(path):
+    path.unlink()
+    path.mkdir()
+    return r"\(Is a directory\)"
+
+
+def float_pixels(path):
+    Image.new("F", (64, 64)).save(path, "TIFF")
+    return "it has float pixels; save it with 8 or 16 bits per channel"
+
+
+@pytest.mark.parametrize(
+    "spoil", [missing, text, truncated, damaged_png, empty, a_folder, float_pixels]
+)
 def test_a_picture_that_cannot_be_read_is_named_in_one_sentence(tmp_path, spoil):
     files, _ = read_image_folder(write_pictures(tmp_path, ["a"], 2), 0.5, 0)
     reason = spoil(tmp_path / files.name(0))

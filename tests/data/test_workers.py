@@ -52,7 +52,8 @@ def _nothing_is_left() -> Iterator[None]:
     gc.collect()
     assert workers() <= children
     assert set(threading.enumerate()) <= threads
-    assert shared_memory() <= segments
+    # Tests beside this one have segments too, for the moment in which they are created.
+    assert until(lambda: shared_memory() <= segments, 5)
 
 
 @pytest.mark.parametrize("ends", ["break", "raise", "whole", "held"])
@@ -156,7 +157,11 @@ def test_a_death_whose_signal_got_lost_is_noticed(
         signal.signal(signal.SIGCHLD, handler)
 
 
-def test_a_silent_worker_is_named_at_the_deadline(tmp_path: Path) -> None:
+def test_a_silent_worker_is_named_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch waits for the worker, and ends it then.
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
     dataset = Blocking(tmp_path / "reached")
     with pytest.raises(SampleError, match=r"returned no batch within 0\.5 s; check for a sample"):
         list(Batches(dataset, 4, shuffle=False, num_workers=1, timeout=0.5))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from lockstep.data.epoch_order import epoch_permutation
 from lockstep.data.partition import partition_sizes
@@ -26,6 +26,7 @@ from lockstep.errors import DatasetError
 __all__ = ["ImageFiles", "read_image_folder"]
 
 TRAIN, VAL = "train", "val"
+SPLITS = {TRAIN, VAL, "training", "valid", "validation", "test", "dev", "eval"}
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 
 
@@ -58,7 +59,13 @@ class ImageFiles:
 
     def open(self, index: int) -> Image.Image:
         """Open an image; its pixels are read on access."""
-        return Image.open(self.name(index))
+        path = self.name(index)
+        try:
+            return Image.open(path)
+        except UnidentifiedImageError:
+            if os.path.getsize(path) == 0:
+                raise ValueError("the file is empty") from None
+            raise
 
     def split(self, share: float, seed: int) -> tuple[ImageFiles, ImageFiles]:
         """Hold out a share of each class.
@@ -98,8 +105,8 @@ def read_image_folder(folder: str | Path, share: float, seed: int) -> tuple[Imag
         seed: The random seed of that choice.
 
     Raises:
-        DatasetError: The folder or its classes do not exist, a class has no image, or the classes
-            are too small to hold out an image.
+        DatasetError: The folder or its classes do not exist, its folders are sets with other names,
+            a class has no image, or the classes are too small to hold out an image.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -107,7 +114,7 @@ def read_image_folder(folder: str | Path, share: float, seed: int) -> tuple[Imag
             f"{folder} is not a folder; pass one that has one folder of images per class"
         )
     if not ((folder / TRAIN).is_dir() and (folder / VAL).is_dir()):
-        return _files(folder, _classes(folder)).split(share, seed)
+        return _files(folder, _require_no_split(folder, _classes(folder))).split(share, seed)
     classes = _classes(folder / TRAIN)
     unknown = sorted(set(_classes(folder / VAL)) - set(classes))
     if unknown:
@@ -127,6 +134,17 @@ def _classes(folder: Path) -> tuple[str, ...]:
             "the class"
         )
     return tuple(names)
+
+
+def _require_no_split(folder: Path, classes: tuple[str, ...]) -> tuple[str, ...]:
+    """Raise DatasetError if the folders of the classes are those of a split into sets."""
+    if {name.lower() for name in classes} <= SPLITS:
+        raise DatasetError(
+            f"{folder} has the folder{'s' * (len(classes) > 1)} {' and '.join(classes)}, which "
+            f"{'are' if len(classes) > 1 else 'is'} no class: rename the sets to {TRAIN} and {VAL},"
+            f" or pass {folder / classes[0]}"
+        )
+    return classes
 
 
 def _files(

@@ -10,14 +10,12 @@ own samples. Reading is repeated, but samples, order and random numbers are thos
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from lockstep.data.map_dataset import (
     Collate,
@@ -28,6 +26,7 @@ from lockstep.data.map_dataset import (
 )
 from lockstep.data.microbatch import ReplicaShare
 from lockstep.data.repeatability import describe_sample, select_positions
+from lockstep.data.worker_info import hidden_worker_info
 from lockstep.randomness import key, seed_all
 
 __all__ = ["IterableSource"]
@@ -49,7 +48,9 @@ class IterableSource(IterableDataset[Item]):
         """Iterate over the whole stream, and yield the batches of this worker."""
         info = get_worker_info()
         worker, workers = (info.id, info.num_workers) if info is not None else (0, 1)
-        with _no_worker_info():
+        # A dataset that uses the worker info yields a different part of the stream in each worker.
+        # Here every worker splits the whole stream itself, so samples would be lost.
+        with hidden_worker_info():
             for batch, samples in self._batches():
                 if isinstance(samples, LoadFailure):
                     # All workers fail at the same sample, so each of them may report it.
@@ -93,29 +94,15 @@ class IterableSource(IterableDataset[Item]):
                 describe_sample(first + number, samples[number]) for number in numbers
             )
         parts: list[Any] = []
-        for _, piece in self.share.pieces(len(samples)):
+        for index, piece in self.share.pieces(len(samples)):
             part = collate_samples(
                 samples[piece.start : piece.stop],
                 range(first + piece.start, first + piece.stop),
                 type(self.dataset).__name__,
                 self.collate or default_collate,
+                (*self.keys, batch, index),
             )
             if isinstance(part, LoadFailure):
                 return part
             parts.append(part)
         return LoadedBatch(len(samples), parts, descriptions)
-
-
-@contextlib.contextmanager
-def _no_worker_info() -> Iterator[None]:
-    """Hide torch's worker info from the dataset.
-
-    Datasets that use it yield a different part of the stream in each worker. Here every
-    worker splits the whole stream itself, so such a dataset would lose samples.
-    """
-    info = torch_worker._worker_info
-    torch_worker._worker_info = None
-    try:
-        yield
-    finally:
-        torch_worker._worker_info = info

@@ -55,6 +55,7 @@ from lockstep.data.samplers import (
     validate_sampler,
 )
 from lockstep.data.workers import Items, load_in_process, load_in_workers, load_isolated
+from lockstep.devices import find_accelerator
 from lockstep.errors import DatasetError
 from lockstep.formatting import format_quantity
 from lockstep.randomness import key
@@ -96,7 +97,7 @@ class Batches:
             `TensorDataset` without `collate_fn`, whose rows are selected in this process.
         collate_fn: A function that makes a micro-batch of a list of samples; None for torch's
             `default_collate`.
-        pin_memory: Whether to copy tensors to pinned memory if there is a GPU.
+        pin_memory: Whether to copy tensors to pinned memory if there is an accelerator.
         drop_last: Whether to omit the last batch if it is smaller.
         timeout: The longest wait for a batch from the workers, in seconds.
         agree: A function that exchanges a few bytes with all ranks, so that they can compare
@@ -139,7 +140,7 @@ class Batches:
         self.sampler, self.batch_sampler = sampler, batch_sampler
         self.num_workers, self.collate_fn, self.timeout = num_workers, collate_fn, timeout
         self.drop_last = drop_last
-        self.pin_memory = pin_memory and torch.cuda.is_available()
+        self.pin_memory = pin_memory and find_accelerator() is not None
         self.agree = agree
         self.position = 0
         self._start = 0
@@ -354,6 +355,7 @@ class Batches:
             self._comparing = perf_counter() - begun
             if item is not None:
                 yield item
+                del item  # free its memory
                 self._comparing = 0.0
                 yield from items
 

@@ -30,6 +30,7 @@ from lockstep.data.repeatability import (
     describe_sample,
     select_positions,
 )
+from lockstep.data.worker_info import hidden_worker_info
 from lockstep.errors import DatasetError, LockstepError, SampleError
 from lockstep.randomness import key, seed_all
 
@@ -43,6 +44,9 @@ __all__ = [
 ]
 
 Collate = Callable[[list[Any]], Any]
+
+Place = tuple[int, int, int, int]
+"""A micro-batch: the seed of the order, the epoch, the batch and the micro-batch."""
 
 LIBRARY_FOLDERS = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
 
@@ -88,16 +92,31 @@ Item = LoadedBatch | LoadFailure
 
 
 def collate_samples(
-    samples: list[Any], names: Sequence[int], dataset: str, collate: Collate
+    samples: list[Any], names: Sequence[int], dataset: str, collate: Collate, place: Place
 ) -> Any:
     """Collate one micro-batch; if that fails, return a LoadFailure that names the samples.
+
+    A function other than torch's may draw random numbers, for instance to mask tokens or to mix
+    images. They are seeded by the micro-batch, because a rank collates several.
 
     torch's `default_collate` creates new tensors. Another function may return views of the
     dataset's memory or a buffer that it reuses, so its result is copied. This is needed in workers
     too, because torch moves a tensor to shared memory together with the rest of its storage.
+
+    Args:
+        samples: The samples.
+        names: Their indices, for messages.
+        dataset: The name of the dataset, for messages.
+        collate: The function.
+        place: The micro-batch, for the seed of the function.
     """
     try:
-        part = collate(samples)
+        if collate is not default_collate:
+            seed, epoch, batch, microbatch = place
+            # Negative, so that no sample has the same seed.
+            seed_all(key(seed, epoch, -1 - batch, microbatch))
+        with hidden_worker_info():  # in a worker, `default_collate` allocates shared memory
+            part = collate(samples)
         return part if collate is default_collate else clone_tensors(part)
     except Exception as error:
         shown = ", ".join(str(name) for name in names[:8]) + (", ..." if len(names) > 8 else "")
@@ -123,25 +142,38 @@ class MapSource(Dataset[Item]):
     def __getitem__(self, batch: int) -> Item:
         """Load this replica's micro-batches of global batch `batch`."""
         span = self.epoch.span(batch)
-        pieces = [span[piece.start : piece.stop] for _, piece in self.share.pieces(len(span))]
+        pieces = [
+            ((*self.keys, batch, index), span[piece.start : piece.stop])
+            for index, piece in self.share.pieces(len(span))
+        ]
+        loaded: dict[int, Any] = {}
         try:
-            descriptions = self._check(span, pieces) if batch == self.first else ()
+            descriptions = self._check(span, pieces, loaded) if batch == self.first else ()
         except DatasetError as error:
             return LoadFailure(str(error), DatasetError)
         parts: list[Any] = []
-        for piece in pieces:
-            part = self._microbatch(piece)
+        for place, piece in pieces:
+            part = self._microbatch(piece, place, loaded)
             if isinstance(part, LoadFailure):
                 return part
             parts.append(part)
         return LoadedBatch(len(span), parts, descriptions)
 
-    def _check(self, span: range, pieces: Sequence[range]) -> tuple[str, ...]:
+    def _check(
+        self, span: range, pieces: Sequence[tuple[Place, range]], loaded: dict[int, Any]
+    ) -> tuple[str, ...]:
+        """Check a few samples; put those that were loaded into `loaded`, by position."""
         positions = select_positions(span)
         names = self.epoch.indices[positions].tolist()
-        found = check_samples(self._sample, positions, names, self.dataset)
+
+        def load(position: int) -> Any:
+            sample = loaded[position] = self._sample(position)
+            return sample
+
+        found = check_samples(load, positions, names, self.dataset)
         if self.collate is not None and pieces:
-            check_collate(lambda: self._microbatch(pieces[0]), self.collate)
+            place, first = pieces[0]
+            check_collate(lambda: self._microbatch(first, place, {}), self.collate)
         return found
 
     def _sample(self, position: int) -> Any:
@@ -150,16 +182,17 @@ class MapSource(Dataset[Item]):
         seed_all(key(*self.keys, index, *self._repeat(position)))
         return self.dataset[index]
 
-    def _microbatch(self, positions: range) -> Any:
+    def _microbatch(self, positions: range, place: Place, loaded: dict[int, Any]) -> Any:
         indices = self.epoch.indices[positions.start : positions.stop].tolist()
         samples = []
         for position, index in zip(positions, indices, strict=True):
             try:
-                samples.append(self._sample(position))
+                sample = loaded.pop(position) if position in loaded else self._sample(position)
+                samples.append(sample)
             except Exception as error:
                 return LoadFailure.of(f"sample {index} of {type(self.dataset).__name__}", error)
         name = type(self.dataset).__name__
-        return collate_samples(samples, indices, name, self.collate or default_collate)
+        return collate_samples(samples, indices, name, self.collate or default_collate, place)
 
     def _repeat(self, position: int) -> tuple[int, ...]:
         """Return the last part of the sample's key: () for its first occurrence in the epoch."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.map_dataset import Item
 from lockstep.data.microbatch import align_tensors, map_tensors
+from lockstep.data.shared_blocks import BlockReader, share
 from lockstep.errors import SampleError
 from lockstep.messages import say
 from lockstep.randomness import isolated
@@ -65,8 +67,9 @@ def load_in_workers(
     Raises:
         SampleError: A worker died, or there was no item for `timeout` seconds.
     """
+    reader = BlockReader(workers) if hasattr(os, "memfd_create") else None
     loader: DataLoader[Item] = DataLoader(
-        source,
+        source if reader is None else share(source, reader),
         batch_size=None,
         sampler=numbers,
         num_workers=workers,

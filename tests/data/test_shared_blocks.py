@@ -1,0 +1,173 @@
+"""Blocks of loader workers: used again when nothing holds them, and never before."""
+
+import gc
+import os
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from lockstep.data import shared_blocks
+from lockstep.data.loader import Batches
+from lockstep.data.shared_blocks import BLOCKS, BlockReader, Slice
+from lockstep.errors import SampleError
+
+
+class Rows(Dataset):
+    """Sample i has 500 numbers that tell it apart."""
+
+    def __len__(self):
+        return 160
+
+    def __getitem__(self, index):
+        return torch.arange(500) + 1000 * index, index
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return (Rows()[index] for index in range(160))
+
+
+class Growing(Rows):
+    """The samples of batch b have b + 1 rows."""
+
+    def __getitem__(self, index):
+        return torch.full((index // 4 + 1, 300), float(index))
+
+
+def parts(dataset, workers, **options):
+    """Yield the data of each batch, in two micro-batches."""
+    for batch in Batches(dataset, 4, microbatches=2, num_workers=workers, **options):
+        yield [microbatch.data for microbatch in batch.microbatches]
+
+
+def require_same(found, expected):
+    if isinstance(expected, torch.Tensor):
+        assert found.layout == expected.layout
+        assert found.dtype == expected.dtype
+        if expected.layout is torch.strided:
+            assert found.stride() == expected.stride()
+            assert found.data_ptr() % 64 == 0
+        assert torch.equal(found.to_dense(), expected.to_dense())
+    elif isinstance(expected, (list, tuple)):
+        assert type(found) is type(expected)
+        for one, other in zip(found, expected, strict=True):
+            require_same(one, other)
+    elif isinstance(expected, dict):
+        require_same(list(found.items()), list(expected.items()))
+    else:
+        assert numpy.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("dataset", [Rows(), Stream()], ids=["map", "iterable"])
+def test_blocks_are_used_again(dataset):
+    addresses = set()
+    expected = parts(dataset, 0)
+    for found in parts(dataset, 1):
+        require_same(found, next(expected))
+        addresses |= {images.data_ptr() for images, _ in found}
+    assert 2 <= len(addresses) < 2 * BLOCKS
+
+
+def test_data_that_is_held_does_not_change():
+    held = []
+    for number, found in enumerate(parts(Rows(), 2)):
+        if number % 2:
+            (images, labels), _ = found
+            held.append((number, images[1:, ::7], labels.numpy()))
+    assert len(held) == 20 > 2 * BLOCKS
+    expected = list(parts(Rows(), 0))
+    for number, images, labels in held:
+        (whole, names), _ = expected[number]
+        assert torch.equal(images, whole[1:, ::7])
+        assert numpy.array_equal(labels, names.numpy())
+
+
+def test_a_block_that_is_too_small_is_replaced():
+    expected = parts(Growing(), 0, shuffle=False)
+    for found in parts(Growing(), 1, shuffle=False):
+        require_same(found, next(expected))
+
+
+def kinds(samples):
+    images = torch.stack([sample[0] for sample in samples]).float()
+    return {
+        "images": images,
+        "again": (images, images.bfloat16(), images > 3),
+        "views": [images.t(), images[:, ::3], images[0].expand(5, -1), images[:0], images[0, 0]],
+        "last": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "turned": torch.rand(2, 3, 4).permute(2, 0, 1),
+        "others": [torch.rand(3).to(torch.complex64).conj(), torch.rand(3)._neg_view()],
+        "plain": ["text", 3, None, numpy.arange(3), get_worker_info() is None],
+    }
+
+
+def test_any_data_is_that_of_the_process_itself():
+    for found, expected in zip(
+        parts(Rows(), 1, collate_fn=kinds), parts(Rows(), 0, collate_fn=kinds), strict=True
+    ):
+        require_same(found, expected)
+        assert found[0]["images"] is found[0]["again"][0]
+
+
+@pytest.mark.parametrize("data", [[lambda: 0], [lambda: 0, torch.ones(3)]], ids=len)
+def test_data_that_cannot_be_sent_is_one_sentence(data):
+    def collate(samples):
+        return data
+
+    with pytest.raises(SampleError, match=r"^the batch cannot be sent .*num_workers=0 \(replica 0"):
+        list(parts(Rows(), 1, collate_fn=collate))
+
+
+class Descriptor:
+    """Stands for the descriptor that a worker sends."""
+
+    def detach(self):
+        number = os.memfd_create("block")
+        os.truncate(number, 4096)
+        return number
+
+
+@pytest.fixture
+def reader():
+    return BlockReader(workers=2)
+
+
+def read(reader):
+    reader.in_use[1, 3] = 1
+    slices = [Slice(0, torch.float32, (4,), (1,)), Slice(64, torch.int64, (2, 2), (1, 2))]
+    return reader.read(1, 3, Descriptor(), 4096, slices)
+
+
+def test_a_block_is_free_when_its_last_tensor_is(reader):
+    numbers, names = read(reader)
+    view = names.numpy()[0]
+    del numbers, names
+    gc.collect()
+    assert reader.in_use.nonzero().tolist() == [[1, 3]]
+    del view
+    assert not reader.in_use.any()
+
+
+def test_a_forked_process_does_not_free_the_block_of_its_parent(reader):
+    numbers, names = read(reader)
+    child = os.fork()
+    if child == 0:
+        del numbers, names
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert reader.in_use[1, 3] == 1
+    assert numbers.sum() == names.sum() == 0
+
+
+def test_a_tensor_that_is_sent_on_is_copied(reader):
+    """Another process may keep it for longer than this one."""
+    assert not read(reader)[0].is_shared()
+
+
+def test_systems_without_anonymous_files_use_torchs_memory(monkeypatch):
+    monkeypatch.delattr("os.memfd_create")
+    monkeypatch.delattr(shared_blocks.BlockReader, "read")
+    for found, expected in zip(parts(Rows(), 1), parts(Rows(), 0), strict=True):
+        require_same(found, expected)
