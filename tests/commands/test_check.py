@@ -606,10 +606,10 @@ def test_a_layout_that_fails_is_a_failure(check):
 
 def test_a_layout_has_a_deadline(check):
     result, found = check(
-        "import threading\nmodel = nn.Linear(6, 4)\nthreading.Event().wait()", "--timeout", "3"
+        "import threading\nmodel = nn.Linear(6, 4)\nthreading.Event().wait()", "--timeout", "1"
     )
     assert result.exit_code == 1
-    assert "rank 0 had not returned after 3 s" in found["layouts"][0]["failure"]
+    assert "rank 0 had not returned after 1 s" in found["layouts"][0]["failure"]
 
 
 @pytest.mark.parametrize(

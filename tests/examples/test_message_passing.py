@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import lockstep as ls
+import warm
 from lockstep.launcher.fork_server import get_fork_server
 
 ROOT = Path(__file__).parents[2]
@@ -49,10 +50,8 @@ def test_example_without_a_launcher_starts_its_ranks(capfd):
 
 
 def test_example_under_a_launcher_joins_its_ranks(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "lockstep", "run", "-n", "2", str(FOLDER / "broadcast.py")],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+    command = [*warm.LOCKSTEP, "run", "-n", "2", str(FOLDER / "broadcast.py")]
+    done = warm.run(command, cwd=tmp_path, text=True, timeout=60)
     assert done.returncode == 0
     assert done.stdout.splitlines()[0] == "[0] broadcast from rank 1"
     assert len(done.stdout.splitlines()) == 4

@@ -4,20 +4,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import warm
+
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "training.py")
-COMMANDS = {
-    "python": [sys.executable, SCRIPT],
-    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", SCRIPT],
-    "lockstep run": [sys.executable, "-m", "lockstep", "run", "-n", "3", SCRIPT],
+ALONE = f"import runpy; runpy.run_path({SCRIPT!r}, run_name='__main__')"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+COMMANDS = {  # torchrun's processes are new interpreters, as those of users
+    "python": (warm.Popen, [sys.executable, "-c", ALONE]),
+    "torchrun": (subprocess.Popen, [*TORCHRUN, "--nproc-per-node", "2", SCRIPT]),
+    "lockstep run": (warm.Popen, [*warm.LOCKSTEP, "run", "-n", "3", SCRIPT]),
 }
 
 
 def test_digest_is_the_same_under_every_launcher(tmp_path):
     running = {
-        launcher: subprocess.Popen(
+        launcher: start(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
         )
-        for launcher, command in COMMANDS.items()
+        for launcher, (start, command) in COMMANDS.items()
     }
     digests = {}
     for launcher, process in running.items():

@@ -1,4 +1,4 @@
-"""The learning rate: a rise, a cosine, or nothing at all."""
+"""The learning rate: a rise, a cosine, steps, or nothing at all."""
 
 import pytest
 import torch
@@ -14,6 +14,12 @@ def test_it_rises_over_the_warm_up_and_falls_as_a_cosine_to_nothing():
     assert shares[12] == pytest.approx(0.5)
     assert shares[4:] == sorted(shares[4:], reverse=True)
     assert shares[20] == pytest.approx(0)
+
+
+def test_it_falls_in_steps_that_are_counted_from_the_first_epoch():
+    rate = WarmupSchedule.of(epochs=9, steps=2, warmup=1, decay="step", step_size=3, gamma=0.1)
+    factors = [rate.at(step) for step in range(18)]
+    assert factors == pytest.approx([0.5, *[1] * 5, *[0.1] * 6, *[0.01] * 6])
 
 
 def test_without_warm_up_and_decay_there_is_no_schedule():

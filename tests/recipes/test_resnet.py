@@ -1,4 +1,4 @@
-"""ResNet-50 without torchvision: its size, its names, its arithmetic, its blocks."""
+"""Residual networks without torchvision: their sizes, names, arithmetic and blocks."""
 
 import math
 from itertools import pairwise
@@ -8,7 +8,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.recipes.resnet import Bottleneck, ResNet, resnet50
+from lockstep.recipes.resnet import (
+    BasicBlock,
+    Bottleneck,
+    ResNet,
+    resnet18,
+    resnet34,
+    resnet50,
+    resnet101,
+)
 
 COUNTS = (3, 4, 6, 3)
 
@@ -72,6 +80,35 @@ def written_out(state, images):
 
 def test_resnet50_has_25_557_032_parameters(network):
     assert sum(parameter.numel() for parameter in network.parameters()) == 25_557_032
+
+
+@pytest.mark.parametrize(
+    ("make", "parameters", "entries", "last"),
+    [
+        (resnet18, 11_689_512, 122, "layer4.1.bn2.weight"),
+        (resnet34, 21_797_672, 218, "layer3.5.bn2.weight"),
+        (resnet101, 44_549_160, 626, "layer3.22.conv3.weight"),
+    ],
+)
+def test_the_other_sizes_are_the_published_ones(make, parameters, entries, last):
+    with torch.device("meta"):
+        model = make()
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    state = model.state_dict()
+    assert len(state) == entries
+    assert last in state
+    assert "layer2.0.downsample.0.weight" in state
+
+
+def test_a_basic_block_is_two_convolutions_beside_a_shortcut():
+    torch.manual_seed(0)
+    block, images = BasicBlock(4, 6, stride=2).eval(), torch.randn(2, 4, 8, 8)
+    nn.init.normal_(block.bn2.weight)
+    shortcut = block.downsample[1](F.conv2d(images, block.downsample[0].weight, stride=2))
+    inner = F.relu(block.bn1(F.conv2d(images, block.conv1.weight, stride=2, padding=1)))
+    expected = F.relu(block.bn2(F.conv2d(inner, block.conv2.weight, padding=1)) + shortcut)
+    torch.testing.assert_close(block(images), expected)
+    assert BasicBlock(4, 4).downsample is None
 
 
 def test_published_weights_load(network):

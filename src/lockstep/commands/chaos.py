@@ -110,8 +110,9 @@ def make_config(target: str, arguments: tuple[str, ...], nprocs: int, runs: str)
     from lockstep.commands import train
     from lockstep.launcher.launch_config import LaunchConfig
     from lockstep.launcher.target import check_target
+    from lockstep.recipes.catalog import NAMES
 
-    is_recipe = target in train.RECIPES
+    is_recipe = target in NAMES
     if is_recipe:
         train.command.make_context("lockstep train", [target, *arguments])
     else:

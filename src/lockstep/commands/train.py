@@ -2,48 +2,52 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import importlib
 import json
 import os
 import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
-from click.core import ParameterSource
 
+from lockstep.commands.recorded_options import (
+    is_given,
+    open_resumed,
+    read_recorded,
+    recall_evaluated,
+    recall_options,
+    resolve_options,
+    store_options,
+)
+from lockstep.commands.training_summary import print_summary
 from lockstep.errors import FileError, LayoutError, UsageError
 from lockstep.files import replace_file
-from lockstep.formatting import format_loss, format_quantity
 from lockstep.launcher.environment import read_rank_info
 from lockstep.launcher.rank_process import get_task
 from lockstep.messages import JSON_HELP, say
-from lockstep.pipeline.schedules import NAMES
+from lockstep.pipeline.schedules import NAMES as SCHEDULES
+from lockstep.recipes.catalog import IMAGE_NAMES, NAMES
 from lockstep.record.loggers import LOGGER_NAMES
-
-if TYPE_CHECKING:
-    from lockstep.recipes.classification import Options
-    from lockstep.record.reader import Run
 
 __all__ = ["command"]
 
-RECIPES = ("digits", "mnist", "resnet50")
-DECAYS = ("cosine", "none")
+DECAYS = ("cosine", "step", "none")
+OPTIMIZERS = ("sgd", "adamw")
+PATCH = 16  # pixels, of the vision transformer
 POSITIVE = click.IntRange(min=1)
 NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
-CHANGEABLE = {"stages", "schedule", "activation_checkpointing", "workers", "logger"}
-CHANGEABLE |= {"checkpoint_every", "quiet", "download"}  # on resuming, because they change no bits
-NOT_RECALLED = {"quiet", "download"}  # apply to one process, not to the run
+OF_TRAINING = {
+    "checkpoint_every", "ema", "epochs", "logger", "lr", "lr_decay", "lr_gamma", "lr_step_size",
+    "max_grad_norm", "mixup", "momentum", "name", "new_head", "optimizer", "warmup", "weight_decay",
+}  # fmt: skip
+"""Options that `--evaluate` does not take."""
 SUMMARY_FILE = "summary.json"  # the summary of a run whose ranks are processes of `lockstep run`
-RECIPE_FILE = "recipe.json"  # the options of a run, until its record has the first line
 
 
 @click.command()
-@click.argument("recipe", type=click.Choice(RECIPES), required=False)
+@click.argument("recipe", type=click.Choice(NAMES), required=False)
 @click.option(
     "-n", "--nprocs", default=1, show_default=True, type=POSITIVE, help="Number of ranks."
 )
@@ -65,7 +69,7 @@ RECIPE_FILE = "recipe.json"  # the options of a run, until its record has the fi
     help="Pipeline stages; -n must be a multiple of it.",
 )  # fmt: skip
 @click.option(
-    "--schedule", type=click.Choice(NAMES),
+    "--schedule", type=click.Choice(SCHEDULES),
     help="Pipeline schedule.  [default: the fastest, by measured costs]",
 )  # fmt: skip
 @click.option(
@@ -73,42 +77,65 @@ RECIPE_FILE = "recipe.json"  # the options of a run, until its record has the fi
     help="Recompute activations in backward: less memory, more time, the same bits.",
 )  # fmt: skip
 @click.option(
-    "--epochs",
-    type=POSITIVE,
-    help="Number of epochs.  [default: digits 30, mnist 10, resnet50 90; 2 if generated]",
-)
+    "--epochs", type=POSITIVE,
+    help="Number of epochs.  [default: digits 30, mnist 10, resnet 90, vit 300; 2 if generated]",
+)  # fmt: skip
 @click.option(
-    "--batch-size",
-    type=POSITIVE,
+    "--batch-size", type=POSITIVE,
     help="Samples per global batch, over all ranks.  "
-    "[default: digits 32, mnist 128, resnet50 256; 32 if generated]",
-)
+    "[default: digits 32, mnist 128, resnet 256, vit 1024; 32 if generated]",
+)  # fmt: skip
 @click.option(
-    "--lr",
-    type=NOT_NEGATIVE,
-    help="Learning rate of SGD.  [default: 0.05; resnet50: 0.1 per 256 samples]",
-)
+    "--optimizer", type=click.Choice(OPTIMIZERS),
+    help="Optimizer.  [default: sgd; vit: adamw]",
+)  # fmt: skip
 @click.option(
-    "--momentum", type=NOT_NEGATIVE, help="Momentum of SGD.  [default: 0.5; resnet50: 0.9]"
-)
+    "--lr", type=NOT_NEGATIVE,
+    help="Learning rate.  [default: 0.05; resnet: 0.1 per 256 samples; vit: 0.003 per 4096 "
+    "samples]",
+)  # fmt: skip
+@click.option("--momentum", type=NOT_NEGATIVE, help="Momentum of SGD.  [default: 0.5; resnet: 0.9]")
 @click.option(
-    "--weight-decay", type=NOT_NEGATIVE, help="Weight decay of SGD.  [default: 0; resnet50: 1e-4]"
-)
+    "--weight-decay", type=NOT_NEGATIVE,
+    help="Weight decay of the optimizer.  [default: 0; resnet: 1e-4; vit: 0.3]",
+)  # fmt: skip
+@click.option(
+    "--max-grad-norm", metavar="NORM", type=click.FloatRange(min=0, min_open=True),
+    help="Largest 2-norm of the gradient, above which it is clipped.  [default: none; vit: 1]",
+)  # fmt: skip
 @click.option(
     "--warmup", type=NOT_NEGATIVE,
-    help="Epochs of linear learning-rate warmup.  [default: 0; resnet50: 1/18 of the epochs]",
+    help="Epochs of linear learning-rate warmup.  [default: 0; resnet: 1/18 of the epochs; vit: "
+    "1/10]",
 )  # fmt: skip
 @click.option(
     "--lr-decay", type=click.Choice(DECAYS),
-    help="Learning-rate decay after the warmup.  [default: none; resnet50: cosine]",
+    help="Learning-rate decay after the warmup.  [default: none; image recipes: cosine]",
+)  # fmt: skip
+@click.option(
+    "--lr-step-size", metavar="EPOCHS", default=30, show_default=True, type=POSITIVE,
+    help="Epochs after which --lr-decay step lowers the learning rate.",
+)  # fmt: skip
+@click.option(
+    "--lr-gamma", metavar="FACTOR", default=0.1, show_default=True, type=NOT_NEGATIVE,
+    help="Factor by which --lr-decay step multiplies the learning rate.",
 )  # fmt: skip
 @click.option(
     "--label-smoothing", type=click.FloatRange(0, 1, max_open=True),
-    help="Label smoothing, from 0 to 1.  [default: 0; resnet50: 0.1]",
+    help="Label smoothing, from 0 to 1.  [default: 0; resnet: 0.1; vit: 0.11]",
+)  # fmt: skip
+@click.option(
+    "--mixup", metavar="ALPHA", type=NOT_NEGATIVE,
+    help="Parameter of the Beta distribution of mixup; 0 for no mixup.  [default: 0; vit: 0.2]",
+)  # fmt: skip
+@click.option(
+    "--ema", metavar="DECAY", type=click.FloatRange(0, 1, max_open=True),
+    help="Decay per step of an exponential moving average of the weights, which is evaluated and "
+    "saved, too.  [default: no average]",
 )  # fmt: skip
 @click.option(
     "--size", type=click.IntRange(min=32),
-    help="Width and height of images in pixels.  [default: resnet50 224; 128 if generated]",
+    help="Width and height of images in pixels.  [default: image recipes 224; 128 if generated]",
 )  # fmt: skip
 @click.option(
     "--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1),
@@ -123,8 +150,22 @@ RECIPE_FILE = "recipe.json"  # the options of a run, until its record has the fi
 @click.option(
     "--data",
     metavar="DIR",
-    help="Folder of the data.  [default: mnist data/mnist; resnet50 generated images]",
+    help="Folder of the data.  [default: mnist data/mnist; image recipes generated images]",
 )
+@click.option(
+    "--weights", metavar="FILE",
+    help="Begin with the weights of this .safetensors or .pth file, or checkpoint.  [default: "
+    "random weights]",
+)  # fmt: skip
+@click.option(
+    "--new-head", is_flag=True,
+    help="Leave out the classifier of --weights, for data with other classes.",
+)  # fmt: skip
+@click.option(
+    "-e", "--evaluate", "is_evaluation", is_flag=True,
+    help="Evaluate the weights of --weights FILE or --resume RUN on the held-out samples, and do "
+    "not train.",
+)  # fmt: skip
 @click.option("--download", is_flag=True, help="Download missing data from a public mirror.")
 @click.option(
     "--checkpoint-every", metavar="N", type=POSITIVE,
@@ -156,6 +197,7 @@ def command(
     runs: str,
     name: str | None,
     resume: str | None,
+    is_evaluation: bool,
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -169,6 +211,9 @@ def command(
     --schedule, --activation-checkpointing, --workers, --logger and --checkpoint-every
     may differ.
 
+    --evaluate trains nothing and writes nothing: it prints the loss and the accuracy of the
+    weights of --weights FILE, or of those of --resume RUN with the options of the run.
+
     --min A --max B makes an elastic run: when a rank is killed, the run continues, with the same
     bits.
 
@@ -178,16 +223,28 @@ def command(
     Exit status: 0 success, 1 the training failed, 2 usage error, 75 stopped on request
     after saving a checkpoint, 128+N ended by signal N.
     """
+    from lockstep.launcher.failure_attribution import STOPPED
+    from lockstep.launcher.fork_server import get_fork_server
+    from lockstep.launcher.launch import launch
+    from lockstep.launcher.run_folder import create_run_folder, find_run, name_run
+    from lockstep.record.loggers import create_logger
+
     is_rank = get_task() is not None
+    is_elastic = least is not None or most is not None
+    if is_evaluation:
+        _check_evaluation(is_elastic)
     resumed = None
-    if resume is not None:
+    if resume is not None and is_evaluation:
+        resumed = read_recorded(find_run(resume, Path(runs)))
+        recipe, nprocs = recall_evaluated(resumed, recipe, nprocs, given)
+    elif resume is not None:
         if is_rank:
             raise UsageError(
                 "--resume is an option of the launch here: lockstep run --resume RUN -m lockstep "
                 "train RECIPE ..."
             )
-        resumed = _open_resumed(resume, runs)
-        recipe, nprocs = _recall_options(resumed, recipe, name, nprocs, given)
+        resumed = open_resumed(resume, runs)
+        recipe, nprocs = recall_options(resumed, recipe, name, nprocs, given)
     if recipe is None:
         raise click.UsageError("Missing argument 'RECIPE'; or continue a run with --resume RUN.")
     if is_rank:
@@ -195,22 +252,19 @@ def command(
     elif most is not None:
         nprocs = most
     _check_layout(nprocs, given["stages"], given["microbatches"], given["schedule"])
-    from lockstep.launcher.failure_attribution import STOPPED
-    from lockstep.launcher.fork_server import get_fork_server
-    from lockstep.launcher.launch import launch
-    from lockstep.launcher.run_folder import create_run_folder, name_run
-    from lockstep.record.loggers import create_logger
-
-    if recipe != "resnet50" and given["size"] is not None:
-        raise UsageError(f"--size: the images of {recipe} have a fixed size; omit this option")
+    _check_options(recipe, given)
+    for path in ("data", "weights"):
+        if given[path] is not None:
+            given[path] = os.path.abspath(given[path])  # valid in any directory
+    if is_evaluation:
+        folder = None if resumed is None else resumed.folder
+        _evaluate(recipe, nprocs, given, folder, is_rank, as_json)
+        return
     for each in given["logger"]:
         create_logger(each, Path(runs))  # report a missing package before the ranks start
-    if given["data"] is not None:
-        given["data"] = os.path.abspath(given["data"])  # valid in any directory
     if is_rank:
         _train_in_rank(recipe, given, as_json)
         return
-    is_elastic = least is not None or most is not None
     if resumed is not None:
         folder = resumed.folder
     elif is_elastic:
@@ -219,17 +273,14 @@ def command(
         folder = Path(runs) / name if name else create_run_folder(Path(runs), recipe)
     if given["download"]:
         _download(recipe, given["data"])
-    elif recipe == "resnet50" and given["data"] is None:
-        from lockstep.recipes.resnet50 import NOTICE
-
-        click.echo(NOTICE, err=True)
+    _note_generated(recipe, given)
     if is_elastic:
         words = _list_words(recipe, given)
         summary = _train_elastic(words, nprocs, least or 1, folder, resumed is not None)
-        _print_summary(summary, given["quiet"], as_json)
+        print_summary(summary, given["quiet"], as_json)
         return
     if resumed is None:
-        _store_options(folder, recipe, nprocs, given)
+        store_options(folder, recipe, nprocs, given)
     get_fork_server(for_training=True)  # otherwise every rank would import torch._dynamo
     try:
         summary = launch(_rank, (recipe, given, str(folder), resumed is not None), nprocs)[0]
@@ -237,7 +288,7 @@ def command(
         if stop.code == STOPPED:
             say(f"continue with: {shlex.join(['lockstep', 'train', '--resume', str(folder)])}")
         raise
-    _print_summary(summary, given["quiet"], as_json)
+    print_summary(summary, given["quiet"], as_json)
 
 
 def _train_in_rank(recipe: str, given: dict[str, Any], as_json: bool) -> None:
@@ -260,7 +311,7 @@ def _train_in_rank(recipe: str, given: dict[str, Any], as_json: bool) -> None:
     if rank() == 0:
         with replace_file(folder / SUMMARY_FILE) as file:
             file.write(json.dumps(summary).encode())
-        _print_summary(summary, given["quiet"], as_json)
+        print_summary(summary, given["quiet"], as_json)
 
 
 def _list_words(recipe: str, given: Mapping[str, Any]) -> list[str]:
@@ -324,145 +375,6 @@ def _train_elastic(
     return summary
 
 
-def _print_summary(summary: dict[str, Any], quiet: bool, as_json: bool) -> None:
-    """Print the summary of the training; raise FileError if its record is incomplete."""
-    failure = summary.pop("failure", None)
-    if not (as_json and quiet):
-        click.echo(_format_summary(summary), err=as_json)
-    if as_json:
-        click.echo(json.dumps(summary))
-    if failure is not None:
-        raise FileError(failure)
-
-
-def _open_resumed(run: str, runs: str) -> Run:
-    """Return the run to resume, once no other process uses it.
-
-    Raises:
-        UsageError: There is no such run, it is not a run of a recipe, or it is still running.
-    """
-    from lockstep.launcher.run_folder import find_run, wait_until_free
-
-    folder = find_run(run, Path(runs))
-    _read_recorded(folder)
-    wait_until_free(folder)
-    return _read_recorded(folder)
-
-
-def _read_recorded(folder: Path) -> Run:
-    """Return a run with its options; raise UsageError if it is not a run of a recipe."""
-    from lockstep.record.columns import as_dict
-    from lockstep.record.reader import read_ends
-    from lockstep.record.recorder import RECORD_FILE
-
-    has_record = (folder / RECORD_FILE).exists()
-    found = read_ends(folder) if has_record else None
-    if found is None or not found.header:  # killed before the record had a line
-        found = _load_options(folder) or read_ends(folder)
-    if as_dict(found.latest("options")).get("recipe") not in RECIPES:
-        raise UsageError(
-            f"{folder} is not a run of `lockstep train`, so its options are not known; continue "
-            f"a run of a script with `lockstep run --resume {folder}`"
-        )
-    return found
-
-
-def _store_options(folder: Path, recipe: str, nprocs: int, given: dict[str, Any]) -> None:
-    """Store the recipe and options of a run before its ranks start.
-
-    The record begins when all ranks have connected. Without this file, a run that is killed before
-    that could not be resumed.
-    """
-    from lockstep.files import make_folder
-    from lockstep.record.recorder import RECORD_FILE
-    from lockstep.redaction import redact
-
-    content = {"recipe": recipe, "nprocs": nprocs, "options": redact(given)}
-    with contextlib.suppress(OSError):  # the recorder reports what is wrong with the folder
-        make_folder(folder)
-        if not (folder / RECORD_FILE).exists():
-            with replace_file(folder / RECIPE_FILE) as file:
-                file.write(json.dumps(content).encode())
-
-
-def _load_options(folder: Path) -> Run | None:
-    """Return a run with only the options that `_store_options` stored; None if there are none."""
-    from lockstep.record.columns import concatenate_blocks
-    from lockstep.record.reader import Run
-
-    try:
-        stored = json.loads((folder / RECIPE_FILE).read_bytes())
-        options = dataclasses.asdict(_resolve_options(stored["recipe"], stored["options"]))
-        header = {"options": options, "layout": {"world_size": int(stored["nprocs"])}}
-    except (OSError, ValueError, KeyError, TypeError, ImportError):
-        return None
-    return Run(folder=folder, header=header, steps=concatenate_blocks([]))
-
-
-def _resolve_options(recipe: str, given: Mapping[str, Any]) -> Options:
-    """Return the options with the recipe's defaults."""
-    from lockstep.recipes.classification import Options
-
-    if recipe not in RECIPES:
-        raise ValueError(f"no recipe {recipe}")
-    module = importlib.import_module(f"lockstep.recipes.{recipe}")
-    chosen = {name: value for name, value in given.items() if value is not None}
-    return Options(recipe=recipe, **{"data": None, **module.defaults(chosen), **chosen})
-
-
-def _recall_options(
-    run: Run, recipe: str | None, name: str | None, nprocs: int, given: dict[str, Any]
-) -> tuple[str, int]:
-    """Add the recorded options of a run to `given`, unless they were given.
-
-    Returns:
-        The recipe and the number of ranks.
-
-    Raises:
-        UsageError: An option that decides the results was given with another value.
-    """
-    context = click.get_current_context()
-    recorded: dict[str, Any] = run.latest("options")
-    for option in given.keys() - CHANGEABLE - recorded.keys():
-        raise UsageError(
-            f"{run.folder} cannot be resumed: its record has no option {option}, which decides "
-            f"the results; start a new run"
-        )
-    asked = {"recipe": recipe, "name": name, **given}
-    for parameter in context.command.params:
-        option = parameter.name or ""
-        is_given = context.get_parameter_source(option) is not ParameterSource.DEFAULT
-        if option == "name":
-            recorded = recorded | {"name": run.folder.resolve().name}
-        if is_given and option in asked and option not in CHANGEABLE:
-            _require_same(run, parameter, asked[option], recorded.get(option))
-        if not is_given and option in given and option in recorded and option not in NOT_RECALLED:
-            given[option] = recorded[option]
-    if given["stages"] == 1 and context.get_parameter_source("schedule") is ParameterSource.DEFAULT:
-        given["schedule"] = None
-    if context.get_parameter_source("nprocs") is ParameterSource.DEFAULT:
-        nprocs = int(run.layout.get("world_size") or nprocs)
-    return recorded["recipe"], nprocs
-
-
-def _require_same(run: Run, parameter: click.Parameter, value: Any, recorded: Any) -> None:
-    """Raise UsageError unless an option of a resumed run has its recorded value."""
-    if parameter.name == "data" and None not in (value, recorded):
-        value, recorded = os.path.abspath(value), os.path.abspath(recorded)
-    if value == recorded:
-        return
-    option = parameter.opts[-1] if isinstance(parameter, click.Option) else "RECIPE"
-    if value is True:
-        asked, had = option, f"without {option}"
-    else:
-        asked = f"{option} {value}"
-        had = f"with {option} {recorded}" if recorded is not None else f"without {option}"
-    raise UsageError(
-        f"{asked}: the run {run.folder} was started {had}, which a resumed run keeps; omit it, "
-        f"or start a new run"
-    )
-
-
 def _check_layout(nprocs: int, stages: int, microbatches: int, schedule: str | None) -> None:
     """Raise LayoutError unless the ranks form whole replicas with a micro-batch each."""
     if nprocs % stages:
@@ -483,23 +395,103 @@ def _check_layout(nprocs: int, stages: int, microbatches: int, schedule: str | N
         )
 
 
+def _check_evaluation(is_elastic: bool) -> None:
+    """Raise UsageError for options that only a training has."""
+    if is_elastic:
+        raise UsageError("--min and --max are options of a training; omit them with --evaluate")
+    for option in click.get_current_context().command.params:
+        if option.name in OF_TRAINING and is_given(option.name):
+            raise UsageError(
+                f"{option.opts[-1]} is an option of the training; omit it with --evaluate"
+            )
+
+
+def _check_options(recipe: str, given: Mapping[str, Any]) -> None:
+    """Raise UsageError for options that the recipe, or another option, does not permit."""
+    size = given["size"]
+    if recipe not in IMAGE_NAMES:
+        if size is not None:
+            raise UsageError(f"--size: the images of {recipe} have a fixed size; omit this option")
+        if given["mixup"]:
+            raise UsageError(f"--mixup: {recipe} has no mixup; choose {', '.join(IMAGE_NAMES)}")
+    if recipe == "vit" and size is not None and size % PATCH:
+        raise UsageError(f"--size {size}: vit needs a multiple of its patch of {PATCH} pixels")
+    if given["new_head"] and given["weights"] is None:
+        raise UsageError("--new-head leaves out the classifier of --weights FILE: add this option")
+    optimizer = given["optimizer"] or ("adamw" if recipe == "vit" else "sgd")
+    # A resumed run has the recipe's momentum among its options, whether it is used or not.
+    if optimizer == "adamw" and is_given("momentum"):
+        raise UsageError("--momentum: AdamW has no momentum; omit it, or add --optimizer sgd")
+
+
+def _note_generated(recipe: str, given: Mapping[str, Any]) -> None:
+    """Say that an image recipe without a folder trains on generated images."""
+    if recipe in IMAGE_NAMES and given["data"] is None:
+        from lockstep.recipes.image_classification import describe_generated_images
+
+        click.echo(describe_generated_images(), err=True)
+
+
 def _rank(recipe: str, given: dict[str, Any], folder: str, is_resumed: bool) -> dict[str, Any]:
     """Train on one rank."""
     from lockstep.launcher.run_folder import RESUME
+    from lockstep.recipes.catalog import find_recipe
     from lockstep.recipes.classification import train
 
     os.environ.pop(RESUME, None)  # may be inherited from a script that starts this command
     if is_resumed:
         os.environ[RESUME] = "1"
-    module = importlib.import_module(f"lockstep.recipes.{recipe}")
-    return train(_resolve_options(recipe, given), module.load, module.network, folder)
+    return train(resolve_options(recipe, given), find_recipe(recipe), folder)
+
+
+def _evaluate(
+    recipe: str,
+    nprocs: int,
+    given: dict[str, Any],
+    folder: Path | None,
+    is_rank: bool,
+    as_json: bool,
+) -> None:
+    """Evaluate weights on new ranks, or as this process's rank of a launch; print the summary.
+
+    Args:
+        recipe: The recipe.
+        nprocs: The number of ranks.
+        given: The options.
+        folder: The folder of the run that the weights belong to; None if there is none.
+        is_rank: Whether this process is a rank of a launch.
+        as_json: Whether to print the summary as JSON.
+    """
+    from lockstep.launcher.fork_server import get_fork_server
+    from lockstep.launcher.launch import launch
+    from lockstep.launcher.world import rank
+
+    if given["weights"] is None:
+        raise UsageError("--evaluate needs weights: add --weights FILE, or --resume RUN")
+    arguments = (recipe, given, None if folder is None else str(folder))
+    if is_rank:
+        summary = _evaluate_on_rank(*arguments)
+        if rank() == 0:
+            print_summary(summary, given["quiet"], as_json)
+        return
+    get_fork_server(for_training=True)
+    summary = launch(_evaluate_on_rank, arguments, nprocs)[0]
+    print_summary(summary, given["quiet"], as_json)
+
+
+def _evaluate_on_rank(recipe: str, given: dict[str, Any], folder: str | None) -> dict[str, Any]:
+    """Evaluate on one rank."""
+    from lockstep.recipes.catalog import find_recipe
+    from lockstep.recipes.classification import evaluate
+
+    return evaluate(resolve_options(recipe, given), find_recipe(recipe), folder)
 
 
 def _download(recipe: str, data: str | None) -> None:
     """Download missing data of the recipe once, before the ranks start."""
-    if recipe == "resnet50":
+    if recipe in IMAGE_NAMES:
         raise UsageError(
-            "--download: resnet50 trains on your own images; pass their folder with --data"
+            f"--download: {recipe} trains on your own images; pass their folder with --data"
         )
     if recipe != "mnist":
         raise UsageError(
@@ -517,26 +509,3 @@ def _show_download(name: str, received: int, total: int | None) -> None:
     share = f"{received / total:4.0%}" if total else f"{received / 1e6:.1f} MB"
     end = "\n" if received == total else ""
     click.echo(f"\r{name}  {share}{end}", nl=False, err=True)
-
-
-def _format_summary(summary: dict[str, Any]) -> str:
-    """Return the summary of the run as text, with the digests at the end."""
-    ranks = format_quantity(summary["world_size"], "rank")
-    epochs = format_quantity(summary["epochs"], "epoch")
-    rows = {
-        "trained": f"{summary['recipe']} on {ranks}: {epochs}, "
-        f"{summary['steps']} steps, {summary['samples']:,} samples",
-        "accuracy": f"{summary['accuracy']:.2%} of {summary['held_out']:,} held-out samples, "
-        f"loss {format_loss(summary['loss'])}",
-        "resumed": f"after step {summary['resumed_from_step']}",
-        "speed": f"{summary['samples_per_second']:,.0f} samples/s, {summary['seconds']:.1f} s",
-        "run": summary["run"],
-        "optimizer": summary["optimizer_digest"],
-        "digest": f"{summary['digest']}",
-        "": "Digests of the optimizer state and of the weights, the same for every layout.",
-    }
-    if summary["resumed_from_step"] is None:
-        del rows["resumed"]
-    if not summary["samples_per_second"]:
-        del rows["speed"]  # the resumed run was already complete
-    return "\n".join(f"{name:<10} {value}" for name, value in rows.items())

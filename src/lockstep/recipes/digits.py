@@ -9,27 +9,29 @@ from torch import nn
 
 from lockstep.data.datasets import digits
 from lockstep.data.partition import partition
-from lockstep.recipes.classification import Data, Options
+from lockstep.recipes.classification import Data, Options, Recipe
 
-__all__ = ["defaults", "digit_network", "load", "network"]
+__all__ = ["DIGITS", "HEAD", "digit_network", "make_network"]
 
 HELD_OUT = 0.2
 SPLIT_SEED = 0
 """Fixed, so that the held-out digits do not depend on the seed of the training."""
 
+HEAD = "11"  # the last layer of the network
 
-def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+
+def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the default options."""
     return {"epochs": 30, "batch_size": 32, "lr": 0.05, "momentum": 0.5}
 
 
-def load(options: Options) -> Data:
+def _load(options: Options) -> Data:
     """Return the digits for training and the held-out digits."""
     training, held_out = partition(digits(), [1 - HELD_OUT, HELD_OUT], seed=SPLIT_SEED)
     return Data(training, held_out, classes=10)
 
 
-def network(classes: int) -> nn.Module:
+def make_network(options: Options, classes: int) -> nn.Module:
     """Return the model."""
     return digit_network()
 
@@ -53,3 +55,6 @@ def digit_network() -> nn.Sequential:
         nn.Dropout(),
         nn.Linear(50, 10),
     )
+
+
+DIGITS = Recipe("digits", _defaults, _load, make_network, HEAD)

@@ -1,0 +1,24 @@
+"""The recipes by name. Importing this module does not import torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lockstep.recipes.classification import Recipe
+
+__all__ = ["IMAGE_NAMES", "NAMES", "find_recipe"]
+
+IMAGE_NAMES = ("resnet18", "resnet34", "resnet50", "resnet101", "vit")
+"""The recipes that train on image folders."""
+
+NAMES = ("digits", "mnist", *IMAGE_NAMES)
+
+
+def find_recipe(name: str) -> Recipe:
+    """Return the recipe with this name; raise KeyError if there is none."""
+    from lockstep.recipes.digits import DIGITS
+    from lockstep.recipes.image_classification import RECIPES
+    from lockstep.recipes.mnist import MNIST
+
+    return {each.name: each for each in (DIGITS, MNIST, *RECIPES)}[name]
