@@ -15,7 +15,16 @@ SOURCE = Path(lockstep.__file__).parent
 
 # From the bottom up; a module imports from its own line and from the lines before.
 LAYERS = [
-    {"errors", "files", "formatting", "randomness", "checksum", "messages", "redaction"},
+    {
+        "errors",
+        "files",
+        "formatting",
+        "devices",
+        "randomness",
+        "checksum",
+        "messages",
+        "redaction",
+    },
     {"transport"},
     {"native"},
     {"comm"},

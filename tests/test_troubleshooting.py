@@ -75,12 +75,17 @@ def occurs(quoted: str, text: str) -> bool:
 
 def is_example(quoted: str, text: str) -> bool:
     """Return whether a message is a clause of a text, with words of its own for its values."""
-    for clause in re.split(r"[;:] ", text):
-        literals = re.sub(ANYTHING, " ", clause).split()
-        pattern = ".+".join(map(re.escape, clause.split(ANYTHING)))
-        if len(literals) > 3 and re.fullmatch(pattern, quoted, re.DOTALL):
-            return True
-    return False
+    return any(pattern.fullmatch(quoted) for pattern in clauses(text))
+
+
+@cache
+def clauses(text: str) -> tuple[re.Pattern[str], ...]:
+    """Return a pattern for each clause of a text that has more than three words."""
+    return tuple(
+        re.compile(".+".join(map(re.escape, clause.split(ANYTHING))), re.DOTALL)
+        for clause in re.split(r"[;:] ", text)
+        if len(clause.replace(ANYTHING, " ").split()) > 3
+    )
 
 
 def headings() -> list[tuple[str, bool]]:

@@ -231,6 +231,7 @@ def test_a_host_that_is_cut_off_is_lost_within_the_deadline(start, digest):
     assert find_places(output, 6) == {(0, 2, 0, 2, 0), (1, 2, 1, 2, 0)}
     assert find_digests(output) == {digest}
     assert "BACKEND lockstep LockstepBackend" in output  # in shared memory, without a connection
+    (launch.folder / "go on").touch()
     status, lost = launch.finish("b")
     assert status == 75
     (sentence,) = said(lost)

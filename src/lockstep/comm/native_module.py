@@ -10,7 +10,7 @@ from types import CodeType, FrameType, ModuleType
 
 from lockstep.comm import activity
 
-__all__ = ["ArgumentError", "callers", "load", "reason_unavailable", "where"]
+__all__ = ["ArgumentError", "callers", "choose_again", "load", "reason_unavailable", "where"]
 
 MIN_FILE_SIZE = 1 << 30
 """The least usable limit of the size of files (ulimit -f), which applies to shared memory too, in
@@ -40,6 +40,12 @@ def load() -> ModuleType:
     native.set_argument_error(ArgumentError)
     activity.follow_page(native.set_activity_page)
     return native
+
+
+def choose_again() -> None:
+    """Choose the module again when it is needed: variables that decide about it have changed."""
+    load.cache_clear()
+    reason_unavailable.cache_clear()
 
 
 @functools.cache
