@@ -50,6 +50,9 @@ def test_generators_are_found_wherever_an_object_keeps_them() -> None:
     assert private_generators(Holder(rng=g)) == {"rng": g}
     assert private_generators(Holder(inner=inner)) == {"inner.rng": r}
     assert private_generators(Holder(steps=[inner, 1])) == {"steps.0.rng": r}
+    assert private_generators(Holder(indices=list(range(1000)), last=[*"abc", inner])) == {
+        "last.3.rng": r
+    }
     assert private_generators(Holder(by_name={"a": inner})) == {"by_name.a.rng": r}
     assert private_generators(partial(print, rng=r)) == {"keywords.rng": r}
     assert private_generators(inner.method) == {"__self__.rng": r}

@@ -25,6 +25,9 @@ __all__ = [
 DEPTH, LIMIT = 5, 1000
 """The maximum depth of attributes, and the maximum number of objects, that are searched."""
 
+PLAIN = {bool, int, float, complex, str, bytes, type(None)}
+"""Types that cannot hold a generator."""
+
 GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
 
 SHARED: tuple[Any, ...] = (
@@ -102,17 +105,20 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes or items of an object by name."""
+    """Yield the attributes or items of an object by name, except numbers and strings."""
     if isinstance(value, (str, bytes, torch.Tensor, numpy.ndarray, type)):
         return
     if isinstance(value, functools.partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
     elif isinstance(value, dict):  # only dict: other mappings may load their values on access
         if len(value) <= LIMIT:
-            yield from ((str(key), part) for key, part in value.items())
+            yield from ((str(key), part) for key, part in value.items() if type(part) not in PLAIN)
     elif isinstance(value, (list, tuple, set, frozenset)):
         if len(value) <= LIMIT:
-            yield from ((str(number), part) for number, part in enumerate(value))
+            # Often a list of indices, which must not take the time of 1000 objects.
+            yield from (
+                (str(number), part) for number, part in enumerate(value) if type(part) not in PLAIN
+            )
     else:
         if isinstance(value, MethodType):
             yield "__self__", value.__self__

@@ -46,6 +46,7 @@ from lockstep.data.microbatch import (
     count_microbatches,
     on_one_host,
 )
+from lockstep.data.repeatability import count_samples, note_checked
 from lockstep.data.samplers import (
     SamplerStates,
     draw_batches,
@@ -306,7 +307,8 @@ class Batches:
             tensors = TensorSource.of(self.dataset, self._planned, share, first)
             if tensors is not None:
                 return tensors
-        return MapSource(self.dataset, self._planned, share, keys, self.collate_fn, first)
+        checks = count_samples(self.dataset)
+        return MapSource(self.dataset, self._planned, share, keys, self.collate_fn, first, checks)
 
     def _items(self, source: Source, start: int) -> Items:
         """Return the items of the batches from `start` on."""
@@ -349,9 +351,10 @@ class Batches:
                 self._exchange_samples(())  # the other ranks wait for this message
                 raise
             begun = perf_counter()
-            require_same_samples(
-                self._exchange_samples(item.descriptions if isinstance(item, LoadedBatch) else ())
-            )
+            descriptions = item.descriptions if isinstance(item, LoadedBatch) else ()
+            require_same_samples(self._exchange_samples(descriptions))
+            if descriptions:
+                note_checked(self.dataset)
             self._comparing = perf_counter() - begun
             if item is not None:
                 yield item

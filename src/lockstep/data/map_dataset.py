@@ -25,6 +25,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from lockstep.data.epoch_order import EpochOrder
 from lockstep.data.microbatch import ReplicaShare, clone_tensors
 from lockstep.data.repeatability import (
+    COUNT,
     check_collate,
     check_samples,
     describe_sample,
@@ -134,6 +135,7 @@ class MapSource(Dataset[Item]):
     keys: tuple[int, int]  # seed, epoch
     collate: Collate | None = None
     first: int = -1  # the batch whose samples are checked
+    checks: int = COUNT  # the maximum number of samples to check
 
     def __len__(self) -> int:
         """Return the number of global batches."""
@@ -163,11 +165,13 @@ class MapSource(Dataset[Item]):
         self, span: range, pieces: Sequence[tuple[Place, range]], loaded: dict[int, Any]
     ) -> tuple[str, ...]:
         """Check a few samples; put those that were loaded into `loaded`, by position."""
-        positions = select_positions(span)
+        positions = select_positions(span, self.checks)
         names = self.epoch.indices[positions].tolist()
+        seeds = dict(zip(positions, self._seeds(positions, names), strict=True))
 
         def load(position: int) -> Any:
-            sample = loaded[position] = self._sample(position)
+            index = names[positions.index(position)]
+            sample = loaded[position] = self._sample(index, seeds[position])
             return sample
 
         found = check_samples(load, positions, names, self.dataset)
@@ -176,29 +180,36 @@ class MapSource(Dataset[Item]):
             check_collate(lambda: self._microbatch(first, place, {}), self.collate)
         return found
 
-    def _sample(self, position: int) -> Any:
-        """Load the sample at a position of the order, with its random seed."""
-        index = int(self.epoch.indices[position])
-        seed_all(key(*self.keys, index, *self._repeat(position)))
-        return self.dataset[index]
-
     def _microbatch(self, positions: range, place: Place, loaded: dict[int, Any]) -> Any:
         indices = self.epoch.indices[positions.start : positions.stop].tolist()
+        # All at once: after a sample has been decoded, such code is no longer in the cache.
+        seeds = self._seeds(positions, indices)
         samples = []
-        for position, index in zip(positions, indices, strict=True):
+        for position, index, seed in zip(positions, indices, seeds, strict=True):
             try:
-                sample = loaded.pop(position) if position in loaded else self._sample(position)
-                samples.append(sample)
+                known = position in loaded
+                samples.append(loaded.pop(position) if known else self._sample(index, seed))
             except Exception as error:
                 return LoadFailure.of(f"sample {index} of {type(self.dataset).__name__}", error)
         name = type(self.dataset).__name__
         return collate_samples(samples, indices, name, self.collate or default_collate, place)
 
-    def _repeat(self, position: int) -> tuple[int, ...]:
-        """Return the last part of the sample's key: () for its first occurrence in the epoch."""
-        if self.epoch.repeats is None or not self.epoch.repeats[position]:
-            return ()
-        return (int(self.epoch.repeats[position]),)
+    def _sample(self, index: int, seed: int) -> Any:
+        seed_all(seed)
+        return self.dataset[index]
+
+    def _seeds(self, positions: Sequence[int], indices: Sequence[int]) -> list[int]:
+        """Return the random seeds of the samples with `indices` at some positions of the order.
+
+        A further occurrence of a sample in the epoch has another seed than the first one.
+        """
+        if self.epoch.repeats is None:
+            return [key(*self.keys, index) for index in indices]
+        repeats = self.epoch.repeats[list(positions)].tolist()
+        return [
+            key(*self.keys, index, repeat) if repeat else key(*self.keys, index)
+            for index, repeat in zip(indices, repeats, strict=True)
+        ]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The repeatability check: loads a few samples of an epoch's first batch twice, and compares them.
+"""The repeatability check: loads samples of an epoch's first batch twice, and compares them.
 
     each rank    sample i with seed key(seed, epoch, i) ──> content, states of private generators
                  sample i with the same seed            ──> must be equal, or the dataset uses
@@ -7,11 +7,14 @@
 
 The check runs in the process that loads the samples, a worker if there are workers, because a
 dataset may open its files with the first sample. It uses samples of a single batch, because
-reading ahead may be expensive.
+reading ahead may be expensive. The first epoch of a dataset in a process has COUNT samples checked,
+and each later one LATER_COUNT: the script may have changed the dataset meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
@@ -20,10 +23,18 @@ from lockstep.data.content_hash import hash_content, hash_sample
 from lockstep.data.generators import generator_state, private_generators
 from lockstep.errors import DatasetError
 
-__all__ = ["check_collate", "check_samples", "describe_sample", "select_positions"]
+__all__ = [
+    "COUNT",
+    "check_collate",
+    "check_samples",
+    "count_samples",
+    "describe_sample",
+    "note_checked",
+    "select_positions",
+]
 
-COUNT = 4
-"""The maximum number of samples to check."""
+COUNT, LATER_COUNT = 4, 1
+"""The maximum numbers of samples to check in the first epoch of a dataset, and in later ones."""
 
 BUDGET = 0.02
 """Seconds after which no further sample is checked."""
@@ -34,11 +45,26 @@ ADVICE = (
 )
 
 
-def select_positions(positions: Sequence[int]) -> list[int]:
-    """Return up to COUNT of the positions, spread over the batch."""
+_checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The datasets that have been checked in this process, by id."""
+
+
+def count_samples(dataset: Any) -> int:
+    """Return the maximum number of samples to check in the next epoch of a dataset."""
+    return LATER_COUNT if _checked.get(id(dataset)) is dataset else COUNT
+
+
+def note_checked(dataset: Any) -> None:
+    """Note that samples of a dataset have been checked, in this process or in a worker."""
+    with contextlib.suppress(TypeError):  # lists, for instance, have no weak references
+        _checked[id(dataset)] = dataset
+
+
+def select_positions(positions: Sequence[int], count: int = COUNT) -> list[int]:
+    """Return up to `count` of the positions, at most COUNT, spread over the batch."""
     size = len(positions)
     parts = (0, size // 2, size // 4, 3 * size // 4)
-    return list(dict.fromkeys(positions[part] for part in parts[:COUNT]))
+    return list(dict.fromkeys(positions[part] for part in parts[:count]))
 
 
 def check_samples(
