@@ -1,11 +1,13 @@
 """The time of a step with compiled blocks beside that of the same model without compilation.
 
-    python benchmarks/compile.py            writes benchmarks/compile.json and compile.md
+    python benchmarks/compile.py [MODEL ...]     writes benchmarks/compile.json and compile.md
 
 Both trainers are in the same processes and take turns of a few steps each. The first compilation
-is timed with an empty cache and again with the cache that it has filled.
+is timed with an empty cache and again with the cache that it has filled. The page is written anew
+from all models in compile.json, so that each can be measured alone.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -146,10 +148,10 @@ def train(name: str, cache: str, turns: int) -> dict[str, Any]:
     return {"first": first, "seconds": seconds, "digest": trainers["compiled"].digest()}
 
 
-def measure() -> dict[str, Any]:
-    """Return the times of every model on one and two ranks."""
+def measure(names: list[str]) -> dict[str, Any]:
+    """Return the times of some models on one and two ranks."""
     found = {}
-    for name in MODELS:
+    for name in names:
         row: dict[str, Any] = {"ranks": {}}
         with tempfile.TemporaryDirectory() as cache:
             for label in ("cold", "warm"):
@@ -167,12 +169,11 @@ def measure() -> dict[str, Any]:
         "benchmark": "compile",
         "command": "python benchmarks/compile.py",
         "environment": describe_environment(),
-        "load": os.getloadavg()[1],
         "models": found,
     }
 
 
-def describe(result: dict[str, Any]) -> str:
+def describe(result: dict[str, Any], is_provisional: bool) -> str:
     """Return the page."""
     machine, rows = result["environment"], []
     for name, row in result["models"].items():
@@ -186,8 +187,7 @@ def describe(result: dict[str, Any]) -> str:
                 f"| {row['cold']:.0f} | {row['warm']:.1f} |"
             )
     equal = all(len(row["digests"]) == 1 for row in result["models"].values())
-    is_busy = result["load"] > machine["cores"]
-    note = "*Provisional*: the machine was busy. " if is_busy else ""
+    note = "*Provisional*: the machine was busy. " if is_provisional else ""
     return f"""# Compiled blocks
 
 The time of a step with blocks that `block.compile()` compiles with inductor, beside that of the
@@ -202,18 +202,26 @@ pairs of turns, with its range. The sizes are those of the global batch.
 The first step compiles the graphs, in this table on one rank. Digests of the compiled models on 1
 and 2 ranks are {"equal" if equal else "**different**"}.
 
-{note}Machine: {machine["processor"]}, {machine["cores"]} cores, torch {machine["torch"]}; load
-average {result["load"]:.1f}.
+{note}Machine: {machine["processor"]}, {machine["cores"]} cores, torch {machine["torch"]}.
 Command: `{result["command"]}`
 """
 
 
 def main() -> None:
     """Measure and write both files."""
-    result = measure()
-    (HERE / "compile.json").write_text(json.dumps(result, indent=1) + "\n")
-    (HERE / "compile.md").write_text(describe(result))
-    print(describe(result))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
+    parser.add_argument("--busy", action="store_true", help="note that the machine was busy")
+    options = parser.parse_args()
+    if unknown := set(options.models) - set(MODELS):
+        parser.error(f"unknown models: {', '.join(sorted(unknown))}")
+    result, path = measure(options.models or list(MODELS)), HERE / "compile.json"
+    if options.models and path.exists():
+        found = json.loads(path.read_text())["models"] | result["models"]
+        result["models"] = {name: found[name] for name in MODELS if name in found}
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    (HERE / "compile.md").write_text(describe(result, options.busy))
+    print(describe(result, options.busy))
     sys.exit(0 if all(len(row["digests"]) == 1 for row in result["models"].values()) else 1)
 
 
