@@ -147,23 +147,35 @@ def test_a_fall_back_to_eager_outside_of_steps_does_not_reach_them(backend):
     assert len(backend.symbolic) == 9
 
 
-def test_the_settings_hold_in_the_body_only():
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_settings_hold_in_the_body_only(is_late):
     import torch._inductor.config as inductor
 
+    torch.compiler.reset()
     config, kind = torch._dynamo.config, torch.fx.experimental.symbolic_shapes.ShapeEnv
-    create = kind.create_symbol
+    create, compiled = kind.create_symbol, []
+
+    def compile_graph(graph, inputs):
+        compiled.append(config.suppress_errors)
+        assert config.fail_on_recompile_limit_hit
+        assert inductor.deterministic
+        assert not torch.is_autocast_cache_enabled()
+        return graph
+
+    function = None if is_late else torch.compile(double, backend=compile_graph)
     with config.patch(suppress_errors=True), inductor.patch(deterministic=False):
         with static_shapes(nn.Identity()):
-            assert not config.suppress_errors
-            assert config.fail_on_recompile_limit_hit
-            assert inductor.deterministic
-            assert not torch.is_autocast_cache_enabled()
+            for size in (2, 3):
+                function = function or torch.compile(double, backend=compile_graph)
+                function(torch.ones(size))
+        assert compiled == [False, False]
         assert config.suppress_errors
         assert config.automatic_dynamic_shapes
         assert not config.fail_on_recompile_limit_hit
         assert not inductor.deterministic
         assert torch.is_autocast_cache_enabled()
         assert kind.create_symbol is create
+    torch.compiler.reset()
 
 
 def test_a_compilation_is_published_as_the_activity(backend):
@@ -195,3 +207,26 @@ def test_the_first_compilation_must_not_be_in_a_step(backend, monkeypatch):
         static_shapes(nn.Identity()),
     ):
         pass
+
+
+@pytest.mark.parametrize("reset", [False, True])
+def test_every_shape_has_a_graph_if_the_first_compilation_is_in_a_step(backend, reset):
+    """After a reset of the compiler, nothing shows that a function was compiled before."""
+    before = torch.compile(double, backend=backend)
+    torch.compiler.reset()
+    for order in ((2, 3, 4), (5,)):
+        with static_shapes(nn.Identity()):
+            function = before if reset else torch.compile(double, backend=backend)
+            for size in order:
+                function(torch.ones(size))
+    assert backend.symbolic == [False] * 4
+
+
+def test_a_model_that_was_compiled_before_a_reset_has_a_graph_per_shape(backend):
+    """The reset forgets the backends of torch.compile, but the model is compiled again."""
+    model = torch.compile(nn.Linear(2, 2), backend=backend)
+    torch.compiler.reset()
+    with static_shapes(model):
+        for size in (2, 3, 4):
+            model(torch.ones(size, 2))
+    assert backend.symbolic == [False] * 3

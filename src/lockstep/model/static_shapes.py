@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -73,7 +73,7 @@ def static_shapes(model: nn.Module) -> Iterator[None]:
     has_cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        with nullcontext() if config is None else _specialize(config, model):
+        with nullcontext() if config is None else _specialize_if_used(config, model):
             yield
     finally:
         torch.set_autocast_cache_enabled(has_cache)
@@ -81,10 +81,53 @@ def static_shapes(model: nn.Module) -> Iterator[None]:
         _require_no_graphs()
 
 
+def _specialize_if_used(config: Any, model: nn.Module) -> AbstractContextManager[None]:
+    """Return the context of `_specialize`; until torch.compile is called, one that waits for it.
+
+    Changing the settings takes a tenth of a step of a tiny model.
+    """
+    _check_stance()
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:
+        return _specialize(config, model)
+    # torch.compiler.reset() forgets the backends, but not what it compiles again. Without a
+    # backend a function is never compiled, such as those of torch.optim.
+    is_used = any(frames.cached_backends.values()) or _has_graphs() or _count_compiled_once(model)
+    return _specialize(config, model) if is_used else _specialize_late(config, model)
+
+
+@contextmanager
+def _specialize_late(config: Any, model: nn.Module) -> Iterator[None]:
+    """Do the same as `_specialize`, from the first compilation in the body on."""
+    from torch._dynamo.callback import callback_handler
+
+    with ExitStack() as stack:
+        is_late = False
+
+        def start(_: Any) -> None:
+            nonlocal is_late
+            if not is_late:
+                is_late = True
+                stack.enter_context(_specialize(config, model))
+
+        stack.enter_context(_registered(callback_handler.start_callbacks, start))
+        yield
+
+
+@contextmanager
+def _registered(callbacks: list[Any], callback: Callable[[Any], None]) -> Iterator[None]:
+    """Have a callback of the compiler in its list while the body runs."""
+    callbacks.append(callback)
+    try:
+        yield
+    finally:
+        if callback in callbacks:  # torch.compiler.reset() removes it
+            callbacks.remove(callback)
+
+
 @contextmanager
 def _specialize(config: Any, model: nn.Module) -> Iterator[None]:
     """Change the settings of the compiler, and watch it, while the body runs."""
-    _check_stance()
     _undo_fall_backs()
     factor = GRAPHS_PER_SHAPE * max(1, _count_compiled_once(model))
     changes = {
@@ -98,8 +141,7 @@ def _specialize(config: Any, model: nn.Module) -> Iterator[None]:
     symbols: list[str] = []
     with ExitStack() as stack:
         stack.callback(_change(config, changes))
-        if (inductor := sys.modules.get("torch._inductor.config")) is not None:
-            stack.callback(_change(inductor, {"deterministic": True}))
+        stack.enter_context(_deterministic_kernels())
         stack.enter_context(_collect_symbols(symbols))
         stack.enter_context(_publish_compilations())
         try:
@@ -142,10 +184,32 @@ def _change(config: Any, changes: Mapping[str, Any]) -> Callable[[], None]:
     return restore
 
 
+@contextmanager
+def _deterministic_kernels() -> Iterator[None]:
+    """Let inductor choose no kernels by their speed while the body runs."""
+    from torch._dynamo.callback import callback_handler
+
+    with ExitStack() as stack:
+
+        def choose(_: Any = None) -> None:
+            if (inductor := sys.modules.get("torch._inductor.config")) is not None:
+                stack.callback(_change(inductor, {"deterministic": True}))
+
+        choose()
+        # Each compilation ends with torch.use_deterministic_algorithms, which changes this, too.
+        stack.enter_context(_registered(callback_handler.start_callbacks, choose))
+        yield
+
+
+def _has_graphs() -> bool:
+    """Return whether torch has compiled a function since the last reset."""
+    frames: Any = sys.modules.get("torch._dynamo.convert_frame")
+    return frames is not None and bool(frames.FRAME_COUNTER)
+
+
 def _require_no_graphs() -> None:
     """Raise UsageError if the step that ends now was the first to use torch.compile."""
-    frames: Any = sys.modules.get("torch._dynamo.convert_frame")
-    if frames is not None and frames.FRAME_COUNTER:
+    if _has_graphs():
         raise UsageError(
             "torch.compile was called for the first time inside of a step: compile the function or "
             "module before training"
@@ -230,14 +294,8 @@ def _publish_compilations() -> Iterator[None]:
     def end(_: Any) -> None:
         publish(before)
 
-    callback_handler.register_start_callback(start)
-    callback_handler.register_end_callback(end)
-    try:
+    with (
+        _registered(callback_handler.start_callbacks, start),
+        _registered(callback_handler.end_callbacks, end),
+    ):
         yield
-    finally:
-        for callbacks, each in (
-            (callback_handler.start_callbacks, start),
-            (callback_handler.end_callbacks, end),
-        ):
-            if each in callbacks:  # torch.compiler.reset() removes them
-                callbacks.remove(each)
