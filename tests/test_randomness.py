@@ -6,7 +6,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.randomness import isolated, key, key_prefix, remembered, seed_all, seed_torch
+from lockstep.comm import native_module
+from lockstep.randomness import (
+    isolated,
+    key,
+    key_prefix,
+    pack_key,
+    remembered,
+    seed_all,
+    seed_generator,
+    seed_torch,
+)
 
 whole = st.integers(-(2**63), 2**63 - 1)
 
@@ -37,6 +47,24 @@ def test_the_key_is_the_written_formula() -> None:
 @given(st.lists(whole, max_size=3), st.lists(whole, max_size=3))
 def test_a_prefix_makes_the_same_keys(one: list[int], other: list[int]) -> None:
     assert key_prefix(*one)(*other) == key(*one, *other)
+
+
+@given(st.lists(whole, max_size=3), whole, whole)
+def test_both_ways_to_seed_a_unit_use_its_key(parts: list[int], unit: int, call: int) -> None:
+    expected = key(*parts, unit, call) if call else key(*parts, unit)
+    native = native_module.load().seed_generator
+    with isolated():
+        seed_torch(expected)
+        drawn = torch.rand(3)
+        for seed in (seed_generator, native):
+            torch.default_generator.manual_seed(0)
+            assert seed(pack_key(*parts), unit, call) == expected
+            assert torch.equal(torch.rand(3), drawn)
+
+
+def test_a_key_that_does_not_fit_into_a_block_is_refused() -> None:
+    with pytest.raises(ValueError, match="the prefix is too long"):
+        native_module.load().seed_generator(bytes(113), 0)
 
 
 def test_neighbouring_keys_differ_in_the_low_32_bits() -> None:

@@ -31,8 +31,11 @@ __all__ = [
     "isolated",
     "key",
     "key_prefix",
+    "pack_key",
     "remembered",
     "seed_all",
+    "seed_generator",
+    "seed_others",
     "seed_torch",
     "set_global_states",
     "set_state_of_torch",
@@ -67,6 +70,34 @@ def _pack(*parts: int) -> bytes:
     return struct.pack(f"<{len(parts)}q", *parts)
 
 
+def pack_key(*parts: int) -> bytes:
+    """Return the first parts of a key, for `seed_generator`."""
+    return struct.pack(f"<{len(parts)}q", *parts)
+
+
+def seed_generator(prefix: bytes, unit: int, call: int = 0) -> int:
+    """Seed torch's default generator of the CPU with the key of a unit's call; return the seed.
+
+    The native module has the same function, which takes a tenth of the time.
+
+    Args:
+        prefix: The first parts of the key, as `pack_key` returns them.
+        unit: The next part.
+        call: The last part; 0 for none.
+    """
+    last = _pack(unit, call) if call else _pack(unit)
+    digest = hashlib.blake2b(prefix + last, digest_size=8).digest()
+    seed = int.from_bytes(digest, "little")
+    torch.default_generator.manual_seed(seed)
+    return seed
+
+
+def seed_others(seed: int) -> None:
+    """Seed `random` and numpy's global generator, as `seed_all` does."""
+    random.seed(seed)
+    numpy.random.seed(seed & 0xFFFF_FFFF)
+
+
 def seed_torch(seed: int, device: torch.device | None = None) -> None:
     """Seed torch's default generator of the CPU, and of `device` if it is an accelerator.
 
@@ -80,8 +111,7 @@ def seed_torch(seed: int, device: torch.device | None = None) -> None:
 def seed_all(seed: int, device: torch.device | None = None) -> None:
     """Seed torch's generators, as `seed_torch` does, `random`, and numpy's global generator."""
     seed_torch(seed, device)
-    random.seed(seed)
-    numpy.random.seed(seed & 0xFFFF_FFFF)
+    seed_others(seed)
 
 
 def state_of_torch(device: torch.device | None = None) -> bytes:

@@ -22,7 +22,7 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
 
     For a tensor with gaps or overlaps, the vector is a copy in logical order.
     """
-    if not is_dense(tensor):
+    if tensor.is_contiguous() or not is_dense(tensor):
         return tensor.reshape(-1)
     return tensor.as_strided((tensor.numel(),), (1,))
 

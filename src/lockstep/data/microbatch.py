@@ -385,9 +385,7 @@ def _cut(data: Any, spans: Sequence[range], copies: dict[int, tuple[Any, list[An
     """
     if isinstance(data, (torch.Tensor, numpy.ndarray)):
         if id(data) not in copies:
-            is_column = _is_column(data)
-            views = [data[span.start : span.stop] if is_column else data for span in spans]
-            copies[id(data)] = data, [_copied(view) for view in views]
+            copies[id(data)] = data, _copied_spans(data, spans)
         return copies[id(data)][1]
     if _is_column(data):
         return [data[span.start : span.stop] for span in spans]
@@ -401,6 +399,28 @@ def _cut(data: Any, spans: Sequence[range], copies: dict[int, tuple[Any, list[An
         lists = [_cut(part, spans, copies) for part in data]
         return [_assembled(data, [column[n] for column in lists]) for n in range(len(spans))]
     return [data for _ in spans]
+
+
+def _copied_spans(
+    data: torch.Tensor | numpy.ndarray[Any, Any], spans: Sequence[range]
+) -> list[Any]:
+    """Return a copy of each span of a column; copies of a value without a first dimension."""
+    if not _is_column(data):
+        return [_copied(data) for _ in spans]
+    if isinstance(data, torch.Tensor) and len(spans) > 1 and _have_aligned_cuts(data, spans):
+        # One copy for all. The parts are no views for autograd: each has a version of its own.
+        whole = data[spans[0].start : spans[-1].stop].clone()
+        return list(torch.unsafe_split_with_sizes(whole, [len(span) for span in spans]))
+    return [_copied(data[span.start : span.stop]) for span in spans]
+
+
+def _have_aligned_cuts(data: torch.Tensor, spans: Sequence[range]) -> bool:
+    """Return whether the parts of a copy of adjacent spans are as dense and aligned as copies."""
+    if not data.is_contiguous() or data.requires_grad or type(data) is not torch.Tensor:
+        return False
+    row = data.stride(0) * data.element_size()
+    cuts = pairwise(spans)
+    return all(one.stop == two.start and len(one) * row % ALIGNMENT == 0 for one, two in cuts)
 
 
 def _rebuilt(data: Any, visit: Callable[[Any], Any]) -> Any:

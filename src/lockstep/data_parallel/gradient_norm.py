@@ -93,7 +93,7 @@ def _read(norms: list[torch.Tensor]) -> list[float]:
         return []
     if len({each.dtype for each in norms}) > 1:
         norms = [each.double() for each in norms]
-    found: list[float] = torch.cat(norms).tolist()
+    found: list[float] = (torch.cat(norms) if len(norms) > 1 else norms[0]).tolist()
     return found
 
 

@@ -35,6 +35,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from lockstep.comm import native_module
 from lockstep.comm.bucket import Bucket, plan
 from lockstep.comm.native_all_reduce import native_backend
 from lockstep.comm.reproducible_all_reduce import (
@@ -92,6 +93,9 @@ class GradientReducer:
         compression: str | None = None,
     ) -> None:
         self._parameters = list(parameters)
+        self._tensors = [parameter for _, parameter in parameters]
+        is_native = native_module.reason_unavailable() is None
+        self._add_natively = native_module.load().accumulate_gradients if is_native else None
         self._sparse = {n for n, (_, each) in enumerate(parameters) if each in sparse}
         self._group = group
         self._compression = compression
@@ -199,46 +203,22 @@ class GradientReducer:
             self._siblings, self._node = self._partial_sums.meet(microbatch)
             self._values = [None] * len(self._parameters)
 
-    @torch.no_grad()
     def _accumulate_together(self) -> bool:
-        """Move all gradients out of `.grad` at once, in the usual case.
+        """Move all gradients out of `.grad` in one call of the native module, in the usual case.
 
         Returns:
             Whether this is the usual case: gradients have the dtype and layout of their
             parameters, and every sibling has gradients of the same parameters.
         """
         assert self._siblings is not None
-        if self._sparse:
+        if self._sparse or self._add_natively is None:
             return False
-        gradients = [parameter.grad for _, parameter in self._parameters]
-        for gradient, (_, parameter) in zip(gradients, self._parameters, strict=True):
-            if gradient is not None and (
-                gradient.dtype is not parameter.dtype
-                or gradient.layout is not torch.strided
-                or gradient.requires_grad
-                or gradient.stride() != parameter.stride()
-            ):
-                return False
-        held = {index: each for index, each in enumerate(gradients) if each is not None}
-        siblings = []
-        for values in self._siblings:
-            present = {index: each for index, each in enumerate(values) if each is not None}
-            if present.keys() != held.keys():
-                return False
-            siblings.append(list(present.values()))
-        for index in held:
-            self._parameters[index][1].grad = None
-        added = list(held.values())
-        for number, left in enumerate(siblings if held else ()):
-            outs = self._destinations.get(self._node) if number == len(siblings) - 1 else None
-            if outs:
-                pairs = zip(held, left, added, strict=True)
-                added = [torch.add(one, two, out=outs.get(n, one)) for n, one, two in pairs]
-            else:
-                torch._foreach_add_(left, added)
-                added = left
-        for index, value in zip(held, added, strict=True):
-            self._values[index] = value
+        outs = self._destinations.get(self._node, {})
+        places = [outs.get(index) for index in range(len(self._tensors))] if outs else []
+        values = self._add_natively(self._tensors, self._siblings, places)
+        if values is None:
+            return False
+        self._values = values
         return True
 
     def _accumulate_one(self, index: int) -> None:

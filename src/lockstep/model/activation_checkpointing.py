@@ -18,7 +18,7 @@ the autograd graph, and so keeps the order of its sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -49,9 +49,12 @@ class ActivationCheckpointing:
         """The inputs that each block writes into, as found in its first call."""
         self._repeated: nn.Module | None = None
 
-    @contextmanager
-    def enable(self, buffers: Buffers) -> Iterator[None]:
+    def enable(self, buffers: Buffers) -> AbstractContextManager[None]:
         """Enable checkpointing of every block in the body; `buffers` are those of the step."""
+        return self._enable(buffers) if self._names else nullcontext()
+
+    @contextmanager
+    def _enable(self, buffers: Buffers) -> Iterator[None]:
         with ExitStack() as stack:
             for block in self._names:
                 # What was compiled in place is called outside of its graph.
@@ -60,20 +63,23 @@ class ActivationCheckpointing:
                 stack.enter_context(_replace(block, name, forward))
             yield
 
-    @contextmanager
-    def explain_errors(self) -> Iterator[None]:
+    def explain_errors(self) -> AbstractContextManager[None]:
         """Convert errors of a backward in the body into a UsageError that names the block."""
+        return self._explain_errors() if self._names else nullcontext()
+
+    @contextmanager
+    def _explain_errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            if self._names and isinstance(error, CheckpointError):
+            if isinstance(error, CheckpointError):
                 raise UsageError(
                     f"{self._describe_block(self._repeated)} produced a different result when it "
                     "was recomputed: its forward must depend only on its inputs, parameters, "
                     "buffers and random numbers, not on a counter that it keeps itself; change "
                     "that, or train without activation_checkpointing=True"
                 ) from error
-            if self._names and "modified by an inplace operation" in str(error):
+            if "modified by an inplace operation" in str(error):
                 raise UsageError(
                     "a tensor that backward needs was overwritten in place; with "
                     "activation_checkpointing=True that may be an input that a block also returned "

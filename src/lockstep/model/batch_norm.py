@@ -15,7 +15,7 @@ sample.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -39,10 +39,9 @@ ADVICE = (
 )
 
 
-@contextmanager
 def check_batch_norm(
     model: nn.Module, batch: Any, position: Callable[[], tuple[int, int] | None]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Raise UsageError in the body if batch norm will fail in this or a later batch of the epoch.
 
     Only certain failures raise: a batch norm of torch, in training mode, that gets one value per
@@ -54,23 +53,21 @@ def check_batch_norm(
         position: A function that returns the micro-batch and the stage that are being computed.
     """
 
-    def refuse(name: str, single: str) -> None:
+    def refuse(single: str, name: str) -> None:
         raise UsageError(
             f"a micro-batch of {single} holds one sample, on which the batch norm {name} cannot "
             f"train: {ADVICE}"
         )
 
-    with _watch({"": model}, batch, position, refuse):
-        yield
+    return _watch({"": model}, batch, position, refuse)
 
 
-@contextmanager
 def warn_of_batch_norm(
     modules: Mapping[str, nn.Module],
     batch: Any,
     position: Callable[[], tuple[int, int] | None],
     warn: Callable[[str], None],
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Warn where `check_batch_norm` would raise, since the user's loop may skip that batch.
 
     Args:
@@ -81,7 +78,7 @@ def warn_of_batch_norm(
     """
     said: list[str] = []
 
-    def report(name: str, single: str) -> None:
+    def report(single: str, name: str) -> None:
         if not said:
             said.append(name)
             warn(
@@ -89,8 +86,7 @@ def warn_of_batch_norm(
                 f"batch norm {name} cannot train: {ADVICE}"
             )
 
-    with _watch(modules, batch, position, report):
-        yield
+    return _watch(modules, batch, position, report)
 
 
 def explain_batch_norm(error: BaseException, place: str) -> UsageError | None:
@@ -104,18 +100,28 @@ def explain_batch_norm(error: BaseException, place: str) -> UsageError | None:
     )
 
 
-@contextmanager
 def _watch(
     modules: Mapping[str, nn.Module],
     batch: Any,
     position: Callable[[], tuple[int, int] | None],
     report: Callable[[str, str], None],
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Report batch norm that gets one value per sample, before a micro-batch of one sample."""
-    single = batch.single_sample if isinstance(batch, Batch) else ""
-    if not single or any(is_compiled(each) for root in modules.values() for each in root.modules()):
-        yield
-        return
+    if not isinstance(batch, Batch) or not batch.single_sample:
+        return nullcontext()
+    if any(is_compiled(each) for root in modules.values() for each in root.modules()):
+        return nullcontext()
+    return _watch_calls(modules, batch, position, partial(report, batch.single_sample))
+
+
+@contextmanager
+def _watch_calls(
+    modules: Mapping[str, nn.Module],
+    batch: Batch,
+    position: Callable[[], tuple[int, int] | None],
+    report: Callable[[str], None],
+) -> Iterator[None]:
+    """Call `report` with the name of each batch norm that gets one value per sample."""
     sizes = {each.index: each.size for each in batch.microbatches}
     handles = []
 
@@ -126,7 +132,7 @@ def _watch(
             return
         if given[0].numel() // given[0].shape[1] != size:
             return
-        report(name, single)
+        report(name)
 
     for root_name, root in modules.items():
         for name, module in root.named_modules(prefix=root_name):

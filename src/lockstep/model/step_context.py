@@ -325,7 +325,7 @@ class StepContext:
         """
         whole = self.parallel.split(batch, self.is_recorded)
         self.batch = whole if self.observer is None else self.observer.select(whole)
-        self.shares, self.samples = self._shares(whole)
+        self.shares, self.samples = self._shares(whole, batch)
         return self.batch
 
     def check_loss(self, loss: torch.Tensor, place: str) -> None:
@@ -357,7 +357,7 @@ class StepContext:
             return loss, torch.full_like(loss, share)
         return self.scale_loss(loss, share), None
 
-    def _shares(self, batch: Batch) -> tuple[dict[int, float], int]:
+    def _shares(self, batch: Batch, given: Any) -> tuple[dict[int, float], int]:
         parallel = self.parallel
         sizes = {
             leaf: len(span) for leaf, span in enumerate(split_evenly(batch.size, batch.leaves))
@@ -365,7 +365,7 @@ class StepContext:
         if is_sum(parallel.loss):
             return dict.fromkeys(sizes, 1.0), batch.size
         if parallel.loss_weight is None:
-            self._warn_of_ignored_targets(batch)
+            self._warn_of_ignored_targets(batch, given)
             return {leaf: size / batch.size for leaf, size in sizes.items()}, batch.size
         mine = {
             each.index: self._weight(each)
@@ -437,7 +437,10 @@ class StepContext:
                 f"computed: {type(error).__name__}: {error}"
             ) from error
 
-    def _warn_of_ignored_targets(self, batch: Batch) -> None:
+    def _warn_of_ignored_targets(self, batch: Batch, given: Any) -> None:
+        is_whole = not isinstance(given, Batch)
+        if is_whole and not count_ignored_targets(self.parallel.loss, given):
+            return  # one look at the whole batch, instead of one per micro-batch
         kind, advice = "", "lockstep.target_weight(loss) to the trainer"
         if self.parallel.loss is None:
             kind = " (labels of -100)"

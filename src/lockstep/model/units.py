@@ -19,16 +19,18 @@ the generators. Such a call repeats an earlier call, and gets the number of that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from lockstep.comm import native_module
 from lockstep.comm.activity import publish
+from lockstep.devices import default_generator, is_accelerator
 from lockstep.model.compilation import mark_as_plain
-from lockstep.randomness import isolated, key_prefix, seed_all, seed_torch
+from lockstep.randomness import isolated, pack_key, seed_generator, seed_others
 
 __all__ = ["BEFORE", "UnitCalls", "Units", "find_units", "is_in_backward"]
 
@@ -45,7 +47,7 @@ def find_units(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
 class UnitCalls:
     """The calls of the units in a micro-batch so far."""
 
-    key: Callable[..., int]  # returns the seed of a unit and a call
+    key: bytes  # the parts of every key that come before the unit
     states: list[list[bytes]]  # for each unit, the generator's state at each call
     last: int = 0  # the number of the last call of the first unit, so of the model
 
@@ -71,6 +73,9 @@ class Units:
     ) -> None:
         self.modules = list(modules)
         self._model, self._seed, self._device = model, seed, device
+        self._accelerator = default_generator(device) if is_accelerator(device) else None
+        is_native = native_module.reason_unavailable() is None
+        self._seed_cpu = native_module.load().seed_generator if is_native else seed_generator
         self._before_here = list(before or [0] * len(self.modules))
         self._now: UnitCalls | None = None
 
@@ -83,16 +88,18 @@ class Units:
     @contextmanager
     def install_hooks(self) -> Iterator[None]:
         """Seed every call of a unit in the body."""
-        with ExitStack() as stack:
+        removals: list[Callable[[], None]] = []
+        try:
             for number, unit in enumerate(self.modules):
                 if unit is not None:
-                    stack.enter_context(_call_around(unit, before=self._make_seed_hook(number)))
+                    removals.append(_call_around(unit, before=self._make_seed_hook(number)))
             if self._model is not None:
-                stack.enter_context(_call_around(self._model, after=self.begin_loss))
-            try:
-                yield
-            finally:
-                self._now = None
+                removals.append(_call_around(self._model, after=self.begin_loss))
+            yield
+        finally:
+            self._now = None
+            for remove in reversed(removals):
+                remove()
 
     @property
     def last_call(self) -> int:
@@ -109,11 +116,9 @@ class Units:
         """
         about = f"step {step}" if step >= 0 else f"evaluation {-1 - step}"
         publish(f"micro-batch {microbatch} of {about}")
-        key = key_prefix(self._seed, step, microbatch)
+        key = pack_key(self._seed, step, microbatch)
         self._now = UnitCalls(key, [[] for _ in self.modules], last_call)
-        seed_all(key(BEFORE))
-        if self._device.type != "cpu":  # seed_all has seeded the CPU's generator
-            self._seed_unit(BEFORE)
+        seed_others(self._seed_unit(BEFORE))
 
     def begin_loss(self, last_call: int | None = None) -> None:
         """Seed the generators for the loss, after the given call of the first unit.
@@ -133,10 +138,13 @@ class Units:
         """Continue a micro-batch that was paused."""
         self._now = calls
 
-    def _seed_unit(self, unit: int, call: int = 0) -> None:
+    def _seed_unit(self, unit: int, call: int = 0) -> int:
+        """Seed torch's generators for a call of a unit, and return the seed."""
         assert self._now is not None
-        seed = self._now.key(unit, call) if call else self._now.key(unit)
-        seed_torch(seed, self._device)
+        seed = self._seed_cpu(self._now.key, unit, call)
+        if self._accelerator is not None:
+            self._accelerator.manual_seed(seed)
+        return seed
 
     def _make_seed_hook(self, unit: int) -> Callable[[], None]:
         def seed() -> None:
@@ -166,25 +174,24 @@ class Units:
         return calls.index(entry) if entry in calls else 0
 
 
-@contextmanager
 def _call_around(
     module: nn.Module,
     before: Callable[[], None] | None = None,
     after: Callable[[], None] | None = None,
-) -> Iterator[None]:
-    """Call `before` and `after` around every call of `module` while the body runs."""
+) -> Callable[[], None]:
+    """Call `before` and `after` around every call of `module`, until the result is called."""
     if "dynamo_ctx" in vars(module):  # torch.compile(module) forwards attributes to its module
         handles = []
         if before is not None:
             handles.append(module.register_forward_pre_hook(lambda *_: before(), prepend=True))
         if after is not None:
             handles.append(module.register_forward_hook(lambda *_: after()))
-        try:
-            yield
-        finally:
+
+        def remove_hooks() -> None:
             for handle in handles:
                 handle.remove()
-        return
+
+        return remove_hooks
 
     # Without hooks: torch calls modules with hooks on a slower path, and would recompile the hooks
     # of a module that was compiled in place for every seed.
@@ -200,12 +207,12 @@ def _call_around(
             after()
         return output
 
+    def remove_call() -> None:
+        attributes["_compiled_call_impl"] = replaced
+
     mark_as_plain(call, replaced)
     attributes["_compiled_call_impl"] = call
-    try:
-        yield
-    finally:
-        attributes["_compiled_call_impl"] = replaced
+    return remove_call
 
 
 def is_in_backward() -> bool:

@@ -21,6 +21,7 @@ import json
 import math
 import resource
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import add
@@ -37,6 +38,7 @@ from lockstep.record.rank_summary import DETAILED_RANKS, RankTimes, RankUsage
 
 __all__ = [
     "NonFiniteLoss",
+    "PeakMemory",
     "RankStatus",
     "StatusPlace",
     "StatusSummary",
@@ -44,9 +46,11 @@ __all__ = [
     "exchange_statuses",
     "make_span_row",
     "make_timeline_rows",
-    "read_peak_memory",
     "summarize",
 ]
+
+MEMORY_INTERVAL = 0.02
+"""Seconds between two readings of the peak memory."""
 
 LISTED_WARNINGS = 16
 """The number of different warnings that a step of more than `DETAILED_RANKS` ranks reports."""
@@ -345,10 +349,22 @@ def exchange_statuses(
     )
 
 
-def read_peak_memory() -> int:
-    """Return the peak resident memory of this process in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+class PeakMemory:
+    """The peak resident memory of this process, read at most every `MEMORY_INTERVAL` seconds.
+
+    Reading it takes as long as the forward pass of a tiny model.
+    """
+
+    def __init__(self) -> None:
+        self._bytes, self._due = 0, -math.inf
+
+    def read(self) -> int:
+        """Return the peak in bytes."""
+        if (now := time.monotonic()) >= self._due:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            self._bytes = peak if sys.platform == "darwin" else peak * 1024
+            self._due = now + MEMORY_INTERVAL
+        return self._bytes
 
 
 def _sentence(message: str) -> str:

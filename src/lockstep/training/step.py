@@ -22,7 +22,7 @@ import math
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -51,13 +51,13 @@ from lockstep.training.history import StepResult
 from lockstep.training.live_settings import LiveSettings
 from lockstep.training.optimization import Optimization
 from lockstep.training.rank_status import (
+    PeakMemory,
     RankStatus,
     StatusPlace,
     StatusSummary,
     StepTrace,
     exchange_statuses,
     make_span_row,
-    read_peak_memory,
     summarize,
 )
 
@@ -179,6 +179,7 @@ class OptimizerStep:
     max_grad_norm: float | None = None
     trace: StepTrace | None = None
     stop: StopRequest | None = None
+    _memory: PeakMemory = field(default_factory=PeakMemory)
     _kept_buffers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def compute(self, step: StepContext, batch: Any) -> PreparedStep:
@@ -204,12 +205,10 @@ class OptimizerStep:
         self.executor.side_effects.begin(step.number)
         has_failed = True
         try:
-            with ExitStack() as stack:
-                stack.enter_context(static_shapes(self.model))
-                loop = stack.enter_context(self.executor.open(step))
-                if step.observer is not None:
-                    position = self.executor.position
-                    stack.enter_context(step.observer.recording(step, position))
+            observing: AbstractContextManager[None] = nullcontext()
+            if step.observer is not None:
+                observing = step.observer.recording(step, self.executor.position)
+            with static_shapes(self.model), self.executor.open(step) as loop, observing:
                 yield loop
             has_failed = step.error is not None
         finally:
@@ -363,7 +362,7 @@ class OptimizerStep:
             buffers=[buffers.hash_results(is_alone) for _, buffers in self.executor.parts()],
             compute=compute,
             data=step.batch.seconds,
-            memory=read_peak_memory(),
+            memory=self._memory.read(),
             gradients=[gradients.used_parameter_mask() for gradients, _ in self.executor.parts()],
             warnings=[*step.warnings, *(f"{place}: {each}" for each in effects.warnings)],
             failure=step.failure,

@@ -14,6 +14,7 @@
 #include "activity.h"
 #include "backend.h"
 #include "errors.h"
+#include "microbatch.h"
 #include "python_host_calls.h"
 #include "torch_errors.h"
 #include "tree_reduce.h"
@@ -301,6 +302,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::call_guard<py::gil_scoped_release>());
   module.def("create_across_hosts", &create_across_hosts, py::arg("calls"), py::arg("rank"),
              py::arg("size"), py::arg("timeout"), py::arg("name"), py::arg("ranks"));
+  module.def("seed_generator", &seed_generator, py::arg("prefix"), py::arg("unit"),
+             py::arg("call") = 0);
+  module.def("accumulate_gradients", &accumulate_gradients, py::arg("parameters"),
+             py::arg("siblings"), py::arg("outs"), py::call_guard<py::gil_scoped_release>());
   // The wait of a thread of Python, as `lockstep.comm.activity` reads it.
   module.def("begin_wait", [](const std::string& what) { begin_wait(what, Clock::now()); });
   module.def("end_wait", [] { end_wait(); });

@@ -1,0 +1,83 @@
+#include "microbatch.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/add.h>
+#include <c10/core/GradMode.h>
+
+#include <cstring>
+#include <mutex>
+
+#include "blake2b.h"
+#include "torch_errors.h"
+
+namespace lockstep {
+
+uint64_t seed_generator(std::string_view prefix, int64_t unit, int64_t call) {
+  char message[kBlake2bBlock];
+  CHECK_ARGUMENT(prefix.size() + 2 * sizeof(int64_t) <= sizeof(message), "the prefix is too long");
+  const int64_t parts[] = {unit, call};
+  const size_t bytes = call ? sizeof(parts) : sizeof(unit);
+  std::memcpy(message, prefix.data(), prefix.size());
+  std::memcpy(message + prefix.size(), parts, bytes);
+  const uint64_t seed = blake2b_64(message, prefix.size() + bytes);
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  std::scoped_lock<std::mutex> lock(generator.mutex());
+  generator.set_current_seed(seed);
+  return seed;
+}
+
+namespace {
+
+bool is_usual(const at::Tensor& gradient, const at::Tensor& parameter) {
+  return gradient.scalar_type() == parameter.scalar_type() && gradient.layout() == at::kStrided &&
+         !gradient.requires_grad() && gradient.strides() == parameter.strides();
+}
+
+}  // namespace
+
+std::optional<Gradients> accumulate_gradients(const std::vector<at::Tensor>& parameters,
+                                              const std::vector<Gradients>& siblings,
+                                              const Gradients& outs) {
+  const c10::AutoGradMode no_grad(false);
+  const size_t count = parameters.size();
+  std::vector<size_t> held;
+  std::vector<at::Tensor> added;
+  for (size_t i = 0; i < count; ++i) {
+    const at::Tensor& gradient = parameters[i].grad();
+    if (!gradient.defined()) continue;
+    if (!is_usual(gradient, parameters[i])) return std::nullopt;
+    held.push_back(i);
+    added.push_back(gradient);
+  }
+  std::vector<std::vector<at::Tensor>> lefts;
+  for (const Gradients& sibling : siblings) {
+    CHECK_ARGUMENT(sibling.size() == count, "a sibling needs an entry per parameter");
+    size_t present = 0;
+    for (const auto& each : sibling) present += each.has_value();
+    if (present != held.size()) return std::nullopt;
+    std::vector<at::Tensor>& left = lefts.emplace_back();
+    for (const size_t i : held) {
+      if (!sibling[i]) return std::nullopt;
+      left.push_back(*sibling[i]);
+    }
+  }
+  for (const size_t i : held) parameters[i].mutable_grad() = at::Tensor();
+  for (size_t number = 0; number < lefts.size() && !held.empty(); ++number) {
+    std::vector<at::Tensor>& left = lefts[number];
+    if (number + 1 < lefts.size() || outs.empty()) {
+      at::_foreach_add_(left, added);
+      added = left;
+      continue;
+    }
+    for (size_t n = 0; n < held.size(); ++n) {
+      at::Tensor out = outs[held[n]].value_or(left[n]);
+      added[n] = at::add_out(out, left[n], added[n]);
+    }
+  }
+  Gradients sums(count);
+  for (size_t n = 0; n < held.size(); ++n) sums[held[n]] = added[n];
+  return sums;
+}
+
+}  // namespace lockstep
