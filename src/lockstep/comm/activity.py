@@ -123,7 +123,7 @@ class _Page:
 
     def write(self, text: str, state: int) -> None:
         self.number = number = self.number + 1
-        body = text.encode(errors="replace")
+        body = text.encode() if text.isascii() else text.encode(errors="replace")
         ENTRY.pack_into(
             self.memory,
             (number & 1) * ENTRY_BYTES,

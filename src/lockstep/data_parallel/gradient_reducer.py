@@ -312,7 +312,6 @@ class GradientReducer:
         """The reason why a gradient was accumulated too early in this step; "" for none."""
         return self._failure
 
-    @torch.no_grad()
     def reduce(self, nodes: Sequence[Sequence[Node]], mask: str) -> None:
         """Set `.grad` of every parameter to the sum over all micro-batches, on every rank.
 
@@ -323,11 +322,23 @@ class GradientReducer:
             mask: The union of the used-parameter masks of all ranks.
         """
         assert self._partial_sums is not None
-        held, used = self._partial_sums.nodes, _list_used(mask)
-        if len(nodes) == 1:
-            (sums,) = held.values()
-            pairs = list(enumerate(sums))
-        elif self._is_planned:
+        if len(nodes) > 1:
+            self._reduce_over_ranks(_list_used(mask))
+        else:
+            (sums,) = self._partial_sums.nodes.values()
+            for index, gradient in enumerate(sums):
+                if self._shards is None:
+                    self._tensors[index].grad = gradient
+                elif gradient is not None:
+                    self.sums[index] = gradient
+        self._launched, self._partial_sums = 0, None
+
+    @torch.no_grad()
+    def _reduce_over_ranks(self, used: Sequence[int]) -> None:
+        """Add this rank's sums and those of the others; `used` are the parameters with one."""
+        assert self._partial_sums is not None
+        held = self._partial_sums.nodes
+        if self._is_planned:
             while self._launched < len(self._bucket_sums):
                 self.launch_next()
             for each in self._bucket_sums:
@@ -339,7 +350,6 @@ class GradientReducer:
         else:
             self._prepare(self._without_sparse(used))
             pairs = reproducible_all_reduce(self._bucket_sums, held)
-        self._launched, self._partial_sums = 0, None
         dense = self._without_sparse(used)
         self._expected = dense if self._shards is None else self._shards.covered
         for index, gradient in pairs:
@@ -347,9 +357,9 @@ class GradientReducer:
             if gradient is not None and self._shards is not None:
                 self.sums[index] = gradient
             elif gradient is not None:
-                parameter.grad = in_layout_of(gradient, parameter) if len(nodes) > 1 else gradient
+                parameter.grad = in_layout_of(gradient, parameter)
         sparse = [index for index in used if index in self._sparse]
-        if sparse and len(nodes) > 1:
+        if sparse:
             models = {index: self._parameters[index][1] for index in sparse}
             sums_of_rows = sum_sparse_gradients(held, sparse, self._leaves, models, self._group)
             for index, gradient in sums_of_rows.items():

@@ -65,6 +65,10 @@ class ParallelContext:
     activation_checkpointing: bool = False
     loss_scale: LossScale | None = None
 
+    def __post_init__(self) -> None:
+        """Read the type of the device once: every micro-batch asks for it."""
+        self._device_type = self.device.type
+
     @classmethod
     def from_world(
         cls,
@@ -192,13 +196,13 @@ class ParallelContext:
 
     def without_autocast(self) -> Any:
         """Return the context of a backward pass, which computes in the dtypes of forward."""
-        if not torch.is_autocast_enabled(self.device.type):
+        if not torch.is_autocast_enabled(self._device_type):
             return nullcontext()
-        return torch.autocast(self.device.type, enabled=False)
+        return torch.autocast(self._device_type, enabled=False)
 
     def move_to_device(self, data: Any) -> Any:
         """Return nested data with its tensors on this rank's device."""
-        if self.device.type == "cpu":
+        if self._device_type == "cpu":
             return data
         return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), data)
 

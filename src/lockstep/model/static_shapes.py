@@ -101,16 +101,15 @@ def _specialize_late(config: Any, model: nn.Module) -> Iterator[None]:
     """Do the same as `_specialize`, from the first compilation in the body on."""
     from torch._dynamo.callback import callback_handler
 
-    with ExitStack() as stack:
-        is_late = False
+    is_late = False
 
-        def start(_: Any) -> None:
-            nonlocal is_late
-            if not is_late:
-                is_late = True
-                stack.enter_context(_specialize(config, model))
+    def start(_: Any) -> None:
+        nonlocal is_late
+        if not is_late:
+            is_late = True
+            stack.enter_context(_specialize(config, model))
 
-        stack.enter_context(_registered(callback_handler.start_callbacks, start))
+    with ExitStack() as stack, _registered(callback_handler.start_callbacks, start):
         yield
 
 

@@ -172,7 +172,9 @@ class ComputedMicrobatch:
 
     def result(self) -> MicrobatchResult:
         """Return the results as numbers; waits for the device."""
-        loss = sum(float(loss) for loss in self.losses)
+        loss = 0.0
+        for each in self.losses:
+            loss += float(each)
         metrics = {name: float(value) for name, value in self.metrics.items()}
         return MicrobatchResult(
             self.microbatch.index, self.microbatch.size, self.share, loss, metrics

@@ -30,7 +30,7 @@ from lockstep.comm import native_module
 from lockstep.comm.activity import publish
 from lockstep.devices import default_generator, is_accelerator
 from lockstep.model.compilation import mark_as_plain
-from lockstep.randomness import isolated, pack_key, seed_generator, seed_others
+from lockstep.randomness import pack_key, remembered, seed_generator, seed_others
 
 __all__ = ["BEFORE", "UnitCalls", "Units", "find_units", "is_in_backward"]
 
@@ -82,24 +82,39 @@ class Units:
     @contextmanager
     def seed_calls(self) -> Iterator[None]:
         """Seed every call of a unit in the body; restore the generators afterwards."""
-        with self.install_hooks(), isolated(self._device, everything=True):
+        restore = remembered(self._device, everything=True)
+        remove = self._install_hooks()
+        try:
             yield
+        finally:
+            remove()
+            restore()
 
     @contextmanager
     def install_hooks(self) -> Iterator[None]:
         """Seed every call of a unit in the body."""
-        removals: list[Callable[[], None]] = []
+        remove = self._install_hooks()
         try:
-            for number, unit in enumerate(self.modules):
-                if unit is not None:
-                    removals.append(_call_around(unit, before=self._make_seed_hook(number)))
-            if self._model is not None:
-                removals.append(_call_around(self._model, after=self.begin_loss))
             yield
         finally:
+            remove()
+
+    def _install_hooks(self) -> Callable[[], None]:
+        """Seed every call of a unit, until the result is called."""
+        removals = [
+            _call_around(unit, before=self._make_seed_hook(number))
+            for number, unit in enumerate(self.modules)
+            if unit is not None
+        ]
+        if self._model is not None:
+            removals.append(_call_around(self._model, after=self.begin_loss))
+
+        def remove() -> None:
             self._now = None
-            for remove in reversed(removals):
-                remove()
+            for each in reversed(removals):
+                each()
+
+        return remove
 
     @property
     def last_call(self) -> int:

@@ -27,6 +27,7 @@ from torch import nn
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import UsageError
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
+from lockstep.model.autograd_engine import run_backward
 from lockstep.model.batch_norm import explain_batch_norm, warn_of_batch_norm
 from lockstep.model.buffers import Buffers
 from lockstep.model.step_context import ComputedMicrobatch, StepContext
@@ -54,6 +55,7 @@ class MicrobatchLoop:
         self._units, self._checkpointing, self._modules = units, checkpointing, modules
         self._iteration: Iterator[Any] | None = None
         self._current: ComputedMicrobatch | None = None
+        self._place: str | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -68,7 +70,9 @@ class MicrobatchLoop:
     @property
     def place(self) -> str:
         """Rank, step and micro-batch, for messages."""
-        return self.step.place(self._current.microbatch.index if self._current else 0)
+        if self._place is None:
+            self._place = self.step.place(self._current.microbatch.index if self._current else 0)
+        return self._place
 
     def microbatches(self, batch: Any, *, is_manual: bool = False) -> Iterator[Any]:
         """Yield the data of this rank's micro-batches, one after another.
@@ -101,7 +105,7 @@ class MicrobatchLoop:
             if leaf not in step.shares:
                 self.gradients.skip(leaf)
                 continue
-            self._current = ComputedMicrobatch(microbatch, step.shares[leaf])
+            self._current, self._place = ComputedMicrobatch(microbatch, step.shares[leaf]), None
             self.buffers.install_copies()
             self._units.begin_microbatch(step.number, leaf)
             data = parallel.move_to_device(microbatch.data)
@@ -118,7 +122,7 @@ class MicrobatchLoop:
                 self.buffers.collect(leaf, microbatch.size / step.samples)
                 self.gradients.accumulate(leaf)
             step.computed.append(self._current)
-            self._current = None
+            self._current = self._place = None
         self.gradients.launch_remaining()
 
     def backward(
@@ -136,12 +140,13 @@ class MicrobatchLoop:
             )
         self.step.check_loss(loss, self.place)
         self._current.losses.append(loss.detach())
-        self._current.metrics.update(metrics or {})
+        if metrics:
+            self._current.metrics.update(metrics)
         with self.step.parallel.without_autocast():
             root, gradient = self.step.find_root(loss, self._current.share)
             watched = self._watch_backward(root) if final else nullcontext()
             with watched, self._checkpointing.explain_errors():
-                root.backward(gradient, retain_graph=retain_graph)
+                run_backward(root, gradient, retain_graph)
 
     def close(self, error: BaseException | None) -> None:
         """Leave the loop; add a note that names the micro-batch to its error.

@@ -468,6 +468,8 @@ class OptimizerStep:
     def _merge_buffers(self, nodes: Sequence[Sequence[Node]], summary: StatusSummary) -> None:
         reports = summary.buffers[str(self.parallel.position)]
         for (_, buffers), report in zip(self.executor.parts(), reports, strict=True):
+            if not report.hashes:  # no buffers, or nothing computed
+                continue
             buffers.merge(report, nodes, summary.leaves, self.parallel.peers)
 
     def _keep_buffers(self) -> None:
