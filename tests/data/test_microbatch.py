@@ -255,3 +255,37 @@ def test_a_batch_that_is_unpacked_says_what_to_do() -> None:
     batch = split_batch((torch.zeros(4, 2), torch.zeros(4)), WHOLE[2])
     with pytest.raises(UsageError, match=r"cannot be unpacked: pass it whole to trainer\.step"):
         _, _ = batch
+
+
+def test_parts_of_one_copy_are_as_separate_as_copies():
+    """A model may write into its input, and backward of another micro-batch may need that one."""
+    batch = torch.arange(64.0).view(4, 16)
+    kept = batch.clone()
+    first, second, *_ = [
+        each.data[0]
+        for each in split_batch([batch], ReplicaShare(4, on_one_host(1), 0)).microbatches
+    ]
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    before = second._version
+    first.add_(1)
+    assert second._version == before
+    assert not first._is_view()
+    assert torch.equal(second, kept[1:2])
+    assert torch.equal(batch, kept)
+
+
+@pytest.mark.parametrize("columns", [15, 16, 24])
+@pytest.mark.parametrize("kind", ["contiguous", "transposed", "views"])
+def test_parts_are_aligned_and_dense_in_any_layout(columns, kind):
+    batch = torch.arange(7.0 * columns).view(7, columns)
+    if kind == "transposed":
+        batch = batch.t().contiguous().t()
+    elif kind == "views":
+        batch = torch.arange(7.0 * 2 * columns).view(7, 2 * columns)[:, :columns]
+    for each in split_batch((batch, batch[:, 0]), ReplicaShare(3, on_one_host(1), 0)).microbatches:
+        inputs, targets = each.data
+        rows = slice(*{0: (0, 3), 1: (3, 5), 2: (5, 7)}[each.index])
+        assert torch.equal(inputs, batch[rows])
+        assert torch.equal(targets, batch[rows, 0])
+        assert inputs.data_ptr() % 64 == targets.data_ptr() % 64 == 0
+        assert inputs.stride() == batch[rows].clone().stride()
