@@ -35,6 +35,13 @@ VIEWS = (
 )  # fmt: skip
 """Operators of which the CPU's kernel works on any memory."""
 
+SPARSE_PARTS = (
+    "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors", "_indices",
+    "_values", "indices", "values", "sparse_dim", "dense_dim", "_nnz", "is_coalesced",
+    "_coalesced_", "clone",
+)  # fmt: skip
+"""Operators of sparse tensors of which the CPU's kernel only handles their dense parts."""
+
 LOWER_PRECISION = (
     "linear", "conv1d", "conv2d", "conv3d", "matmul", "mm", "bmm", "addmm", "baddbmm", "addbmm",
     "scaled_dot_product_attention",
@@ -208,6 +215,9 @@ def _run_on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     if generator is not None:
         generator.set_state(drawn.get_state())
     for place, value in written:
+        if place.is_sparse:
+            _replace_parts(place, _return(value, {}, tensors, device))
+            continue
         _write(place if place.size() == value.size() else _resize(place, value.size()), value)
     known = {id(value): place for place, value in written}
     return _return(results, known, tensors, device)
@@ -239,12 +249,34 @@ def _convert(value: Any, is_written: bool, written: list[tuple[torch.Tensor, tor
         return [_convert(each, is_written, written) for each in value]
     if not isinstance(value, torch.Tensor) or value.device.type != TYPE:
         return value
-    memory = as_cpu(value)
+    if value.is_sparse:
+        memory = _sparse(as_cpu(value._indices()), as_cpu(value._values()), value)
+    else:
+        memory = as_cpu(value)
     if not is_written:
         return memory
-    copy = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype).copy_(memory)
+    if value.is_sparse:
+        copy = memory.clone()
+    else:
+        copy = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype).copy_(memory)
     written.append((value, copy))
     return copy
+
+
+def _share(name: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    keys = torch._C.DispatchKeySet(key)
+    return lambda *args, **kwargs: op.redispatch(keys, *args, **kwargs)
+
+
+_replace_parts = _share("copy_sparse_to_sparse_", torch._C.DispatchKey.SparseCPU)
+
+
+def _sparse(indices: torch.Tensor, values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return torch.sparse_coo_tensor(
+        indices, values, like.size(), is_coalesced=like.is_coalesced(), check_invariants=False
+    )
 
 
 def _return(
@@ -259,9 +291,12 @@ def _return(
         return results
     if id(results) in known:
         return known[id(results)]
+    if results.is_sparse:
+        parts = results._indices(), results._values()
+        return _sparse(*(_return(part, known, tensors, device) for part in parts), results)
     memory = results.untyped_storage().data_ptr()
     for each in tensors:
-        if memory and each.untyped_storage().data_ptr() == memory:  # a view
+        if memory and not each.is_sparse and each.untyped_storage().data_ptr() == memory:  # a view
             place = results.size(), results.stride(), results.storage_offset()
             return torch.as_strided(each, *place)
     made = empty_strided(results.size(), results.stride(), results.dtype, device)
@@ -290,20 +325,16 @@ def register(native: Any, generators: Sequence[torch.Generator]) -> None:
     }.items():
         aten.impl(name, kernel, "PrivateUse1")
     for name in VIEWS:
-        aten.impl(name, _share(name), "PrivateUse1")
+        aten.impl(name, _share(name, torch._C.DispatchKey.CPU), "PrivateUse1")
+    for name in SPARSE_PARTS:
+        aten.impl(name, _share(name, torch._C.DispatchKey.SparseCPU), "SparsePrivateUse1")
     for name in (*LOWER_PRECISION, *FULL_PRECISION):
         aten.impl(name, _cast(name, is_lower=name in LOWER_PRECISION), "AutocastPrivateUse1")
     others = torch.library.Library("_", "IMPL")
     others.fallback(_run_on_cpu, "PrivateUse1")
+    others.fallback(_run_on_cpu, "SparsePrivateUse1")
     others.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     _libraries.extend((aten, others))
-
-
-def _share(name: str) -> Callable[..., Any]:
-    packet, _, overload = name.partition(".")
-    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-    return lambda *args, **kwargs: op.redispatch(keys, *args, **kwargs)
 
 
 def _cast(name: str, *, is_lower: bool) -> Callable[..., Any]:

@@ -37,7 +37,8 @@ def train(case, **options):
 def train_with_bits_of_the_cpu():
     found = {case: train(case) for case in ("pictures", "branches", "blocks")}
     found |= {"callables": train_callables(), "loaded": train_loaded()}
-    return found | {"compiled": train_compiled(), "parallel": train_in_one_process()}
+    found |= {"compiled": train_compiled(), "parallel": train_in_one_process()}
+    return found | {"sparse": [train_sparse(*each) for each in SPARSE]}
 
 
 def train_all():
@@ -76,6 +77,44 @@ def train_compiled():
     return trainer.digest()
 
 
+class Words(nn.Module):
+    """An embedding with sparse gradients, whose weight may also be the one of a layer."""
+
+    def __init__(self, is_tied):
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(11, 6, sparse=True), nn.Linear(6, 11)
+        if is_tied:
+            self.last.weight = self.embedding.weight
+
+    def forward(self, words):
+        return self.last(self.embedding(words).mean(1))
+
+
+def bag():
+    return nn.EmbeddingBag(11, 10, sparse=True, mode="sum")
+
+
+SPARSE = [
+    (partial(Words, is_tied=False), SGD, None),
+    (partial(Words, is_tied=False), partial(torch.optim.SGD, lr=0.3), 0.2),
+    (partial(Words, is_tied=True), ADAMW, 0.5),
+    (bag, partial(torch.optim.SparseAdam, lr=0.05), 0.4),
+]
+
+
+def train_sparse(build, optimizer, max_grad_norm):
+    torch.manual_seed(5)
+    trainer = ls.Trainer(
+        build(), nn.CrossEntropyLoss(), optimizer, seed=11, max_grad_norm=max_grad_norm
+    )
+    generator = torch.Generator().manual_seed(3)
+    losses = []
+    for size in (19, 16, 3, 19, 1):
+        words = torch.randint(10, (size, 4), generator=generator)  # the last row is not used
+        losses.append(trainer.step((words, torch.randint(10, (size,), generator=generator))))
+    return losses, trainer.digest(), trainer.optimizer_digest()
+
+
 def train_in_one_process():
     """Train on two devices of this rank."""
     kind = ls.world().device.type
@@ -109,7 +148,7 @@ def test_the_bits_are_those_of_the_cpu(on_cpu, on_one_rank):
         assert kinds == {"cpu"}
         assert on_one_rank[case] == (*expected, {"simulated"}), case
     assert on_one_rank["callables"][0] == on_cpu["callables"][0]
-    for case in ("loaded", "compiled", "parallel"):
+    for case in ("loaded", "compiled", "parallel", "sparse"):
         assert on_one_rank[case] == on_cpu[case], case
 
 
@@ -205,6 +244,24 @@ def train_forked():
         nn.functional.cross_entropy(outputs, targets.to(outputs.device)).backward()
         optimizer.step()
     return trainer.digest(), ls.digest(model.module)
+
+
+def average_sparse():
+    device = ls.world().device
+    torch.manual_seed(1)
+    model = ls.DistributedDataParallel(Words(is_tied=False).to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for step in range(3):
+        words = torch.tensor([[ls.rank(), step, 7]], device=device)
+        optimizer.zero_grad()
+        model(words).square().mean().backward()
+        assert model.module.embedding.weight.grad.is_sparse
+        optimizer.step()
+    return ls.digest(model.module)
+
+
+def test_sparse_gradients_are_averaged_on_the_device():
+    assert simulated.run(average_sparse, 2) == simulated.run(average_sparse, 2, device="cpu")
 
 
 def test_gradients_of_several_streams_are_complete_before_they_are_sent():

@@ -176,7 +176,18 @@ def move_to_device(module: nn.Module, device: str | torch.device) -> nn.Module:
     if any(tensor.is_meta for tensor in named_tensors(module).values()):
         module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
         return module
-    return module.to(device)
+    shared: dict[int, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                shared.setdefault(id(parameter), []).append((part, name))
+    moved = module.to(device)
+    # For devices that are registered from outside of torch, `to` makes a new parameter for each
+    # module that has it.
+    for (first, its_name), *others in shared.values():
+        for part, name in others:
+            part._parameters[name] = first._parameters[its_name]
+    return moved
 
 
 def materialize(
