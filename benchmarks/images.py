@@ -1,6 +1,7 @@
 """Images per second of the loader, next to torch's DataLoader with the same dataset.
 
     python benchmarks/images.py [--rounds 15]     writes benchmarks/images.json and images.md
+    python benchmarks/images.py --sizes 64 --workers 0 1      only these rows; keeps the others
 
 The images are JPEG files of the size and detail of photographs, which the program generates. All
 contenders load whole epochs in turn; the ratios are taken between neighbors, round by round. An
@@ -16,7 +17,7 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,15 +185,17 @@ def check_answers(files: ImageFiles, size: int) -> None:
             raise AssertionError("the loaders yield other labels")
 
 
-def measure(folder: Path, rounds: int) -> dict[str, Any]:
+def measure(
+    folder: Path, rounds: int, sizes: Sequence[int], workers: Sequence[int]
+) -> dict[str, Any]:
     """Return the seconds of all epochs."""
     rows = []
     write_photographs(folder, FILES + CLASSES)  # one of each class is held out
     files, _ = read_image_folder(folder, CLASSES / (FILES + CLASSES), 0)
     assert len(files) == FILES
-    for size in SIZES:
+    for size in sizes:
         check_answers(files, size)
-        contenders = [each for workers in WORKERS for each in make_contenders(files, size, workers)]
+        contenders = [each for count in workers for each in make_contenders(files, size, count)]
         for number in range(-1, rounds):
             for _, group in itertools.groupby(contenders, lambda each: each.workers):
                 several = list(group)
@@ -227,6 +230,13 @@ def measure(folder: Path, rounds: int) -> dict[str, Any]:
         "file_kilobytes": statistics.median(kilobytes),
         "rows": rows,
     }
+
+
+def keep_others(result: dict[str, Any], earlier: dict[str, Any]) -> None:
+    """Add the rows of an earlier result that this one does not have."""
+    measured = {(row["size"], row["workers"]) for row in result["rows"]}
+    rows = [row for row in earlier["rows"] if (row["size"], row["workers"]) not in measured]
+    result["rows"] = sorted([*result["rows"], *rows], key=lambda row: (row["size"], row["workers"]))
 
 
 def quartiles(values: list[float]) -> tuple[float, float, float]:
@@ -301,6 +311,8 @@ def main() -> None:
     """Measure and write both files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=15, help="epochs of each loader; default 15")
+    parser.add_argument("--sizes", type=int, nargs="+", choices=SIZES, default=SIZES, help="pixels")
+    parser.add_argument("--workers", type=int, nargs="+", choices=WORKERS, default=WORKERS)
     parser.add_argument("--busy", action="store_true", help="note that the machine was busy")
     parser.add_argument("--dry", action="store_true", help="do not write the files")
     options = parser.parse_args()
@@ -309,7 +321,9 @@ def main() -> None:
     random.seed(0)
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(Path(folder), options.rounds)
+        result = measure(Path(folder), options.rounds, options.sizes, options.workers)
+    if (HERE / "images.json").exists():
+        keep_others(result, json.loads((HERE / "images.json").read_text()))
     page = describe(result, options.busy)
     if not options.dry:
         (HERE / "images.json").write_text(json.dumps(result, indent=1) + "\n")
