@@ -228,6 +228,21 @@ def test_a_dataset_that_is_spoiled_after_its_first_epoch_is_named() -> None:
         list(Batches(dataset, 8, epoch=1))
 
 
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_a_dataset_that_draws_from_more_than_it_declares_is_named(draw: Any) -> None:
+    class Declared(Numbers):
+        draws_only_from_torch = True
+
+        def __getitem__(self, index: int) -> Any:
+            draw()
+            return super().__getitem__(index)
+
+    with pytest.raises(
+        DatasetError, match=r"^Declared draws from Python's or numpy's .*batch 0\)$"
+    ):
+        list(Batches(Declared(), 8))
+
+
 def test_a_dataset_that_failed_is_checked_again() -> None:
     class Failing(RareFlip):
         fails = True
