@@ -297,7 +297,7 @@ def test_samples_that_cannot_be_collated_are_named(num_workers: int) -> None:
     ):
         list(Batches(Broken(20), 4, **options))
     with pytest.raises(SampleError, match=r"samples 0, 1, 2, 3, 4, 5, 6, 7, \.\.\. of"):
-        list(Batches(Broken(20), 20, **options))
+        list(Batches(Broken(17), 17, **options))
 
 
 @pytest.mark.parametrize(

@@ -234,12 +234,9 @@ def test_a_dataset_that_draws_from_more_than_it_declares_is_named(draw: Any) -> 
         draws_only_from_torch = True
 
         def __getitem__(self, index: int) -> Any:
-            draw()
-            return super().__getitem__(index)
+            return super().__getitem__(index) + draw()
 
-    with pytest.raises(
-        DatasetError, match=r"^Declared draws from Python's or numpy's .*batch 0\)$"
-    ):
+    with pytest.raises(DatasetError, match=OTHER):
         list(Batches(Declared(), 8))
 
 

@@ -161,12 +161,9 @@ class MapSource(Dataset[Item]):
             descriptions = self._check(span, pieces, loaded) if batch == self.first else ()
         except DatasetError as error:
             return LoadFailure(str(error), DatasetError)
-        parts: list[Any] = []
-        for place, piece in pieces:
-            part = self._microbatch(piece, place, loaded)
-            if isinstance(part, LoadFailure):
-                return part
-            parts.append(part)
+        parts = self._microbatches(pieces, loaded)
+        if isinstance(parts, LoadFailure):
+            return parts
         return LoadedBatch(len(span), parts, descriptions)
 
     def _check(
@@ -184,23 +181,41 @@ class MapSource(Dataset[Item]):
 
         found = check_samples(load, positions, names, self.dataset)
         if self.collate is not None and pieces:
-            place, first = pieces[0]
-            check_collate(lambda: self._microbatch(first, place, {}), self.collate)
+            check_collate(lambda: self._microbatches(pieces[:1], {}), self.collate)
         return found
 
-    def _microbatch(self, positions: range, place: Place, loaded: dict[int, Any]) -> Any:
+    def _microbatches(
+        self, pieces: Sequence[tuple[Place, range]], loaded: dict[int, Any]
+    ) -> list[Any] | LoadFailure:
+        """Load and collate consecutive micro-batches.
+
+        Seeds are computed before, and micro-batches are collated after all samples are loaded: in
+        between, the code that does this would have to be read into the processor's cache again.
+        """
+        if not pieces:
+            return []
+        name = type(self.dataset).__name__
+        positions = range(pieces[0][1].start, pieces[-1][1].stop)
         indices = self.epoch.indices[positions.start : positions.stop].tolist()
-        # All at once: after a sample has been decoded, such code is no longer in the cache.
-        seeds = self._seeds(positions, indices)
         samples = []
-        for position, index, seed in zip(positions, indices, seeds, strict=True):
+        for position, index, seed in zip(
+            positions, indices, self._seeds(positions, indices), strict=True
+        ):
             try:
                 known = position in loaded
                 samples.append(loaded.pop(position) if known else self._sample(index, seed))
             except Exception as error:
-                return LoadFailure.of(f"sample {index} of {type(self.dataset).__name__}", error)
-        name = type(self.dataset).__name__
-        return collate_samples(samples, indices, name, self.collate or default_collate, place)
+                return LoadFailure.of(f"sample {index} of {name}", error)
+        parts = []
+        for place, piece in pieces:
+            # Removed, so that the memory of the samples can be used for the next micro-batch.
+            first, samples = samples[: len(piece)], samples[len(piece) :]
+            names, indices = indices[: len(piece)], indices[len(piece) :]
+            part = collate_samples(first, names, name, self.collate or default_collate, place)
+            if isinstance(part, LoadFailure):
+                return part
+            parts.append(part)
+        return parts
 
     def _sample(self, index: int, seed: int) -> Any:
         if self._draws_only_from_torch:
