@@ -37,6 +37,9 @@ from lockstep.model.loss_weight import (
 
 __all__ = ["ParallelContext"]
 
+NOTHING = nullcontext()
+"""A context without an effect, which every micro-batch enters several times."""
+
 
 @dataclass(eq=False)
 class ParallelContext:
@@ -191,13 +194,13 @@ class ParallelContext:
         graph of the first.
         """
         if self.autocast_dtype is None:
-            return nullcontext()
+            return NOTHING
         return torch.autocast(self.device.type, dtype=self.autocast_dtype, cache_enabled=False)
 
     def without_autocast(self) -> Any:
         """Return the context of a backward pass, which computes in the dtypes of forward."""
         if not torch.is_autocast_enabled(self._device_type):
-            return nullcontext()
+            return NOTHING
         return torch.autocast(self._device_type, enabled=False)
 
     def move_to_device(self, data: Any) -> Any:

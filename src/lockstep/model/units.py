@@ -162,12 +162,13 @@ class Units:
         return seed
 
     def _make_seed_hook(self, unit: int) -> Callable[[], None]:
+        before = self._before_here[unit]
+
         def seed() -> None:
             now = self._now
             if now is None:
                 return
-            states, before = now.states[unit], self._before_here[unit]
-            call = before
+            states, call = now.states[unit], before
             if states or is_in_backward():
                 call += self._call_number(states)
             else:  # the first call needs no state: a repetition that matches none repeats it
