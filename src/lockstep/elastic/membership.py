@@ -564,7 +564,7 @@ _owner = 0
 def membership() -> Membership | None:
     """Return this process's membership; None outside of elastic runs."""
     global _membership, _owner
-    if not os.environ.get(ELASTIC) or not has_launcher():
+    if not has_launcher() or not os.environ.get(ELASTIC):
         return None
     if _membership is None or _owner != os.getpid():
         number = int(os.environ.get(MEMBER) or os.environ.get("RANK") or 0)

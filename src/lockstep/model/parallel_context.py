@@ -69,8 +69,9 @@ class ParallelContext:
     loss_scale: LossScale | None = None
 
     def __post_init__(self) -> None:
-        """Read the type of the device once: every micro-batch asks for it."""
+        """Keep what every step or micro-batch asks for."""
         self._device_type = self.device.type
+        self._share: ReplicaShare | None = None
 
     @classmethod
     def from_world(
@@ -135,6 +136,7 @@ class ParallelContext:
         self.rank = self.replica = rank
         self.replicas = world_size
         self.hosts = _hosts(world_size, 1)
+        self._share = None
 
     def make_checkpointing(self, blocks: Mapping[str, nn.Module]) -> ActivationCheckpointing:
         """Return the activation checkpointing of these blocks, or of none if it is disabled."""
@@ -143,7 +145,9 @@ class ParallelContext:
     @property
     def share(self) -> ReplicaShare:
         """This rank's part of a batch."""
-        return ReplicaShare(self.microbatches, self.hosts, self.replica)
+        if self._share is None:
+            self._share = ReplicaShare(self.microbatches, self.hosts, self.replica)
+        return self._share
 
     def loader_options(self) -> dict[str, Any]:
         """Return the arguments that determine this rank's part of a batch in the loader."""

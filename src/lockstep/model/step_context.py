@@ -21,7 +21,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -279,7 +279,7 @@ class StepContext:
     is_checkpoint_due: bool = False
     admits: int = -1
     batch: Batch | None = None
-    shares: dict[int, float] = field(default_factory=dict)
+    shares: Mapping[int, float] = field(default_factory=dict)
     samples: int = 0
     computed: list[ComputedMicrobatch] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -359,16 +359,16 @@ class StepContext:
             return loss, torch.full_like(loss, share)
         return self.scale_loss(loss, share), None
 
-    def _shares(self, batch: Batch, given: Any) -> tuple[dict[int, float], int]:
+    def _shares(self, batch: Batch, given: Any) -> tuple[Mapping[int, float], int]:
         parallel = self.parallel
+        if is_sum(parallel.loss):
+            return dict.fromkeys(range(batch.leaves), 1.0), batch.size
+        if parallel.loss_weight is None:
+            self._warn_of_ignored_targets(batch, given)
+            return _share_by_size(batch.size, batch.leaves), batch.size
         sizes = {
             leaf: len(span) for leaf, span in enumerate(split_evenly(batch.size, batch.leaves))
         }
-        if is_sum(parallel.loss):
-            return dict.fromkeys(sizes, 1.0), batch.size
-        if parallel.loss_weight is None:
-            self._warn_of_ignored_targets(batch, given)
-            return {leaf: size / batch.size for leaf, size in sizes.items()}, batch.size
         mine = {
             each.index: self._weight(each)
             for each in batch.microbatches
@@ -458,3 +458,10 @@ class StepContext:
                     f"pass loss_weight={advice}"
                 )
                 return
+
+
+@lru_cache(maxsize=64)
+def _share_by_size(samples: int, leaves: int) -> Mapping[int, float]:
+    """Return the share of each micro-batch of a batch whose samples count alike."""
+    sizes = map(len, split_evenly(samples, leaves))
+    return {leaf: size / samples for leaf, size in enumerate(sizes)}

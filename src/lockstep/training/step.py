@@ -441,10 +441,11 @@ class OptimizerStep:
                 scale.unscale_(present)
             squares = gradient_norm.compute_squares(present)
         else:
-            present = _stored_gradients(self.executor.parameters)
+            parameters, owners = self.executor.parameters, self.executor.owned_parameters
+            present = _stored_gradients(parameters)
             if scale is not None:
                 scale.unscale_(present)
-            owned = _stored_gradients(self.executor.owned_parameters)
+            owned = present if owners is parameters else _stored_gradients(owners)
             squares = gradient_norm.compute_squares(
                 owned, self.parallel.replica, self.parallel.replicas
             )
