@@ -224,7 +224,7 @@ def measure(
     return {
         "benchmark": "images",
         "environment": describe_environment(),
-        "rounds": rounds,
+        "command": "python benchmarks/images.py",
         "batch_size": BATCH,
         "microbatches": MICROBATCHES,
         "file_kilobytes": statistics.median(kilobytes),
@@ -265,7 +265,9 @@ def describe(result: dict[str, Any], is_provisional: bool) -> str:
                 pairs = zip(row["processor_seconds"], ours["processor_seconds"], strict=True)
                 processor = f"{statistics.median(theirs / own for theirs, own in pairs):.2f}"
             lines.append("| " + " | ".join([*cells, ratio, processor]) + " |")
-    machine, rounds = result["environment"], result["rounds"]
+    machine = result["environment"]
+    fewest, *_, most = sorted(len(row["seconds"]) for row in result["rows"])
+    rounds = f"{fewest} to {most}" if fewest < most else f"{most}"
     sizes = ", ".join(f"{width}x{height}" for width, height in PHOTOGRAPHS)
     columns = (
         "pixels",
@@ -285,7 +287,9 @@ def describe(result: dict[str, Any], is_provisional: bool) -> str:
     return f"""# Images per second of the loader
 
 Whole epochs of JPEG files ({result["file_kilobytes"]:.0f} kB at the median; {sizes}), in batches
-of {BATCH}, for Lockstep in {MICROBATCHES} micro-batches. {rounds} epochs of each, in turn.
+of {BATCH}, for Lockstep in {MICROBATCHES} micro-batches. {rounds} epochs of each, in turn, after
+one that is not measured. In that one Lockstep loads up to four samples twice to check them, and in
+each later one a single sample.
 "DataLoader" is torch's with the same dataset (`lockstep.data.images.ImageDataset`: decoding by
 Pillow, random crop, flip, normalization). "Usual transforms" decodes whole images, crops and then
 resizes them with Pillow, as torchvision does with Pillow's images.
@@ -303,7 +307,7 @@ batches at 224 pixels are written to new pages each time: with no worker, Lockst
 times as fast (two runs of 16 batches).
 
 Machine: {machine["processor"]}, {machine["cores"]} cores, torch {machine["torch"]},
-Pillow {Image.__version__}. Command: `python benchmarks/images.py --rounds {rounds}`
+Pillow {Image.__version__}. Command: `{result["command"]}`
 """
 
 
