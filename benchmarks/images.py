@@ -236,6 +236,8 @@ def keep_others(result: dict[str, Any], earlier: dict[str, Any]) -> None:
     """Add the rows of an earlier result that this one does not have."""
     measured = {(row["size"], row["workers"]) for row in result["rows"]}
     rows = [row for row in earlier["rows"] if (row["size"], row["workers"]) not in measured]
+    if rows:
+        result["command"] = "python benchmarks/images.py --sizes N --workers N --rounds N"
     result["rows"] = sorted([*result["rows"], *rows], key=lambda row: (row["size"], row["workers"]))
 
 
