@@ -57,6 +57,7 @@ SMALL_PIECES = {
     "LOCKSTEP_STAGING_BYTES": "1024",
     "LOCKSTEP_CELL_BYTES": "128",
     "LOCKSTEP_BOUNCE_BYTES": "512",
+    "LOCKSTEP_CACHE_BYTES": "4096",
 }
 
 # Backends whose sums are those of the tree, on every rank and in every run.

@@ -23,10 +23,11 @@ struct SmallPieces {
     setenv("LOCKSTEP_STAGING_BYTES", "2048", 1);
     setenv("LOCKSTEP_CELL_BYTES", "256", 1);
     setenv("LOCKSTEP_BOUNCE_BYTES", "512", 1);
+    setenv("LOCKSTEP_CACHE_BYTES", "8192", 1);
   }
   ~SmallPieces() {
     for (const char* name : {"LOCKSTEP_SLOT_BYTES", "LOCKSTEP_STAGING_BYTES", "LOCKSTEP_CELL_BYTES",
-                             "LOCKSTEP_BOUNCE_BYTES"})
+                             "LOCKSTEP_BOUNCE_BYTES", "LOCKSTEP_CACHE_BYTES"})
       unsetenv(name);
   }
 };

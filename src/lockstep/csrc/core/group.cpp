@@ -50,6 +50,7 @@ Group::Group(int rank, int size, std::shared_ptr<Segment> segment, GroupInfo inf
       segment_(std::move(segment)),
       header_(reinterpret_cast<GroupHeader*>(segment_->data())),
       layout_(Layout::read(*header_, segment_->bytes())),
+      cache_bytes_(last_level_cache_bytes()),
       info_(std::move(info)),
       peer_mappings_(header_->aborted) {
   if (static_cast<int>(layout_.ranks) != size)

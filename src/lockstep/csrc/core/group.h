@@ -77,6 +77,10 @@ class Group {
   // calls, because ranks may be bound to cores at any time.
   bool is_oversubscribed();
 
+  // Whether buffers of so many bytes, of all ranks together, fill the last-level cache. A result
+  // does not stay there then, and non-temporal stores save reading the lines that it replaces.
+  bool fills_cache(uint64_t bytes) const { return bytes >= cache_bytes_; }
+
   std::vector<int> missing_ranks();  // that have not attached yet
   bool is_aborted() { return header_->aborted.load(std::memory_order_acquire) != 0; }
   // Aborts the group for all ranks. The first reason wins; returns the one that won.
@@ -107,6 +111,7 @@ class Group {
   std::shared_ptr<Segment> segment_;
   GroupHeader* header_;
   Layout layout_;
+  uint64_t cache_bytes_;  // of the last-level cache
   GroupInfo info_;
   PeerMappings peer_mappings_;
   std::mutex sleep_mutex_;

@@ -75,6 +75,10 @@ inline void copy_bytes(void* dst, const void* src, size_t bytes) {
 inline void stream_bytes(void* dst, const void* src, size_t bytes) {
   kernels().stream(dst, src, bytes);
 }
+// Copies a result, with non-temporal stores if it will not stay in the caches.
+inline void copy_result(void* dst, const void* src, size_t bytes, bool bypass_caches) {
+  (bypass_caches ? stream_bytes : copy_bytes)(dst, src, bytes);
+}
 const Kernels* find_kernels(const char* name);  // nullptr if not supported here
 
 }  // namespace lockstep

@@ -1,5 +1,7 @@
 #include "layout.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdlib>
 
@@ -22,6 +24,15 @@ static uint64_t size_from_env(const char* name, uint64_t fallback) {
 
 static uint64_t clamp_to_lines(uint64_t low, uint64_t value, uint64_t high) {
   return round_up(std::max(low, std::min(value, high)), kCacheLine);
+}
+
+uint64_t last_level_cache_bytes() {
+  long bytes = 0;
+#ifdef _SC_LEVEL3_CACHE_SIZE
+  bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);  // 0 or -1 if unknown
+#endif
+  return size_from_env("LOCKSTEP_CACHE_BYTES",
+                       bytes > 0 ? static_cast<uint64_t>(bytes) : uint64_t{32} << 20);
 }
 
 Layout Layout::choose(int ranks) {

@@ -108,6 +108,9 @@ struct GroupHeader {
   char text[kTextBytes] = {};                            // the reason
 };
 
+// Returns the bytes of the last-level cache; LOCKSTEP_CACHE_BYTES overrides them.
+uint64_t last_level_cache_bytes();
+
 // The sizes in a header, and the offsets that follow from them.
 struct Layout {
   uint32_t ranks = 0, cells = 0;

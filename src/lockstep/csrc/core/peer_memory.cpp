@@ -22,7 +22,8 @@ bool PeerMemory::read(int source, const Cell& cell, char* to) {
 bool PeerMemory::read_segment(const Cell& cell, char* to) {
   if (!cell.buffer.is_shared()) return false;
   try {
-    copy_bytes(to, group_.peer_mappings().map(cell.buffer, cell.bytes), cell.bytes);
+    copy_result(to, group_.peer_mappings().map(cell.buffer, cell.bytes), cell.bytes,
+                group_.fills_cache(2 * cell.bytes));  // source and destination
     return true;
   } catch (const CommError&) {
     return false;  // no free file descriptor, or the sender has died: try the other ways

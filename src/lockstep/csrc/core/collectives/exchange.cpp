@@ -139,16 +139,29 @@ size_t BlockExchange::staging_offset(int source, int target) const {
   return blocks_.is_same_to_all ? 0 : (target < source ? target : target - 1) * piece_bytes();
 }
 
+// Of the blocks that this rank sends and receives.
+static size_t total_bytes(const ExchangeBlocks& blocks) {
+  size_t bytes = 0, largest = 0, sent = 0;
+  for (const Block& block : blocks.receive) bytes += block.bytes;
+  for (const Block& block : blocks.send) {
+    sent += block.bytes;
+    largest = std::max(largest, block.bytes);
+  }
+  return bytes + (blocks.is_same_to_all ? largest : sent);
+}
+
 void exchange(CollectiveCall& call, const ExchangeBlocks& blocks) {
   BlockExchange steps(call, blocks);
   steps.publish();
   steps.arrive();
+  const bool bypass_caches =
+      call.group().fills_cache(static_cast<uint64_t>(call.size()) * total_bytes(blocks));
   for (int ahead = 1; ahead < call.size(); ++ahead) {
     const int s = (call.rank() + ahead) % call.size();
     if (steps.is_staged(s) || !steps.expected_bytes(s)) continue;
     const char* from = steps.incoming(s, 0);
     if (from != blocks.receive[s].data)
-      copy_bytes(blocks.receive[s].data, from, steps.expected_bytes(s));
+      copy_result(blocks.receive[s].data, from, steps.expected_bytes(s), bypass_caches);
   }
   const size_t piece = steps.piece_bytes();
   for (size_t k = 0; k < steps.rounds(); ++k) {
@@ -156,14 +169,17 @@ void exchange(CollectiveCall& call, const ExchangeBlocks& blocks) {
     for (int ahead = 1; ahead < call.size(); ++ahead) {
       const int s = (call.rank() + ahead) % call.size();
       if (!steps.is_staged(s) || steps.expected_bytes(s) <= k * piece) continue;
-      copy_bytes(blocks.receive[s].data + k * piece, steps.incoming(s, k),
-                 std::min(piece, steps.expected_bytes(s) - k * piece));
+      copy_result(blocks.receive[s].data + k * piece, steps.incoming(s, k),
+                  std::min(piece, steps.expected_bytes(s) - k * piece), bypass_caches);
     }
   }
   steps.finish();
   // This rank's own block comes last: it may go to where a block for another rank was.
   const Block &from = blocks.send[call.rank()], &to = blocks.receive[call.rank()];
-  if (to.bytes && from.data != to.data) std::memmove(to.data, from.data, to.bytes);
+  if (from.data + to.bytes <= to.data || to.data + to.bytes <= from.data)
+    copy_result(to.data, from.data, to.bytes, bypass_caches);
+  else if (from.data != to.data)
+    std::memmove(to.data, from.data, to.bytes);
 }
 
 }  // namespace lockstep

@@ -16,6 +16,8 @@
 //              written with ordinary stores or with stores that bypass the caches
 //              (auto_tuner.h)
 //
+// If the blocks of all ranks fill the last-level cache, receivers copy with non-temporal stores.
+//
 // Each rank chooses its own route. Every rank compares the tables of sizes: s sends to d what
 // d expects, or all ranks throw. Cost for S bytes read by n ranks: direct nS read and nS
 // written; staged the same again in the caches.
