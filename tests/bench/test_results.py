@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lockstep.bench.interleaved import Contender, Result
 from lockstep.bench.results import COLUMNS, header, record, rows
-from lockstep.bench.runners import CopyRunner
 from lockstep.bench.workload import Workload
 
 WORKLOAD = Workload("all_reduce", 262144, "float32", "SUM")
@@ -60,5 +59,7 @@ def test_json_record():
 
 
 def test_bus_bandwidth_of_a_copy_is_its_algorithm_bandwidth():
-    copied = Result(Contender("memcpy", CopyRunner()), WORKLOAD, 4, 1 << 20, (100.0,))
+    copied = Result(
+        Contender("memcpy", FIRST.contender.runner, is_copy=True), WORKLOAD, 4, 1 << 20, (100.0,)
+    )
     assert copied.busbw == copied.algbw

@@ -15,7 +15,6 @@ import mpi_ranks
 from lockstep.bench import runners
 from lockstep.bench.collectives import COLLECTIVES
 from lockstep.bench.runners import (
-    CopyRunner,
     MpiRunner,
     Rendezvous,
     TorchRunner,
@@ -29,6 +28,7 @@ from lockstep.record.environment import count_usable_cores
 
 WORKLOADS = [
     *(Workload(name, 0 if name == "barrier" else 1500, "float32", "SUM") for name in COLLECTIVES),
+    Workload("memcpy", 1500, "float32", "SUM"),
     *(
         Workload(name, 1500, "float32", "SUM", in_place=True)
         for name, one in COLLECTIVES.items()
@@ -119,10 +119,12 @@ def test_unknown_backend_raises(rendezvous):
         TorchRunner("nosuch", rendezvous)
 
 
-def test_a_copy_can_be_measured():
-    runner = CopyRunner()
-    assert one_block(runner, WORKLOADS[0]) == 0
-    assert "numpy has no bfloat16" in one_block(runner, Workload("broadcast", 5, "bfloat16", "SUM"))
+@pytest.mark.parametrize(("asked", "numpy"), [("1", "1"), ("0", "0"), (None, "0")])
+def test_mpi_uses_pages_of_torchs_kind(monkeypatch, asked, numpy):
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", asked)
+    assert runners.mpi_environment()["NUMPY_MADVISE_HUGEPAGE"] == numpy
 
 
 @mpi_ranks.needed

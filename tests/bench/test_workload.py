@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lockstep.bench.collectives import COLLECTIVES, Part
-from lockstep.bench.numpy_libraries import CopyLibrary, NumpyBuffers
+from lockstep.bench.numpy_libraries import NumpyBuffers
 from lockstep.bench.workload import (
     PERIOD,
     PreparedWorkload,
@@ -87,14 +87,6 @@ def test_in_place_the_smaller_buffer_is_a_part_of_the_larger(name):
     assert not np.shares_memory(small, large[:10])
 
 
-def test_a_copy_is_checked_like_a_message():
-    made = PreparedWorkload(CopyLibrary(), Workload("send_recv", COUNT, "uint8", "SUM"), 0, 2)
-    made.fill_inputs(0)
-    made.call()
-    # A copy brings this rank's own numbers, not those of a partner.
-    assert made.count_wrong(0) > 0
-
-
 def test_unsupported_dtype_raises():
     with pytest.raises(UnsupportedError, match="numpy has no bfloat16"):
-        PreparedWorkload(CopyLibrary(), Workload("send_recv", 4, "bfloat16", "SUM"), 0, 2)
+        PreparedWorkload(Alone(), Workload("send_recv", 4, "bfloat16", "SUM"), 0, 2)

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lockstep.bench.collectives import COLLECTIVES
-from lockstep.bench.results import Contender, Result, is_copy
+from lockstep.bench.collectives import COLLECTIVES, COPY
+from lockstep.bench.results import Contender, Result
 from lockstep.bench.workload import Workload
 
 __all__ = ["measure", "rotate"]
@@ -73,7 +73,7 @@ def measure(
     for progress in states:
         asked = (
             copy_workload(progress.workload, ranks)
-            if is_copy(progress.contender)
+            if progress.contender.is_copy
             else progress.workload
         )
         send_request(progress, {"prepare": progress.contender.name, "workload": asdict(asked)})
@@ -107,12 +107,12 @@ def send_request(progress: Progress, message: dict[str, Any]) -> list[dict[str, 
 def copy_workload(workload: Workload, ranks: int) -> Workload:
     """Return the workload of a copy that moves as many bytes as the message contains."""
     parts = ranks if COLLECTIVES[workload.collective].has_part_per_rank else 1
-    return replace(workload, count=workload.count * parts)
+    return replace(workload, collective=COPY.name, count=workload.count * parts, in_place=False)
 
 
 def slowest_times(progress: Progress, answers: list[dict[str, Any]]) -> list[float]:
     """Return the microseconds of each call on its slowest rank; half of a round trip."""
-    is_round_trip = progress.workload.collective == "send_recv" and not is_copy(progress.contender)
+    is_round_trip = progress.workload.collective == "send_recv" and not progress.contender.is_copy
     scale = 2e3 if is_round_trip else 1e3
     by_call = zip(*(answer["times"] for answer in answers), strict=True)
     return [max(times) / scale for times in by_call]

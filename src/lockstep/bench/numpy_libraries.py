@@ -1,4 +1,4 @@
-"""Workloads on numpy arrays: the collectives of MPI, and a memory copy.
+"""Workloads on numpy arrays: the collectives of MPI.
 
 The ranks of MPI have their own environment with numpy and mpi4py only.
 """
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lockstep.bench.collectives import COLLECTIVES, ROOT, partner
 from lockstep.bench.workload import UnsupportedError, Values, Workload
 
-__all__ = ["CopyLibrary", "MpiLibrary", "NumpyBuffers"]
+__all__ = ["MpiLibrary", "NumpyBuffers"]
 
 Vector = npt.NDArray[Any]
 Call = Callable[[], object]
@@ -47,18 +47,6 @@ class NumpyBuffers:
         return int(np.count_nonzero(actual != expected))
 
 
-class CopyLibrary(NumpyBuffers):
-    """A memory copy by one thread, as an upper limit for bandwidths."""
-
-    def new(self, count: int, workload: Workload) -> Vector:
-        """Return a vector of zeros."""
-        return super().new(count, workload)
-
-    def call(self, workload: Workload, send: Vector, receive: Vector) -> Callable[[], object]:
-        """Return the copy."""
-        return partial(np.copyto, receive, send)
-
-
 class MpiLibrary(NumpyBuffers):
     """The collectives of mpi4py's module `mpi` on the communicator `comm`."""
 
@@ -71,6 +59,8 @@ class MpiLibrary(NumpyBuffers):
         mpi, comm = self._mpi, self._comm
         if workload.collective == "barrier":
             return partial(comm.Barrier)
+        if workload.collective == "memcpy":
+            return partial(np.copyto, receive, send)
         is_root = comm.Get_rank() == ROOT
         send_spec, receive_spec = self._specify(send, workload), self._specify(receive, workload)
         match workload.collective:

@@ -18,7 +18,6 @@ import numpy as np
 
 from lockstep.bench.collectives import COLLECTIVES
 from lockstep.bench.results import Result
-from lockstep.bench.runners import CopyRunner
 from lockstep.errors import UsageError
 from lockstep.files import write_output
 from lockstep.formatting import format_bytes, format_duration, format_size
@@ -163,9 +162,8 @@ def colors(results: list[Result]) -> dict[str, tuple[str, str]]:
         if result.contender.name in chosen:
             continue
         number = sum(1 for color, _ in chosen.values() if color != COPY) % len(LINES)
-        is_copy = isinstance(result.contender.runner, CopyRunner)
         chosen[result.contender.name] = (
-            (COPY, COPY_BAR) if is_copy else (LINES[number], BARS[number])
+            (COPY, COPY_BAR) if result.contender.is_copy else (LINES[number], BARS[number])
         )
     return chosen
 

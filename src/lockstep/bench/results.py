@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.bench.collectives import COLLECTIVES
-from lockstep.bench.runners import CopyRunner, Runner
+from lockstep.bench.runners import Runner
 from lockstep.bench.workload import Workload
 
 __all__ = [
@@ -17,7 +17,6 @@ __all__ = [
     "TimingResult",
     "caption",
     "header",
-    "is_copy",
     "quantile",
     "record",
     "rows",
@@ -56,11 +55,12 @@ class TimingResult:
 
 @dataclass(frozen=True)
 class Contender:
-    """A row of the table: a runner, and whether its buffers are in shared memory."""
+    """A row of the table: a runner, whether its buffers are in shared memory, or the copy."""
 
     name: str
     runner: Runner
     shared_memory: bool = False
+    is_copy: bool = False  # its ranks copy as many bytes as the message has
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,9 @@ class Result(TimingResult):
     @property
     def busbw(self) -> float:
         """The bus bandwidth in GB/s; for a memory copy, the algorithm bandwidth."""
-        if is_copy(self.contender):
+        if self.contender.is_copy:
             return self.algbw
         return self.algbw * COLLECTIVES[self.workload.collective].bus_factor(self.ranks)
-
-
-def is_copy(contender: Contender) -> bool:
-    """Return whether a contender is the memory copy, which has neither ranks nor parts."""
-    return isinstance(contender.runner, CopyRunner)
 
 
 def header() -> str:

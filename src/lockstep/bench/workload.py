@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.bench.collectives import COLLECTIVES, Contents, Part
+from lockstep.bench.collectives import Contents, Part, find
 from lockstep.record.environment import count_usable_cores
 
 __all__ = [
@@ -103,7 +103,7 @@ class Workload:
 
 
 class Library(Protocol):
-    """The tensors and calls of one library: torch, MPI with numpy, or a memory copy."""
+    """The tensors and calls of one library: torch, or MPI with numpy."""
 
     def new(self, count: int, workload: Workload) -> Any:
         """Return a buffer of `count` elements, or raise UnsupportedError."""
@@ -125,7 +125,7 @@ class PreparedWorkload:
     """A workload with its buffers on one rank; `call` is the call to measure."""
 
     def __init__(self, library: Library, workload: Workload, rank: int, ranks: int) -> None:
-        collective = COLLECTIVES[workload.collective]
+        collective = find(workload.collective)
         before, after = collective.before(rank, ranks), collective.after(rank, ranks)
         sent, received = len(before) * workload.count, len(after) * workload.count
         if collective.is_in_place:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.bench.collectives import COLLECTIVES, Collective
+from lockstep.bench.collectives import COLLECTIVES, COPY, Collective
 from lockstep.errors import UsageError, WorkError
 from lockstep.files import write_output
 from lockstep.formatting import format_size, parse_size, parse_sizes, size_range
@@ -27,7 +27,6 @@ __all__ = ["RANKS_HELP", "make", "parse_rank_counts"]
 
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-COPY = "memcpy"
 RANKS_HELP = "Numbers of ranks, measured one after another: 2 or 2,4."
 PATH_OPTIONS = ("--json", "--plot", "--mpi-python")  # private, left out of recorded commands
 
@@ -53,7 +52,7 @@ def help_text(collective: Collective) -> str:
     calls each. Inputs are rewritten before each call, all ranks start together, and
     the last result of each block is checked. The columns are those of nccl-tests,
     except that the time is the median over calls of the slowest rank's time.
-    {COPY} is one thread that copies as many bytes.
+    {COPY.name} copies as many bytes, on all ranks of the first backend at once.
     """
 
 
@@ -237,7 +236,7 @@ def start_contenders(
 ) -> Iterator[list[Contender]]:
     """Start the ranks of each backend, and stop all of them in the end."""
     from lockstep.bench.results import Contender
-    from lockstep.bench.runners import CopyRunner, Rendezvous
+    from lockstep.bench.runners import Rendezvous
 
     with ExitStack() as opened:
         rendezvous = opened.enter_context(closing(Rendezvous(ranks, flags["timeout"])))
@@ -252,7 +251,7 @@ def start_contenders(
             if name == "lockstep" and collective.name != "barrier":
                 contenders.append(Contender("lockstep (segment)", runner, shared_memory=True))
         if collective.name != "barrier":
-            contenders.append(Contender(COPY, CopyRunner()))
+            contenders.append(Contender(COPY.name, contenders[0].runner, is_copy=True))
         status("")
         yield contenders
 
