@@ -1,9 +1,9 @@
 #include "layout.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstdlib>
+#include <fstream>
+#include <string>
 
 #include "channel.h"
 #include "errors.h"
@@ -26,13 +26,20 @@ static uint64_t clamp_to_lines(uint64_t low, uint64_t value, uint64_t high) {
   return round_up(std::max(low, std::min(value, high)), kCacheLine);
 }
 
+// From the kernel: sysconf of glibc 2.36 says 320 MiB for a cache of 32 MiB on AMD.
+static uint64_t read_cache_bytes() {
+  for (const char* level : {"3", "2"}) {
+    std::ifstream file(std::string("/sys/devices/system/cpu/cpu0/cache/index") + level + "/size");
+    uint64_t size = 0;
+    char unit = 0;
+    if (file >> size >> unit && size > 0) return unit == 'K' ? size << 10 : size << 20;
+  }
+  return uint64_t{32} << 20;  // unknown
+}
+
 uint64_t last_level_cache_bytes() {
-  long bytes = 0;
-#ifdef _SC_LEVEL3_CACHE_SIZE
-  bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);  // 0 or -1 if unknown
-#endif
-  return size_from_env("LOCKSTEP_CACHE_BYTES",
-                       bytes > 0 ? static_cast<uint64_t>(bytes) : uint64_t{32} << 20);
+  static const uint64_t bytes = read_cache_bytes();
+  return size_from_env("LOCKSTEP_CACHE_BYTES", bytes);
 }
 
 Layout Layout::choose(int ranks) {
