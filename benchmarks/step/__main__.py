@@ -32,7 +32,7 @@ __all__ = ["command"]
 
 MODELS, OPTIMIZERS = "1m,25m,transformer", "sgd,adamw"
 EVERYBODY = "all"
-COPIES = "copies"
+COPIES, MEMCPY = "copies", "memcpy"
 
 
 @click.command()
@@ -49,6 +49,8 @@ COPIES = "copies"
 @click.option("--batch", default=32, show_default=True, help="Samples per rank.")
 @click.option("--microbatches", default=1, show_default=True, help="Micro-batches per rank.")
 @click.option("--seconds", default=1.0, show_default=True, help="Least time per contender.")
+@click.option("--rounds", default=3, show_default=True, help="Least blocks per contender.")
+@click.option("--block", default=0.4, show_default=True, help="Seconds of a block.")
 @click.option("--widths", default="1,2,3,4", show_default=True, help="Ranks to compare digests on.")
 @click.option("--timeout", default=120.0, show_default=True, help="Longest wait in seconds.")
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write results.")
@@ -68,7 +70,8 @@ def command(**flags: Any) -> None:
     names = contenders(flags["vs"])
     check_memory(cases, names, max(counts))
     machine, typed = describe_machine(), command_line()
-    expected = estimate(cases, names, counts, widths, flags["seconds"])
+    seconds = max(flags["seconds"], flags["rounds"] * flags["block"])
+    expected = estimate(cases, names, counts, widths, seconds)
     click.echo(f"# {machine}\n# {typed}\n# {told(cases, names, counts)}: {about(expected)}")
     say = Progress(expected)
     outcomes: list[Outcome] = []
@@ -87,6 +90,8 @@ def check(flags: dict[str, Any]) -> None:
     """Raise UsageError for flags that cannot be meant."""
     if flags["seconds"] <= 0 or flags["timeout"] <= 0:
         raise UsageError("--seconds and --timeout are positive numbers of seconds")
+    if flags["rounds"] < 1 or flags["block"] <= 0:
+        raise UsageError("--rounds is at least 1, and --block a positive number of seconds")
     batch, count = flags["batch"], flags["microbatches"]
     if count < 1 or batch < 1 or batch % count:
         raise UsageError(
@@ -169,7 +174,8 @@ def estimate(
             crowd = max(1.0, ranks / count_usable_cores())
             step = 1.6 * case.net.step * crowd * case.samples / 32
             each = 1.0 * crowd + 9 * step + 1.4 * max(seconds, 10 * step)
-            whole += each * (len(names) + 1)
+            training = len(names) - (MEMCPY in names)
+            whole += each * (training + 1) + (1.0 * crowd + 1.4 * seconds) * (MEMCPY in names)
         whole += sum(1.0 + 8 * case.net.step for _ in widths)
     return whole
 
@@ -186,12 +192,17 @@ def measure_cases(
     """Measure and print one case after another."""
     from benchmarks.step import table
     from benchmarks.step.comparison import measure_case
+    from benchmarks.step.pairs import pair_lines
 
     for case in cases:
         say.subject = f"{case.network}, {case.optimizer}, {ranks} ranks: "
-        outcomes = measure_case(case, names, ranks, flags["seconds"], flags["timeout"], say)
+        outcomes = measure_case(
+            case, names, ranks, flags["seconds"], flags["timeout"], say,
+            rounds=flags["rounds"], block=flags["block"],
+        )  # fmt: skip
         status("")
-        click.echo("\n".join(["", table.heading(outcomes), *table.rows(outcomes)]))
+        lines = ["", table.heading(outcomes), *table.rows(outcomes), *pair_lines(outcomes)]
+        click.echo("\n".join(lines))
         yield outcomes
 
 

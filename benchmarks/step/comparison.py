@@ -24,9 +24,9 @@ from lockstep.bench.interleaved import rotate
 from lockstep.bench.results import TimingResult
 from lockstep.bench.runners import Rendezvous, TorchRunner
 
-__all__ = ["ALONE", "COPIES", "Outcome", "measure_case"]
+__all__ = ["ALONE", "BLOCK", "COPIES", "MEMCPY", "MIN_ROUNDS", "Outcome", "measure_case"]
 
-ALONE, COPIES = "alone", "copies"
+ALONE, COPIES, MEMCPY = "alone", "copies", "memcpy"
 BLOCK = 0.4  # seconds that a block should last
 MAX_BLOCK_CALLS = 50  # steps of a block at most
 MIN_CALLS = 9  # steps of a contender at least
@@ -40,8 +40,9 @@ Say = Callable[[str], None]
 class Outcome(TimingResult):
     """What a contender did in one case: seconds a step, ascending; memory in bytes.
 
-    `error` is set if it could not be measured. Memory is what the ranks held beyond what they
-    had before the model was built.
+    `blocks` are the median steps of its blocks, in the order of the rounds. `error` is set if it
+    could not be measured. Memory is what the ranks held beyond what they had before the model was
+    built.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Outcome(TimingResult):
     rank_bytes: int = 0
     host_bytes: int = 0
     error: str = ""
+    blocks: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -64,20 +66,29 @@ class StepParticipant(Participant):
     alone: bool = False
     calls: int = 1
     rounds: int = 0
+    least_rounds: int = MIN_ROUNDS
 
     def is_done(self, seconds: float) -> bool:
         """Return whether it has had its time, or has failed."""
         times = self.outcome.times
-        enough = self.rounds >= MIN_ROUNDS and len(times) >= MIN_CALLS
+        enough = self.rounds >= self.least_rounds and len(times) >= MIN_CALLS
         return bool(self.outcome.error) or (enough and sum(times) >= seconds)
 
 
 def measure_case(
-    case: Case, names: Sequence[str], ranks: int, seconds: float, timeout: float, say: Say
+    case: Case,
+    names: Sequence[str],
+    ranks: int,
+    seconds: float,
+    timeout: float,
+    say: Say,
+    rounds: int = MIN_ROUNDS,
+    block: float = BLOCK,
 ) -> list[Outcome]:
     """Measure a case with the contenders in `names`, for at least `seconds` each.
 
-    `say` is told what goes on. A rank that ends raises, and ends the measurement.
+    There are at least `rounds` rounds, in blocks of about `block` seconds. `say` is told
+    what goes on. A rank that ends raises, and ends the measurement.
     """
     with ExitStack() as opened:
         rendezvous = opened.enter_context(closing(Rendezvous(ranks, timeout)))
@@ -97,11 +108,15 @@ def measure_case(
         }
         for one in participants:
             say(f"building {one.contender.name}")
-            begin(one, expected, rendezvous.folder)
+            begin(one, expected, rendezvous.folder, block)
+            one.least_rounds = rounds
         first = [one for one in participants if one.contender.name == COPIES]
         for one in first:
             alone = Outcome(ALONE, case, ranks, error=one.outcome.error)
-            participants.insert(0, StepParticipant(alone, one.contender, one.runner, alone=True))
+            participants.insert(
+                0,
+                StepParticipant(alone, one.contender, one.runner, alone=True, least_rounds=rounds),
+            )
         take_turns(participants, seconds, say)
         for one in participants:
             if not one.outcome.error:
@@ -110,7 +125,7 @@ def measure_case(
     return [one.outcome for one in participants]
 
 
-def begin(one: StepParticipant, expected: Expected, folder: str) -> None:
+def begin(one: StepParticipant, expected: Expected, folder: str, block: float) -> None:
     """Let a contender train its first steps, compare its parameters, and find its block's size."""
     file = f"{folder}/{one.contender.name}"
     one.ask({"train": asdict(one.outcome.case), "file": file})
@@ -120,7 +135,7 @@ def begin(one: StepParticipant, expected: Expected, folder: str) -> None:
         one.outcome.answer = expected.compare(file)
         os.unlink(file)
     if times := one.block(2):
-        one.calls = max(1, min(MAX_BLOCK_CALLS, round(BLOCK / statistics.median(times))))
+        one.calls = max(1, min(MAX_BLOCK_CALLS, round(block / statistics.median(times))))
 
 
 def take_turns(participants: list[StepParticipant], seconds: float, say: Say) -> None:
@@ -133,7 +148,9 @@ def take_turns(participants: list[StepParticipant], seconds: float, say: Say) ->
         if one not in left:
             continue
         say(f"{one.outcome.name}, {len(left)} of {len(participants)} go on")
-        one.outcome.times += one.block(one.calls)
+        if times := one.block(one.calls):
+            one.outcome.times += times
+            one.outcome.blocks.append(statistics.median(times))
         one.outcome.times.sort()
         one.rounds += 1
 

@@ -1,6 +1,7 @@
 """Contenders: training on several ranks, each as its users write it.
 
     copies           every rank by itself, nothing is exchanged: what computing alone costs
+    memcpy           no training: every rank copies as many bytes as its gradients have
     ddp-*, fsdp-*    torch's own, on Gloo and on the backend "lockstep"
     data-parallel    `lockstep.DistributedDataParallel` in the same loop
     trainer          `lockstep.Trainer`
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep
-from benchmarks.step.networks import NETWORKS, OPTIMIZERS, Batch, Network, blocks
+from benchmarks.step.networks import NETWORKS, OPTIMIZERS, Batch, Network, blocks, count
 
 __all__ = ["CONTENDERS", "Case", "Contender", "Fixed", "Training", "loss", "part"]
 
@@ -161,6 +162,22 @@ class Trained(Training):
         yield from ((name, each.detach()) for name, each in named)
 
 
+class Copied(Training):
+    """A copy of as many bytes as the gradients have, from memory to memory of the rank."""
+
+    def __init__(self, case: Case) -> None:
+        self._source = torch.ones(count(case.net))
+        self._target = torch.zeros_like(self._source)
+
+    def step(self, batch: Batch) -> None:
+        """Copy once."""
+        self._target.copy_(self._source)
+
+    def parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield nothing."""
+        yield from ()
+
+
 def part(batch: Batch) -> Batch:
     """Return this rank's part of a global batch."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -210,6 +227,10 @@ class Contender:
 _ALL = (
     Contender(
         "copies", "plain PyTorch on every rank, nothing exchanged", "gloo", copies, average=False
+    ),
+    Contender(
+        "memcpy", "the bytes of the gradients copied on every rank", "gloo", Copied, 2.0,
+        average=False,
     ),
     Contender("ddp-gloo", "DistributedDataParallel on gloo", "gloo", distributed, 3.5),
     Contender(

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.step.answers import LIMIT
-from benchmarks.step.comparison import ALONE, COPIES, Outcome
+from benchmarks.step.comparison import ALONE, COPIES, MEMCPY, Outcome
 from benchmarks.step.contenders import CONTENDERS
 from benchmarks.step.exactness import Exactness
 from benchmarks.step.networks import count
@@ -93,7 +93,7 @@ def named(name: str, outcomes: list[Outcome]) -> Outcome | None:
 def beyond(outcome: Outcome, outcomes: list[Outcome]) -> float | None:
     """Return the seconds beyond those of the copies that run at the same time."""
     copies = named(baseline(outcome), outcomes)
-    if copies is None or outcome.name in (ALONE, copies.name):
+    if copies is None or outcome.name in (ALONE, MEMCPY, copies.name):
         return None
     return outcome.median - copies.median
 
@@ -119,7 +119,9 @@ def caption(ranks: int) -> str:
         "step, p10, p90, beyond: milliseconds; median, 10th and 90th percentile of the step of the "
         f"slowest rank\nbeyond: minus the step of {ranks} simultaneous copies without "
         f"communication ({STOCK}*: of {STOCK}copies); faster: the step of {PEER} divided by this "
-        "one\nMB: peak memory while training, minus that of an idle rank; shared memory counts "
+        "one\nA minus B: median difference of their blocks of the same round, its interval with a "
+        "confidence of 95%, and both as multiples of a memcpy step\n"
+        "MB: peak memory while training, minus that of an idle rank; shared memory counts "
         "once\ndigest: of the parameters after two steps; =: the bits of one process of plain "
         "PyTorch\nerror: distance of the parameters from those of plain PyTorch, relative to the "
         f"distance that those moved\nall but {STOCK}* keep freed memory, as lockstep.init does"

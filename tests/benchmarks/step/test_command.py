@@ -24,24 +24,28 @@ def run(*flags):
 
 def test_a_measurement_from_flags_to_files(tmp_path):
     file, picture = tmp_path / "a.json", tmp_path / "a.svg"
-    done = run("--models", "tiny", "--optimizers", "sgd", "--vs", "ddp-gloo,shared", "--batch",
-               "6", "--microbatches", "3", "--seconds", "0.01", "--widths", "1,2,3", "--json",
-               str(file), "--plot", str(picture))  # fmt: skip
+    done = run("--models", "tiny", "--optimizers", "sgd", "--vs", "memcpy,ddp-gloo,shared",
+               "--batch", "6", "--microbatches", "3", "--seconds", "0.01", "--rounds", "6",
+               "--block", "0.01", "--widths", "1,2,3", "--json", str(file), "--plot",
+               str(picture))  # fmt: skip
     assert done.exit_code == 0, (done.output, done.exception)
-    assert "# 1 cases, 4 contenders, 2 ranks: about a minute" in done.output
+    assert "# 1 cases, 5 contenders, 2 ranks: about a minute" in done.output
     assert "6 samples per rank in 3 micro-batches" in done.output
     records = json.loads(file.read_text())
     steps = [each for each in records if each["benchmark"] == "step"]
-    assert [each["contender"] for each in steps] == ["alone", "copies", "ddp-gloo", "shared"]
+    names = ["alone", "copies", "memcpy", "ddp-gloo", "shared"]
+    assert [each["contender"] for each in steps] == names
     for each in steps:
         assert each.keys() >= FIELDS
         assert 0 < each["p10_ms"] <= each["median_ms"] <= each["p90_ms"]
-    assert steps[3]["exact"]
-    cost, digests = records[4:]
+    assert steps[4]["exact"]
+    cost, digests = records[5:]
     assert cost["exact"]["median_ms"] > 0
     assert cost["any_order"]["median_ms"] > 0
     assert set(digests["ranks"]) == {"1", "2", "3"}
     assert set(digests["ranks"].values()) == {digests["plain"]}
+    assert "shared minus ddp-gloo: " in done.output
+    assert "6 pairs" in done.output
     assert "all equal" in done.output
     assert picture.read_text().startswith("<svg")
 
@@ -51,10 +55,12 @@ def test_a_measurement_from_flags_to_files(tmp_path):
     [
         (["--models", "7b"], "--models 7b: choose from tiny,1m,25m,"),
         (["--optimizers", "lion"], "--optimizers lion: choose from sgd,adamw"),
-        (["--vs", "horovod"], "--vs horovod: choose from copies,ddp-gloo"),
+        (["--vs", "horovod"], "--vs horovod: choose from copies,memcpy,ddp-gloo"),
         (["-n", "0"], "-n 0: expected a number of ranks"),
         (["--batch", "32", "--microbatches", "5"], "--microbatches 5: a rank's samples"),
         (["--seconds", "0"], "--seconds and --timeout"),
+        (["--rounds", "0"], "--rounds is at least 1"),
+        (["--block", "0"], "--block a positive number"),
         (["--plot", "a.pdf"], "the suffix must be .svg or .png"),
         (["--json", "nowhere/a.json"], "there is no folder nowhere"),
         (["-n", "999", "--models", "tiny,100m"], "100m with adamw on 999 ranks"),

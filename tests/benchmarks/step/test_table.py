@@ -24,6 +24,7 @@ def outcome(name, seconds, answer=None, **more):
 FIELD = [
     outcome("alone", 0.070),
     outcome("copies", 0.080),
+    outcome("memcpy", 0.005),
     outcome("ddp-gloo", 0.180, ROUNDED),
     outcome("trainer", 0.100, RIGHT),
     outcome("stock-copies", 0.110),
@@ -39,7 +40,7 @@ def test_a_line_says_what_comes_beyond_the_copies():
     assert lines["ddp-gloo"][3:6] == ["+100.0", "1.00", "1.00"]
     assert lines["stock-ddp-gloo"][3] == "+80.0"  # beyond the copies of its own kind
     assert lines["alone"] == ["70.0"] * 3 + ["-", "-", "-", "200", "400", "-", "-"]
-    assert lines["copies"][3:6] == ["-"] * 3
+    assert lines["copies"][3:6] == lines["memcpy"][3:6] == ["-"] * 3
 
 
 def test_columns_stand_under_their_names():
@@ -51,7 +52,7 @@ def test_columns_stand_under_their_names():
 
 
 def test_without_copies_or_gloo_there_is_nothing_to_compare_with():
-    (line,) = table.rows(FIELD[3:4])
+    (line,) = table.rows(FIELD[4:5])
     assert line.split()[4:7] == ["-", "-", "-"]
 
 
@@ -78,8 +79,8 @@ def test_records_hold_all_that_was_measured():
     digests = Digests(CASE, "trainer", "a", {1: "a"})
     about = {"machine": "m", "command": "c"}
     found = json.loads(json.dumps(table.records(FIELD, [cost], [digests], about)))
-    assert [each["benchmark"] for each in found] == ["step"] * 6 + ["exactness", "step digests"]
-    trainer, exact = found[3], found[6]
+    assert [each["benchmark"] for each in found] == ["step"] * 7 + ["exactness", "step digests"]
+    trainer, exact = found[4], found[7]
     assert (trainer["beyond_ms"], trainer["share_of_ddp_gloo"], trainer["speedup"]) == (
         20,
         0.2,
@@ -89,5 +90,5 @@ def test_records_hold_all_that_was_measured():
     assert exact["cost"] == pytest.approx(0.15)
     assert exact["exact"]["median_ms"] == pytest.approx(23)
     assert "+15%" in table.exactness_line(cost)
-    assert found[7]["ranks"] == {"1": "a"}
+    assert found[8]["ranks"] == {"1": "a"}
     assert all(each["machine"] == "m" for each in found)
