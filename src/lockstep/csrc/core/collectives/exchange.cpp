@@ -176,9 +176,10 @@ void exchange(CollectiveCall& call, const ExchangeBlocks& blocks) {
   steps.finish();
   // This rank's own block comes last: it may go to where a block for another rank was.
   const Block &from = blocks.send[call.rank()], &to = blocks.receive[call.rank()];
+  if (!to.bytes || from.data == to.data) return;
   if (from.data + to.bytes <= to.data || to.data + to.bytes <= from.data)
     copy_result(to.data, from.data, to.bytes, bypass_caches);
-  else if (from.data != to.data)
+  else
     std::memmove(to.data, from.data, to.bytes);
 }
 
