@@ -55,7 +55,7 @@ uint64_t blake2b_64(const void* message, size_t bytes) {
   uint64_t state[16] = {first};
   for (int i = 1; i < 8; ++i) state[i] = kInitial[i];
   for (int i = 0; i < 8; ++i) state[8 + i] = kInitial[i];
-  state[12] ^= bytes;       // the length of the message
+  state[12] ^= bytes;      // the length of the message
   state[14] = ~state[14];  // this is the last block
   for (int round = 0; round < kRounds; ++round) {
     const uint8_t* order = kOrder[round % 10];
