@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -241,7 +242,9 @@ def test_delayed_packets_arrive_later_and_whole(net):
 def test_a_program_that_is_left_on_a_host_is_killed_and_named():
     net = hosts.network("a")
     process = net.a.popen(["sleep", "1000"])
-    until(lambda: process.pid in net.a.namespaces.list_processes(), "it is not on the host", 10)
+    command = Path(f"/proc/{process.pid}/cmdline")  # nsenter's at first, then none for a moment
+    until(lambda: command.read_bytes() == b"sleep\x001000\x00", "it is not on the host", 10)
+    assert process.pid in net.a.namespaces.list_processes()
     with pytest.raises(AssertionError, match=r"left running: .*sleep 1000\) on host a"):
         net.close(patience=0)
     assert process.wait(10) == -signal.SIGKILL
