@@ -12,8 +12,8 @@ memory, where the reproducible sum reads it and is stored in its place:
 
     passes over a gradient     lockstep                          other backends
     to write it to the bucket  none: the last addition does      one copy into the message
-                               (a single leaf is copied; a large
-                               one except for this rank's slice)
+                               (a single leaf is copied, unless
+                               autograd has created it there)
     to add it over ranks       in place                          those of the backend
     to write the sum           none: `.grad` is a view           none: `.grad` is a view
 
@@ -30,7 +30,7 @@ not known in advance, are exchanged last (`lockstep.comm.sparse_gradients`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ from lockstep.comm.reproducible_all_reduce import (
 from lockstep.comm.sparse_gradients import add_sparse, sum_sparse_gradients
 from lockstep.comm.tree import Fold, Node
 from lockstep.data.microbatch import Hosts, assign_nodes
+from lockstep.data_parallel.gradient_places import GradientPlaces
 from lockstep.data_parallel.gradient_streams import GradientStreams
 from lockstep.data_parallel.readiness import GradientReadiness, GradientState
 from lockstep.data_parallel.shards import Shards
@@ -120,6 +121,9 @@ class GradientReducer:
         self._own_references: list[int] = []  # the number of them to the memory of each sum
         self._destinations: dict[Node, dict[int, torch.Tensor]] = {}
         self._launched = 0
+        # The places of the last micro-batch of this rank, and the parameters that may have one.
+        self._places, self._are_places_valid = GradientPlaces([]), True
+        self._may_have_place = {*range(len(self._parameters))} if is_native else set[int]()
         self._streams = GradientStreams(parameters[0][1].device if parameters else None)
         self.enter_group()
         # The watched backward pass.
@@ -136,9 +140,13 @@ class GradientReducer:
         self._expected = self._without_sparse(
             n for n, (_, each) in enumerate(self._parameters) if each.requires_grad
         )
-        self._planned_for, self._destinations = (), {}
-        self._bucket_sums, self._own_references = [], []
+        self._discard_plans()
         self._launched, self._siblings, self._partial_sums = 0, None, None
+
+    def _discard_plans(self) -> None:
+        self._planned_for, self._destinations = (), {}
+        self._places, self._are_places_valid = GradientPlaces([]), True
+        self._bucket_sums, self._own_references = [], []
 
     # --- while the micro-batches are computed ------------------------------------------------
 
@@ -160,18 +168,19 @@ class GradientReducer:
         self._is_planned = self._ranks > 1 and self._overlaps_backward(self._expected)
         if self._is_planned:
             self._prepare(self._expected)
+        if not self._are_places_valid:
+            self._make_places()
 
     def clear(self) -> None:
         """Empty `.grad` of every parameter, and discard the accumulated gradients."""
-        self.sums, self._further_sums = {}, []
+        self.sums, self._further_sums, self._values = {}, [], []
         for _, parameter in self._parameters:
             parameter.grad = None
         # Do not reuse the buckets if they were launched and never finished, because other ranks
         # may still write to the memory, or if user code refers to gradients of the previous step,
         # such as an optimizer that compares gradients, or the variable of a finished loop.
         if self._launched or [each.uses() for each in self._bucket_sums] != self._own_references:
-            self._planned_for, self._destinations = (), {}
-            self._bucket_sums, self._own_references = [], []
+            self._discard_plans()
         self._launched, self._siblings, self._partial_sums = 0, None, None
         self._streams.clear()
         self._failure = ""
@@ -249,6 +258,8 @@ class GradientReducer:
             self._values[index] = last  # `launch` copies it to its destination
             return
         destination = self._destinations.get(self._node, {}).get(index)
+        if self._places.is_taken(index, gradient):
+            destination = None  # `launch_next` gives it another one
         value = others[0]
         for left in others[1:]:
             value = left.add_(value)
@@ -277,10 +288,13 @@ class GradientReducer:
         alone. The first pass only records how gradients arrive.
         """
         with self._readiness.watch(loss) as may_accumulate:
+            in_places: AbstractContextManager[None] = nullcontext()
             if may_accumulate:
                 self._open(microbatch)
+                in_places = self._places.watch()
             try:
-                yield
+                with in_places:
+                    yield
             finally:
                 if self._readiness.has_late_callback:
                     self._failure = (
@@ -291,6 +305,8 @@ class GradientReducer:
 
     def _on_gradient(self, index: int) -> None:
         """Accumulate a complete gradient, and launch the buckets that it completes."""
+        if self._siblings is not None:
+            self._places.note(index, self._tensors[index])
         state = self._readiness.mark(index)
         if state is GradientState.LATE:
             self._fail_late(index)
@@ -395,12 +411,32 @@ class GradientReducer:
             held[self._node] = self._values
         bucket_sum = self._bucket_sums[self._launched]
         members = bucket_sum.bucket.members
+        last = held.get(self._node, [])
+        is_taken = self._places.is_taken
+        if taken := [m.index for m in members if last and is_taken(m.index, last[m.index])]:
+            bucket_sum = self._move(self._launched, taken)
         self._streams.join(values[each.index] for values in held.values() for each in members)
         bucket_sum.launch(held)
         self._launched += 1
         if self._siblings is not None:  # during backward: add while the values are in the cache
             bucket_sum.finish_here()
             self._release_gradients(bucket_sum.bucket)
+
+    def _move(self, number: int, taken: Collection[int]) -> ReproducibleAllReduce:
+        """Give a bucket new memory, because these places in it are taken; use them no more.
+
+        The others are used again from the next step on.
+        """
+        bucket = self._bucket_sums[number].bucket
+        self._places.give_up(member.index for member in bucket.members)
+        self._may_have_place -= {*taken}
+        self._are_places_valid = False
+        (moved,) = self._make_sums([bucket])
+        self._bucket_sums[number] = moved
+        for node in self._destinations:
+            self._destinations[node] |= self._destinations_of(node, [moved])
+        self._own_references[number] = moved.uses()
+        return moved
 
     def _release_gradients(self, bucket: Bucket) -> None:
         """Free gradients that have been added; their destinations mark them as present."""
@@ -424,22 +460,41 @@ class GradientReducer:
         planned_for = (self._leaves, *indices)
         if planned_for == self._planned_for:
             return
+        self._discard_plans()  # free the old memory first
         self._planned_for = planned_for
-        self._bucket_sums, self._destinations = [], {}  # free the old memory first
         buckets = self._plan(indices)
         if self._shards is not None:
             buckets = self._shards.buckets
         self._bucket_sums = self._make_sums(buckets)
         self._readiness.set_buckets([[m.index for m in each.members] for each in buckets])
         own_nodes = self._nodes_by_rank[dist.get_rank(self._group)]
-        self._destinations = {node: self._destinations_of(node) for node in own_nodes}
+        self._destinations = {
+            node: self._destinations_of(node, self._bucket_sums) for node in own_nodes
+        }
+        self._make_places()
+
+    def _make_places(self) -> None:
+        """Let autograd create the gradients of the last micro-batch in the planned buckets."""
+        own_nodes = self._nodes_by_rank[dist.get_rank(self._group)]
+        sums = self._bucket_sums if self._is_planned and own_nodes else []
+        places = {
+            member.index: each.place(own_nodes[-1], member)
+            for each in sums
+            for member in each.bucket.members
+            if member.index in self._may_have_place
+        }
+        self._places = GradientPlaces([places.get(n) for n in range(len(self._parameters))])
+        self._are_places_valid = True
+        places.clear()  # their references are not counted, unlike those of the object
         self._own_references = [each.uses() for each in self._bucket_sums]
 
-    def _destinations_of(self, node: Node) -> dict[int, torch.Tensor]:
+    def _destinations_of(
+        self, node: Node, sums: Sequence[ReproducibleAllReduce]
+    ) -> dict[int, torch.Tensor]:
         """Return the destinations of the values of one of this rank's nodes, by parameter."""
         return {
             member.index: in_layout_of(place, self._parameters[member.index][1])
-            for each in self._bucket_sums
+            for each in sums
             for member in each.bucket.members
             if (place := each.place(node, member)) is not None
         }
@@ -458,7 +513,8 @@ class GradientReducer:
         parameters = [self._parameters[index][1] for index in indices]
         numels = [parameter.numel() for parameter in parameters]
         dtypes = [parameter.dtype for parameter in parameters]
-        return plan(numels, dtypes, BUCKET_BYTES, indices=indices)
+        # A bias joins the bucket of its weight, which saves the waits of an exchange.
+        return plan(numels, dtypes, BUCKET_BYTES, indices, overflow=BUCKET_BYTES // 16)
 
     def _make_sums(self, buckets: Sequence[Bucket]) -> list[ReproducibleAllReduce]:
         shards = self._shards

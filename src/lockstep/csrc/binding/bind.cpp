@@ -14,6 +14,7 @@
 #include "activity.h"
 #include "backend.h"
 #include "errors.h"
+#include "gradient_places.h"
 #include "microbatch.h"
 #include "python_host_calls.h"
 #include "torch_errors.h"
@@ -306,6 +307,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::arg("call") = 0);
   module.def("accumulate_gradients", &accumulate_gradients, py::arg("parameters"),
              py::arg("siblings"), py::arg("outs"), py::call_guard<py::gil_scoped_release>());
+  py::class_<GradientPlaces>(module, "GradientPlaces")
+      .def(py::init<std::vector<std::optional<at::Tensor>>>(), py::arg("places"))
+      .def("begin", &GradientPlaces::begin)
+      .def("end", &GradientPlaces::end)
+      .def("note", &GradientPlaces::note, py::arg("parameter"), py::arg("gradient"))
+      .def("is_taken", &GradientPlaces::is_taken, py::arg("parameter"), py::arg("value"));
   // The wait of a thread of Python, as `lockstep.comm.activity` reads it.
   module.def("begin_wait", [](const std::string& what) { begin_wait(what, Clock::now()); });
   module.def("end_wait", [] { end_wait(); });
