@@ -10,11 +10,11 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
 TENSORS = st.lists(st.tuples(st.integers(0, 500), DTYPES), max_size=30)
 
 
-@given(TENSORS, st.integers(1, 4000))
-def test_every_tensor_is_in_one_bucket_without_overlap(tensors, capacity):
+@given(TENSORS, st.integers(1, 4000), st.integers(0, 400))
+def test_every_tensor_is_in_one_bucket_without_overlap(tensors, capacity, overflow):
     numels = [numel for numel, _ in tensors]
     dtypes = [dtype for _, dtype in tensors]
-    buckets = plan(numels, dtypes, capacity)
+    buckets = plan(numels, dtypes, capacity, overflow=overflow)
     assert sorted(member.index for bucket in buckets for member in bucket.members) == list(
         range(len(tensors))
     )
@@ -28,12 +28,21 @@ def test_every_tensor_is_in_one_bucket_without_overlap(tensors, capacity):
             end = member.offset + member.numel
         assert bucket.length >= end
         filled = [member for member in bucket.members if member.numel]
-        assert bucket.length * bucket.dtype.itemsize <= capacity or len(filled) <= 1
+        before_last = filled[-1].offset * bucket.dtype.itemsize if filled else 0
+        assert bucket.length * bucket.dtype.itemsize <= capacity or before_last <= overflow
 
 
 def test_the_last_tensors_come_first():
     buckets = plan([16] * 4, [torch.float32] * 4, capacity=128)
     assert [[member.index for member in bucket.members] for bucket in buckets] == [[3, 2], [1, 0]]
+
+
+def test_a_bias_does_not_have_a_bucket_of_its_own():
+    weights_and_biases = [256, 16, 256, 16]
+    buckets = plan(weights_and_biases, [torch.float32] * 4, capacity=1024, overflow=64)
+    assert [[member.index for member in bucket.members] for bucket in buckets] == [[3, 2], [1, 0]]
+    buckets = plan(weights_and_biases, [torch.float32] * 4, capacity=1024, overflow=63)
+    assert len(buckets) == 4
 
 
 def test_tensors_may_have_numbers_of_their_own():

@@ -70,6 +70,7 @@ def plan(
     dtypes: Sequence[torch.dtype],
     capacity: int,
     indices: Sequence[int] | None = None,
+    overflow: int = 0,
 ) -> list[Bucket]:
     """Pack tensors into buckets, the last tensor first.
 
@@ -81,6 +82,8 @@ def plan(
         dtypes: The dtype of each tensor.
         capacity: The maximum size of a bucket in bytes.
         indices: The numbers of the tensors; None for 0, 1, 2, ...
+        overflow: The size in bytes up to which a bucket is too small to be exchanged alone: the
+            next tensor joins it even if both exceed `capacity`, as a weight joins its bias.
     """
     numbers = range(len(numels)) if indices is None else indices
     buckets: list[Bucket] = []
@@ -93,9 +96,11 @@ def plan(
     for index in reversed(range(len(numels))):
         dtype = dtypes[index]
         room = round_up(numels[index], ALIGNMENT // dtype.itemsize)
-        if dtype in lengths and (lengths[dtype] + room) * dtype.itemsize > capacity:
-            close(dtype)
         offset = lengths.get(dtype, 0)
+        is_full = (offset + room) * dtype.itemsize > capacity
+        if offset * dtype.itemsize > overflow and is_full:
+            close(dtype)
+            offset = 0
         open_members.setdefault(dtype, []).append(Member(numbers[index], numels[index], offset))
         lengths[dtype] = offset + room
     for dtype in list(open_members):

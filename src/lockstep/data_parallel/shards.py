@@ -65,13 +65,19 @@ class Shards:
         dtypes: The dtype of each parameter.
         ranks: The number of ranks that share the parameters.
         capacity: The capacity of a bucket in bytes.
+        overflow: The size in bytes up to which a bucket also takes a tensor that does not fit.
     """
 
     def __init__(
-        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], ranks: int, capacity: int
+        self,
+        numels: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+        ranks: int,
+        capacity: int,
+        overflow: int = 0,
     ) -> None:
         self._numels, self._dtypes = numels, dtypes
-        self._ranks, self._capacity = ranks, capacity
+        self._ranks, self._capacity, self._overflow = ranks, capacity, overflow
         self.covered: list[int] = []
         self.buckets: list[Bucket] = []
         self.pieces: list[Piece] = []
@@ -83,7 +89,8 @@ class Shards:
             [self._numels[number] for number in new],
             [self._dtypes[number] for number in new],
             self._capacity,
-            indices=new,
+            new,
+            self._overflow,
         )
         self.covered += new
         self.buckets += buckets

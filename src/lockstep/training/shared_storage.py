@@ -101,7 +101,7 @@ def share_parameters(
         _require_plain_layout(name, parameter)
     parameters = [parameter for _, parameter in named]
     numels, dtypes = [each.numel() for each in parameters], [each.dtype for each in parameters]
-    shards = Shards(numels, dtypes, parallel.replicas, BUCKET_BYTES)
+    shards = Shards(numels, dtypes, parallel.replicas, BUCKET_BYTES, BUCKET_BYTES // 16)
     shards.cover([n for n, each in enumerate(parameters) if each.requires_grad])
     gradients = GradientReducer(named, parallel.group, shards, modules)
     with torch.no_grad():
