@@ -7,6 +7,7 @@
 #include "check.h"
 
 using lockstep::CallQueue;
+using lockstep::Progress;
 using lockstep::QueuedCall;
 
 namespace {
@@ -80,6 +81,54 @@ TEST(stop_executes_queued_calls) {
   for (int i = 0; i < 100; ++i) queue.add(std::make_shared<RecordedCall>(order, i));
   queue.stop();
   CHECK(order == first_numbers(100));
+}
+
+// A call that takes its steps as the test allows.
+class SteppedCall : public RecordedCall {
+ public:
+  using RecordedCall::RecordedCall;
+  Progress advance() override {
+    ++steps;
+    if (allowed == Progress::executed) execute(false);
+    return allowed;
+  }
+  Progress allowed = Progress::waiting;
+  int steps = 0;
+};
+
+TEST(calls_advance_in_order_without_waiting) {
+  std::vector<int> order;
+  CallQueue queue;
+  std::vector<std::shared_ptr<SteppedCall>> calls;
+  for (int i = 0; i < 3; ++i) {
+    calls.push_back(std::make_shared<SteppedCall>(order, i));
+    queue.add(calls.back(), false);
+  }
+  queue.advance();
+  CHECK(calls[0]->steps == 1 && calls[1]->steps == 0);  // the second one must not begin
+  calls[0]->allowed = Progress::passed;
+  queue.advance();
+  CHECK(calls[0]->steps == 2 && calls[1]->steps == 1 && calls[2]->steps == 0);
+  calls[0]->allowed = calls[1]->allowed = Progress::executed;
+  queue.advance();
+  CHECK(order == first_numbers(2) && calls[1]->is_executed() && calls[2]->steps == 1);
+  RecordedCall last(order, 3);
+  queue.run(last);  // executes what is left of the third one
+  CHECK(order == first_numbers(4) && !calls[2]->ran_in_background);
+}
+
+TEST(a_call_that_wakes_no_thread_is_executed_by_who_waits_for_it_or_at_the_end) {
+  std::vector<int> order;
+  CallQueue queue;
+  const auto first = std::make_shared<RecordedCall>(order, 0);
+  queue.add(first, false);
+  queue.advance();  // has no steps
+  queue.help_until_executed(*first);
+  CHECK(first->is_executed() && !first->ran_in_background);
+  const auto second = std::make_shared<RecordedCall>(order, 1);
+  queue.add(second, false);
+  queue.stop();
+  CHECK(order == first_numbers(2));
 }
 
 TEST(a_synchronous_call_runs_after_the_calls_queued_before_it) {

@@ -398,6 +398,55 @@ TEST(scattered_exact_sum_writes_only_a_ranks_own_slice) {
   });
 }
 
+TEST(a_rank_publishes_and_adds_in_steps_without_waiting) {
+  const ExactBucket bucket = uneven_bucket(5003);
+  const std::vector<float> expected = tree_of(bucket);
+  on_ranks(5, [&](Group& group) {
+    const int rank = group.rank();
+    const auto& held = bucket.holders[static_cast<size_t>(rank)];
+    const size_t row = bucket.length * sizeof(float);
+    std::vector<char*> packed, results;
+    std::vector<std::unique_ptr<SteppedSum>> sums;
+    for (int number = 0; number < 3; ++number) {
+      packed.push_back(static_cast<char*>(Heap::instance().allocate(packed_bytes(bucket, rank))));
+      results.push_back(static_cast<char*>(Heap::instance().allocate(row)));
+      auto* values_of = reinterpret_cast<float*>(packed.back());
+      for (size_t i = 0; i < held.size(); ++i) {
+        const auto filled = values(held[i].first, bucket.length, 23);
+        std::copy(filled.begin(), filled.end(), values_of + i * bucket.length);
+      }
+      std::memset(values_of + held.size() * bucket.length, 1, held.size());
+      sums.push_back(
+          std::make_unique<SteppedSum>(group, make_call_info(Op::exact_sum, bucket.length), bucket,
+                                       packed.back(), results.back(), nullptr, kTestTimeout));
+    }
+    // Rank 4 comes last: it publishes after all others have returned from their first step.
+    static std::atomic<int> returned;
+    returned = 0;
+    run_barrier(group);
+    if (rank == 4) {
+      while (returned < 4) std::this_thread::yield();
+    } else {
+      CHECK(sums[0]->advance() == Progress::waiting);
+      ++returned;
+    }
+    for (size_t number = 0; number < 3; ++number) {
+      while (sums[number]->advance() == Progress::waiting) std::this_thread::yield();
+      // Others may still add to this sum when the next one is published.
+    }
+    for (const auto& sum : sums) sum->finish(false);
+    for (size_t number = 0; number < 3; ++number) {
+      CHECK(sums[number]->is_new() == std::vector<bool>{true});
+      CHECK(std::memcmp(results[number], expected.data(), row) == 0);
+    }
+    run_barrier(group);
+    for (size_t number = 0; number < 3; ++number) {
+      Heap::instance().free(packed[number]);
+      Heap::instance().free(results[number]);
+    }
+  });
+}
+
 TEST(inconsistent_exact_sums_are_refused) {
   ExactBucket bucket = uneven_bucket(64);
   std::vector<char> packed(packed_bytes(bucket, 0) + 4096);

@@ -71,6 +71,66 @@ def test_buckets_travel_while_backward_runs_and_grads_lie_in_them(ranks, monkeyp
         assert moved
 
 
+class WaitInBackward(torch.autograd.Function):
+    """The identity; its backward calls a function."""
+
+    @staticmethod
+    def forward(ctx, value, wait):
+        ctx.wait = wait
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.wait()
+        return gradient, None
+
+
+class Slow(nn.Module):
+    """Calls `wait` in backward, when the gradients of the last layer have arrived."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.wait = deep(), lambda: None
+
+    def forward(self, inputs):
+        return self.layers[3:](WaitInBackward.apply(self.layers[:3](inputs), lambda: self.wait()))
+
+
+@needs_native
+def test_a_rank_does_not_wait_for_the_others_in_backward(ranks, tmp_path):
+    def train():
+        import lockstep.data_parallel.gradient_reducer as module
+
+        module.BUCKET_BYTES = 64  # several buckets
+        store, rank = dist.FileStore(str(tmp_path / "store"), 2), dist.get_rank()
+        trainer = ls.Trainer(Slow(), nn.CrossEntropyLoss(), SGD, microbatches=4)
+        for step in range(4):
+            events = events_of(trainer)
+            gradients = trainer._executor._gradients
+            accumulate = gradients.accumulate
+
+            def accumulate_and_signal(leaf, accumulate=accumulate, step=step):
+                accumulate(leaf)
+                if leaf == 1:  # the last one of rank 0
+                    store.set(f"rank 0 has ended step {step}", "")
+
+            gradients.accumulate = accumulate_and_signal
+
+            def wait(gradients=gradients, step=step):
+                if rank == 1 and gradients._launched:  # in the last micro-batch
+                    store.wait([f"rank 0 has ended step {step}"])
+
+            trainer.model.wait = wait
+            trainer.step(rows())
+            gradients.accumulate = accumulate
+        return events, trainer.digest()
+
+    (first, digest), (_, other) = ranks(train, 2, backend="lockstep")
+    assert first[0] == "accumulate 0"
+    assert first.count("launch") > 2
+    assert digest == other
+
+
 class Reentrant(nn.Module):
     """`layer` gets its gradient in two parts, the second from a backward inside of backward."""
 

@@ -102,7 +102,9 @@ class NativeAllReduce:
         row = self._values[self._nodes.index(node)]
         return row[member.offset : member.offset + member.numel]
 
-    def launch(self, held: Mapping[Node, Values], stale: Container[int] = ()) -> None:
+    def launch(
+        self, held: Mapping[Node, Values], stale: Container[int] = (), in_steps: bool = False
+    ) -> None:
         """Copy values to their destinations, and start; see `ReproducibleAllReduce.launch`."""
         flags = bytearray()
         own: torch.Tensor | None = None
@@ -127,12 +129,12 @@ class NativeAllReduce:
                     part.copy_(flat)
         if flags:
             self._flags.copy_(torch.frombuffer(flags, dtype=torch.uint8))
-        self._work = self._start(own)
+        self._work = self._start(own, in_steps)
 
-    def _start(self, own: torch.Tensor | None) -> dist.Work:
+    def _start(self, own: torch.Tensor | None, in_steps: bool) -> dist.Work:
         """Start the sum; `own` are the values of the first node, if they are not all packed."""
         work: dist.Work = self._native.exact_sum(
-            self._packed, self.sums, self._present, **self._plan, own=own
+            self._packed, self.sums, self._present, **self._plan, own=own, in_steps=in_steps
         )
         return work
 
@@ -140,9 +142,9 @@ class NativeAllReduce:
         """Return whether other ranks read this rank's own slice, too."""
         return False
 
-    def finish_here(self) -> None:
-        """Compute now, in this thread, additions that would run in the background."""
-        self.wait()
+    def advance(self) -> None:
+        """Take steps of the sums that were launched in steps; see `ReproducibleAllReduce`."""
+        self._native.advance()
 
     def _fills(self, flat: torch.Tensor) -> bool:
         """Return whether a tensor fills the bucket: this rank's slice need not be packed then."""

@@ -151,20 +151,30 @@ class ReproducibleAllReduce:
         """Return the reference count of the memory of the sums, to detect sums that are in use."""
         return int(torch._C._storage_Use_Count(self.sums.untyped_storage()._cdata))
 
-    def launch(self, held: Mapping[Node, Values], stale: Container[int] = ()) -> None:
+    def launch(
+        self, held: Mapping[Node, Values], stale: Container[int] = (), in_steps: bool = False
+    ) -> None:
         """Start step 1: copy this rank's nodes and start the exchange.
 
         Args:
             held: The tensors of each of this rank's nodes, by index; None if absent.
             stale: The indices of tensors that count only if another rank has a tensor that is
                 not stale.
+            in_steps: Whether the backend "lockstep" does not add in a background thread, but in
+                this one, in `advance`. It avoids that both take turns on one core.
         """
-        self._sum.launch(held, stale)
-
-    def finish_here(self) -> None:
-        """Compute now, in this thread, additions that the backend would do in the background."""
         if isinstance(self._sum, NativeAllReduce):
-            self._sum.finish_here()
+            self._sum.launch(held, stale, in_steps)
+        else:
+            self._sum.launch(held, stale)
+
+    def advance(self) -> None:
+        """Add what the other ranks are ready for, of all sums of the group launched in steps.
+
+        Does not wait; the last steps are taken by `gather`.
+        """
+        if isinstance(self._sum, NativeAllReduce):
+            self._sum.advance()
 
     def combine(self) -> None:
         """Do step 2 and start step 3: add this rank's slice along the tree, start the gather."""

@@ -315,6 +315,8 @@ class GradientReducer:
             self._accumulate_one(index)
             while self._launched < self._readiness.complete_buckets:
                 self.launch_next()
+            if self._launched:  # add as soon as the other ranks are ready, without waiting
+                self._bucket_sums[self._launched - 1].advance()
 
     def _fail_late(self, index: int) -> None:
         self._failure = (
@@ -416,10 +418,10 @@ class GradientReducer:
         if taken := [m.index for m in members if last and is_taken(m.index, last[m.index])]:
             bucket_sum = self._move(self._launched, taken)
         self._streams.join(values[each.index] for values in held.values() for each in members)
-        bucket_sum.launch(held)
+        is_backward_running = self._siblings is not None
+        bucket_sum.launch(held, in_steps=is_backward_running)
         self._launched += 1
-        if self._siblings is not None:  # during backward: add while the values are in the cache
-            bucket_sum.finish_here()
+        if is_backward_running:
             self._release_gradients(bucket_sum.bucket)
 
     def _move(self, number: int, taken: Collection[int]) -> ReproducibleAllReduce:
@@ -439,7 +441,7 @@ class GradientReducer:
         return moved
 
     def _release_gradients(self, bucket: Bucket) -> None:
-        """Free gradients that have been added; their destinations mark them as present."""
+        """Free gradients that have been packed; their destinations mark them as present."""
         for member in bucket.members:
             destination = self._destinations[self._node].get(member.index)
             if destination is not None and self._values[member.index] is not None:

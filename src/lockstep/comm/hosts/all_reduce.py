@@ -81,11 +81,11 @@ class HostAllReduce(NativeAllReduce):
     def _packs_all(self) -> bool:
         return True  # another rank of the host may handle this rank's slice
 
-    def _start(self, own: torch.Tensor | None) -> Any:
+    def _start(self, own: torch.Tensor | None, in_steps: bool) -> Any:
         self._row[FLAGS_START : FLAGS_START + self._flags.numel()].copy_(self._flags)
         return self._submit(self.sums, self._add)
 
-    def finish_here(self) -> None:
+    def advance(self) -> None:
         """Do nothing: the sum continues in the group's thread while the network is busy."""
 
     def _add(self, agreement: Agreement) -> None:

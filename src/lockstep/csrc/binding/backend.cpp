@@ -20,21 +20,28 @@ struct LockstepBackend::Core {
 
 namespace {
 
+// Aborts the group if a call fails on this rank alone.
+void run_in_group(Group& group, const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const CallError&) {
+    throw;  // all ranks throw, and the group stays usable
+  } catch (const std::exception& error) {
+    group.abort(error.what());
+    throw;
+  }
+}
+
 class NativeRunner : public CollectiveBackend::Runner {
  public:
   explicit NativeRunner(std::shared_ptr<LockstepBackend::Core> core) : core_(std::move(core)) {}
   void run(const CollectiveBackend::PreparedCall& prepared, std::chrono::milliseconds timeout,
            bool is_background) override {
-    try {
+    run_in_group(*core_->group, [&] {
       CollectiveCall call(*core_->group, prepared.info, timeout, is_background);
       NativeExecutor executor(call);
       prepared.body(executor);
-    } catch (const CallError&) {
-      throw;  // all ranks throw, and the group stays usable
-    } catch (const std::exception& error) {
-      core_->group->abort(error.what());
-      throw;
-    }
+    });
   }
 
  private:
@@ -241,7 +248,8 @@ std::unique_ptr<Group> LockstepBackend::join(c10d::Store& store, int rank, int s
 // ---- calls that c10d does not have ----
 
 WorkPtr LockstepBackend::exact_sum(ExactBucket bucket, at::Tensor packed, at::Tensor result,
-                                   at::Tensor present, std::optional<at::Tensor> own) {
+                                   at::Tensor present, std::optional<at::Tensor> own,
+                                   bool in_steps) {
   const char* op = "exact_sum";
   bucket.type = data_type_of(result.scalar_type());
   CHECK_ARGUMENT(result.is_floating_point() && bucket.type != DataType::bytes, op,
@@ -272,17 +280,44 @@ WorkPtr LockstepBackend::exact_sum(ExactBucket bucket, at::Tensor packed, at::Te
   info.dtype = static_cast<uint8_t>(result.scalar_type());
   info.count = bucket.length;
   info.plan_digest = bucket.digest();
-  Body body = [bucket = std::move(bucket), packed, result, present, own](Executor& executor) {
-    CollectiveCall& call = static_cast<NativeExecutor&>(executor).call();
-    const char* values = own ? static_cast<const char*>(own->data_ptr()) : nullptr;
-    const std::vector<bool> is_new =
-        lockstep::exact_sum(call, bucket, static_cast<char*>(packed.data_ptr()),
-                            static_cast<char*>(result.data_ptr()), values);
+  const char* values = own ? static_cast<const char*>(own->data_ptr()) : nullptr;
+  auto* const nodes = static_cast<char*>(packed.data_ptr());
+  auto* const sums = static_cast<char*>(result.data_ptr());
+  const auto mark = [present](const std::vector<bool>& is_new) {
     auto* flags = static_cast<uint8_t*>(present.data_ptr());
     for (size_t m = 0; m < is_new.size(); ++m) flags[m] = is_new[m];
   };
+  if (in_steps) {
+    auto sum = std::make_shared<SteppedSum>(*core_->group, info, std::move(bucket), nodes, sums,
+                                            values, options_->timeout);
+    // The tensors keep the memory; the core, the group.
+    auto guarded = [core = core_, packed, result, own](const std::function<void()>& step) {
+      run_in_group(*core->group, step);
+    };
+    return start_in_steps(
+        Op::exact_sum, {result},
+        [sum, guarded, mark](bool is_background) {
+          guarded([&] { sum->finish(is_background); });
+          mark(sum->is_new());
+        },
+        [sum, guarded, mark] {
+          Progress progress = Progress::waiting;
+          guarded([&] { progress = sum->advance(); });
+          if (progress == Progress::executed) mark(sum->is_new());
+          return progress;
+        });
+  }
+  Body body = [bucket = std::move(bucket), packed, result, own, nodes, sums, values,
+               mark](Executor& executor) {
+    CollectiveCall& call = static_cast<NativeExecutor&>(executor).call();
+    mark(lockstep::exact_sum(call, bucket, nodes, sums, values));
+  };
   return start(c10d::OpType::UNKNOWN, {result}, {{info, std::move(body)}},
                std::chrono::milliseconds(0), true, {});
+}
+
+void LockstepBackend::advance() {
+  if (queue_) queue_->advance();
 }
 
 at::Tensor LockstepBackend::share(int64_t bytes) {

@@ -52,9 +52,12 @@ class LockstepBackend : public CollectiveBackend {
   void abort_because(const std::string& reason);
 
   // Not in c10d: see collectives/exact_sum.h. `present` receives one byte per member, 1 if
-  // the member is new. `own` may hold the values of this rank's first node.
+  // the member is new. `own` may hold the values of this rank's first node. `in_steps`: it is
+  // executed by `advance`, or when it is waited for, not by another thread.
   WorkPtr exact_sum(ExactBucket bucket, at::Tensor packed, at::Tensor result, at::Tensor present,
-                    std::optional<at::Tensor> own);
+                    std::optional<at::Tensor> own, bool in_steps);
+  // Takes steps of calls that are executed in steps, as far as they need not wait.
+  void advance();
   // Not in c10d: returns the same memory on every rank, as bytes. See collectives/share.h.
   at::Tensor share(int64_t bytes);
   // Not in c10d: returns memory of another rank, as bytes. Not a collective call; the owner may

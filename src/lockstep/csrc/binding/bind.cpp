@@ -228,7 +228,7 @@ static WorkPtr exact_sum_of_bucket(LockstepBackend& backend, at::Tensor packed, 
                                    std::vector<std::pair<size_t, size_t>> members,
                                    std::vector<std::vector<std::pair<int, int>>> holders,
                                    int leaves, double divisor, std::vector<size_t> cuts,
-                                   bool scatter, std::optional<at::Tensor> own) {
+                                   bool scatter, std::optional<at::Tensor> own, bool in_steps) {
   ExactBucket bucket;
   bucket.length = length;
   bucket.members = std::move(members);
@@ -237,7 +237,7 @@ static WorkPtr exact_sum_of_bucket(LockstepBackend& backend, at::Tensor packed, 
   bucket.divisor = divisor;
   bucket.cuts = std::move(cuts);
   bucket.scatter = scatter;
-  return backend.exact_sum(std::move(bucket), packed, result, present, std::move(own));
+  return backend.exact_sum(std::move(bucket), packed, result, present, std::move(own), in_steps);
 }
 
 }  // namespace lockstep
@@ -251,8 +251,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("exact_sum", &exact_sum_of_bucket, py::arg("packed"), py::arg("result"),
            py::arg("present"), py::arg("length"), py::arg("members"), py::arg("holders"),
            py::arg("leaves"), py::arg("divisor"), py::arg("cuts") = std::vector<size_t>(),
-           py::arg("scatter") = false, py::arg("own") = std::nullopt,
+           py::arg("scatter") = false, py::arg("own") = std::nullopt, py::arg("in_steps") = false,
            py::call_guard<py::gil_scoped_release>())
+      .def("advance", &LockstepBackend::advance, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &LockstepBackend::getBackendOptions)
       .def("_abort_because", &LockstepBackend::abort_because, py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())

@@ -100,6 +100,18 @@ WorkPtr CollectiveBackend::start(c10d::OpType type, Tensors outputs,
   return work;
 }
 
+WorkPtr CollectiveBackend::start_in_steps(Op op, Tensors outputs, std::function<void(bool)> body,
+                                          std::function<Progress()> advance) {
+  check_usable();
+  check_permitted(op);
+  ++calls_;
+  auto work =
+      c10::make_intrusive<CollectiveWork>(c10d::OpType::UNKNOWN, std::move(outputs), nullptr,
+                                          queue_, std::move(body), true, std::move(advance));
+  work->start(true);
+  return work;
+}
+
 void CollectiveBackend::check_root(const char* op, int root) const {
   CHECK_ARGUMENT(root >= 0 && root < size_, op, ": invalid root rank: there is no rank ", root,
                  " in a group of ", size_);

@@ -93,6 +93,10 @@ class CollectiveBackend : public c10d::Backend {
   WorkPtr start(c10d::OpType type, Tensors outputs, std::vector<PreparedCall> calls,
                 std::chrono::milliseconds timeout, bool is_async,
                 std::vector<OutputTensor> copied_back, const Tensors* inputs = nullptr);
+  // Starts a call that is queued, and takes its steps in `advance`; `body` takes those that are
+  // left.
+  WorkPtr start_in_steps(Op op, Tensors outputs, std::function<void(bool)> body,
+                         std::function<Progress()> advance);
   // Starts a message whose arguments were checked; `peer` is -1 if it may come from any rank.
   virtual WorkPtr start_message(c10d::OpType type, Tensors& tensors, int peer, int tag) = 0;
   // Throws if the group cannot be used, such as in a forked process.

@@ -142,6 +142,17 @@ class CollectiveWork::Execution : public QueuedCall {
  public:
   explicit Execution(CollectiveWork* work)
       : work_(c10::intrusive_ptr<CollectiveWork>::reclaim_copy(work)) {}
+  Progress advance() override {
+    if (!work_->advance_) return Progress::waiting;
+    Progress progress = Progress::executed;
+    try {
+      progress = work_->advance_();
+    } catch (...) {
+      error_ = to_torch_error();
+    }
+    if (progress == Progress::executed) end();
+    return progress;
+  }
   void execute(bool background) override {
     try {
       at::NoGradGuard guard;
@@ -149,8 +160,7 @@ class CollectiveWork::Execution : public QueuedCall {
     } catch (...) {
       error_ = to_torch_error();
     }
-    work_->body_ = nullptr;
-    executed_.store(true, std::memory_order_release);
+    end();
   }
   bool is_executed() override { return executed_.load(std::memory_order_acquire); }
   bool complete() override {
@@ -161,6 +171,12 @@ class CollectiveWork::Execution : public QueuedCall {
   void run_callbacks() override { std::exchange(work_, nullptr)->run_callbacks(); }
 
  private:
+  void end() {
+    work_->body_ = nullptr;
+    work_->advance_ = nullptr;
+    executed_.store(true, std::memory_order_release);
+  }
+
   c10::intrusive_ptr<CollectiveWork> work_;  // until it is completed
   std::exception_ptr error_;
   std::atomic<bool> executed_{false};
@@ -169,16 +185,17 @@ class CollectiveWork::Execution : public QueuedCall {
 CollectiveWork::CollectiveWork(c10d::OpType type, std::vector<at::Tensor> outputs,
                                const std::vector<at::Tensor>* inputs,
                                std::shared_ptr<CallQueue> queue, std::function<void(bool)> body,
-                               bool runs_in_waiter)
+                               bool runs_in_waiter, std::function<Progress()> advance)
     : FutureWork(type, std::move(outputs), inputs),
       queue_(std::move(queue)),
       body_(std::move(body)),
+      advance_(std::move(advance)),
       runs_in_waiter_(runs_in_waiter) {}
 
 void CollectiveWork::start(bool is_async) {
   execution_ = std::make_shared<Execution>(this);
   if (is_async) {
-    queue_->add(execution_);
+    queue_->add(execution_, !advance_);
     return;
   }
   queue_->run(*execution_);

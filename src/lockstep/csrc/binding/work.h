@@ -52,10 +52,12 @@ class FutureWork : public c10d::Work {
 class CollectiveWork : public FutureWork {
  public:
   // `body` executes the call; its argument says whether it runs in a background thread.
-  // `runs_in_waiter`: a thread that waits may execute it.
+  // `runs_in_waiter`: a thread that waits may execute it. `advance`: see QueuedCall; the call is
+  // queued without waking the queue's thread then.
   CollectiveWork(c10d::OpType type, std::vector<at::Tensor> outputs,
                  const std::vector<at::Tensor>* inputs, std::shared_ptr<CallQueue> queue,
-                 std::function<void(bool)> body, bool runs_in_waiter = true);
+                 std::function<void(bool)> body, bool runs_in_waiter = true,
+                 std::function<Progress()> advance = nullptr);
   void start(bool is_async);
   bool wait(std::chrono::milliseconds timeout) override;
 
@@ -63,6 +65,7 @@ class CollectiveWork : public FutureWork {
   class Execution;
   std::shared_ptr<CallQueue> queue_;
   std::function<void(bool)> body_;
+  std::function<Progress()> advance_;
   const bool runs_in_waiter_;
   std::shared_ptr<Execution> execution_;
 };

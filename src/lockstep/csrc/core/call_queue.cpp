@@ -2,6 +2,8 @@
 
 #include <pthread.h>
 
+#include <vector>
+
 #include "activity.h"
 #include "sync.h"
 
@@ -14,6 +16,7 @@ CallQueue::~CallQueue() { stop(); }
 void CallQueue::stop() {
   std::unique_lock<std::mutex> lock(mutex_);
   stopping_ = true;
+  if (!queue_.empty() && running_threads_ == threads_in_callbacks_) start_thread();
   changed_.notify_all();
   threads_.join(lock);
 }
@@ -23,11 +26,39 @@ void CallQueue::start_thread() {
   ++running_threads_;
 }
 
-void CallQueue::add(std::shared_ptr<QueuedCall> call) {
+void CallQueue::add(std::shared_ptr<QueuedCall> call, bool wakes) {
   std::lock_guard<std::mutex> lock(mutex_);
   queue_.push_back(std::move(call));
+  if (!wakes) return;
   if (running_threads_ == threads_in_callbacks_) start_thread();
   changed_.notify_one();
+}
+
+void CallQueue::advance() {
+  std::vector<std::shared_ptr<QueuedCall>> executed;
+  {
+    const std::unique_lock<std::timed_mutex> lock(execution_mutex_, std::try_to_lock);
+    if (!lock) return;  // the thread that has it executes the first call
+    for (size_t passed = 0;;) {
+      std::shared_ptr<QueuedCall> call;
+      {
+        std::lock_guard<std::mutex> queue_lock(mutex_);
+        if (passed == queue_.size()) break;
+        call = queue_[passed];
+      }
+      const Progress progress = call->advance();
+      if (progress == Progress::waiting) break;
+      if (progress == Progress::passed) {
+        ++passed;
+        continue;
+      }
+      std::lock_guard<std::mutex> queue_lock(mutex_);
+      queue_.erase(queue_.begin() + static_cast<std::ptrdiff_t>(passed));
+      executed.push_back(std::move(call));
+    }
+  }
+  for (const auto& call : executed)
+    if (call->complete()) call->run_callbacks();
 }
 
 std::shared_ptr<QueuedCall> CallQueue::pop() {

@@ -5,6 +5,9 @@
 // other thread need be woken. The queue's thread starts with the first queued call and
 // sleeps while there is none.
 //
+// A call that has to wait for other ranks can be queued without waking a thread, so that its caller
+// computes meanwhile, and lets it advance from time to time.
+//
 // A call's future may have callbacks that make further calls and wait for them (torch's
 // PowerSGD does). So callbacks run without the execution lock, and while all threads of
 // the queue are in callbacks another one is started for the calls that are queued.
@@ -20,9 +23,19 @@
 
 namespace lockstep {
 
+// How far a call has got without waiting for other ranks.
+enum class Progress {
+  waiting,  // for other ranks; the calls behind it must not begin
+  passed,   // the calls behind it may begin; it is executed once other ranks have got here, too
+  executed,
+};
+
 class QueuedCall {
  public:
   virtual ~QueuedCall() = default;
+  // Takes the steps of the call that need not wait, under the execution lock; must not throw.
+  // `execute` takes the others.
+  virtual Progress advance() { return Progress::waiting; }
   virtual void execute(bool is_background) = 0;  // under the execution lock; must not throw
   virtual bool is_executed() = 0;
   // Called once after `execute`, without the lock: wakes waiting threads. Returns whether
@@ -37,7 +50,11 @@ class CallQueue {
   explicit CallQueue(std::function<void()> poll_signals = [] {});
   ~CallQueue();
   void poll_signals() { poll_signals_(); }
-  void add(std::shared_ptr<QueuedCall> call);
+  // `wakes`: the queue's thread executes the call. Otherwise it is executed by `advance`, by the
+  // calls that are made after it, or by a thread that waits for it.
+  void add(std::shared_ptr<QueuedCall> call, bool wakes = true);
+  // Lets calls that are queued advance in this thread. Does not wait.
+  void advance();
   // Runs the calls queued before, then `call`, in this thread.
   void run(QueuedCall& call);
   // Returns once a queued call was executed; runs it in this thread unless another thread

@@ -24,6 +24,10 @@ CollectiveCall::CollectiveCall(Group& group, const CallInfo& info,
 
 void CollectiveCall::arrive() {
   sync();
+  compare();
+}
+
+void CollectiveCall::compare() {
   const CallInfo& own = own_info();
   for (int rank = 0; rank < size(); ++rank)
     if (!own.matches(info(rank))) throw_mismatch();
@@ -32,6 +36,18 @@ void CollectiveCall::arrive() {
 uint32_t CollectiveCall::advance() {
   group_.rank_state(rank()).phase.post(++group_.phase_);
   return group_.phase_;
+}
+
+bool CollectiveCall::has_reached(uint32_t phase) {
+  for (int rank = 0; rank < size(); ++rank)
+    if (!reached(group_.rank_state(rank).phase.value.load(std::memory_order_acquire), phase))
+      return false;
+  return true;
+}
+
+void CollectiveCall::begin_waiting(bool is_background) {
+  spin_policy_ = SpinPolicy::choose(group_.is_oversubscribed(), is_background);
+  begun_ = Clock::now();
 }
 
 void CollectiveCall::wait_phase(uint32_t phase) {

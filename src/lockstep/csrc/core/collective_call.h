@@ -36,9 +36,14 @@ class CollectiveCall : public WaitObserver {
   CallInfo& own_info() { return group_.rank_state(rank()).calls[parity_]; }  // before `arrive`
   const CallInfo& info(int rank) { return group_.rank_state(rank).calls[parity_]; }
 
-  void arrive();                    // throws MismatchError if the ranks' calls differ
-  uint32_t advance();               // enters the next phase and returns it
-  void wait_phase(uint32_t phase);  // until all ranks have reached it
+  void arrive();                     // throws MismatchError if the ranks' calls differ
+  void compare();                    // the same, after all ranks have arrived
+  uint32_t advance();                // enters the next phase and returns it
+  bool has_reached(uint32_t phase);  // whether all ranks have
+  void wait_phase(uint32_t phase);   // until all ranks have reached it
+  // The timeout counts from now on, not from the beginning of the call, in which this rank has
+  // computed.
+  void begin_waiting(bool is_background);
   void sync() {
     advance();
     wait_phase(group_.phase_);

@@ -101,15 +101,20 @@ size_t packed_bytes(const ExactBucket& bucket, int rank) {
   return nodes * (bucket.length * element_size(bucket.type) + bucket.members.size());
 }
 
-std::vector<bool> exact_sum(CollectiveCall& call, const ExactBucket& bucket, char* packed,
-                            char* result, const char* own) {
-  const size_t item = element_size(bucket.type);
-  CallInfo& own_info = call.own_info();
-  own_info.buffer = Heap::instance().find(packed, packed_bytes(bucket, call.rank()));
-  own_info.result = Heap::instance().find(result, bucket.length * item);
-  if (!own_info.buffer.is_shared() || !(bucket.scatter || own_info.result.is_shared()))
+// Tells the other ranks where this rank's buffers are, when the call arrives.
+static void set_buffers(CollectiveCall& call, const ExactBucket& bucket, const char* packed,
+                        const char* result) {
+  CallInfo& info = call.own_info();
+  info.buffer = Heap::instance().find(packed, packed_bytes(bucket, call.rank()));
+  info.result = Heap::instance().find(result, bucket.length * element_size(bucket.type));
+  if (!info.buffer.is_shared() || !(bucket.scatter || info.result.is_shared()))
     throw UsageError("exact_sum: the buffers must be in shared memory");
-  call.arrive();
+}
+
+// Adds this rank's slice, after all ranks have arrived. Returns which members are new.
+static std::vector<bool> add_own_slice(CollectiveCall& call, const ExactBucket& bucket,
+                                       char* packed, char* result, const char* own) {
+  const size_t item = element_size(bucket.type);
   const std::vector<Node> nodes = collect_nodes(call, bucket, packed, own);
   std::vector<char*> results{result};  // this rank's own first: it stays in this core's cache
   for (int rank = 0; rank < call.size() && !bucket.scatter; ++rank)
@@ -135,8 +140,57 @@ std::vector<bool> exact_sum(CollectiveCall& call, const ExactBucket& bucket, cha
     for (const Node& node : nodes) present.push_back(node.present[m] != kAbsent);
     add_slice(nodes, bucket, present, results, slice);
   }
+  return is_new;
+}
+
+std::vector<bool> exact_sum(CollectiveCall& call, const ExactBucket& bucket, char* packed,
+                            char* result, const char* own) {
+  set_buffers(call, bucket, packed, result);
+  call.arrive();
+  std::vector<bool> is_new = add_own_slice(call, bucket, packed, result, own);
   call.sync();
   return is_new;
+}
+
+SteppedSum::SteppedSum(Group& group, const CallInfo& info, ExactBucket bucket, char* packed,
+                       char* result, const char* own, std::chrono::milliseconds timeout)
+    : group_(group),
+      info_(info),
+      bucket_(std::move(bucket)),
+      packed_(packed),
+      result_(result),
+      own_(own),
+      timeout_(timeout) {}
+
+void SteppedSum::publish() {
+  call_.emplace(group_, info_, timeout_, false);
+  set_buffers(*call_, bucket_, packed_, result_);
+  phase_ = call_->advance();
+  state_ = State::published;
+}
+
+void SteppedSum::add() {
+  call_->compare();
+  is_new_ = add_own_slice(*call_, bucket_, packed_, result_, own_);
+  phase_ = call_->advance();
+  state_ = State::added;
+}
+
+Progress SteppedSum::advance() {
+  if (state_ == State::created) publish();
+  if (state_ == State::published && call_->has_reached(phase_)) add();
+  if (state_ == State::published) return Progress::waiting;
+  return call_->has_reached(phase_) ? Progress::executed : Progress::passed;
+}
+
+void SteppedSum::finish(bool is_background) {
+  if (state_ == State::created) publish();
+  call_->begin_waiting(is_background);
+  if (state_ == State::published) {
+    call_->wait_phase(phase_);
+    add();
+  }
+  call_->wait_phase(phase_);
 }
 
 }  // namespace lockstep

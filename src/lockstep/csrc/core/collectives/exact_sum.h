@@ -23,9 +23,11 @@
 //     rank 2     |    w|       w |    w|  no node: a separate result
 #pragma once
 
+#include <optional>
 #include <utility>
 #include <vector>
 
+#include "../call_queue.h"
 #include "../collective_call.h"
 #include "../tree_reduce.h"
 
@@ -62,6 +64,44 @@ void check(const ExactBucket& bucket, int rank, const char* packed, const char* 
 // scattered result is not changed outside the rank's slice.
 std::vector<bool> exact_sum(CollectiveCall& call, const ExactBucket& bucket, char* packed,
                             char* result, const char* own = nullptr);
+
+// The same in steps, between which the rank can compute instead of waiting for the others:
+//
+//     publish     this rank has packed its nodes
+//     add         all ranks have: this rank adds its slice
+//     complete    all ranks have added
+//
+// The next sum may be published before this one is complete: it is added only after all ranks
+// have published it, and so have added this one.
+class SteppedSum {
+ public:
+  SteppedSum(Group& group, const CallInfo& info, ExactBucket bucket, char* packed, char* result,
+             const char* own, std::chrono::milliseconds timeout);
+
+  // Takes the steps that need not wait.
+  Progress advance();
+  // Takes all steps that are left.
+  void finish(bool is_background);
+  // Returns which members are new, as `exact_sum` does, once all steps are taken.
+  const std::vector<bool>& is_new() const { return is_new_; }
+
+ private:
+  enum class State { created, published, added };
+  void publish();
+  void add();
+
+  Group& group_;
+  const CallInfo info_;
+  const ExactBucket bucket_;
+  char* const packed_;
+  char* const result_;
+  const char* const own_;
+  const std::chrono::milliseconds timeout_;
+  State state_ = State::created;
+  std::optional<CollectiveCall> call_;  // since it was published
+  uint32_t phase_ = 0;                  // that all ranks have to reach for the next step
+  std::vector<bool> is_new_;
+};
 
 // Returns the bytes that a rank packs.
 size_t packed_bytes(const ExactBucket& bucket, int rank);
