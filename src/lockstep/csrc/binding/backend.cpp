@@ -317,7 +317,8 @@ WorkPtr LockstepBackend::exact_sum(ExactBucket bucket, at::Tensor packed, at::Te
 }
 
 void LockstepBackend::advance() {
-  if (queue_) queue_->advance();
+  check_usable();
+  queue_->advance();
 }
 
 at::Tensor LockstepBackend::share(int64_t bytes) {

@@ -240,6 +240,27 @@ static WorkPtr exact_sum_of_bucket(LockstepBackend& backend, at::Tensor packed, 
   return backend.exact_sum(std::move(bucket), packed, result, present, std::move(own), in_steps);
 }
 
+// Returns the messages of all ranks, which have one length.
+static std::vector<py::bytes> gather_bytes(LockstepBackend& backend, const py::bytes& message) {
+  const std::string_view mine = message;
+  const size_t bytes = mine.size(), ranks = static_cast<size_t>(backend.getSize());
+  std::string everyone(bytes * ranks, '\0');
+  {
+    const py::gil_scoped_release release;
+    const auto view = [](const char* data, size_t length) {
+      return at::from_blob(const_cast<char*>(data), {static_cast<int64_t>(length)}, at::kByte);
+    };
+    at::Tensor input = view(mine.data(), bytes), output = view(everyone.data(), everyone.size());
+    c10d::AllgatherOptions options;
+    options.asyncOp = false;
+    backend._allgather_base(output, input, options);
+  }
+  std::vector<py::bytes> messages;
+  for (size_t rank = 0; rank < ranks; ++rank)
+    messages.emplace_back(everyone.data() + rank * bytes, bytes);
+  return messages;
+}
+
 }  // namespace lockstep
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -253,6 +274,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::arg("leaves"), py::arg("divisor"), py::arg("cuts") = std::vector<size_t>(),
            py::arg("scatter") = false, py::arg("own") = std::nullopt, py::arg("in_steps") = false,
            py::call_guard<py::gil_scoped_release>())
+      .def("gather_bytes", &gather_bytes, py::arg("message"))
       .def("advance", &LockstepBackend::advance, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &LockstepBackend::getBackendOptions)
       .def("_abort_because", &LockstepBackend::abort_because, py::arg("reason"),
