@@ -49,22 +49,36 @@ def test_a_prefix_makes_the_same_keys(one: list[int], other: list[int]) -> None:
     assert key_prefix(*one)(*other) == key(*one, *other)
 
 
-@given(st.lists(whole, max_size=3), whole, whole)
-def test_both_ways_to_seed_a_unit_use_its_key(parts: list[int], unit: int, call: int) -> None:
-    expected = key(*parts, unit, call) if call else key(*parts, unit)
-    native = native_module.load().seed_generator
+calls = st.tuples(st.lists(whole, max_size=2), st.integers(-2, 9), st.integers(0, 2))
+
+
+@given(st.lists(st.integers(-1, 9), unique=True), st.lists(calls, max_size=12))
+def test_both_ways_to_seed_a_unit_use_its_key(
+    order: list[int], called: list[tuple[list[int], int, int]]
+) -> None:
+    """Whatever the order of the calls, and whatever was drawn before."""
+    native = native_module.load().UnitSeeder(order).seed
     with isolated():
-        seed_torch(expected)
-        drawn = torch.rand(3)
-        for seed in (seed_generator, native):
-            torch.default_generator.manual_seed(0)
-            assert seed(pack_key(*parts), unit, call) == expected
-            assert torch.equal(torch.rand(3), drawn)
+        for parts, unit, call in called:
+            expected = key(*parts, unit, call) if call else key(*parts, unit)
+            drawn = []
+            for seed in (lambda *_, e=expected: seed_torch(e) or e, seed_generator, native):
+                torch.randn(1)  # normal numbers are drawn in pairs
+                assert seed(pack_key(*parts), unit, call) == expected
+                state = torch.default_generator.get_state()
+                drawn.append((state, torch.randn(3), torch.rand(700)))
+            for other in drawn[1:]:
+                assert all(map(torch.equal, drawn[0], other))
 
 
-def test_a_key_that_does_not_fit_into_a_block_is_refused() -> None:
-    with pytest.raises(ValueError, match="the prefix is too long"):
-        native_module.load().seed_generator(bytes(113), 0)
+@pytest.mark.parametrize("order", [[], [0]])
+def test_a_key_that_does_not_fit_into_a_block_is_refused(order: list[int]) -> None:
+    seeder = native_module.load().UnitSeeder(order)
+    with isolated():
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the prefix is too long"):
+                seeder.seed(bytes(113), 0)
+        assert seeder.seed(pack_key(1), 0) == key(1, 0)
 
 
 def test_neighbouring_keys_differ_in_the_low_32_bits() -> None:

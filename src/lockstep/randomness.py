@@ -78,7 +78,7 @@ def pack_key(*parts: int) -> bytes:
 def seed_generator(prefix: bytes, unit: int, call: int = 0) -> int:
     """Seed torch's default generator of the CPU with the key of a unit's call; return the seed.
 
-    The native module has the same function, which takes a tenth of the time.
+    `UnitSeeder` of the native module has the same function, which takes a tenth of the time.
 
     Args:
         prefix: The first parts of the key, as `pack_key` returns them.

@@ -74,8 +74,11 @@ class Units:
         self.modules = list(modules)
         self._model, self._seed, self._device = model, seed, device
         self._accelerator = default_generator(device) if is_accelerator(device) else None
-        is_native = native_module.reason_unavailable() is None
-        self._seed_cpu = native_module.load().seed_generator if is_native else seed_generator
+        self._seed_cpu: Callable[[bytes, int, int], int] = seed_generator
+        if native_module.reason_unavailable() is None:
+            called = [number for number, unit in enumerate(self.modules) if unit is not None]
+            order = [BEFORE, *called, len(self.modules)]
+            self._seed_cpu = native_module.load().UnitSeeder(order).seed
         self._before_here = list(before or [0] * len(self.modules))
         self._now: UnitCalls | None = None
 

@@ -326,8 +326,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::call_guard<py::gil_scoped_release>());
   module.def("create_across_hosts", &create_across_hosts, py::arg("calls"), py::arg("rank"),
              py::arg("size"), py::arg("timeout"), py::arg("name"), py::arg("ranks"));
-  module.def("seed_generator", &seed_generator, py::arg("prefix"), py::arg("unit"),
-             py::arg("call") = 0);
+  py::class_<UnitSeeder>(module, "UnitSeeder")
+      .def(py::init<std::vector<int64_t>>(), py::arg("units"))
+      .def("seed", &UnitSeeder::seed, py::arg("prefix"), py::arg("unit"), py::arg("call") = 0);
   module.def("accumulate_gradients", &accumulate_gradients, py::arg("parameters"),
              py::arg("siblings"), py::arg("outs"), py::call_guard<py::gil_scoped_release>());
   py::class_<GradientPlaces>(module, "GradientPlaces")

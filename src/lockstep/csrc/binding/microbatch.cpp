@@ -1,10 +1,10 @@
 #include "microbatch.h"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/add.h>
 #include <c10/core/GradMode.h>
 
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 
@@ -13,18 +13,60 @@
 
 namespace lockstep {
 
-uint64_t seed_generator(std::string_view prefix, int64_t unit, int64_t call) {
+static uint64_t hash_key(std::string_view prefix, int64_t unit, int64_t call) {
   char message[kBlake2bBlock];
   CHECK_ARGUMENT(prefix.size() + 2 * sizeof(int64_t) <= sizeof(message), "the prefix is too long");
   const int64_t parts[] = {unit, call};
   const size_t bytes = call ? sizeof(parts) : sizeof(unit);
   std::memcpy(message, prefix.data(), prefix.size());
   std::memcpy(message + prefix.size(), parts, bytes);
-  const uint64_t seed = blake2b_64(message, prefix.size() + bytes);
+  return blake2b_64(message, prefix.size() + bytes);
+}
+
+uint64_t UnitSeeder::seed(std::string_view prefix, int64_t unit, int64_t call) {
+  const auto found = call ? units_.end() : std::find(units_.begin(), units_.end(), unit);
   at::Generator generator = at::detail::getDefaultCPUGenerator();
+  if (found == units_.end()) {
+    const uint64_t seed = hash_key(prefix, unit, call);
+    std::scoped_lock<std::mutex> lock(generator.mutex());
+    generator.get<at::CPUGeneratorImpl>()->set_current_seed(seed);
+    return seed;
+  }
+  const auto number = static_cast<size_t>(found - units_.begin());
+  if (prefix != prefix_ || number < first_ || number >= first_ + prepared_) {
+    prefix_ = prefix;
+    prepare(number);
+  }
+  const at::mt19937& engine = engines_[number - first_];
   std::scoped_lock<std::mutex> lock(generator.mutex());
-  generator.set_current_seed(seed);
-  return seed;
+  auto* const state = generator.get<at::CPUGeneratorImpl>();  // as its `set_current_seed` does
+  state->set_next_float_normal_sample(std::nullopt);
+  state->set_next_double_normal_sample(std::nullopt);
+  state->set_engine(engine);
+  return engine.seed();
+}
+
+void UnitSeeder::prepare(size_t first) {
+  prepared_ = 0;  // in case of an error
+  const size_t count = std::min(kTogether, units_.size() - first);
+  std::array<at::mt19937_data_pod, kTogether> states;
+  std::array<uint32_t, kTogether> words{};
+  for (size_t n = 0; n < count; ++n) {
+    const uint64_t seed = hash_key(prefix_, units_[first + n], 0);
+    words[n] = static_cast<uint32_t>(seed);
+    states[n].seed_ = seed;
+    states[n].left_ = 1;
+    states[n].seeded_ = true;
+    states[n].next_ = 0;
+    states[n].state_[0] = words[n];
+  }
+  // As `at::mt19937` does for one seed.
+  for (uint32_t j = 1; j < at::MERSENNE_STATE_N; ++j)
+    for (size_t n = 0; n < kTogether; ++n)
+      states[n].state_[j] = words[n] = 1812433253 * (words[n] ^ (words[n] >> 30)) + j;
+  for (size_t n = 0; n < count; ++n) engines_[n].set_data(states[n]);
+  first_ = first;
+  prepared_ = count;
 }
 
 namespace {
