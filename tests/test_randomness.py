@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep import randomness
 from lockstep.comm import native_module
 from lockstep.randomness import (
     isolated,
@@ -79,6 +80,46 @@ def test_a_key_that_does_not_fit_into_a_block_is_refused(order: list[int]) -> No
             with pytest.raises(ValueError, match="the prefix is too long"):
                 seeder.seed(bytes(113), 0)
         assert seeder.seed(pack_key(1), 0) == key(1, 0)
+
+
+seeds = st.integers(0, 2**64 - 1) | st.integers(0, 2**33)
+
+
+@given(seeds, seeds)
+def test_python_is_seeded_and_restored_as_by_its_own_functions(seed: int, other: int) -> None:
+    memory = randomness._find_random_memory()
+    assert memory is not None
+    with isolated(everything=True):
+        random.seed(other)
+        random.gauss(0, 1)  # normal numbers are drawn in pairs
+        before = random.getstate()
+        restore = memory.remember()
+        randomness.seed_others(seed, native_module.load().seed_twister)
+        seeded = random.getstate()
+        drawn = [random.random() for _ in range(700)]
+        random.seed(seed)
+        assert random.getstate() == seeded
+        assert [random.random() for _ in range(700)] == drawn
+        random.gauss(0, 1)
+        restore()
+        assert random.getstate() == before
+
+
+def test_another_memory_of_python_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(random.Random):
+        """A generator whose memory is not known."""
+
+    randomness._find_random_memory.cache_clear()
+    monkeypatch.setattr(random, "_inst", Other(3))
+    try:
+        assert randomness._find_random_memory() is None
+        with isolated(everything=True):
+            randomness.seed_others(5, native_module.load().seed_twister)
+            drawn = random.random()
+            random.seed(5)
+            assert random.random() == drawn
+    finally:
+        randomness._find_random_memory.cache_clear()
 
 
 def test_neighbouring_keys_differ_in_the_low_32_bits() -> None:

@@ -30,7 +30,13 @@ from lockstep.comm import native_module
 from lockstep.comm.activity import publish
 from lockstep.devices import default_generator, is_accelerator
 from lockstep.model.compilation import mark_as_plain
-from lockstep.randomness import pack_key, remembered, seed_generator, seed_others
+from lockstep.randomness import (
+    SeedTwister,
+    pack_key,
+    remembered,
+    seed_generator,
+    seed_others,
+)
 
 __all__ = ["BEFORE", "UnitCalls", "Units", "find_units", "is_in_backward"]
 
@@ -75,10 +81,12 @@ class Units:
         self._model, self._seed, self._device = model, seed, device
         self._accelerator = default_generator(device) if is_accelerator(device) else None
         self._seed_cpu: Callable[[bytes, int, int], int] = seed_generator
+        self._seed_twister: SeedTwister | None = None
         if native_module.reason_unavailable() is None:
             called = [number for number, unit in enumerate(self.modules) if unit is not None]
             order = [BEFORE, *called, len(self.modules)]
-            self._seed_cpu = native_module.load().UnitSeeder(order).seed
+            native = native_module.load()
+            self._seed_cpu, self._seed_twister = native.UnitSeeder(order).seed, native.seed_twister
         self._before_here = list(before or [0] * len(self.modules))
         self._now: UnitCalls | None = None
 
@@ -136,7 +144,7 @@ class Units:
         publish(f"micro-batch {microbatch} of {about}")
         key = pack_key(self._seed, step, microbatch)
         self._now = UnitCalls(key, [[] for _ in self.modules], last_call)
-        seed_others(self._seed_unit(BEFORE))
+        seed_others(self._seed_unit(BEFORE), self._seed_twister)
 
     def begin_loss(self, last_call: int | None = None) -> None:
         """Seed the generators for the loss, after the given call of the first unit.

@@ -329,6 +329,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<UnitSeeder>(module, "UnitSeeder")
       .def(py::init<std::vector<int64_t>>(), py::arg("units"))
       .def("seed", &UnitSeeder::seed, py::arg("prefix"), py::arg("unit"), py::arg("call") = 0);
+  module.def("seed_twister", &seed_twister, py::arg("address"), py::arg("seed"));
   module.def("accumulate_gradients", &accumulate_gradients, py::arg("parameters"),
              py::arg("siblings"), py::arg("outs"), py::call_guard<py::gil_scoped_release>());
   py::class_<GradientPlaces>(module, "GradientPlaces")

@@ -69,6 +69,34 @@ void UnitSeeder::prepare(size_t first) {
   prepared_ = count;
 }
 
+void seed_twister(uint64_t address, uint64_t seed) {
+  constexpr uint32_t kWords = at::MERSENNE_STATE_N;
+  static const std::array<uint32_t, kWords> initial = [] {
+    std::array<uint32_t, kWords> words;
+    words[0] = 19650218;
+    for (uint32_t j = 1; j < kWords; ++j)
+      words[j] = 1812433253 * (words[j - 1] ^ (words[j - 1] >> 30)) + j;
+    return words;
+  }();
+  auto* const memory = reinterpret_cast<uint32_t*>(address);
+  uint32_t* const words = memory + 1;
+  std::memcpy(words, initial.data(), sizeof(initial));
+  const uint32_t key[] = {static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32)};
+  const uint32_t length = key[1] ? 2 : 1;
+  uint32_t i = 1;
+  const auto mix = [&](uint32_t factor, uint32_t term) {
+    words[i] = (words[i] ^ ((words[i - 1] ^ (words[i - 1] >> 30)) * factor)) + term;
+    if (++i == kWords) {
+      words[0] = words[kWords - 1];
+      i = 1;
+    }
+  };
+  for (uint32_t k = 0; k < kWords; ++k) mix(1664525, key[k % length] + k % length);
+  for (uint32_t k = 1; k < kWords; ++k) mix(1566083941, -i);
+  words[0] = 0x80000000;
+  memory[0] = kWords;
+}
+
 namespace {
 
 bool is_usual(const at::Tensor& gradient, const at::Tensor& parameter) {

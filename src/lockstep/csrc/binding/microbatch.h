@@ -41,6 +41,10 @@ class UnitSeeder {
   std::array<at::mt19937, kTogether> engines_;
 };
 
+// Seeds a Mersenne Twister in memory, as `random.seed` of Python does: a position of 32 bits, and
+// 624 words.
+void seed_twister(uint64_t address, uint64_t seed);
+
 // Moves the gradients of a micro-batch out of `.grad`, and adds them to its left siblings in the
 // tree, innermost first: each sum is stored in the gradients of the left sibling, the last one in
 // `outs` where there is one. Returns the sums.
