@@ -11,6 +11,7 @@
 #include "collectives/reduce_scatter.h"
 #include "collectives/share.h"
 #include "errors.h"
+#include "ranks.h"
 
 using namespace lockstep;
 
