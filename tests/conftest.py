@@ -18,6 +18,7 @@ import pytest
 
 import hosts
 import lockstep
+import models
 import pytest_lockstep
 import warm
 from lockstep.launcher import fork_server
@@ -89,6 +90,9 @@ def pytest_collection_finish() -> None:
 def ranks() -> Callable[..., list[Any]]:
     """Run `fn(*args)` on `n` ranks that have called `lockstep.init`; values in rank order.
 
+    Small models are treated as large ones there: their gradients get places and are exchanged
+    early, and each replica computes a part of their norm. Other tests show the rest.
+
     `timeout` is what a rank waits for another one; `deadline`, the same unless given, is that of
     the call. A module's tests share values by a fixture of that scope that calls this one.
     """
@@ -102,6 +106,7 @@ def ranks() -> Callable[..., list[Any]]:
         deadline: float | None = None,
     ) -> list[Any]:
         def call() -> Any:
+            models.treat_as_large()
             lockstep.init(backend=backend, timeout=timeout)
             try:
                 return fn(*args)

@@ -33,6 +33,8 @@ def run(
 ) -> list[Any]:
     """Run `fn(*args)` on `n` ranks that have called `lockstep.init`; values in rank order.
 
+    Small models are treated as large ones (`models.treat_as_large`).
+
     Args:
         fn: The function; torch does not know the device where its values arrive.
         n: The number of ranks.
@@ -47,9 +49,11 @@ def run(
     accelerator.build(FOLDER)
 
     def call() -> Any:
+        import models
         from simulated import ranks
 
         ranks.install()
+        models.treat_as_large()
         if device == "":
             return fn(*args)
         lockstep.init(device=device, timeout=timeout)

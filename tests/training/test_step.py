@@ -7,6 +7,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
+from lockstep.comm import collectives
+from lockstep.data_parallel import gradient_norm, gradient_places
 from lockstep.record.fingerprints import read_step_fingerprints
 
 INPUTS = torch.arange(28.0).reshape(7, 4).cos()
@@ -63,3 +65,36 @@ def test_the_record_identifies_each_step_in_every_layout(ranks, world_of_one, tm
     assert [a.batch == b.batch for a, b in zip(steps, other, strict=True)] == [False] * 2 + [
         True
     ] * 3
+
+
+def test_a_step_of_a_small_model_exchanges_one_message_per_rank(ranks):
+    """One for the statuses; a large model announces its buckets and shares its norm as well."""
+
+    def train(is_small):
+        if is_small:
+            gradient_places.SMALLEST, gradient_norm.SHARED_ELEMENTS = limits
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4))
+        counts, norms, gather = [], [], collectives._gather_equal
+
+        def gather_and_count(message, group):
+            counts[-1] += 1
+            return gather(message, group)
+
+        trainer = ls.Trainer(
+            model, nn.MSELoss(), SGD,
+            microbatches=4, max_grad_norm=0.01, callbacks=lambda result: norms.append(result.norm),
+        )  # fmt: skip
+        collectives._gather_equal = gather_and_count
+        for _ in range(4):
+            counts.append(0)
+            trainer.step((INPUTS, INPUTS))
+        collectives._gather_equal = gather
+        return counts[1:], norms, trainer.digest()
+
+    limits = gradient_places.SMALLEST, gradient_norm.SHARED_ELEMENTS
+    ((_, *alone),) = ranks(train, 1, False)
+    for n, is_small, expected in ((2, True, 1), (3, True, 1), (2, False, 3)):
+        for counts, *found in ranks(train, n, is_small, backend="lockstep"):
+            assert counts == [expected] * 3
+            assert found == alone

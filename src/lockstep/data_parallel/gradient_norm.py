@@ -22,6 +22,7 @@ from lockstep.comm.memory_format import in_memory_order
 
 __all__ = [
     "BLOCK",
+    "SHARED_ELEMENTS",
     "clip_gradients_",
     "compute_norm",
     "compute_partial_sums",
@@ -32,6 +33,12 @@ __all__ = [
 
 BLOCK = 1 << 16
 """The number of elements per block. The bits of the norm depend on it."""
+
+SHARED_ELEMENTS = 1 << 18
+"""The least number of elements of which each replica computes the squares of a part.
+
+Of fewer, each computes all of them, in less time than a message takes.
+"""
 
 
 def stored_values(gradient: torch.Tensor) -> torch.Tensor:

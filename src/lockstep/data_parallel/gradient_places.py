@@ -19,10 +19,15 @@ import torch
 
 from lockstep.comm import native_module
 
-__all__ = ["SMALLEST", "GradientPlaces"]
+__all__ = ["SMALLEST", "GradientPlaces", "gets_place"]
 
 SMALLEST = 64 << 10
 """The least bytes of a gradient that gets a place; smaller ones are copied as fast."""
+
+
+def gets_place(nbytes: int) -> bool:
+    """Return whether a gradient of so many bytes gets a place."""
+    return nbytes >= SMALLEST
 
 
 class GradientPlaces:
@@ -33,7 +38,7 @@ class GradientPlaces:
     """
 
     def __init__(self, places: Sequence[torch.Tensor | None]) -> None:
-        large = [each if each is not None and each.nbytes >= SMALLEST else None for each in places]
+        large = [each if each is not None and gets_place(each.nbytes) else None for each in places]
         self._indices = {index for index, place in enumerate(large) if place is not None}
         self._native: Any = native_module.load().GradientPlaces(large) if self._indices else None
         self._is_used = bool(self._indices)

@@ -49,7 +49,7 @@ from lockstep.comm.reproducible_all_reduce import (
 from lockstep.comm.sparse_gradients import add_sparse, sum_sparse_gradients
 from lockstep.comm.tree import Fold, Node
 from lockstep.data.microbatch import Hosts, assign_nodes
-from lockstep.data_parallel.gradient_places import GradientPlaces
+from lockstep.data_parallel.gradient_places import GradientPlaces, gets_place
 from lockstep.data_parallel.gradient_streams import GradientStreams
 from lockstep.data_parallel.readiness import GradientReadiness, GradientState
 from lockstep.data_parallel.shards import Shards
@@ -115,7 +115,7 @@ class GradientReducer:
         # The planned buckets, which are kept between steps with their memory while the number
         # of leaves and the expected parameters stay the same.
         self._planned_for: tuple[int, ...] = ()
-        self._is_planned = False
+        self._is_planned = self._is_launched_early = False
         self._bucket_sums: list[ReproducibleAllReduce] = []
         self._further_sums: list[ReproducibleAllReduce] = []  # of this step only
         self._own_references: list[int] = []  # the number of them to the memory of each sum
@@ -159,7 +159,8 @@ class GradientReducer:
             leaves: The number of micro-batches of the batch.
             hosts: The ranks of each host, which compute neighboring micro-batches.
             announce: A function that compares this step with the steps of the other ranks, and
-                raises an error if they differ. None: buckets are not launched before `reduce`.
+                raises an error if they differ. None: buckets are not launched before `reduce`, and
+                neither is the only bucket of small gradients (`_gains_from_early_launch`).
         """
         self.clear()
         self._leaves, self._announce = leaves, announce
@@ -168,6 +169,7 @@ class GradientReducer:
         self._is_planned = self._ranks > 1 and self._overlaps_backward(self._expected)
         if self._is_planned:
             self._prepare(self._expected)
+            self._announce = announce if self._is_launched_early else None
         if not self._are_places_valid:
             self._make_places()
 
@@ -467,6 +469,7 @@ class GradientReducer:
         buckets = self._plan(indices)
         if self._shards is not None:
             buckets = self._shards.buckets
+        self._is_launched_early = _gains_from_early_launch(buckets)
         self._bucket_sums = self._make_sums(buckets)
         self._readiness.set_buckets([[m.index for m in each.members] for each in buckets])
         own_nodes = self._nodes_by_rank[dist.get_rank(self._group)]
@@ -555,6 +558,15 @@ def _gradient(name: str, parameter: torch.nn.Parameter, may_be_sparse: bool) -> 
         return gradient
     # The norm of a gradient depends on the order of its elements in memory.
     return in_format_of(gradient, parameter)
+
+
+def _gains_from_early_launch(buckets: Sequence[Bucket]) -> bool:
+    """Return whether launching these buckets in backward saves more than its announcement costs.
+
+    The only bucket is complete when backward ends, and small gradients get no places.
+    """
+    members = [(each.numel, bucket.dtype) for bucket in buckets for each in bucket.members]
+    return len(buckets) > 1 or any(gets_place(n * dtype.itemsize) for n, dtype in members)
 
 
 def _any(column: Sequence[torch.Tensor | None]) -> bool:

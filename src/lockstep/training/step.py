@@ -435,20 +435,29 @@ class OptimizerStep:
         The norm is only non-finite if a smaller loss scale can be tried.
         """
         scale, sharded = self.parallel.loss_scale, self.optimization.sharded
-        if sharded is not None:
-            present = sharded.local_gradients()
-            if scale is not None:
-                scale.unscale_(present)
+        parameters = self.executor.parameters
+        present = _stored_gradients(parameters) if sharded is None else sharded.local_gradients()
+        if scale is not None:
+            scale.unscale_(present)
+        norm = self._compute_norm(step, present)
+        gradient_norm.clip_gradients_(present, norm, self.max_grad_norm)
+        if not math.isfinite(norm) and (scale is None or not scale.can_decrease):
+            at_scale = "" if scale is None else f" with a loss scale of {scale.value:g}"
+            raise GradientError(f"step {step.number}: the norm of the gradient is {norm}{at_scale}")
+        return norm
+
+    def _compute_norm(self, step: StepContext, present: Sequence[torch.Tensor]) -> float:
+        """Return the norm of the whole gradient, of which this rank has the tensors `present`."""
+        replica, replicas = self.parallel.replica, self.parallel.replicas
+        owners = self.executor.owned_parameters
+        if self.optimization.sharded is not None:
             squares = gradient_norm.compute_squares(present)
+        elif owners is not self.executor.parameters:  # stages
+            squares = gradient_norm.compute_squares(_stored_gradients(owners), replica, replicas)
+        elif sum(each.numel() for each in present) < gradient_norm.SHARED_ELEMENTS:
+            return gradient_norm.compute_norm(gradient_norm.compute_squares(present))
         else:
-            parameters, owners = self.executor.parameters, self.executor.owned_parameters
-            present = _stored_gradients(parameters)
-            if scale is not None:
-                scale.unscale_(present)
-            owned = present if owners is parameters else _stored_gradients(owners)
-            squares = gradient_norm.compute_squares(
-                owned, self.parallel.replica, self.parallel.replicas
-            )
+            squares = gradient_norm.compute_squares(present, replica, replicas)
         sums = all_reduce_messages(
             gradient_norm.compute_partial_sums(squares),
             gradient_norm.merge_partial_sums,
@@ -457,12 +466,7 @@ class OptimizerStep:
             f"at the norm of the gradient {step.label.about}",
             self.parallel.group,
         )
-        norm = gradient_norm.compute_norm(sums)
-        gradient_norm.clip_gradients_(present, norm, self.max_grad_norm)
-        if not math.isfinite(norm) and (scale is None or not scale.can_decrease):
-            at_scale = "" if scale is None else f" with a loss scale of {scale.value:g}"
-            raise GradientError(f"step {step.number}: the norm of the gradient is {norm}{at_scale}")
-        return norm
+        return gradient_norm.compute_norm(sums)
 
     # --- (6) merge -----------------------------------------------------------------------------
 
