@@ -2,7 +2,9 @@
 
 #include <sys/uio.h>
 
+#include <cerrno>
 #include <cstdlib>
+#include <cstring>
 
 #include "errors.h"
 #include "kernels.h"
@@ -13,10 +15,6 @@ PeerMemory::PeerMemory(Group& group) : group_(group) {
   const char* no_read = std::getenv("LOCKSTEP_NO_READ");  // tests: use the bounce buffers
   access_.assign(static_cast<size_t>(group.size()),
                  no_read && *no_read ? Access::refused : Access::unknown);
-}
-
-bool PeerMemory::read(int source, const Cell& cell, char* to) {
-  return read_segment(cell, to) || read_process(source, cell, to);
 }
 
 bool PeerMemory::read_segment(const Cell& cell, char* to) {
@@ -43,7 +41,7 @@ static bool read_memory(int pid, uint64_t address, char* to, uint64_t bytes) {
   return true;
 }
 
-bool PeerMemory::read_process(int source, const Cell& cell, char* to) {
+bool PeerMemory::may_read(int source) {
   Access& access = access_[static_cast<size_t>(source)];
   RankState& state = group_.rank_state(source);
   if (access == Access::unknown) {
@@ -53,7 +51,13 @@ bool PeerMemory::read_process(int source, const Cell& cell, char* to) {
         read_memory(state.pid, state.probe_address, reinterpret_cast<char*>(&probe), sizeof probe);
     access = is_read && probe == state.probe ? Access::allowed : Access::refused;
   }
-  return access == Access::allowed && read_memory(state.pid, cell.address, to, cell.bytes);
+  return access == Access::allowed;
+}
+
+void PeerMemory::read(int source, uint64_t address, char* to, uint64_t bytes) {
+  if (!read_memory(group_.rank_state(source).pid, address, to, bytes))
+    throw CommError("the memory of " + group_.format_rank(source) +
+                    " cannot be read: " + std::strerror(errno));
 }
 
 }  // namespace lockstep

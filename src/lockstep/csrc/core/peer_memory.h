@@ -15,14 +15,16 @@ namespace lockstep {
 class PeerMemory {
  public:
   explicit PeerMemory(Group& group);
-  // Copies the message that a cell announces. Returns false if this rank cannot read it.
-  bool read(int source, const Cell& cell, char* to);
+  // Copies the message that a cell announces. Returns false if it is not in a segment, or the
+  // segment cannot be mapped.
+  bool read_segment(const Cell& cell, char* to);
+  // Returns whether this rank may read the private memory of another one.
+  bool may_read(int source);
+  // Copies private memory of another rank. Throws CommError if that fails: it has died.
+  void read(int source, uint64_t address, char* to, uint64_t bytes);
 
  private:
   enum class Access : uint8_t { unknown, allowed, refused };
-
-  bool read_segment(const Cell& cell, char* to);
-  bool read_process(int source, const Cell& cell, char* to);
 
   Group& group_;
   std::vector<Access> access_;  // to the private memory of each rank

@@ -224,10 +224,14 @@ class PointToPoint::MessageWaitObserver : public WaitObserver {
 // While a thread waits, and so makes progress, the background thread need not.
 class PointToPoint::WaiterScope {
  public:
-  explicit WaiterScope(PointToPoint& p2p) : p2p_(p2p) { ++p2p_.waiters_; }
+  explicit WaiterScope(PointToPoint& p2p) : p2p_(p2p) {
+    ++p2p_.waiters_;
+    ++p2p_.group_.rank_state(p2p_.rank_).waiters;
+  }
   ~WaiterScope() {
     std::lock_guard<std::mutex> lock(p2p_.mutex_);
     --p2p_.waiters_;
+    --p2p_.group_.rank_state(p2p_.rank_).waiters;
     p2p_.changed_.notify_all();
   }
 
@@ -459,27 +463,89 @@ void PointToPoint::deliver(const MessagePtr& message, int source, const Cell& ce
   if (cell.ticket < 0) {
     copy_bytes(message->data, payload, cell.bytes);
     finish(message, finished);
-  } else if (copy_from_sender(message, source, cell)) {
+  } else if (copy_from_sender(message, source, cell, finished)) {
     close_ticket(source, cell, kConsumed);
     // If the group was aborted meanwhile, the sender may have released its memory.
     finish(message, finished, group_.is_aborted() ? group_.abort_reason() : "");
-  } else {
-    bounce_receives_[static_cast<size_t>(source)].push_back({message, cell, false});
   }
 } catch (...) {
   posted_receives_.add(message->peer, message->tag, message);  // fails with all others
   throw;
 }
 
-// Copies a rendezvous message from the sender's memory. Returns false if that is not
-// possible.
-bool PointToPoint::copy_from_sender(const MessagePtr& message, int source, const Cell& cell) {
+// Copies a rendezvous message from the sender's memory. Returns false if it is left to the
+// bounce buffer, at least in part.
+bool PointToPoint::copy_from_sender(const MessagePtr& message, int source, const Cell& cell,
+                                    Messages& finished) {
+  auto& receives = bounce_receives_[static_cast<size_t>(source)];
   std::atomic<uint8_t>& ticket = channel(source, rank_).tickets[cell.ticket];
   uint8_t state = kOpen;
-  if (!ticket.compare_exchange_strong(state, kReading)) return false;
-  if (peer_memory_.read(source, cell, message->data)) return true;
-  ticket.store(kOpen);
+  BounceReceive receive{message, cell};
+  if (ticket.compare_exchange_strong(state, kReading)) {
+    if (peer_memory_.read_segment(cell, message->data)) return true;
+    if (peer_memory_.may_read(source)) {
+      if (receives.empty() && count_pieces(cell.bytes) > 1 && !group_.is_oversubscribed()) {
+        if (copy_with_sender(receive, source, finished)) return true;
+      } else {
+        peer_memory_.read(source, cell.address, message->data, cell.bytes);
+        return true;
+      }
+    }
+    ticket.store(kOpen);
+  }
+  receives.push_back(receive);
   return false;
+}
+
+// How long a receiver waits for a piece from a sender that waits, too: several times as long
+// as the copy of a piece takes.
+constexpr std::chrono::microseconds kPatience{200};
+
+// Copies a message with the help of its sender. Pieces that it sends arrive faster than this
+// rank can read them; but if it does not wait, or is slow, this rank reads.
+//
+// Returns false if only pieces are missing that the sender has taken and not yet sent.
+bool PointToPoint::copy_with_sender(BounceReceive& receive, int source, Messages& finished) {
+  Channel& in = channel(source, rank_);
+  const Cell& cell = receive.cell;
+  const uint64_t pieces = count_pieces(cell.bytes), piece = group_.layout().bounce_bytes;
+  begin_bounce(source, receive);
+  bool is_patient = true;
+  auto since = Clock::now();
+  while (true) {
+    const uint64_t received = receive.received;
+    if (drain_bounce_buffer(source, receive)) return true;
+    if (receive.received != received) since = Clock::now();
+    const bool does_sender_wait =
+        group_.rank_state(source).waiters.load(std::memory_order_relaxed) > 0;
+    Claims claims = in.claims.load(std::memory_order_acquire);
+    if (is_patient && does_sender_wait) {
+      is_patient = Clock::now() - since < kPatience && !group_.is_aborted();
+      // The sender may be waiting for the pieces of a message from here.
+      for (int rank = 0; rank < size_; ++rank) send_to(rank, finished);
+      cpu_pause();
+      continue;
+    }
+    if (claims.taken() == pieces) return false;
+    Claims more = claims;
+    ++more.read;
+    if (!in.claims.compare_exchange_strong(claims, more)) continue;
+    const uint64_t offset = claims.read * piece;
+    peer_memory_.read(source, cell.address + offset, receive.message->data + offset,
+                      std::min(piece, cell.bytes - offset));
+    since = Clock::now();
+  }
+}
+
+uint64_t PointToPoint::count_pieces(uint64_t bytes) const {
+  const uint64_t piece = group_.layout().bounce_bytes;
+  return (bytes + piece - 1) / piece;
+}
+
+PointToPoint::Piece PointToPoint::piece_from_back(uint64_t number, uint64_t bytes) const {
+  const uint64_t piece = group_.layout().bounce_bytes;
+  const uint64_t offset = (count_pieces(bytes) - 1 - number) * piece;
+  return {offset, std::min(piece, bytes - offset)};
 }
 
 void PointToPoint::close_ticket(int source, const Cell& cell, TicketState result) {
@@ -493,28 +559,38 @@ void PointToPoint::receive_through_bounce_buffer(int source, Messages& finished)
   auto& receives = bounce_receives_[static_cast<size_t>(source)];
   if (receives.empty()) return;
   BounceReceive& receive = receives.front();
-  Channel& in = channel(source, rank_);
-  if (!receive.is_granted) {
-    receive.is_granted = true;
-    in.granted.store(static_cast<uint32_t>(receive.cell.ticket) + 1, std::memory_order_release);
-    ring_doorbell(source);
-  }
-  Message& message = *receive.message;
-  const uint64_t half = group_.layout().bounce_bytes;
-  uint32_t drained = in.drained.load(std::memory_order_relaxed);
-  while (message.bytes_moved < message.bytes &&
-         drained != in.filled.load(std::memory_order_acquire)) {
-    const uint64_t bytes = std::min(half, message.bytes - message.bytes_moved);
-    copy_bytes(message.data + message.bytes_moved, bounce_buffer(source, rank_, drained), bytes);
-    message.bytes_moved += bytes;
-    in.drained.store(++drained, std::memory_order_release);
-    ring_doorbell(source);
-  }
-  if (message.bytes_moved < message.bytes) return;
-  in.granted.store(0, std::memory_order_release);
+  if (!receive.has_begun) begin_bounce(source, receive);
+  if (!drain_bounce_buffer(source, receive)) return;
   close_ticket(source, receive.cell, kConsumed);
   finish(receive.message, finished);
   receives.pop_front();
+}
+
+// Lets the sender use the bounce buffer for this message.
+void PointToPoint::begin_bounce(int source, BounceReceive& receive) {
+  Claims claims;
+  claims.ticket_plus_one = static_cast<uint64_t>(receive.cell.ticket) + 1;
+  channel(source, rank_).claims.store(claims, std::memory_order_release);
+  receive.has_begun = true;
+  ring_doorbell(source);
+}
+
+// Receives the pieces that are in the bounce buffer. Returns whether the message is complete;
+// then the next one may begin.
+bool PointToPoint::drain_bounce_buffer(int source, BounceReceive& receive) {
+  Channel& in = channel(source, rank_);
+  Message& message = *receive.message;
+  uint32_t drained = in.drained.load(std::memory_order_relaxed);
+  while (drained != in.filled.load(std::memory_order_acquire)) {
+    const Piece piece = piece_from_back(receive.received++, message.bytes);
+    copy_bytes(message.data + piece.offset, bounce_buffer(source, rank_, drained), piece.bytes);
+    in.drained.store(++drained, std::memory_order_release);
+    ring_doorbell(source);
+  }
+  const Claims claims = in.claims.load(std::memory_order_acquire);
+  if (claims.taken() < count_pieces(message.bytes) || receive.received < claims.sent) return false;
+  in.claims.store({}, std::memory_order_release);
+  return true;
 }
 
 // ---- sending ----
@@ -586,15 +662,14 @@ bool PointToPoint::start_send(const MessagePtr& message, Messages& finished) {
 
 void PointToPoint::send_through_bounce_buffer(int target, Message& message) {
   Channel& out = channel(rank_, target);
-  if (out.granted.load(std::memory_order_acquire) != static_cast<uint32_t>(message.ticket) + 1)
-    return;
-  const uint64_t half = group_.layout().bounce_bytes;
   uint32_t filled = out.filled.load(std::memory_order_relaxed);
-  while (message.bytes_moved < message.bytes &&
-         filled - out.drained.load(std::memory_order_acquire) < 2) {
-    const uint64_t bytes = std::min(half, message.bytes - message.bytes_moved);
-    stream_bytes(bounce_buffer(rank_, target, filled), message.data + message.bytes_moved, bytes);
-    message.bytes_moved += bytes;
+  while (filled - out.drained.load(std::memory_order_acquire) < 2) {
+    Claims claims = out.claims.load(std::memory_order_acquire), more = claims;
+    ++more.sent;
+    if (!claims.belong_to(message.ticket) || claims.taken() == count_pieces(message.bytes)) return;
+    if (!out.claims.compare_exchange_strong(claims, more)) continue;
+    const Piece piece = piece_from_back(claims.sent, message.bytes);
+    stream_bytes(bounce_buffer(rank_, target, filled), message.data + piece.offset, piece.bytes);
     out.filled.store(++filled, std::memory_order_release);
     ring_doorbell(target);
   }

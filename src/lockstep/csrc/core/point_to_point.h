@@ -9,8 +9,9 @@
 //     eager (fits a cell)   copied into the channel at once: the send is complete
 //     rendezvous            the receiver copies from the sender's memory, if that is in a
 //                           segment or the kernel allows it (process_vm_readv): one copy,
-//                           and the sender need not act; otherwise the message passes
-//                           through the channel's bounce buffer
+//                           and the sender need not act; otherwise, or if the sender waits
+//                           and a core is free for it, the message passes through the
+//                           channel's bounce buffer, which is faster: both ranks copy
 //
 // Messages match by (source, tag) in the order of sending, as in MPI. A message that a rank
 // sends to itself is copied aside, so that the send completes before the receive is posted.
@@ -66,8 +67,7 @@ struct Message {
   // Used by PointToPoint, under its lock.
   bool is_finished = false, is_in_background = false;
   Clock::time_point background_since;
-  int ticket = -1;           // of a rendezvous send
-  uint64_t bytes_moved = 0;  // through the bounce buffer so far
+  int ticket = -1;  // of a rendezvous send
 };
 using MessagePtr = std::shared_ptr<Message>;
 
@@ -98,7 +98,11 @@ class PointToPoint {
   struct BounceReceive {  // of a message that passes through a bounce buffer
     MessagePtr message;
     Cell cell;
-    bool is_granted = false;
+    bool has_begun = false;
+    uint64_t received = 0;  // pieces
+  };
+  struct Piece {
+    uint64_t offset, bytes;
   };
   using Messages = std::vector<MessagePtr>;
 
@@ -133,7 +137,13 @@ class PointToPoint {
   bool receive_unexpected(const MessagePtr& receive, Messages& finished);
   void deliver(const MessagePtr& message, int source, const Cell& cell, const char* payload,
                Messages& finished);
-  bool copy_from_sender(const MessagePtr& message, int source, const Cell& cell);
+  bool copy_from_sender(const MessagePtr& message, int source, const Cell& cell,
+                        Messages& finished);
+  bool copy_with_sender(BounceReceive& receive, int source, Messages& finished);
+  uint64_t count_pieces(uint64_t bytes) const;
+  Piece piece_from_back(uint64_t number, uint64_t bytes) const;
+  void begin_bounce(int source, BounceReceive& receive);
+  bool drain_bounce_buffer(int source, BounceReceive& receive);
   void close_ticket(int source, const Cell& cell, TicketState result);
   void receive_through_bounce_buffer(int source, Messages& finished);
   void send_to(int target, Messages& finished);

@@ -94,6 +94,6 @@ struct SegmentHeader {
   uint32_t magic;
 };
 constexpr uint32_t kMagic = 0x4c4f434b;  // "LOCK"
-constexpr uint32_t kVersion = 2;
+constexpr uint32_t kVersion = 3;
 
 }  // namespace lockstep
