@@ -95,6 +95,105 @@ TEST(messages_pass_through_bounce_buffers) {
   unsetenv("LOCKSTEP_NO_READ");
 }
 
+namespace {
+
+Channel& channel_from_0_to_1(Group& group) {
+  return *reinterpret_cast<Channel*>(group.at(group.layout().channel(0, 1)));
+}
+
+constexpr size_t kPieceBytes = 512;
+
+void with_small_pieces(const std::function<void(Group&)>& body) {
+  setenv("LOCKSTEP_CELL_BYTES", "256", 1);
+  setenv("LOCKSTEP_BOUNCE_BYTES", std::to_string(kPieceBytes).c_str(), 1);
+  on_ranks(2, body);
+  unsetenv("LOCKSTEP_CELL_BYTES");
+  unsetenv("LOCKSTEP_BOUNCE_BYTES");
+}
+
+std::vector<char> numbered(size_t bytes) {
+  std::vector<char> data(bytes);
+  for (size_t i = 0; i < bytes; ++i) data[i] = static_cast<char>(i * 7 + i / kPieceBytes);
+  return data;
+}
+
+}  // namespace
+
+TEST(a_sender_that_waits_sends_pieces_of_a_long_message) {
+  with_small_pieces([](Group& group) {
+    if (group.is_oversubscribed()) return;
+    PointToPoint p2p(group);
+    const std::vector<char> expected = numbered(200 * kPieceBytes + 3);
+    uint32_t sent = 0;
+    for (int round = 0; round < 1000 && sent == 0; ++round) {
+      std::vector<char> out = expected, in(expected.size());
+      MessagePtr send = message(Op::send, 1 - group.rank(), 0, out);
+      MessagePtr receive = message(Op::recv, 1 - group.rank(), 0, in);
+      p2p.post(send);
+      p2p.post(receive);
+      CHECK(wait_for_error(p2p, receive).empty());
+      CHECK(wait_for_error(p2p, send).empty());
+      CHECK(in == expected);
+      run_barrier(group);
+      sent = channel_from_0_to_1(group).filled;
+      run_barrier(group);
+    }
+    CHECK(sent > 0);
+  });
+}
+
+// Rank 0 is played by hand: it says that it waits, and stops in the middle.
+TEST(a_receiver_does_not_wait_for_pieces_of_a_sender_that_stops) {
+  with_small_pieces([](Group& group) {
+    if (group.is_oversubscribed()) return;
+    constexpr uint64_t kPieces = 10;
+    const std::vector<char> expected = numbered(kPieces * kPieceBytes);
+    Channel& channel = channel_from_0_to_1(group);
+    std::vector<char> data = expected;
+    if (group.rank() == 0) {
+      group.rank_state(0).waiters = 1;
+      Cell cell;
+      cell.bytes = cell.count = data.size();
+      cell.ticket = 5;
+      cell.address = reinterpret_cast<uint64_t>(data.data());
+      char* const begin = group.at(group.layout().channel(0, 1));
+      std::memcpy(begin + sizeof(Channel), &cell, sizeof cell);
+      channel.tail = 1;
+      Claims claims = channel.claims;
+      while (!claims.belong_to(5)) claims = channel.claims;
+      Claims more;
+      do {  // take all that are left
+        more = claims;
+        more.sent = kPieces - claims.read;
+      } while (!channel.claims.compare_exchange_strong(claims, more));
+      run_barrier(group);  // rank 1 has given up waiting, and goes on
+      char* const bounce = begin + group.layout().channel_bytes() - 2 * kPieceBytes;
+      for (uint32_t k = 0; k < more.sent; ++k) {
+        while (k - channel.drained >= 2) yield_core();
+        std::memcpy(bounce + k % 2 * kPieceBytes, &expected[(kPieces - 1 - k) * kPieceBytes],
+                    kPieceBytes);
+        channel.filled = k + 1;
+        group.rank_state(1).doorbell.increment();
+      }
+      while (channel.tickets[5] != kConsumed) yield_core();
+      CHECK(!channel.claims.load().belong_to(5));
+      run_barrier(group);
+      return;
+    }
+    PointToPoint p2p(group);
+    std::vector<char> in(expected.size());
+    MessagePtr receive = message(Op::recv, 0, 0, in);
+    p2p.post(receive);
+    while (channel.claims.load().taken() < kPieces) p2p.test(receive);
+    CHECK(!p2p.test(receive));
+    CHECK(channel.tickets[5] == kOpen);  // rank 0 may leave: its memory is not read any more
+    run_barrier(group);
+    CHECK(wait_for_error(p2p, receive).empty());
+    CHECK(in == expected);
+    run_barrier(group);
+  });
+}
+
 TEST(a_message_of_the_wrong_size_is_refused) {
   on_ranks(2, [](Group& group) {
     PointToPoint p2p(group);
