@@ -1,7 +1,7 @@
 # Two commands on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-JOBS ?= 2
+JOBS ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 # `make tidy CLANG_TIDY=clang-tidy-18` takes another one.
@@ -35,7 +35,7 @@ demo: install ## train on real handwritten digits with two processes
 	@$(BIN)/lockstep train digits -n 2
 
 # Hundreds of interpreters start: without cached bytecode each compiles the package again.
-test: install ## run the whole test suite, JOBS=2 files at a time
+test: install ## run the whole test suite, JOBS=3 files at a time
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 soak: install ## run the long tests: races, sanitizers, random trainings (up to 30 minutes)
