@@ -93,7 +93,9 @@ def _stand_ins(ranks: int) -> Iterator[str]:
         with subprocess.Popen(command, stdin=subprocess.DEVNULL) as process:
             try:
                 yield folder
-                assert process.wait(PATIENCE) == 0
+                # Not its status: on a busy machine mpiexec may kill stand-ins that are about to
+                # end. The ranks have ended already, with values.
+                process.wait(PATIENCE)
             finally:
                 if process.poll() is None:
                     process.terminate()

@@ -1,6 +1,8 @@
 """The C++ tests of the backend's core, built here; under sanitizers with `-m stress`."""
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,14 +29,17 @@ def find_core() -> str:
 
 
 def make(target: str, folder: Path, archive: str = "") -> str:
-    done = subprocess.run(
-        ["make", "-C", str(HERE), target, f"BUILD={folder}", f"ARCHIVE={archive}"],
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
-    return done.stdout
+    command = ["make", "-C", str(HERE), target, f"BUILD={folder}", f"ARCHIVE={archive}"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, errors = process.communicate(timeout=550)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)  # a test that hangs, too
+            raise
+    assert process.returncode == 0, output[-2000:] + errors[-6000:]
+    return output
 
 
 def test_the_core(tmp_path):

@@ -170,6 +170,15 @@ def test_a_call_may_come_back_to_the_worker_that_waits(driver):
 # --- freeing -------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def no_counters(driver):
+    """Wait until the objects of earlier tests are freed: one worker may have to tell another."""
+    deadline = time.monotonic() + 10.0
+    while driver.on(0).run(counters) > 0:
+        assert time.monotonic() < deadline, "an object of an earlier test is still there"
+
+
+@pytest.mark.usefixtures("no_counters")
 def test_a_dropped_reference_frees_its_object(driver):
     counter = driver.on(0).create(Counter)
     assert driver.on(0).run(counters) == 1
@@ -177,6 +186,7 @@ def test_a_dropped_reference_frees_its_object(driver):
     assert driver.on(0).run(counters) == 0
 
 
+@pytest.mark.usefixtures("no_counters")
 def test_a_reference_that_another_worker_holds_keeps_the_object(driver):
     counter = driver.on(0).create(Counter)
     shelf = driver.on(1).create(list)
@@ -202,6 +212,7 @@ def test_a_reference_may_come_back_from_a_worker(driver):
     assert again.add(2) == 2
 
 
+@pytest.mark.usefixtures("no_counters")
 def test_references_are_dropped_if_another_argument_cannot_be_pickled(driver):
     counter = driver.on(0).create(Counter)
     with pytest.raises(UsageError, match="cannot be pickled"):
