@@ -31,11 +31,13 @@
 #include <deque>
 #include <functional>
 #include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
+#include "auto_tuner.h"
 #include "channel.h"
 #include "group.h"
 #include "message_matching.h"
@@ -160,8 +162,9 @@ class PointToPoint {
   std::vector<std::deque<MessagePtr>> pending_sends_;       // found no free cell; by target
   std::vector<std::list<MessagePtr>> rendezvous_sends_;     // announced; by target
   PeerMemory peer_memory_;
-  Messages background_;           // see `progress_in_background`
-  int sleeping_collectives_ = 0;  // threads asleep in a collective
+  std::map<int, AutoTuner> read_tuners_;  // with the sender or alone; by power of two of the bytes
+  Messages background_;                   // see `progress_in_background`
+  int sleeping_collectives_ = 0;          // threads asleep in a collective
   bool stopping_ = false;
   std::atomic<int> unfinished_{0};
   std::atomic<int> waiters_{0};  // threads in `wait`, which make progress
