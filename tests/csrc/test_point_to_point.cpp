@@ -119,13 +119,12 @@ std::vector<char> numbered(size_t bytes) {
 
 }  // namespace
 
-TEST(a_sender_that_waits_sends_pieces_of_a_long_message) {
+// Which of the two copies a piece depends on time.
+TEST(ranks_that_wait_for_each_other_copy_their_messages_together) {
   with_small_pieces([](Group& group) {
-    if (group.is_oversubscribed()) return;
     PointToPoint p2p(group);
     const std::vector<char> expected = numbered(200 * kPieceBytes + 3);
-    uint32_t sent = 0;
-    for (int round = 0; round < 1000 && sent == 0; ++round) {
+    for (int round = 0; round < 50; ++round) {
       std::vector<char> out = expected, in(expected.size());
       MessagePtr send = message(Op::send, 1 - group.rank(), 0, out);
       MessagePtr receive = message(Op::recv, 1 - group.rank(), 0, in);
@@ -134,11 +133,8 @@ TEST(a_sender_that_waits_sends_pieces_of_a_long_message) {
       CHECK(wait_for_error(p2p, receive).empty());
       CHECK(wait_for_error(p2p, send).empty());
       CHECK(in == expected);
-      run_barrier(group);
-      sent = channel_from_0_to_1(group).filled;
-      run_barrier(group);
     }
-    CHECK(sent > 0);
+    run_barrier(group);
   });
 }
 
@@ -157,7 +153,8 @@ void send_late(Group& group, std::vector<char>& data) {
   cell.bytes = cell.count = data.size();
   cell.ticket = kTicket;
   cell.address = reinterpret_cast<uint64_t>(data.data());
-  const size_t stride = sizeof(Cell) + group.layout().cell_bytes;
+  const size_t lines = (sizeof(Cell) + kCacheLine - 1) / kCacheLine;
+  const size_t stride = lines * kCacheLine + group.layout().cell_bytes;
   group.rank_state(0).waiters = 1;
   Claims claims, more;
   bool is_taken = false;
@@ -204,7 +201,7 @@ TEST(a_receiver_gives_up_waiting_for_pieces_of_a_sender_that_stops) {
       receive = message(Op::recv, 0, 0, in);
       p2p.post(receive);
       while (!p2p.test(receive) && channel.claims.load().taken() < kPieces) yield_core();
-      CHECK(!receive->done || in == expected);
+      if (receive->done) CHECK(receive->error.empty() && in == expected);
     } while (receive->done);
     CHECK(!p2p.test(receive));
     CHECK(channel.tickets[kTicket] == kOpen);  // its memory is not read any more
