@@ -82,8 +82,7 @@ enum class Membership : uint32_t { absent, joined, left };
 struct alignas(4096) RankState {
   Flag phase;     // phases of collective calls that this rank has reached
   Flag doorbell;  // incremented by other ranks when a channel of this rank has changed
-  alignas(kCacheLine) std::atomic<uint32_t> waiters{
-      0};  // threads that move messages until one ends
+  alignas(kCacheLine) std::atomic<uint32_t> waiters{0};  // threads that wait for a message
   alignas(kCacheLine) CallInfo calls[2];
   alignas(kCacheLine) pthread_mutex_t lock;  // robust; held as long as this rank lives
   std::atomic<Membership> membership{Membership::absent};

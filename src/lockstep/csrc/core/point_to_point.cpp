@@ -589,6 +589,8 @@ bool PointToPoint::drain_bounce_buffer(int source, BounceReceive& receive) {
   Message& message = *receive.message;
   uint32_t drained = in.drained.load(std::memory_order_relaxed);
   while (drained != in.filled.load(std::memory_order_acquire)) {
+    if (receive.received == count_pieces(message.bytes))
+      throw CommError(group_.format_rank(source) + " wrote invalid sizes into shared memory");
     const Piece piece = piece_from_back(receive.received++, message.bytes);
     copy_bytes(message.data + piece.offset, bounce_buffer(source, rank_, drained), piece.bytes);
     in.drained.store(++drained, std::memory_order_release);
