@@ -1,4 +1,5 @@
 import random
+from typing import Any
 
 import numpy
 import pytest
@@ -82,27 +83,67 @@ def test_a_key_that_does_not_fit_into_a_block_is_refused(order: list[int]) -> No
         assert seeder.seed(pack_key(1), 0) == key(1, 0)
 
 
-seeds = st.integers(0, 2**64 - 1) | st.integers(0, 2**33)
+parts = st.lists(st.integers(0, 2**63 - 1), min_size=1, max_size=3)
+indices = st.integers(0, 12)
 
 
-@given(seeds, seeds)
-def test_python_is_seeded_and_restored_as_by_its_own_functions(seed: int, other: int) -> None:
-    memory = randomness._find_random_memory()
-    assert memory is not None
+@given(parts, st.lists(indices, max_size=12), st.booleans(), st.data())
+def test_python_and_numpy_are_seeded_and_restored_as_by_their_own_functions(
+    prefix: list[int], microbatches: list[int], is_prepared: bool, data: st.DataObject
+) -> None:
+    """For micro-batches in any order, and whatever is drawn in them."""
+    seeder = native_module.load().UnitSeeder([-1, 0] if is_prepared else [])
     with isolated(everything=True):
-        random.seed(other)
-        random.gauss(0, 1)  # normal numbers are drawn in pairs
-        before = random.getstate()
-        restore = memory.remember()
-        randomness.seed_others(seed, native_module.load().seed_twister)
-        seeded = random.getstate()
-        drawn = [random.random() for _ in range(700)]
-        random.seed(seed)
-        assert random.getstate() == seeded
-        assert [random.random() for _ in range(700)] == drawn
-        random.gauss(0, 1)
+        before = randomness.state_of_others()
+        restore = randomness.remembered(everything=True)
+        for microbatch in microbatches:
+            seed = seeder.seed(pack_key(*prefix, microbatch), -1)
+            randomness.seed_others(seed, seeder)
+            seeded = randomness.state_of_others()
+            drawn = [random.gauss(0, 1) for _ in range(3)], numpy.random.standard_normal(3).tolist()
+            restore_seeded = randomness.remembered(everything=True)
+            randomness.seed_others(seed)
+            assert randomness.state_of_others() == seeded
+            again = [random.gauss(0, 1) for _ in range(3)], numpy.random.standard_normal(3).tolist()
+            assert drawn == again
+            restore_seeded()
+            if data.draw(st.booleans()):
+                random.random()
+            for _ in range(data.draw(st.sampled_from([0, 1, 2, 623, 624, 625]))):
+                numpy.random.standard_normal()
+            randomness.seed_others(seed, seeder)
+            if not data.draw(st.booleans()):  # else the next seeds follow without a number drawn
+                numpy.random.standard_normal()
         restore()
-        assert random.getstate() == before
+        assert randomness.state_of_others() == before
+
+
+def test_numpy_is_seeded_after_another_seeder_and_another_generator() -> None:
+    """What a seeder knows of the memory holds only while nobody else has written to it."""
+    one, other = (native_module.load().UnitSeeder([-1]) for _ in range(2))
+
+    def draw(seeder: Any, microbatch: int, is_fast: bool = True) -> float:
+        seed = seeder.seed(pack_key(7, microbatch), -1)
+        randomness.seed_others(seed, seeder if is_fast else None)
+        return float(numpy.random.standard_normal())  # the second one of the pair is kept
+
+    with isolated(everything=True):
+        expected = [draw(one, 0, is_fast=False), draw(one, 1, is_fast=False)]
+        original = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
+        for seeder in (one, other, one, one, other):
+            assert [draw(seeder, 0), draw(seeder, 1)] == expected
+            numpy.random.set_bit_generator(numpy.random.MT19937(3))  # type: ignore[attr-defined]
+            assert [draw(seeder, 0), draw(seeder, 1)] == expected
+            numpy.random.set_bit_generator(original)  # type: ignore[attr-defined]
+
+
+def test_a_prefix_without_a_microbatch_is_refused() -> None:
+    seeder = native_module.load().UnitSeeder([-1])
+    with isolated(everything=True):
+        seed = seeder.seed(b"", -1)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the prefix has no micro-batch"):
+                randomness.seed_others(seed, seeder)
 
 
 def test_another_memory_of_python_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,9 +155,11 @@ def test_another_memory_of_python_is_not_touched(monkeypatch: pytest.MonkeyPatch
     try:
         assert randomness._find_random_memory() is None
         with isolated(everything=True):
-            randomness.seed_others(5, native_module.load().seed_twister)
+            seeder = native_module.load().UnitSeeder([-1])
+            seed = seeder.seed(pack_key(5), -1)
+            randomness.seed_others(seed, seeder)
             drawn = random.random()
-            random.seed(5)
+            random.seed(seed)
             assert random.random() == drawn
     finally:
         randomness._find_random_memory.cache_clear()

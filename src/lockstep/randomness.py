@@ -21,7 +21,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy
 import torch
@@ -29,7 +29,7 @@ import torch
 from lockstep.devices import default_generator, is_accelerator
 
 __all__ = [
-    "SeedTwister",
+    "TwisterSeeder",
     "global_states",
     "isolated",
     "key",
@@ -47,8 +47,18 @@ __all__ = [
 ]
 
 
-SeedTwister = Callable[[int, int], None]
-"""Seeds the Mersenne Twister at an address as `random.seed` does."""
+class TwisterSeeder(Protocol):
+    """Seeds generators in memory with the seed of torch's generator; part of `UnitSeeder`."""
+
+    def seed_python(self, address: int, /) -> None:
+        """Seed the generator of Python as `random.seed` does."""
+
+    def seed_numpy(self, address: int, /) -> bool:
+        """Seed the generator of numpy as `numpy.random.seed` does.
+
+        Returns:
+            False, without any effect, if numbers were drawn since the function was last called.
+        """
 
 
 def key(*parts: int) -> int:
@@ -99,20 +109,22 @@ def seed_generator(prefix: bytes, unit: int, call: int = 0) -> int:
     return seed
 
 
-def seed_others(seed: int, seed_twister: SeedTwister | None = None) -> None:
+def seed_others(seed: int, seeder: TwisterSeeder | None = None) -> None:
     """Seed `random` and numpy's global generator, as `seed_all` does.
 
     Args:
         seed: The seed.
-        seed_twister: The function of the native module that seeds a Mersenne Twister in memory;
-            None to call `random.seed`, which takes twice as long.
+        seeder: The part of the native module that seeds generators in memory with `seed`; None to
+            call their own functions, which take four times as long.
     """
-    memory = None if seed_twister is None else _find_random_memory()
-    if memory is None or seed_twister is None:
+    if seeder is None or (memory := _find_random_memory()) is None:
         random.seed(seed)
     else:
-        memory.seed(seed, seed_twister)
-    numpy.random.seed(seed & 0xFFFF_FFFF)
+        memory.seed(seeder)
+    if seeder is None or (numpy_memory := _find_numpy_memory()) is None:
+        numpy.random.seed(seed & 0xFFFF_FFFF)
+    else:
+        numpy_memory.seed(seeder, seed)
 
 
 def seed_torch(seed: int, device: torch.device | None = None) -> None:
@@ -221,9 +233,9 @@ class _RandomMemory:
         """Return a copy: the position in the words, and the words."""
         return ctypes.string_at(self._address, MEMORY_BYTES)
 
-    def seed(self, seed: int, seed_twister: SeedTwister) -> None:
+    def seed(self, seeder: TwisterSeeder) -> None:
         """Seed the generator, as `random.seed` does."""
-        seed_twister(self._address, seed)
+        seeder.seed_python(self._address)
         self._generator.gauss_next = None
 
     def remember(self) -> Callable[[], None]:
@@ -256,38 +268,73 @@ def _remember_random() -> Callable[[], None]:
     return partial(random.setstate, random.getstate()) if memory is None else memory.remember()
 
 
-def _remember_numpy() -> Callable[[], None]:
-    """Return a function that restores the present state of numpy's global generator.
+class _NumpyMemory:
+    """The memory of numpy's global generator.
 
-    numpy's own functions take 140 us to get and set a state; copying its memory takes 5 us.
+    Its own functions take 140 us to get and set a state; copies of the memory take 5 us.
     """
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+        self._address = generator.ctypes.state_address
+        self._restored = b""  # the last memory that was restored, which needs no second number
+
+    def seed(self, seeder: TwisterSeeder, seed: int) -> None:
+        """Seed the generator, as `numpy.random.seed` does."""
+        with self._generator.lock:
+            is_seeded = seeder.seed_numpy(self._address)
+        if not is_seeded:
+            numpy.random.seed(seed & 0xFFFF_FFFF)
+
+    def remember(self) -> Callable[[], None]:
+        """Return a function that restores the present state."""
+        address, generator = self._address, self._generator
+        memory = ctypes.string_at(address, MEMORY_BYTES)
+
+        def restore() -> None:
+            if numpy.random.get_bit_generator() is not generator:  # type: ignore[attr-defined]
+                numpy.random.set_bit_generator(generator)  # type: ignore[attr-defined]
+            numpy.random.seed(0)  # drops a cached second number
+            with generator.lock:
+                ctypes.memmove(address, memory, MEMORY_BYTES)
+            self._restored = memory
+
+        # Normal numbers are drawn in pairs, and the second one is cached outside of this memory. If
+        # there is one, drawing it does not change the memory.
+        if memory == self._restored:
+            return restore
+        second = numpy.random.standard_normal()
+        if ctypes.string_at(address, MEMORY_BYTES) == memory:
+            state: Any = numpy.random.get_state(legacy=False)
+            state |= {"has_gauss": 1, "gauss": second}
+            restore = partial(numpy.random.set_state, state)
+        restore()
+        return restore
+
+
+def _find_numpy_memory() -> _NumpyMemory | None:
+    """Return the memory of numpy's global generator; None if it is another generator."""
     generator: Any = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(generator) is not numpy.random.MT19937 or not _is_memory_known():
-        return partial(numpy.random.set_state, numpy.random.get_state(legacy=False))
-    address = generator.ctypes.state_address
-    memory = ctypes.string_at(address, MEMORY_BYTES)
+        return None
+    return _make_numpy_memory(generator)
 
-    def restore() -> None:
-        if numpy.random.get_bit_generator() is not generator:  # type: ignore[attr-defined]
-            numpy.random.set_bit_generator(generator)  # type: ignore[attr-defined]
-        numpy.random.seed(0)  # drops a cached second number
-        with generator.lock:
-            ctypes.memmove(address, memory, MEMORY_BYTES)
 
-    # Normal numbers are drawn in pairs, and the second one is cached outside of this memory. If
-    # there is one, drawing it does not change the memory.
-    second = numpy.random.standard_normal()
-    if ctypes.string_at(address, MEMORY_BYTES) == memory:
-        state: Any = numpy.random.get_state(legacy=False)
-        state |= {"has_gauss": 1, "gauss": second}
-        restore = partial(numpy.random.set_state, state)
-    restore()
-    return restore
+@functools.lru_cache(maxsize=1)
+def _make_numpy_memory(generator: Any) -> _NumpyMemory:
+    return _NumpyMemory(generator)
+
+
+def _remember_numpy() -> Callable[[], None]:
+    """Return a function that restores the present state of numpy's global generator."""
+    if (memory := _find_numpy_memory()) is not None:
+        return memory.remember()
+    return partial(numpy.random.set_state, numpy.random.get_state(legacy=False))
 
 
 @functools.cache
 def _is_memory_known() -> bool:
-    """Return whether this numpy keeps the state of MT19937 as `_remember_numpy` expects."""
+    """Return whether this numpy keeps the state of MT19937 as `_NumpyMemory` expects."""
     generator = numpy.random.MT19937(1)
     expected = generator.state["state"]
     memory = ctypes.string_at(generator.ctypes.state_address, MEMORY_BYTES)

@@ -31,7 +31,7 @@ from lockstep.comm.activity import publish
 from lockstep.devices import default_generator, is_accelerator
 from lockstep.model.compilation import mark_as_plain
 from lockstep.randomness import (
-    SeedTwister,
+    TwisterSeeder,
     pack_key,
     remembered,
     seed_generator,
@@ -81,12 +81,13 @@ class Units:
         self._model, self._seed, self._device = model, seed, device
         self._accelerator = default_generator(device) if is_accelerator(device) else None
         self._seed_cpu: Callable[[bytes, int, int], int] = seed_generator
-        self._seed_twister: SeedTwister | None = None
+        self._seeder: TwisterSeeder | None = None
         if native_module.reason_unavailable() is None:
             called = [number for number, unit in enumerate(self.modules) if unit is not None]
             order = [BEFORE, *called, len(self.modules)]
             native = native_module.load()
-            self._seed_cpu, self._seed_twister = native.UnitSeeder(order).seed, native.seed_twister
+            self._seeder = seeder = native.UnitSeeder(order)
+            self._seed_cpu = seeder.seed
         self._before_here = list(before or [0] * len(self.modules))
         self._now: UnitCalls | None = None
 
@@ -144,7 +145,7 @@ class Units:
         publish(f"micro-batch {microbatch} of {about}")
         key = pack_key(self._seed, step, microbatch)
         self._now = UnitCalls(key, [[] for _ in self.modules], last_call)
-        seed_others(self._seed_unit(BEFORE), self._seed_twister)
+        seed_others(self._seed_unit(BEFORE), self._seeder)
 
     def begin_loss(self, last_call: int | None = None) -> None:
         """Seed the generators for the loss, after the given call of the first unit.

@@ -328,10 +328,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::arg("size"), py::arg("timeout"), py::arg("name"), py::arg("ranks"));
   py::class_<UnitSeeder>(module, "UnitSeeder")
       .def(py::init<std::vector<int64_t>>(), py::arg("units"))
-      .def("seed", &UnitSeeder::seed, py::arg("prefix"), py::arg("unit"), py::arg("call") = 0);
-  module.def("seed_twister", &seed_twister, py::arg("address"), py::arg("seed"));
+      .def("seed", &UnitSeeder::seed, py::arg("prefix"), py::arg("unit"), py::arg("call") = 0)
+      .def("seed_python", &UnitSeeder::seed_python, py::arg("address"))
+      .def("seed_numpy", &UnitSeeder::seed_numpy, py::arg("address"));
   module.def("accumulate_gradients", &accumulate_gradients, py::arg("parameters"),
              py::arg("siblings"), py::arg("outs"), py::call_guard<py::gil_scoped_release>());
+  module.def("compute_norms", &compute_norms, py::arg("gradients"),
+             py::call_guard<py::gil_scoped_release>());
   py::class_<GradientPlaces>(module, "GradientPlaces")
       .def(py::init<std::vector<std::optional<at::Tensor>>>(), py::arg("places"))
       .def("begin", &GradientPlaces::begin)
