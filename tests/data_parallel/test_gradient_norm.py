@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from lockstep.comm import native_module
 from lockstep.data_parallel.gradient_norm import (
     clip_gradients_,
     compute_norm,
@@ -52,6 +53,26 @@ def test_each_block_has_the_bits_of_its_own_norm(dtype):
         for block in (gradient.split(65_536) if len(gradient) else ())
     ]
     assert compute_squares(random_gradients(dtype)) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("permuted", [False, True])
+def test_short_gradients_have_the_same_bits_without_the_native_module(monkeypatch, dtype, permuted):
+    shapes = [(1,), (10,), (64, 64), (10, 64), (3, 5, 7), (65_536,)]
+    short = [torch.randn(shape).to(dtype) for shape in shapes]
+    if permuted:
+        short[2] = short[2].t()
+    native, calls = native_module.load().compute_norms, []
+    monkeypatch.setattr(
+        native_module.load(), "compute_norms", lambda given: calls.append(1) or native(given)
+    )
+    found = compute_squares(short)
+    assert calls
+    assert (native(short) is None) == permuted
+    assert found == [float(torch.linalg.vector_norm(each)) ** 2 for each in short]
+    monkeypatch.setattr(native_module, "reason_unavailable", lambda: "not built")
+    assert compute_squares(short) == found
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4, 20])

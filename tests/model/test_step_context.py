@@ -25,3 +25,29 @@ def test_a_share_as_gradient_has_the_bits_of_a_scaled_loss(dtype):
             root.backward(gradient)
             found.append(weight.grad)
         assert torch.equal(*found)
+
+
+def test_a_hook_that_writes_to_the_gradient_of_a_loss_does_not_change_the_next_one():
+    step = StepContext(Attempt(0, 0, 0), Plain())  # type: ignore[arg-type]
+    for share in (0.25, 0.25, 0.5, 0.25):
+        weight = torch.ones(2, requires_grad=True)
+        loss = weight.sum()
+        loss.register_hook(lambda gradient: gradient.mul_(3))
+        root, gradient = step.find_root(loss, share)
+        assert gradient is not None
+        assert gradient.item() == share
+        root.backward(gradient)
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [3 * share] * 2
+
+
+def test_losses_of_another_shape_or_dtype_have_their_own_gradients():
+    step = StepContext(Attempt(0, 0, 0), Plain())  # type: ignore[arg-type]
+    for shape in ((), (1,), (1, 1), ()):
+        for dtype in (torch.float32, torch.float64):
+            loss = torch.ones(shape, dtype=dtype, requires_grad=True)
+            _, gradient = step.find_root(loss, 0.5)
+            assert gradient is not None
+            assert (gradient.shape, gradient.dtype) == (loss.shape, loss.dtype)
+            gradient_again = step.find_root(loss, 0.5)[1]
+            assert gradient_again is gradient

@@ -409,7 +409,8 @@ def _copied_spans(
         return [_copied(data) for _ in spans]
     if isinstance(data, torch.Tensor) and len(spans) > 1 and _have_aligned_cuts(data, spans):
         # One copy for all. The parts are no views for autograd: each has a version of its own.
-        whole = data[spans[0].start : spans[-1].stop].clone()
+        first, last = spans[0].start, spans[-1].stop
+        whole = data.clone() if last - first == len(data) else data[first:last].clone()
         return list(torch.unsafe_split_with_sizes(whole, [len(span) for span in spans]))
     return [_copied(data[span.start : span.stop]) for span in spans]
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from lockstep.comm import native_module
 from lockstep.comm.memory_format import in_memory_order
 
 __all__ = [
@@ -60,8 +61,12 @@ def compute_squares(
     counts = [-(-gradient.numel() // BLOCK) for gradient in gradients]
     whole = sum(counts)
     if parts == 1 and counts.count(1) == whole > 0 and len({each.dtype for each in gradients}) == 1:
-        vectors = [in_memory_order(each) for each in gradients if each.numel()]
-        return [each * each for each in _read(_compute_short_norms(vectors))]
+        norms_of_all = None
+        if native_module.reason_unavailable() is None:  # in a fifth of the time
+            norms_of_all = native_module.load().compute_norms(gradients)
+        if norms_of_all is None:
+            norms_of_all = _read(_compute_short_norms([*map(in_memory_order, gradients)]))
+        return [each * each for each in norms_of_all]
     lowest, highest = whole * part // parts, whole * (part + 1) // parts
     norms: list[torch.Tensor] = []  # read at once: each read waits for an accelerator
     short: list[torch.Tensor] = []  # gradients of one block, whose norms one call computes

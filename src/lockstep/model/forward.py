@@ -106,7 +106,8 @@ def compute_loss(
             f"targets {_describe(targets)}: {type(error).__name__}: {_first_line(error)}"
         ) from error
     value = _find_loss(value, place)
-    if value is None or isinstance(value, (tuple, list, Mapping)):
+    is_tensor = isinstance(value, torch.Tensor)  # asked first: it is by far the fastest question
+    if not is_tensor and (value is None or isinstance(value, (tuple, list, Mapping))):
         advice = "return the loss first, or alone"
         if isinstance(value, Mapping):
             advice = 'return the loss alone, or under the key "loss"'
@@ -144,9 +145,11 @@ def check_scalar(loss: object, place: str) -> None:
 def call_model(model: nn.Module, data: Any, place: str) -> Any:
     """Call a module with a mapping of arguments, a sequence of arguments, or one argument."""
     try:
-        if isinstance(data, Mapping):
-            return model(**data)
-        return model(*data) if isinstance(data, (tuple, list)) else model(data)
+        if isinstance(data, (tuple, list)):
+            return model(*data)
+        if isinstance(data, torch.Tensor) or not isinstance(data, Mapping):
+            return model(data)
+        return model(**data)
     except Exception as error:
         if is_limit_error(error):
             raise UsageError(f"{place}: {TOO_MANY_SHAPES}") from error

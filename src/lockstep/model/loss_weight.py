@@ -161,7 +161,7 @@ def count_ignored_targets(loss: object, data: Any) -> int:
     if targets is None or targets.is_floating_point():
         return 0
     ignored = _option(loss, "ignore_index", IGNORED_BY_DEFAULT)
-    if ignored < 0 and targets.numel() and targets.min() >= 0:
+    if ignored < 0 and targets.numel() and targets.min().item() >= 0:
         return 0  # the usual case, found in half the time
     return int((targets == ignored).sum())
 

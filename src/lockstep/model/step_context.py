@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -39,7 +40,7 @@ from lockstep.errors import LossError
 from lockstep.model.forward import check_scalar
 from lockstep.model.loss_weight import compute_shares, count_ignored_targets, is_sum
 from lockstep.model.operator_call import Phase
-from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.parallel_context import NOTHING, ParallelContext
 
 __all__ = [
     "IGNORED_TARGETS",
@@ -142,8 +143,7 @@ class StepLabel:
             require_same_batch([each.decode() for each in labels], self.step)
 
 
-@dataclass(frozen=True)
-class MicrobatchResult:
+class MicrobatchResult(NamedTuple):
     """The results of one micro-batch.
 
     Attributes:
@@ -158,7 +158,7 @@ class MicrobatchResult:
     size: int
     share: float
     loss: float
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass
@@ -176,9 +176,8 @@ class ComputedMicrobatch:
         for each in self.losses:
             loss += float(each)
         metrics = {name: float(value) for name, value in self.metrics.items()}
-        return MicrobatchResult(
-            self.microbatch.index, self.microbatch.size, self.share, loss, metrics
-        )
+        index, size = self.microbatch.index, self.microbatch.size
+        return MicrobatchResult(index, size, self.share, loss, metrics)
 
 
 class Span(NamedTuple):
@@ -290,6 +289,8 @@ class StepContext:
     stopped: str = ""
     is_agreed: bool = False
     begun: float = 0.0
+    # The gradient of the last loss, its value and its version.
+    _root_gradient: tuple[torch.Tensor | None, float, int] = (None, 0.0, 0)
 
     @property
     def number(self) -> int:
@@ -308,7 +309,7 @@ class StepContext:
 
     def in_phase(self, phase: Phase) -> AbstractContextManager[None]:
         """Return the context of a phase of the step, in which operators may be recorded."""
-        return nullcontext() if self.phase_recorder is None else self.phase_recorder(phase)
+        return NOTHING if self.phase_recorder is None else self.phase_recorder(phase)
 
     def place(self, microbatch: int) -> str:
         """Return the rank, the step and the micro-batch, for messages."""
@@ -355,9 +356,18 @@ class StepContext:
         The bits are the same as with `scale_loss`. Without a loss scale the share is the gradient,
         so the graph needs no multiplication.
         """
-        if self.parallel.loss_scale is None and loss.is_floating_point():
-            return loss, torch.full_like(loss, share)
-        return self.scale_loss(loss, share), None
+        if self.parallel.loss_scale is not None or not loss.is_floating_point():
+            return self.scale_loss(loss, share), None
+        known, value, version = self._root_gradient
+        if (
+            known is None
+            or value != share
+            or known._version != version  # a hook wrote to it
+            or (known.shape, known.dtype, known.device) != (loss.shape, loss.dtype, loss.device)
+        ):
+            known = torch.full_like(loss, share)
+            self._root_gradient = known, share, known._version
+        return loss, known
 
     def _shares(self, batch: Batch, given: Any) -> tuple[Mapping[int, float], int]:
         parallel = self.parallel

@@ -399,13 +399,22 @@ def describe_run(
 class _Sums:
     """The exact sums of an epoch so far; exact so that resuming changes no bit."""
 
-    loss: Fraction = Fraction(0)
+    numerator: int = 0  # of the loss
+    denominator: int = 1  # a power of two
     metrics: dict[str, tuple[Fraction, int]] = field(default_factory=dict)
     samples: int = 0
     seconds: float = 0.0
 
+    @property
+    def loss(self) -> Fraction:
+        return Fraction(self.numerator, self.denominator)
+
     def add(self, result: StepResult) -> None:
-        self.loss += Fraction(result.loss) * result.samples
+        numerator, denominator = result.loss.as_integer_ratio()
+        if denominator > self.denominator:
+            self.numerator *= denominator // self.denominator
+            self.denominator = denominator
+        self.numerator += numerator * result.samples * (self.denominator // denominator)
         for name, value in result.metrics.items():
             total, samples = self.metrics.get(name, (Fraction(0), 0))
             self.metrics[name] = total + Fraction(value) * result.samples, samples + result.samples
@@ -423,7 +432,8 @@ class _Sums:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> _Sums:
         metrics = {name: (Fraction(value), n) for name, (value, n) in state["metrics"].items()}
-        return cls(Fraction(state["loss"]), metrics, state["samples"], state["seconds"])
+        loss = Fraction(state["loss"])
+        return cls(*loss.as_integer_ratio(), metrics, state["samples"], state["seconds"])
 
 
 def describe_step(result: StepResult) -> dict[str, Any]:

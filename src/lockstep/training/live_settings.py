@@ -75,7 +75,9 @@ class LiveSettings:
         self._own: set[str] = set()
         self._before: list[Any] | None = None
         self._hashed: tuple[list[Any], str] = ([], "")
-        if self._is_alone and membership() is None:
+        # Whether there is nothing to compare with, at any time.
+        self._is_single = dist.get_world_size(group) == 1 and membership() is None
+        if self._is_single:
             return
         for root, module in modules.items():
             for path, part in module.named_modules(prefix=root):
@@ -87,12 +89,10 @@ class LiveSettings:
             for path, parameter in module.named_parameters(prefix=root):
                 self._parameters[f"{path}.requires_grad"] = parameter
 
-    @property
-    def _is_alone(self) -> bool:
-        return dist.get_world_size(self._group) == 1
-
     def begin(self) -> None:
         """Read the settings before the micro-batches of a step."""
+        if self._is_single:
+            return
         if self._before is not None:  # the previous step was left by an exception
             self._note_changes(self._before)
         self._before = self._read()
@@ -104,7 +104,7 @@ class LiveSettings:
             A hash of the settings at the beginning of the step and of the optimizer's current
             options; "" if there is only one rank.
         """
-        if self._is_alone:
+        if self._is_single or dist.get_world_size(self._group) == 1:
             return ""
         before = self._read() if self._before is None else self._before
         self._note_changes(before)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -30,6 +30,7 @@ from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.autograd_engine import run_backward
 from lockstep.model.batch_norm import explain_batch_norm, warn_of_batch_norm
 from lockstep.model.buffers import Buffers
+from lockstep.model.parallel_context import NOTHING
 from lockstep.model.step_context import ComputedMicrobatch, StepContext
 from lockstep.model.units import Units
 from lockstep.training.history import StepResult
@@ -144,7 +145,7 @@ class MicrobatchLoop:
             self._current.metrics.update(metrics)
         with self.step.parallel.without_autocast():
             root, gradient = self.step.find_root(loss, self._current.share)
-            watched = self._watch_backward(root) if final else nullcontext()
+            watched = self._watch_backward(root) if final else NOTHING
             with watched, self._checkpointing.explain_errors():
                 run_backward(root, gradient, retain_graph)
 
@@ -171,9 +172,9 @@ class MicrobatchLoop:
         assert self._current is not None
         leaf = self._current.microbatch.index
         if self.step.observe_microbatch is not None:  # it reads gradients after backward
-            return nullcontext()
+            return NOTHING
         if not self.gradients.can_launch_early or leaf != self.step.batch.microbatches[-1].index:
-            return nullcontext()
+            return NOTHING
         return self.gradients.watch_backward(loss, leaf)
 
 

@@ -257,8 +257,10 @@ class OptimizerStep:
         assert step.batch is not None
         leaves = step.batch.leaves
         begun = time.perf_counter()
-        mine = summarize(status, self._place(leaves))
-        summary = exchange_statuses(mine, step.label, self.parallel.group)
+        place = self._place(leaves)
+        summary = summarize(status, place)
+        if place.ranks > 1:
+            summary = exchange_statuses(summary, step.label, self.parallel.group)
         exchanged = time.perf_counter()
         step.is_agreed = True
         self._check(step, summary)
