@@ -46,12 +46,12 @@ Layout Layout::choose(int ranks) {
   const uint64_t n = static_cast<uint64_t>(ranks);
   Layout layout;
   layout.ranks = static_cast<uint32_t>(ranks);
-  // The data in flight should stay in the caches: about 6 MiB of staging buffers in all,
+  // The data in flight should stay in the caches: at most 6 MiB of staging buffers in all,
   // for any number of ranks.
   layout.slot_bytes =
       size_from_env("LOCKSTEP_SLOT_BYTES", clamp_to_lines(16 << 10, (256 << 10) / n, 64 << 10));
   layout.staging_bytes =
-      size_from_env("LOCKSTEP_STAGING_BYTES", clamp_to_lines(64 << 10, (2 << 20) / n, 1 << 20));
+      size_from_env("LOCKSTEP_STAGING_BYTES", clamp_to_lines(64 << 10, (2 << 20) / n, 512 << 10));
   layout.cells = n <= 8 ? 16 : 8;
   layout.cell_bytes =
       size_from_env("LOCKSTEP_CELL_BYTES", clamp_to_lines(256, (64 << 10) / (n * n), 8 << 10));
