@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.comm import backend, native_module
-from lockstep.launcher import fork_server, stacks
+from lockstep.launcher import fork_server, fork_server_main, stacks
 from lockstep.launcher.channel import Channel, open_channel, open_pair, read_memfd, write_memfd
 from lockstep.launcher.huge_pages import collapse_memory
 
@@ -269,8 +269,7 @@ def serve(descriptor: int) -> NoReturn:
     """Be the template: fork programs until the tests' process closes its socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()  # a third of the time of imports
-    for name in PRELOADED:
-        importlib.import_module(name)
+    fork_server_main.import_for_ranks(PRELOADED)
     backend.available()
     gc.enable()
     gc.freeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 import lockstep as ls
@@ -124,10 +126,55 @@ def test_a_rank_finalizes_what_it_made_and_nothing_of_its_parent(tmp_path):
         assert [each.name for each in tmp_path.glob("*-*")] == [os.path.basename(folder)]
 
 
-def test_ranks_find_imported_what_init_needs_and_those_that_train_the_trainer():
+def train() -> set[str]:
+    """Train one step; return the modules that were imported since the start of the rank."""
+    before = {*sys.modules}
+    ls.init()
+    model, loss = torch.nn.Linear(2, 1), torch.nn.MSELoss()
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    ls.Trainer(model, loss, sgd, microbatches=2, loggers=(), progress=False).step(
+        (torch.ones(4, 2), torch.ones(4, 1))
+    )
+    return {*sys.modules} - before
+
+
+def test_ranks_that_train_find_imported_what_they_need():
     get_fork_server(for_training=True)
     expected = {"lockstep.native.binding", "lockstep.training.trainer"}
     assert ls.launch(lambda: expected <= {*sys.modules}) == [True]
+    assert ls.launch(train, nprocs=2) == [set(), set()]
+
+
+def test_ranks_find_emptied_what_joining_empties():
+    """Emptied in a rank, the caches of torch's compiler would be copied first."""
+    get_fork_server(for_training=True)
+
+    def count() -> int:
+        rules = sys.modules["torch._dynamo.trace_rules"]
+        return int(rules.get_torch_obj_rule_map.cache_info().currsize)
+
+    assert ls.launch(count) == [0]
+
+
+@pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
+def test_a_rank_maps_the_buffers_of_long_messages_when_it_sends_one():
+    def count_mapped() -> int:
+        """Return the resident KiB of the group's shared memory."""
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+        (at,) = [number for number, line in enumerate(lines) if "lockstep-group" in line]
+        rss = next(line for line in lines[at:] if line.startswith("Rss:"))
+        return int(rss.split()[1])
+
+    def exchange() -> tuple[int, int]:
+        ls.init()
+        torch.distributed.barrier()
+        before = count_mapped()
+        torch.distributed.all_reduce(torch.ones(1 << 20))
+        return before, count_mapped()
+
+    for before, after in ls.launch(exchange, nprocs=2):
+        assert before < 512
+        assert after > 2 * before
 
 
 @pytest.mark.skipif(not backend.available(), reason="the extension is not built here")

@@ -243,12 +243,18 @@ def _ignored(value: Any) -> set[str]:
 
 def _has_parts(value: Any) -> bool:
     """Return whether the parts of a value are described one by one."""
-    if isinstance(value, Mapping):
-        return any(_has_parts(each) for each in value.values())
+    # Asked first, because the first question whether a class is a Mapping visits hundreds of
+    # classes, each in memory that a forked rank then copies.
+    if isinstance(value, (nn.Module, FunctionType, MethodType, partial)):
+        return True
+    if type(value) in PLAIN | {str} or isinstance(
+        value, (type, BuiltinFunctionType, MethodDescriptorType, torch.Tensor)
+    ):
+        return False
     if isinstance(value, (list, tuple)):
         return any(_has_parts(each) for each in value)
-    if isinstance(value, (type, BuiltinFunctionType, MethodDescriptorType, torch.Tensor)):
-        return False
+    if isinstance(value, Mapping):
+        return any(_has_parts(each) for each in value.values())
     return callable(value) or isinstance(value, LRScheduler)
 
 

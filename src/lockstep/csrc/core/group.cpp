@@ -57,7 +57,8 @@ Group::Group(int rank, int size, std::shared_ptr<Segment> segment, GroupInfo inf
     throw CommError("rank 0 created group " + info_.name + " with " +
                     std::to_string(layout_.ranks) + " ranks, but " + format_rank(rank) +
                     " expects " + std::to_string(size));
-  segment_->prefault(0, layout_.total());
+  // Pages for long messages are mapped when they are first used; many groups never do.
+  segment_->prefault(0, layout_.staging_buffer(0, 0));
   RankState& own = rank_state(rank_);
   int32_t first = 0;
   if (!own.pid.compare_exchange_strong(first, getpid()))
