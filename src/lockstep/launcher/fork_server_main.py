@@ -36,6 +36,7 @@ import socket
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
@@ -437,6 +438,10 @@ def serve(channel: Channel, launcher: int, sigterm_handler: Handler) -> NoReturn
         launcher: Its process id.
         sigterm_handler: The ranks' handler of SIGTERM, from `ignore_sigterm`.
     """
+    # Ranks must not finalize objects of this process, such as a temporary folder, when they exit.
+    # torch alone has hundreds of finalizers, which would copy pages for 50 ms in every rank.
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
     process = Server(channel, launcher, sigterm_handler).serve()
     if process is None:
         os._exit(0)  # destroying torch's modules takes a second

@@ -31,7 +31,6 @@ import tempfile
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -294,10 +293,6 @@ def _set_up_interpreter(message: Message) -> None:
         # libgomp read the variable before the fork.
         sys.modules["torch"].set_num_threads(int(threads))
     tempfile.tempdir = None  # TMPDIR may have been read before the fork
-    # This process must not finalize objects of its parent, such as a temporary folder. torch
-    # alone has hundreds of finalizers, which would copy pages for 50 ms in every rank at exit.
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False
     # Without a new seed every rank would draw the same numbers. If the module is not imported
     # yet, leave that to its first use: the import takes 15 ms in a rank.
     if "numpy.random" in sys.modules:
