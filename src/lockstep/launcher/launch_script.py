@@ -193,10 +193,6 @@ def _launch(
             raise
         finally:
             _terminate(ranks, requests)
-        if (
-            error is None and ranks.has_stopped
-        ):  # a batch system asks all processes, and this one perhaps last
-            requests.append(signal.SIGTERM)
     _report_log_errors(ranks)
     if error is not None:
         error = _show_failure(ranks, error)
