@@ -182,6 +182,23 @@ def test_sigterm_to_every_process_of_a_job_leaves_what_the_ranks_need(tmp_path):
     assert all((tmp_path / f"saved{rank}").exists() for rank in range(2))
 
 
+def test_sigterm_to_a_launcher_whose_ranks_have_stopped_is_too_late(tmp_path):
+    """The ranks of a job may end before the launcher gets its signal."""
+    (tmp_path / "train.py").write_text("import sys; sys.exit(75)")
+    program = (
+        "import os, signal; from lockstep.cli import main;"
+        "from lockstep.launcher import launch_script;"
+        "release = launch_script.release_run;"
+        "launch_script.release_run = lambda path: os.kill(os.getpid(), signal.SIGTERM) "
+        "or print('signaled') or release(path);"
+        "main()"
+    )
+    command = [sys.executable, "-c", program, "run", "-n", "2", "train.py"]
+    ended = warm.run(command, cwd=tmp_path, text=True, timeout=60)
+    assert (ended.stdout, ended.returncode) == ("signaled\n", 75)
+    assert ended.stderr.endswith(continue_with(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("stop", "status", "said"),
     [

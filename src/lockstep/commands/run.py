@@ -241,7 +241,8 @@ def command(script: str | None, arguments: tuple[str, ...], **options: Any) -> N
         script, arguments = recall_command(options)
     try:
         config = make_config(script, arguments, options)
-        sys.exit(launch_elastic(config) if config.is_elastic else launch_script(config))
+        launch = launch_elastic if config.is_elastic else launch_script
+        sys.exit(launch(config, exits=True))
     except Interrupted as interruption:
         sys.exit(interruption.exit_status)
 

@@ -47,7 +47,7 @@ Watch = Callable[[RankSupervisor, Rounds, Path | None], None]
 """Called with the supervisor of the ranks and the run's folder when the first ranks start."""
 
 
-def launch_elastic(config: LaunchConfig, watch: Watch | None = None) -> int:
+def launch_elastic(config: LaunchConfig, watch: Watch | None = None, *, exits: bool = False) -> int:
     """Run what `config` describes, with `config.min_nprocs` ranks or more, and wait for it.
 
     On a host other than 0, the launcher is an agent of the one of host 0.
@@ -55,6 +55,7 @@ def launch_elastic(config: LaunchConfig, watch: Watch | None = None) -> int:
     Args:
         config: The program and the options of the launch.
         watch: Called with the supervisor of the ranks; not on a host other than 0.
+        exits: As for `launch_script`.
 
     Returns:
         As `launch_script`.
@@ -64,7 +65,7 @@ def launch_elastic(config: LaunchConfig, watch: Watch | None = None) -> int:
         Interrupted: As for `launch_script`.
     """
     if config.node_rank > 0:
-        return launch_script(config, _start_agent)
+        return launch_script(config, _start_agent, exits=exits)
     status, reason = 1, "host 0 has failed"
     with ExitStack() as opened:
 
@@ -77,7 +78,7 @@ def launch_elastic(config: LaunchConfig, watch: Watch | None = None) -> int:
             return ranks
 
         try:
-            status, reason = launch_script(config, start), ""
+            status, reason = launch_script(config, start, exits=exits), ""
         except Interrupted as interruption:
             has_stopped = interruption.has_stopped
             status, reason = STOPPED if has_stopped else interruption.exit_status, ""

@@ -126,13 +126,19 @@ class RunFolder:
 
 
 def launch_script(
-    config: LaunchConfig, start: Callable[[LaunchConfig, RunFolder], RankSupervisor] | None = None
+    config: LaunchConfig,
+    start: Callable[[LaunchConfig, RunFolder], RankSupervisor] | None = None,
+    *,
+    exits: bool = False,
 ) -> int:
     """Run what `config` describes and wait for it; no process remains afterwards.
 
     Args:
         config: The configuration of the launch.
         start: Function that starts the ranks; None for `start_ranks`.
+        exits: Whether this process exits afterwards. It ignores signals from the time at which
+            the ranks have stopped on request: a batch system that signals every process of a job
+            may reach this one last.
 
     Returns:
         The exit status: 0, or 75 if the ranks stopped on request and can be resumed.
@@ -150,7 +156,7 @@ def launch_script(
     has_stopped = False
     try:
         folder.record(None)
-        status = _launch(config, folder, start or start_ranks)
+        status = _launch(config, folder, start or start_ranks, exits)
         has_stopped = status == STOPPED
     except (LockstepError, Interrupted) as error:
         status = error.exit_status
@@ -173,6 +179,7 @@ def _launch(
     config: LaunchConfig,
     folder: RunFolder,
     start: Callable[[LaunchConfig, RunFolder], RankSupervisor],
+    exits: bool,
 ) -> int:
     with reports_on_request(), _interruptible() as requests:
         ranks = start(config, folder)
@@ -193,6 +200,8 @@ def _launch(
             raise
         finally:
             _terminate(ranks, requests)
+        if exits and error is None and ranks.has_stopped:
+            requests.append(signal.SIGTERM)
     _report_log_errors(ranks)
     if error is not None:
         error = _show_failure(ranks, error)
