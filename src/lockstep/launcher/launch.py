@@ -340,20 +340,20 @@ def _call_in_this_process(
 def _start(
     fn: Callable[..., Any], args: Sequence[Any], nprocs: int, start_method: str, pass_rank: bool
 ) -> RankSupervisor:
-    pickles = [_pickle(fn, (rank, *args) if pass_rank else args) for rank in range(nprocs)]
-    server = _get_fork_server(start_method, pickles[0])
+    pickled = _pickle(fn, args)
+    server = _get_fork_server(start_method, pickled)
     own = server if start_method == "fork" else None
     ranks = RankSupervisor(server.open_launch(), range(nprocs), own)
     port = ranks.serve_store(LOOPBACK, 0)
     run_id, store = secrets.token_hex(4), ranks.create_store()
     environment = RankEnvironment(nprocs, LOOPBACK, port, run_id, store=store)
     number = next(_launches)
-    for rank, pickled in enumerate(pickles):
-        work = write_memfd(pickled)
+    work = write_memfd(pickled)
+    for rank in range(nprocs):
         task = function_task(environment.variables(rank), spawn=start_method == "spawn")
-        task["launch"] = number
+        task |= {"launch": number, "pass_rank": pass_rank}
         ranks.start_rank(rank, task, work, has_input=rank == 0)
-        os.close(work)
+    os.close(work)
     return ranks
 
 

@@ -328,7 +328,7 @@ def run_and_report(message: Message, report: Channel, work: int) -> int:
     try:
         if message["task"] == "function":
             fn, args = pickle.loads(read_memfd(work))
-            value = fn(*args)
+            value = fn(int(os.environ["RANK"]), *args) if message.get("pass_rank") else fn(*args)
             if _is_rank():
                 _send_value(report, value)
         else:
