@@ -46,6 +46,7 @@ from lockstep.comm import native_module
 from lockstep.launcher.channel import Channel, Message, open_channel
 from lockstep.launcher.huge_pages import collapse_memory
 from lockstep.launcher.rank_process import ForkedProcess, exit_process, ignore_requests
+from lockstep.launcher.user_modules import find_module_files
 
 __all__ = ["Server", "ignore_sigterm", "import_for_ranks", "main", "serve", "serve_in_fork"]
 
@@ -428,6 +429,7 @@ def import_for_ranks(modules: Sequence[str]) -> None:
             importlib.import_module("torch.profiler._cupti_monitor")  # by the first optimizer step
         with contextlib.suppress(AttributeError):  # by init_process_group
             sys.modules["torch._dynamo.trace_rules"].clear_lru_cache()
+        find_module_files()  # by each run that is recorded
 
 
 def serve(channel: Channel, launcher: int, sigterm_handler: Handler) -> NoReturn:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from lockstep.files import create_file, make_folder
 from lockstep.launcher.stacks import is_user_code
+from lockstep.launcher.user_modules import find_module_files
 from lockstep.record.program import find_started_folder
 from lockstep.redaction import may_be_secret
 
@@ -63,15 +64,11 @@ def find_named_variables(sources: Iterable[bytes], environ: Mapping[str, str]) -
 
 
 def _find_files() -> list[str]:
-    # A function of `ls.launch` comes from a script that is not a module of this process. A module
-    # may run code when its attributes are read, so only its dict is read.
-    modules = [getattr(each, "__dict__", {}) for each in list(sys.modules.values())]
-    files = [sys.argv[0], *(each.get("__file__") for each in modules)]
-    python = [each for each in files if isinstance(each, str) and each.endswith(".py")]
-    # Filtered first, because resolving the paths of thousands of library files takes milliseconds.
-    python = [each for each in python if is_user_code(each) or os.pardir in each]
+    # A function of `ls.launch` comes from a script that is not a module of this process.
+    script = [sys.argv[0]] if sys.argv[0].endswith(".py") else []
     started = find_started_folder()
-    paths = (os.path.normpath(os.path.join(started, each)) for each in python)
+    files = [*script, *find_module_files()]
+    paths = (os.path.normpath(os.path.join(started, each)) for each in files)
     return [path for path in dict.fromkeys(paths) if is_user_code(path)]
 
 
