@@ -17,8 +17,14 @@ NAMES = ("digits", "mnist", *IMAGE_NAMES)
 
 def find_recipe(name: str) -> Recipe:
     """Return the recipe with this name; raise KeyError if there is none."""
-    from lockstep.recipes.digits import DIGITS
-    from lockstep.recipes.image_classification import RECIPES
-    from lockstep.recipes.mnist import MNIST
+    if name == "digits":
+        from lockstep.recipes.digits import DIGITS
 
-    return {each.name: each for each in (DIGITS, MNIST, *RECIPES)}[name]
+        return DIGITS
+    if name == "mnist":
+        from lockstep.recipes.mnist import MNIST
+
+        return MNIST
+    from lockstep.recipes.image_classification import RECIPES  # decodes images
+
+    return {each.name: each for each in RECIPES}[name]
