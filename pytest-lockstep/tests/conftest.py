@@ -17,6 +17,7 @@ import warm
 
 pytest_plugins = ["pytester"]
 
+CACHE = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
 PATIENCE = 5.0  # seconds that something may take to disappear after a test
 
 Run = Callable[..., pytest.RunResult]
@@ -28,6 +29,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     for name in ("PYTEST_ADDOPTS", "CI", "BUILD_NUMBER"):  # these decide how long lines are
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("XDG_CACHE_HOME", CACHE)  # pytester sets another HOME
 
     def run(source: str, *arguments: str, **files: str) -> pytest.RunResult:
         imports = "import os\nimport pytest\nimport torch\nimport torch.distributed as dist\n"

@@ -33,6 +33,7 @@ PRELOADED = (
     "cloudpickle",
     "lockstep.launcher.rendezvous",
     "lockstep.native.binding",
+    "pytest_lockstep.case",
     "pytest_lockstep.rank",
 )
 # Imported by the first step of any optimizer and by any TorchDispatchMode: 1.4 s.
