@@ -39,6 +39,7 @@ test: install ## run the whole test suite, JOBS=3 files at a time
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 soak: install ## run the long tests: races, sanitizers, random trainings (up to 30 minutes)
+	@$(BIN)/python -m pytest -m "hypothesis and not stress" --hypothesis-profile=soak
 	@$(BIN)/python -m pytest -m stress
 
 docs: install ## build the documentation into site/; a broken link is an error

@@ -42,6 +42,9 @@ def test_thread():
 def test_variable():
     os.environ["LEFT_BEHIND"] = "1"
 
+def test_signal():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
 def test_shared_memory():
     with open(f"/dev/shm/lockstep-test-{os.getpid()}", "w"):
         pass
@@ -62,6 +65,7 @@ def test_each_kind_of_leftover_fails_its_test(tmp_path):
     )  # fmt: skip
     for file in Path("/dev/shm").glob("lockstep-test-*"):
         file.unlink()
-    assert "7 passed, 5 errors" in done.stdout, done.stdout
-    for kind in ("processes", "listening ports", "threads", "environment", "shared memory"):
+    assert "8 passed, 6 errors" in done.stdout, done.stdout
+    kinds = ("processes", "listening ports", "threads", "environment", "signals", "shared memory")
+    for kind in kinds:
         assert f"left behind: ['{kind}: " in done.stdout

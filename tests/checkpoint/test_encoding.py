@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.checkpoint.encoding import decode, encode
@@ -111,7 +111,6 @@ def containers(inner):
     )
 
 
-@settings(max_examples=300)
 @given(st.recursive(st.one_of(SCALARS, tensors()), containers, max_leaves=12))
 def test_states_keep_types_order_and_bits(value):
     require_same(value, round_trip(value))

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 
@@ -32,7 +32,6 @@ def make(dtype, *shape):
     )
 
 
-@settings(max_examples=60)
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=8).filter(lambda name: name != "__metadata__"),

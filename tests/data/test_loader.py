@@ -86,7 +86,6 @@ def at_width(replicas: int, dataset: Any, batch_size: int | None, **options: Any
     )
 
 
-@settings(max_examples=60)
 @given(st.integers(1, 70), st.integers(1, 30), st.integers(1, 9), st.booleans(), st.booleans())
 def test_every_width_sees_the_same_order(
     n: int, batch_size: int, microbatches: int, shuffle: bool, in_memory: bool

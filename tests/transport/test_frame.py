@@ -8,7 +8,7 @@ import socket
 import threading
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.transport import frame
@@ -222,7 +222,6 @@ def spoken(frames: list[Frame], sending: bytes) -> tuple[bytes, list[int], list[
     return content, starts, wholes
 
 
-@settings(max_examples=300)
 @given(FRAMES, FRAMES, st.data())
 def test_only_what_was_sent_is_received_and_only_in_order(frames, others, data):
     """Change, drop, move, repeat or insert any stretch: frames before it arrive, nothing else."""
