@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+import warm
 from lockstep.check import comparison
 from lockstep.check.layouts import Layout, layouts
 from lockstep.cli import cli
@@ -488,14 +487,12 @@ def test_the_command_itself_and_a_script_that_would_read_its_input(tmp_path):
     (tmp_path / "train.py").write_text(
         HEAD + "assert sys.stdin.read() == ''\nmodel = nn.Linear(6, 4)" + TRAIN
     )
-    result = subprocess.run(
-        [sys.executable, "-m", "lockstep", "check", "train.py", "--steps=1", "--ranks=1", "--json"],
+    result = warm.run(
+        [*warm.LOCKSTEP, "check", "train.py", "--steps=1", "--ranks=1", "--json"],
         cwd=tmp_path,
         input="a line\n",
-        capture_output=True,
         text=True,
         timeout=110,
-        check=False,
     )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["equal"] is True

@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,10 +33,14 @@ _folder: tempfile.TemporaryDirectory[str]  # kept until the rank exits
 
 @pytest.fixture(autouse=True, scope="module")
 def new_interpreters() -> Iterator[None]:
-    """Start fork servers as users do; the one of other tests is a fork of a warm process."""
+    """Start fork servers as users do; the one of other tests is a fork of a warm process.
+
+    All tests but the last one share the first one, which can do the most.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_server, "spawn_fork_server", warm.SPAWN_FORK_SERVER)
         patch.setattr(fork_server, "_current", None)
+        get_fork_server(for_training=True)
         yield
         if fork_server._current is not None:
             fork_server._current.close()
@@ -48,17 +53,6 @@ def parent() -> int:
 def test_launches_share_a_fork_server():
     first, second = (set(ls.launch(parent, nprocs=2)) for _ in range(2))
     assert first == second == {get_fork_server_pid()}
-
-
-def test_a_variable_that_is_read_at_startup_needs_a_new_fork_server(monkeypatch):
-    def seen() -> tuple[int, str | None]:
-        return os.getppid(), os.environ.get("PYTHONLOCKSTEPTEST")
-
-    ((before, nothing),) = ls.launch(seen)
-    monkeypatch.setenv("PYTHONLOCKSTEPTEST", "yes")
-    ((after, told),) = ls.launch(seen)
-    assert (nothing, told) == (None, "yes")
-    assert before != after
 
 
 def test_other_variables_and_the_working_directory_reach_ranks_of_the_same_fork_server(
@@ -74,29 +68,9 @@ def test_other_variables_and_the_working_directory_reach_ranks_of_the_same_fork_
 
 
 def test_ranks_read_tmpdir_again_even_if_the_fork_server_has_read_it(monkeypatch, tmp_path):
-    get_fork_server(for_training=True)  # torch's compiler looks the folder up when it is imported
+    # torch's compiler looks the folder up when it is imported
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert ls.launch(tempfile.gettempdir) == [str(tmp_path)]
-
-
-def test_a_retired_fork_server_exits_after_its_last_launch(monkeypatch):
-    gate, opened = os.pipe()
-    os.set_inheritable(gate, True)
-    path = f"/proc/{os.getpid()}/fd/{gate}"
-
-    def wait() -> str:
-        with open(path, "rb", buffering=0) as file:
-            file.read(1)
-        return "done"
-
-    launched = ls.launch(wait, nprocs=1, join=False)
-    assert launched.processes
-    monkeypatch.setenv("PYTHONLOCKSTEPTEST", "retire the earlier one")
-    assert ls.launch(int) == [0]
-    os.write(opened, b"x")
-    assert launched.join(timeout=30) == ["done"]
-    os.close(gate)
-    os.close(opened)
 
 
 def test_ranks_draw_different_random_numbers_but_the_same_torch_seed():
@@ -139,7 +113,6 @@ def train() -> set[str]:
 
 
 def test_ranks_that_train_find_imported_what_they_need():
-    get_fork_server(for_training=True)
     expected = {"lockstep.native.binding", "lockstep.training.trainer"}
     assert ls.launch(lambda: expected <= {*sys.modules}) == [True]
     assert ls.launch(train, nprocs=2) == [set(), set()]
@@ -147,7 +120,6 @@ def test_ranks_that_train_find_imported_what_they_need():
 
 def test_ranks_find_emptied_what_joining_empties():
     """Emptied in a rank, the caches of torch's compiler would be copied first."""
-    get_fork_server(for_training=True)
 
     def count() -> int:
         rules = sys.modules["torch._dynamo.trace_rules"]
@@ -233,3 +205,34 @@ def test_ranks_outlive_the_thread_that_launched_them():
     thread.start()
     thread.join()
     assert len(launched[0].join(timeout=30)) == 2
+
+
+def test_a_variable_that_is_read_at_startup_needs_a_new_fork_server(monkeypatch):
+    """The earlier one exits after its last launch."""
+    gate, opened = os.pipe()
+    os.set_inheritable(gate, True)
+    path = f"/proc/{os.getpid()}/fd/{gate}"
+
+    def wait() -> int:
+        with open(path, "rb", buffering=0) as file:
+            file.read(1)
+        return os.getppid()
+
+    def seen() -> tuple[int, str | None]:
+        return os.getppid(), os.environ.get("PYTHONLOCKSTEPTEST")
+
+    ((before, nothing),) = ls.launch(seen)
+    launched = ls.launch(wait, nprocs=1, join=False)
+    assert launched.processes
+    monkeypatch.setenv("PYTHONLOCKSTEPTEST", "yes")
+    ((after, told),) = ls.launch(seen)
+    assert (nothing, told) == (None, "yes")
+    assert before != after
+    os.write(opened, b"x")
+    assert launched.join(timeout=30) == [before]
+    os.close(gate)
+    os.close(opened)
+    deadline = time.monotonic() + 30
+    while get_fork_server_pid() == after and psutil.pid_exists(before):
+        assert time.monotonic() < deadline, "the earlier fork server still runs"
+        time.sleep(0.01)
