@@ -1,11 +1,15 @@
-"""Processes that a test looks at from outside: wait for a condition; ask who lives."""
+"""Processes that a test looks at from outside, and what its own one has to restore."""
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import psutil
+
+from lockstep.launcher.launch_script import SIGNALS
 
 
 def until(condition: Callable[[], object], what: str, seconds: float) -> None:
@@ -22,3 +26,14 @@ def alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+@contextmanager
+def restoring_handlers() -> Iterator[None]:
+    """Restore the handlers of signals that a program about to exit leaves as they are."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.commands.run import command
 from lockstep.elastic import rounds
+from processes import restoring_handlers
 
 SCRIPT = """
 import os, sys
@@ -23,7 +24,7 @@ def test_a_run_that_stopped_is_resumed_as_elastic_run(tmp_path, monkeypatch, cap
     (tmp_path / "train.py").write_text(SCRIPT)
 
     def launch(*arguments):
-        with pytest.raises(SystemExit) as exited:
+        with pytest.raises(SystemExit) as exited, restoring_handlers():
             command.main(arguments, standalone_mode=False)
         return exited.value.code, sorted(capfd.readouterr().out.splitlines())
 

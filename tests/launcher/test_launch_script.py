@@ -25,9 +25,10 @@ from lockstep.errors import FileError, LaunchEnvironmentError, RankError, UsageE
 from lockstep.launcher import hang_monitor, run_folder
 from lockstep.launcher import launch_script as launch_script_module
 from lockstep.launcher.launch_config import LaunchConfig
-from lockstep.launcher.launch_script import SIGNALS, launch_script
+from lockstep.launcher.launch_script import launch_script
 from lockstep.launcher.listening_socket import DEFAULT_PORT
 from lockstep.record.reader import read_run
+from processes import restoring_handlers
 
 CLI = warm.LOCKSTEP
 
@@ -634,7 +635,6 @@ def lockstep_run(tmp_path, monkeypatch, capfdbinary):
     """Run `lockstep run` in this process; its exit status, and what rank 0 printed."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(TELL)
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
 
     def lockstep_run(*arguments: str) -> tuple[int, list[str]]:
         capfdbinary.readouterr()
@@ -644,9 +644,8 @@ def lockstep_run(tmp_path, monkeypatch, capfdbinary):
         told = [line.removeprefix("[0] ") for line in lines if not line.startswith("[1]")]
         return int(ended.value.code or 0), told[0].split() if told else []
 
-    yield lockstep_run
-    for number, handler in handlers.items():  # a command that has stopped ignores signals
-        signal.signal(number, handler)
+    with restoring_handlers():  # a command that has stopped ignores signals
+        yield lockstep_run
 
 
 def interrupted(lockstep_run, *arguments: str) -> str:

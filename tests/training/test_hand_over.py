@@ -18,8 +18,16 @@ from lockstep.launcher.run_folder import RESUME
 from lockstep.model import step_context
 from lockstep.record.reader import read_run
 from lockstep.training import hand_over
+from processes import restoring_handlers
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
+
+
+@pytest.fixture(autouse=True)
+def as_if_processes_ended():
+    """Restore the handlers of trainers that are left in the middle of a training."""
+    with restoring_handlers():
+        yield
 
 
 def begin_process():
