@@ -54,8 +54,10 @@ def tokens(path: Path) -> list[Token]:
 
 
 def read_page(path: Path) -> Page:
-    page = Page(path)
-    page.program = [""] * len(path.read_text().splitlines())
+    page, text = Page(path), path.read_text()
+    page.program = [""] * len(text.splitlines())
+    if "```python" not in text:
+        return page
     is_run = True
     for token in tokens(path):
         begin = token.map[0] + 1 if token.map else 0

@@ -65,11 +65,14 @@ def jagged(*parts: torch.Tensor) -> torch.Tensor:
         (["ab", "c"], ["a", "bc"]),
         (0.0, -0.0),
         ([[1], [2, 3]], [[1, 2], [3]]),
-        (jagged(X), jagged(X + 1)),
     ],
 )
 def test_other_data_has_another_fingerprint(one: Any, other: Any) -> None:
     assert hash_content(one) != hash_content(other)
+
+
+def test_other_jagged_data_has_another_fingerprint() -> None:
+    assert hash_content(jagged(X)) != hash_content(jagged(X + 1))
 
 
 @pytest.mark.parametrize(
