@@ -54,7 +54,7 @@ PRELOADED = (
     "lockstep.native.binding",
     "lockstep.training.trainer",
     "lockstep.replay.session",
-    "cloudpickle",
+    "lockstep.launcher.pickling",
     "encodings.idna",
     "functorch.compile",
     "pytest",

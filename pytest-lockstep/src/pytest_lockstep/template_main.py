@@ -30,7 +30,7 @@ __all__ = ["main"]
 
 PRELOADED = (
     "torch.distributed",
-    "cloudpickle",
+    "lockstep.launcher.pickling",
     "lockstep.launcher.rendezvous",
     "lockstep.native.binding",
     "pytest_lockstep.case",

@@ -384,10 +384,10 @@ def function_task(variables: Mapping[str, str], *, spawn: bool = False) -> Messa
 
 
 def _pickle(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
-    import cloudpickle  # type: ignore[import-untyped]
+    from lockstep.launcher.pickling import dumps  # needed here only
 
     try:
-        pickled: bytes = cloudpickle.dumps((fn, tuple(args)))
+        pickled = dumps((fn, tuple(args)))
     except (pickle.PicklingError, TypeError) as error:
         raise UsageError(
             f"launch({_name(fn)}, ...) cannot send the function or its arguments to the ranks: "

@@ -388,9 +388,9 @@ def _status(code: object) -> int:
 
 
 def _send_value(report: Channel, value: Any) -> None:
-    import cloudpickle  # type: ignore[import-untyped]
+    from lockstep.launcher.pickling import dumps  # needed here only
 
-    descriptor = write_memfd(cloudpickle.dumps(value))
+    descriptor = write_memfd(dumps(value))
     report.send({"kind": "value", "time": time.monotonic()}, [descriptor])
     os.close(descriptor)
 

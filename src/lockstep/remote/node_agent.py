@@ -19,14 +19,13 @@ import time
 from functools import partial
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
-
 from lockstep.errors import RendezvousError, UsageError
 from lockstep.launcher.channel import write_memfd
 from lockstep.launcher.failure_attribution import describe_end
 from lockstep.launcher.fork_server import get_fork_server
 from lockstep.launcher.launch import function_task
 from lockstep.launcher.output import RankOutput
+from lockstep.launcher.pickling import dumps
 from lockstep.launcher.supervisor import GRACE, TICK, RankSupervisor
 from lockstep.messages import say
 from lockstep.remote.connection import Connection
@@ -165,7 +164,7 @@ def start_worker(
     """Start a worker with the arguments of `run_worker`, and without the key's variable."""
     task = function_task({})
     task["environ"].pop(KEY_VARIABLE, None)
-    work = write_memfd(cloudpickle.dumps((call_run_worker, arguments)))
+    work = write_memfd(dumps((call_run_worker, arguments)))
     workers.start_rank(rank, task, work, output, has_input=rank == 0)
     os.close(work)
 

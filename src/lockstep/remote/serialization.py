@@ -15,9 +15,9 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import cloudpickle  # type: ignore[import-untyped]
 import torch
 
+from lockstep.launcher.pickling import Pickler
 from lockstep.remote.objects import ObjectAddress, RemoteObject
 from lockstep.transport.frame import Buffer
 
@@ -27,7 +27,7 @@ Lend = Callable[[ObjectAddress], ObjectAddress]
 """Returns the reference to send to the receiver, with its own token."""
 
 
-class Serializer(cloudpickle.Pickler):  # type: ignore[misc]
+class Serializer(Pickler):
     """Pickles one value; tensors and references are handled separately."""
 
     def __init__(self, file: io.BytesIO, lend: Lend, pieces: list[pickle.PickleBuffer]) -> None:
