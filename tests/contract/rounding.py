@@ -6,6 +6,7 @@ A backend that guarantees the tree adds rank r as leaf r of the tree;
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from functools import partial
@@ -34,9 +35,14 @@ def rounding(run: Ledger, sizes: Sequence[int], guarantees_tree: bool) -> None:
 
 def random_values(rank: int, count: int, dtype: torch.dtype, part: int = 0) -> torch.Tensor:
     """Return values of very different sizes, so that every order of adding has other bits."""
+    return _random_values(rank, count, part).to(dtype, copy=True)
+
+
+@functools.cache
+def _random_values(rank: int, count: int, part: int) -> torch.Tensor:
     dice = torch.Generator().manual_seed(1000 * count + 10 * rank + part)
     values = torch.randn(count, generator=dice, dtype=torch.float64)
-    return (values * 4.0 ** torch.randint(-3, 4, (count,), generator=dice)).to(dtype)
+    return values * 4.0 ** torch.randint(-3, 4, (count,), generator=dice)
 
 
 def everybody(count: int, dtype: torch.dtype, part: int = 0) -> list[torch.Tensor]:
