@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -38,14 +39,19 @@ def test_a_start_of_each_launcher_is_timed_and_written(tmp_path, monkeypatch):
     ]
 
 
-def test_each_launcher_starts_the_same_script(tmp_path):
+@pytest.mark.parametrize(
+    "launcher", ["lockstep run", pytest.param("torchrun", marks=pytest.mark.stress)]
+)
+def test_a_launcher_starts_the_script(tmp_path, launcher):
     script = tmp_path / "join.py"
     starts = bench_startup._starts(1, script)
     script.write_text(bench_startup.SCRIPT + "open('joined', 'a').write('x')\n")
-    for launcher in ("lockstep run", "torchrun"):
-        starts[launcher]()
-    assert (tmp_path / "joined").read_text() == "xx"
-    assert starts["lockstep.launch, again"]() == [None]
+    starts[launcher]()
+    assert (tmp_path / "joined").read_text() == "x"
+
+
+def test_a_launch_from_the_program_itself():
+    assert bench_startup._starts(2, Path())["lockstep.launch, again"]() == [None, None]
 
 
 def test_a_launcher_that_fails_is_an_error(tmp_path, monkeypatch):

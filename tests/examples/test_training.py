@@ -8,20 +8,20 @@ import warm
 
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "training.py")
 ALONE = f"import runpy; runpy.run_path({SCRIPT!r}, run_name='__main__')"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-COMMANDS = {  # torchrun's processes are new interpreters, as those of users
-    "python": (warm.Popen, [sys.executable, "-c", ALONE]),
-    "torchrun": (subprocess.Popen, [*TORCHRUN, "--nproc-per-node", "2", SCRIPT]),
-    "lockstep run": (warm.Popen, [*warm.LOCKSTEP, "run", "-n", "3", SCRIPT]),
+TORCHRUN = [sys.executable, "-c", "from torch.distributed.run import main; main()"]
+COMMANDS = {
+    "python": [sys.executable, "-c", ALONE],
+    "torchrun": [*TORCHRUN, "--nproc-per-node", "2", SCRIPT],  # its ranks are new interpreters
+    "lockstep run": [*warm.LOCKSTEP, "run", "-n", "3", SCRIPT],
 }
 
 
 def test_digest_is_the_same_under_every_launcher(tmp_path):
     running = {
-        launcher: start(
+        launcher: warm.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
         )
-        for launcher, (start, command) in COMMANDS.items()
+        for launcher, command in COMMANDS.items()
     }
     digests = {}
     for launcher, process in running.items():
