@@ -310,6 +310,28 @@ def test_a_rank_that_moves_does_not_wait(clock):
         assert pass_time(clock, monitor, 20) is None
 
 
+def test_a_rank_that_continued_after_its_last_sample_does_not_hang(clock, capsys):
+    class ContinuingRanks(FakeRanks):
+        """Rank 0 continues after the first sample in which it seems to hang."""
+
+        seen_late = 0
+
+        def dump_stacks(self, ranks: list[int]) -> dict[int, str]:
+            dumps = super().dump_stacks(ranks)
+            if clock[0] - 1000.0 >= 48.0:
+                self.seen_late += dumps.get(0) == DUMP
+                self.stacks[0] = DUMP.replace("31", "32")
+            return dumps
+
+    ranks = ContinuingRanks()
+    ranks.stacks[0] = DUMP
+    monitor = HangMonitor(ranks, ranks, HangPolicy(40.0, ends_launch=True))
+    assert pass_time(clock, monitor, 60) is None
+    assert ranks.seen_late == 1
+    assert capsys.readouterr().err == ""
+    assert "has waited 42 s in all_reduce, train.py:32" in str(pass_time(clock, monitor, 60))
+
+
 def test_a_rank_that_sleeps_in_backward_waits_and_one_that_computes_there_does_not(clock):
     for cpu, hangs in ((0.0, True), (1.0, False)):
         ranks = FakeRanks()
@@ -468,7 +490,8 @@ def test_two_receives_that_wait_for_each_other_are_a_deadlock(backend, policy, c
             dist.recv(tensor, src=0)
             dist.send(tensor, dst=0)
 
-    policy(HangPolicy(1.0, ends_launch=True))
+    # As above: the groups of Gloo take a second to join.
+    policy(HangPolicy(1.0 if backend == "lockstep" else 2.5, ends_launch=True))
     with pytest.raises(RankError, match="the ranks wait for each other: rank 0 has") as e:
         ls.launch(receive_first, nprocs=2, timeout=60)
     assert ", and rank 1 has waited" in str(e.value)

@@ -335,14 +335,18 @@ class HangMonitor:
             return None
         self._next_view = now + min(timeout / PAGE_INTERVALS, MAX_PAGE_INTERVAL)
         self.sample()
-        hang = self._find_hang(self._view(), timeout)
-        if hang is None or (self._hang is not None and hang.identity == self._hang.identity):
-            if hang is None and self._hang is not None:
-                say("the ranks continue: none of them hangs any more")
-            self._hang = hang
-            return None
+        before, hang = self._hang, self._find_hang(self._view(), timeout)
+        error = None
+        if hang is not None and (before is None or hang.identity != before.identity):
+            snapshots, stacks = self._locate_all()
+            # A rank that publishes nothing may have continued since its last sample.
+            hang = self._find_hang(snapshots, timeout)
+            if hang is not None:
+                error = self._report(hang, snapshots, stacks)
+        if hang is None and before is not None:
+            say("the ranks continue: none of them hangs any more")
         self._hang = hang
-        return self._report(timeout)
+        return error
 
     def sample(self) -> None:
         """Sample the stacks of ranks that publish nothing, if a sample is due."""
@@ -438,11 +442,9 @@ class HangMonitor:
             cpu_seconds = self._probes.cpu_seconds(rank)
             self._samples[rank] = self._samples[rank].next(dump, cpu_seconds, now)
 
-    def _report(self, timeout: float) -> RankError | None:
-        assert self._hang is not None
-        snapshots, stacks = self._locate_all()
-        # Find the hang again, with locations: a rank may have continued in the meantime.
-        hang = self._find_hang(snapshots, timeout) or self._hang
+    def _report(
+        self, hang: Hang, snapshots: Sequence[RankSnapshot], stacks: Mapping[int, str]
+    ) -> RankError | None:
         table = format_report(snapshots, stacks, hang.returned)
         report = f"{hang}; {hang.advice}\n{table}"
         say(report)
@@ -482,11 +484,29 @@ class HangMonitor:
         stacks = self._probes.dump_stacks(
             [each.rank for each in snapshots if each.stopped_for is None]
         )
+        if self._move_samples(stacks):
+            snapshots = self._view()
         located = [
             replace(each, location=describe_location(stacks.get(each.rank, "")))
             for each in snapshots
         ]
         return located, stacks
+
+    def _move_samples(self, stacks: Mapping[int, str]) -> bool:
+        """Replace the samples of ranks that wait elsewhere by now; return whether there are any.
+
+        The others stay as they are: their processor time says nothing after so short a time.
+        """
+        now = time.monotonic()
+        moved = {
+            rank: self._samples[rank].next(dump, self._probes.cpu_seconds(rank), now)
+            for rank, dump in stacks.items()
+            if dump
+            and rank in self._samples
+            and self._samples[rank].location not in ("", describe_location(dump))
+        }
+        self._samples.update(moved)
+        return bool(moved)
 
     def _write(self, report: str) -> None:
         """Add a report to the file in the run's folder."""
