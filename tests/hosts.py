@@ -295,8 +295,6 @@ class Network:
 
         These are packets of TCP and UDP, each of up to 64 kB; hosts go on finding each other.
         """
-        if shutil.which("nft") is None:
-            _refuse("needs nft to lose packets (Debian's package nftables)")
         rule = f"meta l4proto {{ tcp, udp }} numgen random mod 1000000 < {fraction * 1e6:.0f}"
         rules = "".join(
             f"chain {port}_{hook} {{\n type filter hook {hook} device {port} priority 0;\n"
@@ -306,9 +304,13 @@ class Network:
         )
         table = f"table netdev loss_{name}"
         text = f"{table}\ndelete {table}\n"
-        self.switch.run(
-            ["nft", "-f", "-"], input=text + (f"{table} {{\n{rules}}}\n" if fraction else "")
-        )
+        self.filter(text + (f"{table} {{\n{rules}}}\n" if fraction else ""))
+
+    def filter(self, rules: str) -> None:
+        """Give the switch rules of nftables; its ports are named `<host>0`, `<host>1`, ..."""
+        if shutil.which("nft") is None:
+            _refuse("needs nft to lose packets (Debian's package nftables)")
+        self.switch.run(["nft", "-f", "-"], input=rules)
 
     def count_lost(self, name: str) -> int:
         """Return how many packets `lose` has dropped."""

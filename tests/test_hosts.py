@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -201,7 +200,6 @@ def test_a_host_vanishes_without_a_word(net):
                 ours.recv(1)
 
 
-@pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft")
 def test_packets_are_lost_and_their_number_is_known(net):
     net.lose("b", 0.1)
     receiver, sender = (

@@ -61,7 +61,7 @@ def check(net, given=None, wait=20.0, absent=(), secrets=None, **facts):
 def drop(net, name, hook, rule):
     """Let the switch drop packets to (`egress`) or from (`ingress`) a host."""
     text = f"table netdev t {{ chain c {{ type filter hook {hook} device {name}0 priority 0;\n"
-    net.switch.run(["nft", "-f", "-"], input=f"{text}{rule} drop;\n}}\n}}\n")
+    net.filter(f"{text}{rule} drop;\n}}\n}}\n")
 
 
 def test_hosts_without_a_fault(network):
