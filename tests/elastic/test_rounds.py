@@ -22,6 +22,7 @@ from lockstep.elastic.elastic_launch import launch_elastic
 from lockstep.elastic.rounds import Rounds
 from lockstep.elastic.scale_request import request_ranks
 from lockstep.errors import LockstepError
+from lockstep.launcher import supervisor
 from lockstep.launcher.failure_attribution import Outcome
 from lockstep.launcher.fork_server import get_fork_server_pid
 from lockstep.launcher.launch_script import Interrupted
@@ -303,6 +304,29 @@ def test_a_signal_ends_all_members(run, number):
     assert f"\nlockstep: {number.name}: {said[number.name]}" in done.stderr
     assert len(members) == 2
     assert not any(map(alive, members))
+
+
+def test_a_run_that_cannot_continue_while_it_stops_ends_at_once_with_the_reason(run, monkeypatch):
+    monkeypatch.setattr(supervisor, "GRACE", 0.5)
+
+    def stop(ranks, rounds, folder):
+        form_round = ranks.after_events
+        requests = []
+
+        def stop_and_fail():
+            if rounds.number == 2 and not requests:
+                requests.append(os.kill(os.getpid(), signal.SIGTERM))
+            if ranks.was_asked_to_stop:
+                rounds._fail("the ranks have no state in common")
+            return form_round()
+
+        ranks.after_events = stop_and_fail
+
+    # The members of a script that raises ignore SIGTERM. There is no member 9.
+    done = run("--max", "2", watch=stop, RANKS="9", KILLS="1:5:barrier", RAISES="9:0:prepare")
+    assert done.returncode == 128 + signal.SIGTERM
+    assert "lockstep: round 2: the ranks have no state in common\n" in done.stderr
+    assert "did not stop within" not in done.stderr
 
 
 def test_an_exception_ends_the_run(run):

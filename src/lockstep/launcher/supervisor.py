@@ -357,7 +357,9 @@ class RankSupervisor:
                 break
             self._answer_request()
             self.process_events(_shorten(TICK, deadline))
-            self.after_events()
+            if error := self.after_events():
+                self.terminate()
+                return error
         if self.running:
             self._end_late_ranks(grace)
         self.close()
