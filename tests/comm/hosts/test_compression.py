@@ -42,15 +42,22 @@ def test_lossless_makes_gradients_smaller():
     assert used < 0.9 * values.nbytes
 
 
-@pytest.mark.parametrize("damage", [slice(0, 4), slice(4, 12), slice(40, 60)], ids=str)
-def test_a_damaged_message_raises(damage):
+def test_a_damaged_message_raises():
     pytest.importorskip("zstandard", reason="the extra 'compression' is not installed")
-    codec, values = make_codec("lossless", torch.float32), torch.zeros(5000)
+    codec = make_codec("lossless", torch.float32)
+    original = torch.randn(5000, generator=torch.Generator().manual_seed(0))
     buffer = torch.zeros(codec.bound(5000), dtype=torch.uint8)
-    used = codec.encode(torch.randn(5000), buffer)
-    used[damage] = 0xFF
-    with pytest.raises(ValueError, match="compressed message"):
-        codec.decode(used, values)
+    values, noticed = torch.zeros(5000), 0
+    for place in [*range(12), *range(40, 18_000, 97)]:
+        used = codec.encode(original, buffer)
+        used[place] ^= 0xFF
+        try:
+            codec.decode(used, values)
+        except ValueError:
+            noticed += 1
+        else:  # some bits of the header have no meaning
+            assert torch.equal(values, original), place
+    assert noticed > 180
 
 
 def test_bf16_rounds_as_torch_does():

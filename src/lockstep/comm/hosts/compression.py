@@ -99,7 +99,8 @@ class LosslessCodec:
         import zstandard
 
         self._item = dtype.itemsize
-        self._compressor = zstandard.ZstdCompressor(level=LEVEL)
+        # Without a checksum, damaged bytes that are stored as they are would be values.
+        self._compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
         self._decompressor = zstandard.ZstdDecompressor()
 
     def bound(self, size: int) -> int:
