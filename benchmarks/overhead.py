@@ -128,18 +128,18 @@ def measure(ranks, microbatches, rounds):
     ls.init()
     torch.set_num_threads(1)
     steps = {name: make(microbatches) for name, make in contenders(ranks).items()}
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator()
     targets = torch.arange(SAMPLES) % CLASSES
     times = {name: [] for name in steps}
-    inputs = torch.empty(SAMPLES, WIDTH)
     for first in range(0, WARM + rounds, TURN):
         losses = {name: [] for name in steps}
         for name, step in steps.items():
-            generator.manual_seed(
-                first
-            )  # the same batches for all, since their losses are compared
-            for number in range(first, first + TURN):
-                batch = inputs.normal_(generator=generator).clone()
+            # The same batches for all, since their losses are compared. They are made before the
+            # first step: ranks that share a core would wait for those of the others.
+            generator.manual_seed(first)
+            batches = torch.randn(TURN, SAMPLES, WIDTH, generator=generator).unbind()
+            torch.distributed.barrier()
+            for number, batch in enumerate(batches, first):
                 began = time.perf_counter()
                 losses[name].append(step(batch, targets))
                 if number >= WARM:
