@@ -42,7 +42,7 @@ POSITIVE = click.IntRange(min=1)
 @click.option("--steps", default=12, show_default=True, type=POSITIVE, help="Steps per launch.")
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write results.")
 def command(**flags: Any) -> None:
-    """Measure all_reduce and the trainer's exact sum between two simulated hosts.
+    """Measure all_reduce and the trainer's reproducible all-reduce between two simulated hosts.
 
     The hosts are network namespaces, joined by links whose rate is limited (tc tbf). The
     contenders take turns on the same inputs, written anew for each call; each answer is

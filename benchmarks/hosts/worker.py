@@ -62,11 +62,11 @@ class Calls:
 
     def _measure_size(self, size: int) -> list[dict[str, Any]]:
         length = size // 4
-        contenders: dict[str, AllReduce | ExactSum] = {
+        contenders: dict[str, AllReduce | BucketSum] = {
             "gloo": AllReduce(length, None),
             "lockstep": AllReduce(length, self._lockstep),
-            "gloo, exact sum": ExactSum(length, on_one_host(self._ranks), None),
-            "lockstep, exact sum": ExactSum(length, self._hosts, self._lockstep),
+            "gloo, reproducible all-reduce": BucketSum(length, on_one_host(self._ranks), None),
+            "lockstep, reproducible all-reduce": BucketSum(length, self._hosts, self._lockstep),
         }
         rows: dict[str, dict[str, Any]] = {
             name: {"size": size, "contender": name, "times": [], "sent": []} for name in contenders
@@ -80,7 +80,7 @@ class Calls:
                     rows[name]["sent"].append(sent)
         return list(rows.values())
 
-    def _time(self, contender: AllReduce | ExactSum, scale: float) -> tuple[float, int]:
+    def _time(self, contender: AllReduce | BucketSum, scale: float) -> tuple[float, int]:
         """Return the time of the slowest rank, and the bytes of the host that sent most."""
         contender.write(scale)
         dist.barrier()
@@ -126,7 +126,7 @@ class AllReduce:
             torch.testing.assert_close(self._tensor, self._expected * scale, rtol=1e-4, atol=1e-4)
 
 
-class ExactSum:
+class BucketSum:
     """The sum of the gradients of all micro-batches, as the trainer makes it."""
 
     def __init__(self, length: int, hosts: Hosts, group: dist.ProcessGroup | None) -> None:

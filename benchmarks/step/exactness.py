@@ -49,7 +49,7 @@ class Exactness:
 
     @property
     def cost(self) -> float:
-        """How much longer the exact sum takes, as a share."""
+        """How much longer the reproducible all-reduce takes, as a share."""
         return statistics.median(self.exact) / statistics.median(self.any_order) - 1
 
 
@@ -93,7 +93,7 @@ def gradients(case: Case) -> tuple[list[Bucket], Values]:
 
 
 def along_tree(case: Case) -> Callable[[], object]:
-    """Return the exact sum of this rank's nodes."""
+    """Return the reproducible sum of this rank's nodes."""
     ranks = dist.get_world_size()
     leaves = case.leaves(ranks)
     holders = [nodes_of(owned, leaves) for owned in split_evenly(leaves, ranks)]

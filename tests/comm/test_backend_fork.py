@@ -91,7 +91,7 @@ def methods(native: Any) -> dict[str, Callable[[], object]]:
         "alltoall_base": lambda: native.alltoall_base(two, two, [], []),
         "barrier": native.barrier,
         "broadcast": lambda: native.broadcast([one]),
-        "exact_sum": lambda: exact.launch({(0, 1): [torch.ones(4)]}),
+        "reproducible_all_reduce": lambda: exact.launch({(0, 1): [torch.ones(4)]}),
         "gather": lambda: native.gather(lists[0], one, 0),
         "gather_bytes": lambda: native.gather_bytes(b"message"),
         "map_peer": lambda: native.map_peer([0] * 6, 4),
@@ -205,7 +205,9 @@ def call_across_hosts(placement: str) -> dict[str, Any]:
                 "all_reduce": lambda: dist.all_reduce(torch.ones(1)),
                 "send": lambda: dist.send(torch.ones(1), 1),
                 "recv": lambda: dist.recv(torch.ones(1)),
-                "exact_sum": lambda: native.exact_sum(torch.ones(1), lambda agree: None),
+                "reproducible_all_reduce": lambda: native.reproducible_all_reduce(
+                    torch.ones(1), lambda agree: None
+                ),
                 "abort": native.abort,
                 "shutdown": native.shutdown,
             }

@@ -311,7 +311,7 @@ def test_words_keep_every_bit_and_refuse_what_is_none():
             atomic_store(wrong, 0, 1)
 
 
-# ---- exact sums with cuts ----
+# ---- reproducible reduce-scatter with cuts ----
 
 
 def cut_sums(cuts: list[int], scatter: bool) -> list[object]:

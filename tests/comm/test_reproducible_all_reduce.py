@@ -1,4 +1,4 @@
-"""The exact sum: against the tree in one process, bit for bit, on real processes."""
+"""The reproducible all-reduce: against the tree in one process, bit for bit, on real processes."""
 
 import pytest
 import torch

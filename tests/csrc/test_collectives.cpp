@@ -6,9 +6,9 @@
 #include "check.h"
 #include "collectives/all_reduce.h"
 #include "collectives/barrier.h"
-#include "collectives/exact_sum.h"
 #include "collectives/exchange.h"
 #include "collectives/reduce_scatter.h"
+#include "collectives/reproducible_all_reduce.h"
 #include "collectives/share.h"
 #include "errors.h"
 #include "ranks.h"
@@ -257,10 +257,10 @@ TEST(a_ranks_own_block_may_overwrite_a_block_for_another_rank) {
   });
 }
 
-TEST(exact_sum_leaves_absent_members_out) {
+TEST(reproducible_all_reduce_leaves_absent_members_out) {
   on_ranks(3, [](Group& group) {
     // 8 leaves on 3 ranks; member 0 is absent in leaf 2, member 1 everywhere but in node 67.
-    ExactBucket bucket;
+    Bucket bucket;
     bucket.length = 96;
     bucket.members = {{0, 30}, {32, 64}};
     bucket.holders = {{{0, 2}, {2, 3}}, {{3, 4}, {4, 6}}, {{6, 8}}};
@@ -283,8 +283,9 @@ TEST(exact_sum_leaves_absent_members_out) {
     }
     std::vector<bool> present;
     {
-      CollectiveCall call(group, make_call_info(Op::exact_sum, bucket.length), kTestTimeout, false);
-      present = exact_sum(call, bucket, packed, reinterpret_cast<char*>(result));
+      CollectiveCall call(group, make_call_info(Op::reproducible_all_reduce, bucket.length),
+                          kTestTimeout, false);
+      present = reproducible_all_reduce(call, bucket, packed, reinterpret_cast<char*>(result));
     }
     CHECK(present[0] && present[1]);
     for (size_t i = 0; i < 30; ++i) CHECK(result[i] == -1.0f);
@@ -301,8 +302,8 @@ TEST(exact_sum_leaves_absent_members_out) {
 namespace {
 
 // 8 leaves of `length` numbers on 5 ranks, of which rank 3 holds none.
-ExactBucket uneven_bucket(size_t length) {
-  ExactBucket bucket;
+Bucket uneven_bucket(size_t length) {
+  Bucket bucket;
   bucket.length = length;
   bucket.members = {{0, length}};
   bucket.holders = {{{0, 2}, {2, 3}}, {{3, 4}}, {{4, 5}, {5, 6}, {6, 7}}, {}, {{7, 8}}};
@@ -311,7 +312,7 @@ ExactBucket uneven_bucket(size_t length) {
 }
 
 // The sums along the tree, where node (lo, hi) holds values(lo).
-std::vector<float> tree_of(const ExactBucket& bucket) {
+std::vector<float> tree_of(const Bucket& bucket) {
   std::vector<std::pair<int, int>> nodes;
   std::vector<std::vector<float>> held;
   for (const auto& each : bucket.holders)
@@ -339,7 +340,7 @@ std::vector<float> tree_of(const ExactBucket& bucket) {
 
 // Sums `bucket` on 5 ranks into each rank's first node, or into a separate buffer if it has
 // none, repeatedly, and passes every rank's result to `check_result`.
-void sum_in_place(const ExactBucket& bucket,
+void sum_in_place(const Bucket& bucket,
                   const std::function<void(int rank, const float* result)>& check_result) {
   on_ranks(5, [&](Group& group) {
     const int rank = group.rank();
@@ -355,9 +356,10 @@ void sum_in_place(const ExactBucket& bucket,
         std::copy(filled.begin(), filled.end(), packed + i * bucket.length);
       }
       {
-        CollectiveCall call(group, make_call_info(Op::exact_sum, bucket.length), kTestTimeout,
-                            false);
-        exact_sum(call, bucket, reinterpret_cast<char*>(packed), reinterpret_cast<char*>(result));
+        CollectiveCall call(group, make_call_info(Op::reproducible_all_reduce, bucket.length),
+                            kTestTimeout, false);
+        reproducible_all_reduce(call, bucket, reinterpret_cast<char*>(packed),
+                                reinterpret_cast<char*>(result));
       }
       check_result(rank, result);
     }
@@ -372,9 +374,9 @@ void sum_in_place(const ExactBucket& bucket,
 
 }  // namespace
 
-TEST(exact_sum_in_place_adds_along_the_tree) {
+TEST(reproducible_all_reduce_in_place_adds_along_the_tree) {
   for (const std::vector<size_t>& cuts : {std::vector<size_t>{}, {0, 1, 1, 3000, 5003, 5003}}) {
-    ExactBucket bucket = uneven_bucket(5003);
+    Bucket bucket = uneven_bucket(5003);
     bucket.cuts = cuts;
     const std::vector<float> expected = tree_of(bucket);
     sum_in_place(bucket, [&](int, const float* result) {
@@ -383,8 +385,8 @@ TEST(exact_sum_in_place_adds_along_the_tree) {
   }
 }
 
-TEST(scattered_exact_sum_writes_only_a_ranks_own_slice) {
-  ExactBucket bucket = uneven_bucket(5003);
+TEST(scattered_reproducible_all_reduce_writes_only_a_ranks_own_slice) {
+  Bucket bucket = uneven_bucket(5003);
   bucket.cuts = {0, 17, 1000, 1000, 4099, 5003};
   bucket.scatter = true;
   const std::vector<float> expected = tree_of(bucket);
@@ -400,7 +402,7 @@ TEST(scattered_exact_sum_writes_only_a_ranks_own_slice) {
 }
 
 TEST(a_rank_publishes_and_adds_in_steps_without_waiting) {
-  const ExactBucket bucket = uneven_bucket(5003);
+  const Bucket bucket = uneven_bucket(5003);
   const std::vector<float> expected = tree_of(bucket);
   on_ranks(5, [&](Group& group) {
     const int rank = group.rank();
@@ -417,9 +419,9 @@ TEST(a_rank_publishes_and_adds_in_steps_without_waiting) {
         std::copy(filled.begin(), filled.end(), values_of + i * bucket.length);
       }
       std::memset(values_of + held.size() * bucket.length, 1, held.size());
-      sums.push_back(
-          std::make_unique<SteppedSum>(group, make_call_info(Op::exact_sum, bucket.length), bucket,
-                                       packed.back(), results.back(), nullptr, kTestTimeout));
+      sums.push_back(std::make_unique<SteppedSum>(
+          group, make_call_info(Op::reproducible_all_reduce, bucket.length), bucket, packed.back(),
+          results.back(), nullptr, kTestTimeout));
     }
     // Rank 4 comes last: it publishes after all others have returned from their first step.
     static std::atomic<int> returned;
@@ -448,10 +450,10 @@ TEST(a_rank_publishes_and_adds_in_steps_without_waiting) {
   });
 }
 
-TEST(inconsistent_exact_sums_are_refused) {
-  ExactBucket bucket = uneven_bucket(64);
+TEST(inconsistent_buckets_are_refused) {
+  Bucket bucket = uneven_bucket(64);
   std::vector<char> packed(packed_bytes(bucket, 0) + 4096);
-  const auto refusal = [&](const ExactBucket& asked, size_t offset) {
+  const auto refusal = [&](const Bucket& asked, size_t offset) {
     return error_of([&] { check(asked, 0, packed.data(), packed.data() + offset); });
   };
   CHECK(refusal(bucket, 0).empty() && refusal(bucket, 256).empty());
@@ -471,8 +473,8 @@ TEST(inconsistent_exact_sums_are_refused) {
 }
 
 TEST(different_plans_have_different_digests) {
-  const ExactBucket bucket = uneven_bucket(640);
-  ExactBucket other = bucket;
+  const Bucket bucket = uneven_bucket(640);
+  Bucket other = bucket;
   CHECK(bucket.digest() == other.digest());
   other.cuts = {0, 1, 2, 3, 4, 640};
   CHECK(bucket.digest() != other.digest());

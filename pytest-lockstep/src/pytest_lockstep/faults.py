@@ -190,18 +190,18 @@ def _counted_reproducible_calls(counter: _Counter) -> Iterator[None]:
         yield
         return
     kind = backend.load().LockstepBackend
-    original = kind.exact_sum
+    original = kind.reproducible_all_reduce
 
     @wraps(original)
-    def exact_sum(self: Any, packed: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def reproducible_all_reduce(self: Any, packed: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         counter.count("reproducible_all_reduce", packed)
         return original(self, packed, *args, **kwargs)
 
-    kind.exact_sum = exact_sum
+    kind.reproducible_all_reduce = reproducible_all_reduce
     try:
         yield
     finally:
-        kind.exact_sum = original
+        kind.reproducible_all_reduce = original
 
 
 def _find_tensors(value: object) -> Iterator[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 Every rank packs its nodes into shared memory, one row per node. On rank j the backend reads slice j
 of all rows of all ranks, adds them, and writes the sum to the first row of every rank
-(csrc/core/collectives/exact_sum.h).
+(csrc/core/collectives/reproducible_all_reduce.h).
 
     packed    | node 0: member 0 . member 1 . | node 1: ... | flags of 0 | flags of 1 |
     after it  | the sums of all members       |
@@ -133,7 +133,7 @@ class NativeAllReduce:
 
     def _start(self, own: torch.Tensor | None, in_steps: bool) -> dist.Work:
         """Start the sum; `own` are the values of the first node, if they are not all packed."""
-        work: dist.Work = self._native.exact_sum(
+        work: dist.Work = self._native.reproducible_all_reduce(
             self._packed, self.sums, self._present, **self._plan, own=own, in_steps=in_steps
         )
         return work

@@ -37,7 +37,7 @@ class Reduction:
         self.wide = torch.float32 if dtype in HALF else dtype
 
     @classmethod
-    def exact_sum(cls, dtype: torch.dtype, divisor: float) -> Reduction:
+    def of_gradients(cls, dtype: torch.dtype, divisor: float) -> Reduction:
         """Return the sum of gradients, which is rounded to their dtype at every node."""
         found = cls(dtype, SUM, 1)
         found.round_each, found.divisor, found.wide = True, divisor, dtype

@@ -126,7 +126,7 @@ class ReproducibleAllReduce:
             self._sum = NativeAllReduce(native, bucket, holders, leaves, rank, *options)
         elif hosts is not None:
             self._sum = HostAllReduce(
-                hosts.calls.group, hosts.calls.reducer, hosts.exact_sum,
+                hosts.calls.group, hosts.calls.reducer, hosts.reproducible_all_reduce,
                 bucket, holders, leaves, *options, compression,
             )  # fmt: skip
         else:

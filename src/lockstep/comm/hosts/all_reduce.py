@@ -66,7 +66,7 @@ class HostAllReduce(NativeAllReduce):
     ) -> None:
         super().__init__(group.local, bucket, holders, leaves, group.rank, divisor, cuts, scatter)
         self._group, self._reducer, self._submit = group, reducer, submit
-        self._reduction = Reduction.exact_sum(bucket.dtype, divisor)
+        self._reduction = Reduction.of_gradients(bucket.dtype, divisor)
         self._is_scattered = scatter
         self._codec = make_codec(compression, bucket.dtype)
         self._sum_plan = plan_reduction(group.map, holders, leaves, scatter=scatter)

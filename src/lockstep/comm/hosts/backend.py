@@ -173,7 +173,7 @@ class HostCalls:
             number = REDUCTIONS.index(call.reduction)
             self.reducer.reduce_scatter(send, result, number, factors, agreement)
 
-    def exact_sum(self, call: Any, function: Callable[[Agreement], None]) -> None:
+    def reproducible_all_reduce(self, call: Any, function: Callable[[Agreement], None]) -> None:
         """Add a bucket of the trainer's gradients; `function` does, by `reducer`."""
         with self._begun(call):
             _, agreement = self._begin_reduction(call)

@@ -247,10 +247,10 @@ std::unique_ptr<Group> LockstepBackend::join(c10d::Store& store, int rank, int s
 
 // ---- calls that c10d does not have ----
 
-WorkPtr LockstepBackend::exact_sum(ExactBucket bucket, at::Tensor packed, at::Tensor result,
-                                   at::Tensor present, std::optional<at::Tensor> own,
-                                   bool in_steps) {
-  const char* op = "exact_sum";
+WorkPtr LockstepBackend::reproducible_all_reduce(Bucket bucket, at::Tensor packed,
+                                                 at::Tensor result, at::Tensor present,
+                                                 std::optional<at::Tensor> own, bool in_steps) {
+  const char* op = "reproducible_all_reduce";
   bucket.type = data_type_of(result.scalar_type());
   CHECK_ARGUMENT(result.is_floating_point() && bucket.type != DataType::bytes, op,
                  ": supports floating-point tensors, not ",
@@ -276,7 +276,7 @@ WorkPtr LockstepBackend::exact_sum(ExactBucket bucket, at::Tensor packed, at::Te
     std::rethrow_exception(to_torch_error());
   }
   CallInfo info;
-  info.op = Op::exact_sum;
+  info.op = Op::reproducible_all_reduce;
   info.dtype = static_cast<uint8_t>(result.scalar_type());
   info.count = bucket.length;
   info.plan_digest = bucket.digest();
@@ -295,7 +295,7 @@ WorkPtr LockstepBackend::exact_sum(ExactBucket bucket, at::Tensor packed, at::Te
       run_in_group(*core->group, step);
     };
     return start_in_steps(
-        Op::exact_sum, {result},
+        Op::reproducible_all_reduce, {result},
         [sum, guarded, mark](bool is_background) {
           guarded([&] { sum->finish(is_background); });
           mark(sum->is_new());
@@ -310,7 +310,7 @@ WorkPtr LockstepBackend::exact_sum(ExactBucket bucket, at::Tensor packed, at::Te
   Body body = [bucket = std::move(bucket), packed, result, own, nodes, sums, values,
                mark](Executor& executor) {
     CollectiveCall& call = static_cast<NativeExecutor&>(executor).call();
-    mark(lockstep::exact_sum(call, bucket, nodes, sums, values));
+    mark(lockstep::reproducible_all_reduce(call, bucket, nodes, sums, values));
   };
   return start(c10d::OpType::UNKNOWN, {result}, {{info, std::move(body)}},
                std::chrono::milliseconds(0), true, {});

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "collective_backend.h"
-#include "collectives/exact_sum.h"
+#include "collectives/reproducible_all_reduce.h"
 #include "point_to_point.h"
 
 namespace lockstep {
@@ -51,11 +51,11 @@ class LockstepBackend : public CollectiveBackend {
   // Aborts the group for all ranks, which then throw errors with this reason.
   void abort_because(const std::string& reason);
 
-  // Not in c10d: see collectives/exact_sum.h. `present` receives one byte per member, 1 if
-  // the member is new. `own` may hold the values of this rank's first node. `in_steps`: it is
+  // Not in c10d: see collectives/reproducible_all_reduce.h. `present` receives one byte per member,
+  // 1 if the member is new. `own` may hold the values of this rank's first node. `in_steps`: it is
   // executed by `advance`, or when it is waited for, not by another thread.
-  WorkPtr exact_sum(ExactBucket bucket, at::Tensor packed, at::Tensor result, at::Tensor present,
-                    std::optional<at::Tensor> own, bool in_steps);
+  WorkPtr reproducible_all_reduce(Bucket bucket, at::Tensor packed, at::Tensor result,
+                                  at::Tensor present, std::optional<at::Tensor> own, bool in_steps);
   // Takes steps of calls that are executed in steps, as far as they need not wait.
   void advance();
   // Not in c10d: returns the same memory on every rank, as bytes. See collectives/share.h.

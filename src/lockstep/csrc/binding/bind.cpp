@@ -210,26 +210,25 @@ static bool combine_nodes(const Tensors& inputs, const std::vector<std::pair<int
   return true;
 }
 
-static WorkPtr exact_sum_across_hosts(HostsBackend& backend, const at::Tensor& result,
-                                      py::object function) {
+static WorkPtr all_reduce_across_hosts(HostsBackend& backend, const at::Tensor& result,
+                                       py::object function) {
   // The last reference may go in a thread without the interpreter's lock.
   std::shared_ptr<py::object> held(new py::object(std::move(function)), [](py::object* object) {
     py::gil_scoped_acquire lock;
     delete object;
   });
   py::gil_scoped_release release;
-  return backend.exact_sum(result, [held = std::move(held)](Executor& executor) {
-    static_cast<PythonExecutor&>(executor).exact_sum(*held);
+  return backend.reproducible_all_reduce(result, [held = std::move(held)](Executor& executor) {
+    static_cast<PythonExecutor&>(executor).reproducible_all_reduce(*held);
   });
 }
 
-static WorkPtr exact_sum_of_bucket(LockstepBackend& backend, at::Tensor packed, at::Tensor result,
-                                   at::Tensor present, size_t length,
-                                   std::vector<std::pair<size_t, size_t>> members,
-                                   std::vector<std::vector<std::pair<int, int>>> holders,
-                                   int leaves, double divisor, std::vector<size_t> cuts,
-                                   bool scatter, std::optional<at::Tensor> own, bool in_steps) {
-  ExactBucket bucket;
+static WorkPtr reproducible_all_reduce_of_bucket(
+    LockstepBackend& backend, at::Tensor packed, at::Tensor result, at::Tensor present,
+    size_t length, std::vector<std::pair<size_t, size_t>> members,
+    std::vector<std::vector<std::pair<int, int>>> holders, int leaves, double divisor,
+    std::vector<size_t> cuts, bool scatter, std::optional<at::Tensor> own, bool in_steps) {
+  Bucket bucket;
   bucket.length = length;
   bucket.members = std::move(members);
   bucket.holders = std::move(holders);
@@ -237,7 +236,8 @@ static WorkPtr exact_sum_of_bucket(LockstepBackend& backend, at::Tensor packed, 
   bucket.divisor = divisor;
   bucket.cuts = std::move(cuts);
   bucket.scatter = scatter;
-  return backend.exact_sum(std::move(bucket), packed, result, present, std::move(own), in_steps);
+  return backend.reproducible_all_reduce(std::move(bucket), packed, result, present, std::move(own),
+                                         in_steps);
 }
 
 // Returns the messages of all ranks, which have one length.
@@ -269,10 +269,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::module_::import("torch.distributed");
   py::class_<LockstepBackend, c10d::Backend, c10::intrusive_ptr<LockstepBackend>>(module,
                                                                                   "LockstepBackend")
-      .def("exact_sum", &exact_sum_of_bucket, py::arg("packed"), py::arg("result"),
-           py::arg("present"), py::arg("length"), py::arg("members"), py::arg("holders"),
-           py::arg("leaves"), py::arg("divisor"), py::arg("cuts") = std::vector<size_t>(),
-           py::arg("scatter") = false, py::arg("own") = std::nullopt, py::arg("in_steps") = false,
+      .def("reproducible_all_reduce", &reproducible_all_reduce_of_bucket, py::arg("packed"),
+           py::arg("result"), py::arg("present"), py::arg("length"), py::arg("members"),
+           py::arg("holders"), py::arg("leaves"), py::arg("divisor"),
+           py::arg("cuts") = std::vector<size_t>(), py::arg("scatter") = false,
+           py::arg("own") = std::nullopt, py::arg("in_steps") = false,
            py::call_guard<py::gil_scoped_release>())
       .def("gather_bytes", &gather_bytes, py::arg("message"))
       .def("advance", &LockstepBackend::advance, py::call_guard<py::gil_scoped_release>())
@@ -301,7 +302,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_readonly("timeout", &HostCallInfo::timeout)
       .def_readonly("caller", &HostCallInfo::caller);
   py::class_<HostsBackend, c10d::Backend, c10::intrusive_ptr<HostsBackend>>(module, "HostsBackend")
-      .def("exact_sum", &exact_sum_across_hosts, py::arg("result"), py::arg("function"))
+      .def("reproducible_all_reduce", &all_reduce_across_hosts, py::arg("result"),
+           py::arg("function"))
       .def_property_readonly("options", &HostsBackend::getBackendOptions)
       // The Python object that makes the calls; None after `shutdown`.
       .def_property_readonly("calls",

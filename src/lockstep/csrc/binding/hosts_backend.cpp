@@ -59,10 +59,10 @@ WorkPtr HostsBackend::start_message(c10d::OpType type, Tensors& tensors, int pee
   return host_calls_->post_message(type, tensors, peer, tag);
 }
 
-WorkPtr HostsBackend::exact_sum(const at::Tensor& result, Body body) {
-  check_tensor("exact_sum", result);
+WorkPtr HostsBackend::reproducible_all_reduce(const at::Tensor& result, Body body) {
+  check_tensor("reproducible_all_reduce", result);
   CallInfo info;
-  info.op = Op::exact_sum;
+  info.op = Op::reproducible_all_reduce;
   info.dtype = static_cast<uint8_t>(result.scalar_type());
   info.root = -1;
   info.count = static_cast<uint64_t>(result.numel());

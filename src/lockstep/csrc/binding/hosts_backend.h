@@ -38,7 +38,7 @@ class HostsBackend : public CollectiveBackend {
 
   // Not in c10d: starts the sum of a bucket (lockstep/comm/hosts/all_reduce.py), which `body`
   // makes when the earlier calls of the group are done. `result` is the memory of the sums.
-  WorkPtr exact_sum(const at::Tensor& result, Body body);
+  WorkPtr reproducible_all_reduce(const at::Tensor& result, Body body);
 
  private:
   WorkPtr start_message(c10d::OpType type, Tensors& tensors, int peer, int tag) override;

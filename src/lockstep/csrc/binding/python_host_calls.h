@@ -78,9 +78,9 @@ class PythonExecutor : public Executor {
     call_python(object_, "reduce_scatter", info_, inputs, output);
   }
   // Calls `function`, which adds the buckets of all ranks.
-  void exact_sum(const pybind11::object& function) {
+  void reproducible_all_reduce(const pybind11::object& function) {
     pybind11::gil_scoped_acquire lock;
-    call_python(object_, "exact_sum", info_, function);
+    call_python(object_, "reproducible_all_reduce", info_, function);
   }
 
  private:

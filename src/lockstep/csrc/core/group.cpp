@@ -167,10 +167,21 @@ std::string Group::format_ranks(const std::vector<int>& ranks) const {
 }
 
 const char* op_name(Op op) {
-  static const char* const names[] = {
-      "no call",    "barrier", "broadcast", "all_reduce",     "reduce",
-      "all_gather", "gather",  "scatter",   "reduce_scatter", "all_to_all",
-      "exact_sum",  "share",   "send",      "recv",           "sparse_all_reduce"};
+  static const char* const names[] = {"no call",
+                                      "barrier",
+                                      "broadcast",
+                                      "all_reduce",
+                                      "reduce",
+                                      "all_gather",
+                                      "gather",
+                                      "scatter",
+                                      "reduce_scatter",
+                                      "all_to_all",
+                                      "reproducible_all_reduce",
+                                      "share",
+                                      "send",
+                                      "recv",
+                                      "sparse_all_reduce"};
   const auto index = static_cast<size_t>(op);
   return index < sizeof names / sizeof *names ? names[index] : "an unknown call";
 }

@@ -49,7 +49,7 @@ enum class Op : uint8_t {
   scatter,
   reduce_scatter,
   all_to_all,
-  exact_sum,
+  reproducible_all_reduce,
   share,
   send,
   recv,
@@ -66,9 +66,9 @@ struct CallInfo {
   int32_t root = -1;
   uint64_t count = 0;        // elements
   double factor = 1;         // of PREMUL_SUM
-  uint64_t plan_digest = 0;  // a hash of everything else that must match (exact sum)
+  uint64_t plan_digest = 0;  // a hash of everything else that must match (reproducible all-reduce)
   BufferHandle buffer;       // the tensor
-  BufferHandle result;       // the result (exact sum)
+  BufferHandle result;       // the result (reproducible all-reduce)
 
   bool matches(const CallInfo& other) const {
     return op == other.op && dtype == other.dtype && reduction == other.reduction &&

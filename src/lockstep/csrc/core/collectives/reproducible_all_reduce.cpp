@@ -1,4 +1,4 @@
-#include "exact_sum.h"
+#include "reproducible_all_reduce.h"
 
 #include <algorithm>
 #include <cstring>
@@ -16,7 +16,7 @@ struct Node {
 };
 
 // Returns all nodes of all ranks.
-std::vector<Node> collect_nodes(CollectiveCall& call, const ExactBucket& bucket, char* packed,
+std::vector<Node> collect_nodes(CollectiveCall& call, const Bucket& bucket, char* packed,
                                 const char* own) {
   std::vector<Node> nodes;
   const size_t bytes = bucket.length * element_size(bucket.type);
@@ -34,7 +34,7 @@ std::vector<Node> collect_nodes(CollectiveCall& call, const ExactBucket& bucket,
   return nodes;
 }
 
-void add_slice(const std::vector<Node>& nodes, const ExactBucket& bucket,
+void add_slice(const std::vector<Node>& nodes, const Bucket& bucket,
                const std::vector<bool>& present, const std::vector<char*>& results, Slice slice) {
   std::vector<std::pair<int, int>> leaves;
   std::vector<const char*> inputs;
@@ -53,13 +53,13 @@ void add_slice(const std::vector<Node>& nodes, const ExactBucket& bucket,
 
 }  // namespace
 
-Slice ExactBucket::slice(int ranks, int rank) const {
+Slice Bucket::slice(int ranks, int rank) const {
   if (cuts.empty()) return slice_of(length, ranks, rank, element_size(type));
   const auto j = static_cast<size_t>(rank);
   return {cuts[j], cuts[j + 1]};
 }
 
-uint64_t ExactBucket::digest() const {
+uint64_t Bucket::digest() const {
   uint64_t hash = 0xcbf29ce484222325;  // FNV-1a over 64-bit words
   const auto mix = [&hash](uint64_t value) { hash = (hash ^ value) * 0x100000001b3; };
   mix(static_cast<uint64_t>(leaves));
@@ -77,14 +77,14 @@ uint64_t ExactBucket::digest() const {
   return hash | 1;
 }
 
-void check(const ExactBucket& bucket, int rank, const char* packed, const char* result) {
+void check(const Bucket& bucket, int rank, const char* packed, const char* result) {
   for (const auto& [offset, elements] : bucket.members)
     if (offset > bucket.length || elements > bucket.length - offset)
-      throw UsageError("exact_sum: a member ends outside its bucket");
+      throw UsageError("reproducible_all_reduce: a member ends outside its bucket");
   const auto& cuts = bucket.cuts;
   if (!cuts.empty() && (cuts.size() != bucket.holders.size() + 1 || cuts.front() != 0 ||
                         cuts.back() != bucket.length || !std::is_sorted(cuts.begin(), cuts.end())))
-    throw UsageError("exact_sum: cuts must ascend from 0 to the bucket's " +
+    throw UsageError("reproducible_all_reduce: cuts must ascend from 0 to the bucket's " +
                      std::to_string(bucket.length) +
                      " elements and have one entry more than there are ranks");
   const size_t row = bucket.length * element_size(bucket.type);
@@ -93,27 +93,28 @@ void check(const ExactBucket& bucket, int rank, const char* packed, const char* 
   if (!before(result, packed + packed_bytes(bucket, rank)) || !before(packed, result + row)) return;
   const bool is_inside = !before(result, packed) && before(result, packed + values);
   if (!is_inside || static_cast<size_t>(result - packed) % row != 0)
-    throw UsageError("exact_sum: the result overlaps the packed nodes and is not one of them");
+    throw UsageError(
+        "reproducible_all_reduce: the result overlaps the packed nodes and is not one of them");
 }
 
-size_t packed_bytes(const ExactBucket& bucket, int rank) {
+size_t packed_bytes(const Bucket& bucket, int rank) {
   const size_t nodes = bucket.holders[static_cast<size_t>(rank)].size();
   return nodes * (bucket.length * element_size(bucket.type) + bucket.members.size());
 }
 
 // Tells the other ranks where this rank's buffers are, when the call arrives.
-static void set_buffers(CollectiveCall& call, const ExactBucket& bucket, const char* packed,
+static void set_buffers(CollectiveCall& call, const Bucket& bucket, const char* packed,
                         const char* result) {
   CallInfo& info = call.own_info();
   info.buffer = Heap::instance().find(packed, packed_bytes(bucket, call.rank()));
   info.result = Heap::instance().find(result, bucket.length * element_size(bucket.type));
   if (!info.buffer.is_shared() || !(bucket.scatter || info.result.is_shared()))
-    throw UsageError("exact_sum: the buffers must be in shared memory");
+    throw UsageError("reproducible_all_reduce: the buffers must be in shared memory");
 }
 
 // Adds this rank's slice, after all ranks have arrived. Returns which members are new.
-static std::vector<bool> add_own_slice(CollectiveCall& call, const ExactBucket& bucket,
-                                       char* packed, char* result, const char* own) {
+static std::vector<bool> add_own_slice(CollectiveCall& call, const Bucket& bucket, char* packed,
+                                       char* result, const char* own) {
   const size_t item = element_size(bucket.type);
   const std::vector<Node> nodes = collect_nodes(call, bucket, packed, own);
   std::vector<char*> results{result};  // this rank's own first: it stays in this core's cache
@@ -143,8 +144,8 @@ static std::vector<bool> add_own_slice(CollectiveCall& call, const ExactBucket& 
   return is_new;
 }
 
-std::vector<bool> exact_sum(CollectiveCall& call, const ExactBucket& bucket, char* packed,
-                            char* result, const char* own) {
+std::vector<bool> reproducible_all_reduce(CollectiveCall& call, const Bucket& bucket, char* packed,
+                                          char* result, const char* own) {
   set_buffers(call, bucket, packed, result);
   call.arrive();
   std::vector<bool> is_new = add_own_slice(call, bucket, packed, result, own);
@@ -152,7 +153,7 @@ std::vector<bool> exact_sum(CollectiveCall& call, const ExactBucket& bucket, cha
   return is_new;
 }
 
-SteppedSum::SteppedSum(Group& group, const CallInfo& info, ExactBucket bucket, char* packed,
+SteppedSum::SteppedSum(Group& group, const CallInfo& info, Bucket bucket, char* packed,
                        char* result, const char* own, std::chrono::milliseconds timeout)
     : group_(group),
       info_(info),

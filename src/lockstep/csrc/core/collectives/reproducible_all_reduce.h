@@ -1,4 +1,4 @@
-// The exact sum: a reproducible all-reduce (or reduce-scatter) of a bucket of tensors, which
+// The reproducible all-reduce (or reduce-scatter) of a bucket of tensors, which
 // are added along the tree of micro-batches.
 //
 // Rank r holds some nodes of the tree, each with a value of every member of the bucket. It
@@ -36,7 +36,7 @@ namespace lockstep {
 // Flags of a member in a node. A stale value (2) is added, but only if some rank has a new one.
 constexpr uint8_t kAbsent = 0, kNew = 1;
 
-struct ExactBucket {
+struct Bucket {
   DataType type = DataType::f32;
   size_t length = 0;                                      // elements of one node
   std::vector<std::pair<size_t, size_t>> members;         // offset, elements
@@ -53,7 +53,7 @@ struct ExactBucket {
 
 // Throws UsageError if the fields of the bucket contradict each other, or if the result
 // overlaps the packed nodes without being one of them.
-void check(const ExactBucket& bucket, int rank, const char* packed, const char* result);
+void check(const Bucket& bucket, int rank, const char* packed, const char* result);
 
 // Adds a bucket. The packed buffers must be in segments, and so must the results unless
 // scattered. `own` may point to the values of this rank's first node in private memory: no
@@ -62,8 +62,8 @@ void check(const ExactBucket& bucket, int rank, const char* packed, const char* 
 //
 // Returns which members are new in any node; the result of the others is undefined. A
 // scattered result is not changed outside the rank's slice.
-std::vector<bool> exact_sum(CollectiveCall& call, const ExactBucket& bucket, char* packed,
-                            char* result, const char* own = nullptr);
+std::vector<bool> reproducible_all_reduce(CollectiveCall& call, const Bucket& bucket, char* packed,
+                                          char* result, const char* own = nullptr);
 
 // The same in steps, between which the rank can compute instead of waiting for the others:
 //
@@ -75,14 +75,14 @@ std::vector<bool> exact_sum(CollectiveCall& call, const ExactBucket& bucket, cha
 // have published it, and so have added this one.
 class SteppedSum {
  public:
-  SteppedSum(Group& group, const CallInfo& info, ExactBucket bucket, char* packed, char* result,
+  SteppedSum(Group& group, const CallInfo& info, Bucket bucket, char* packed, char* result,
              const char* own, std::chrono::milliseconds timeout);
 
   // Takes the steps that need not wait.
   Progress advance();
   // Takes all steps that are left.
   void finish(bool is_background);
-  // Returns which members are new, as `exact_sum` does, once all steps are taken.
+  // Returns which members are new, as `reproducible_all_reduce` does, once all steps are taken.
   const std::vector<bool>& is_new() const { return is_new_; }
 
  private:
@@ -92,7 +92,7 @@ class SteppedSum {
 
   Group& group_;
   const CallInfo info_;
-  const ExactBucket bucket_;
+  const Bucket bucket_;
   char* const packed_;
   char* const result_;
   const char* const own_;
@@ -104,6 +104,6 @@ class SteppedSum {
 };
 
 // Returns the bytes that a rank packs.
-size_t packed_bytes(const ExactBucket& bucket, int rank);
+size_t packed_bytes(const Bucket& bucket, int rank);
 
 }  // namespace lockstep
