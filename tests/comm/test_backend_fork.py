@@ -29,8 +29,8 @@ on_lockstep = {"backend": "lockstep"}
 
 LOCAL = {
     "Options", "_get_backend_name", "_get_sequence_number_for_group", "_pybind11_conduit_v1_",
-    "_set_default_timeout", "_set_sequence_number_for_group", "allocate_tensor", "name", "options",
-    "rank", "set_timeout", "size",
+    "_set_default_timeout", "_set_sequence_number_for_group", "allocate_tensor", "longest_message",
+    "name", "options", "rank", "set_timeout", "size",
     "supports_coalescing", "supports_shrinking", "supports_splitting", "supports_tensor_alloc",
     "supports_time_estimate",
 }  # fmt: skip
@@ -83,6 +83,7 @@ def methods(native: Any) -> dict[str, Callable[[], object]]:
         "_start_coalescing": native._start_coalescing,
         "abort": native.abort,
         "advance": native.advance,
+        "all_gather_bytes": lambda: native.all_gather_bytes(b"message"),
         "allgather": lambda: native.allgather(lists, [one]),
         "allgather_coalesced": lambda: native.allgather_coalesced([[one], [one]], [one]),
         "allreduce": lambda: native.allreduce([one]),
@@ -93,7 +94,6 @@ def methods(native: Any) -> dict[str, Callable[[], object]]:
         "broadcast": lambda: native.broadcast([one]),
         "reproducible_all_reduce": lambda: exact.launch({(0, 1): [torch.ones(4)]}),
         "gather": lambda: native.gather(lists[0], one, 0),
-        "gather_bytes": lambda: native.gather_bytes(b"message"),
         "map_peer": lambda: native.map_peer([0] * 6, 4),
         "monitored_barrier": native.monitored_barrier,
         "recv": lambda: native.recv([one], 1, 0),

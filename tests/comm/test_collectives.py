@@ -1,8 +1,12 @@
 """Moving bytes between real processes."""
 
+import contextlib
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from lockstep.comm import backend as native
 from lockstep.comm import collectives
 from lockstep.comm.collectives import PAGE, all_gather_bytes, broadcast_tensors
 from lockstep.errors import DisagreementError
@@ -18,6 +22,35 @@ def test_messages_of_any_length_reach_everybody(rank, world_size):
     ):
         found = all_gather_bytes(bytes([rank]) * size(rank), about)
         assert found == [bytes([each]) * size(each) for each in range(world_size)]
+
+
+needs_native = pytest.mark.skipif(not native.available(), reason="not built")
+
+
+@needs_native
+@pytest.mark.ranks(2)
+def test_messages_arrive_after_an_exception_has_left_a_coalescing_manager(rank):
+    """torch leaves its group coalescing then, and calls are queued (a crash once)."""
+    group = dist.new_group(backend="lockstep")
+    with contextlib.suppress(ZeroDivisionError), dist._coalescing_manager(group):
+        raise ZeroDivisionError
+    for _ in range(20):
+        message = bytes([rank]) * 3000
+        assert all_gather_bytes(message, "here", group) == [b"\0" * 3000, b"\1" * 3000]
+    with pytest.warns(UserWarning, match="coalesced"):
+        dist.destroy_process_group(group)
+
+
+@needs_native
+@pytest.mark.ranks(2)
+def test_a_destroyed_group_gathers_no_messages(rank):
+    """It had crashed."""
+    group = dist.new_group(backend="lockstep")
+    found = native.of_group(group)
+    dist.destroy_process_group(group)
+    for call in (lambda: found.all_gather_bytes(b""), lambda: found.longest_message):
+        with pytest.raises(dist.DistBackendError, match="the group was destroyed"):
+            call()
 
 
 @pytest.mark.ranks(3)

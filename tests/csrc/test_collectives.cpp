@@ -4,6 +4,7 @@
 #include <random>
 
 #include "check.h"
+#include "collectives/all_gather_bytes.h"
 #include "collectives/all_reduce.h"
 #include "collectives/barrier.h"
 #include "collectives/exchange.h"
@@ -472,6 +473,82 @@ TEST(inconsistent_buckets_are_refused) {
   CHECK(contains(refusal(bucket, 0), "ends outside"));
 }
 
+// Returns what a rank with these nodes of `uneven_bucket` sends with another message.
+static std::string packed_message(const Bucket& bucket, int rank, uint64_t digest) {
+  std::string message = "other message";
+  const auto& held = bucket.holders[static_cast<size_t>(rank)];
+  for (const auto& node : held) {
+    const auto filled = values(node.first, bucket.length, 23);
+    message.append(reinterpret_cast<const char*>(filled.data()), bucket.length * sizeof(float));
+  }
+  message.append(held.size() * bucket.members.size(), kNew);
+  return message.append(reinterpret_cast<const char*>(&digest), sizeof digest);
+}
+
+TEST(nodes_in_messages_are_added_along_the_tree) {
+  const Bucket bucket = uneven_bucket(603);
+  std::vector<std::string> sent;
+  for (int rank = 0; rank < 5; ++rank)
+    sent.push_back(packed_message(bucket, rank, bucket.digest()));
+  std::vector<float> result(bucket.length, 7.0f);
+  auto* to = reinterpret_cast<char*>(result.data());
+  CHECK(add_packed(bucket, {sent.begin(), sent.end()}, to) == std::vector<bool>{true});
+  CHECK(result == tree_of(bucket));
+  // Absent from all nodes: nothing is added.
+  for (int rank = 0; rank < 5; ++rank) {
+    const size_t flags = bucket.holders[static_cast<size_t>(rank)].size();
+    std::fill_n(sent[static_cast<size_t>(rank)].end() - 8 - static_cast<long>(flags), flags, 0);
+  }
+  std::fill(result.begin(), result.end(), 7.0f);
+  CHECK(add_packed(bucket, {sent.begin(), sent.end()}, to) == std::vector<bool>{false});
+  CHECK(result == std::vector<float>(bucket.length, 7.0f));
+}
+
+TEST(messages_without_nodes_of_the_bucket_are_refused) {
+  const Bucket bucket = uneven_bucket(603);
+  std::vector<std::string> sent;
+  for (int rank = 0; rank < 5; ++rank)
+    sent.push_back(packed_message(bucket, rank, bucket.digest()));
+  std::vector<float> result(bucket.length);
+  auto* to = reinterpret_cast<char*>(result.data());
+  const auto refusal = [&](int rank, const std::string& message) {
+    std::vector<std::string_view> changed(sent.begin(), sent.end());
+    changed[static_cast<size_t>(rank)] = message;
+    return error_of([&] { add_packed(bucket, changed, to); });
+  };
+  CHECK(contains(refusal(2, packed_message(bucket, 2, bucket.digest() + 2)), "rank 2"));
+  CHECK(contains(refusal(4, sent[4].substr(sent[4].size() - 100)), "rank 4"));
+  CHECK(contains(refusal(3, ""), "rank 3"));
+  sent.pop_back();
+  CHECK(contains(error_of([&] { add_packed(bucket, {sent.begin(), sent.end()}, to); }), "rank 4"));
+}
+
+TEST(messages_of_any_length_up_to_a_slot_reach_all_ranks) {
+  on_ranks(3, [](Group& group) {
+    const size_t longest = longest_message(group.layout());
+    for (size_t again = 0; again < 60; ++again) {
+      const auto message = [&](int rank) {
+        const size_t bytes = again % 3 == static_cast<size_t>(rank) ? longest : again * rank;
+        return std::string(bytes, static_cast<char>('a' + (again + rank) % 26));
+      };
+      const std::string mine = message(group.rank());
+      CallInfo info = make_call_info(Op::all_gather_bytes, mine.size());
+      info.uneven = 1;
+      CollectiveCall call(group, info, kTestTimeout, false);
+      const auto found = all_gather_bytes(call, mine);
+      for (int rank = 0; rank < 3; ++rank) CHECK(found[static_cast<size_t>(rank)] == message(rank));
+    }
+  });
+}
+
+TEST(a_message_that_is_longer_than_a_slot_is_refused) {
+  on_ranks(1, [](Group& group) {
+    const std::string message(longest_message(group.layout()) + 1, 'a');
+    CollectiveCall call(group, make_call_info(Op::all_gather_bytes, 1), kTestTimeout, false);
+    CHECK(contains(error_of([&] { all_gather_bytes(call, message); }), "is longer than"));
+  });
+}
+
 TEST(different_plans_have_different_digests) {
   const Bucket bucket = uneven_bucket(640);
   Bucket other = bucket;
@@ -480,6 +557,12 @@ TEST(different_plans_have_different_digests) {
   CHECK(bucket.digest() != other.digest());
   other = bucket;
   other.scatter = true;
+  CHECK(bucket.digest() != other.digest());
+  other = bucket;
+  other.type = DataType::f64;
+  CHECK(bucket.digest() != other.digest());
+  other = bucket;
+  ++other.length;
   CHECK(bucket.digest() != other.digest());
   other = bucket;
   std::swap(other.holders[0], other.holders[1]);

@@ -1,5 +1,6 @@
 """Gradients of the trainer in buckets: their memory, when they are launched, and failures."""
 
+import os
 from functools import partial
 
 import pytest
@@ -9,7 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
+import pytest_lockstep
 from lockstep.comm import backend as native
+from lockstep.comm.native_all_reduce import NativeAllReduce
 from lockstep.comm.shared_memory import is_shared
 from lockstep.data.microbatch import on_one_host
 from lockstep.data_parallel.gradient_reducer import GradientReducer
@@ -69,6 +72,130 @@ def test_buckets_travel_while_backward_runs_and_grads_lie_in_them(ranks, monkeyp
         assert again
         assert same
         assert moved
+
+
+class Late(nn.Module):
+    """Uses its second layer from the second call on."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.calls = nn.Linear(6, 3), nn.Linear(6, 3), 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        return self.first(inputs) + (self.second(inputs) if self.calls > 4 else 0)
+
+
+def on_ranks(train, n, slot_bytes=""):
+    """Return the values of ranks in which small models are not treated as large ones."""
+
+    def call():
+        os.environ["LOCKSTEP_SLOT_BYTES"] = slot_bytes
+        ls.init(backend="lockstep")
+        try:
+            return train()
+        finally:
+            ls.shutdown()
+
+    return pytest_lockstep.run(call, ranks=n, init=False)
+
+
+def count_launches():
+    """Return a list that grows by one with each exchange of gradients of this process."""
+    launches, launch = [], NativeAllReduce.launch
+
+    def noted(self, *arguments, **options):
+        launches.append(1)
+        launch(self, *arguments, **options)
+
+    NativeAllReduce.launch = noted
+    return launches
+
+
+@needs_native
+@pytest.mark.parametrize("slot_bytes", ["", "1024"])
+def test_gradients_of_a_small_model_are_sent_with_the_statuses(slot_bytes):
+    def train():
+        launches = count_launches()
+        losses, digests = [], []
+        trainer = ls.Trainer(deep(), nn.CrossEntropyLoss(), SGD, microbatches=4)
+        for step in range(4):
+            inputs, targets = rows(samples=16 - step)
+            if step == 2:  # one rank has no finite loss, and its gradients are sent as well
+                with pytest.raises(ls.errors.LossError):
+                    trainer.step((inputs * torch.inf, targets))
+            losses.append(trainer.step((inputs, targets)))
+            digests.append(trainer.digest())
+        return losses, digests, len(launches)
+
+    ((*expected, _),) = on_ranks(train, 1)
+    for n in (2, 3, 4):
+        for *found, launches in on_ranks(train, n, slot_bytes):
+            assert found == expected
+            assert launches == (4 if slot_bytes else 0)
+
+
+@needs_native
+def test_a_parameter_that_is_used_later_than_others_is_exchanged_apart():
+    def train():
+        launches = count_launches()
+        model = Late()
+        model.calls = 4 - 4 // ls.world_size()
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=4)
+        return [(trainer.step(rows()), trainer.digest(), len(launches)) for _ in range(4)]
+
+    expected = [step[:2] for step in on_ranks(train, 1)[0]]
+    for found in on_ranks(train, 2):
+        assert [step[:2] for step in found] == expected
+        # All are expected in the first step, and the second layer only from the third one on.
+        assert [step[2] for step in found] == [0, 1, 1, 1]
+
+
+class Complex(nn.Module):
+    """Uses a complex parameter, which is not added in shared memory, in every second step."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.is_used = nn.Linear(6, 3), True
+        self.factor = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, inputs):
+        outputs = self.layer(inputs)
+        return outputs * self.factor.abs() if self.is_used else outputs
+
+
+@needs_native
+def test_gradients_that_travel_in_some_steps_only():
+    def train():
+        trainer = ls.Trainer(Complex(), nn.CrossEntropyLoss(), SGD, microbatches=4)
+        steps, kept = [], []
+        for step in range(8):
+            trainer.model.is_used = step % 4 > 1
+            steps.append((trainer.step(rows()), trainer.digest()))
+            if ls.rank() == 0 and step == 4:  # one rank needs new memory for its buckets
+                kept.append(trainer.model.layer.weight.grad)
+        return steps
+
+    (expected,) = on_ranks(train, 1)
+    assert on_ranks(train, 2) == [expected] * 2
+
+
+@needs_native
+def test_messages_with_the_gradients_of_another_plan_are_refused():
+    def train():
+        trainer = ls.Trainer(deep(), nn.CrossEntropyLoss(), SGD, microbatches=4)
+        trainer.step(rows())
+        before = trainer.digest()
+        (bucket_sum,) = trainer._executor._gradients._bucket_sums
+        if ls.rank() == 1:
+            bucket_sum._sum._digest = b"another."
+        with pytest.raises(native.ArgumentError, match="message of rank 1 does not end with its"):
+            trainer.step(rows())
+        return trainer.digest() == before
+
+    assert on_ranks(train, 2) == [True, True]
 
 
 class WaitInBackward(torch.autograd.Function):

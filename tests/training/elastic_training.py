@@ -94,7 +94,7 @@ def wait_for_newcomers():
         time.sleep(0.002)
 
 
-patch(collectives, "_gather_equal", "gather", "gathered")
+patch(collectives, "_gather_pages", "gather", "gathered")
 patch(Membership, "pass_barrier", "prepared", "passed")
 patch(Recorder, "write", "record")
 patch(Buffers, "merge", "merge", "merged")

@@ -15,6 +15,8 @@ import lockstep as ls
 import models
 import pytest_lockstep
 import reference
+from lockstep.comm import backend as native
+from lockstep.data_parallel.gradient_reducer import GradientReducer
 
 SIZES = [19, 16, 3, 19, 1]
 PICTURE_SIZES = [16, 24, 17, 3]  # a micro-batch of one picture still has 36 values a channel
@@ -85,6 +87,25 @@ def plain():
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_every_layout_gives_the_bits_of_the_reference(ranks, plain, n):
     for found in ranks(lockstep_digests, n):
+        for training, expected in plain.items():
+            assert found[training] == expected, training
+
+
+@pytest.mark.skipif(not native.available(), reason="not built")
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_gradients_that_are_sent_with_statuses_give_the_bits_of_the_reference(plain, n):
+    """The models are small here, and not treated as large ones."""
+
+    def digests():
+        sent, pack = [], GradientReducer.pack
+        GradientReducer.pack = lambda self: sent.append(pack(self)) or sent[-1]
+        ls.init(backend="lockstep")
+        found = lockstep_digests()
+        ls.shutdown()
+        return found, sum(bool(each) for each in sent), len(sent)
+
+    for found, with_gradients, steps in pytest_lockstep.run(digests, ranks=n, init=False):
+        assert with_gradients > steps / 2
         for training, expected in plain.items():
             assert found[training] == expected, training
 

@@ -55,7 +55,8 @@ def swap(threshold):
         long = [f"rank {rank}: {'x' * 5000}"] if rank == 1 else []
         mine = RankStatus(results if rank != 2 else [], batch="b", warnings=long)
         place = StatusPlace(rank, 4, rank, 0, 4)
-        return exchange_statuses(summarize(mine, place), StepLabel(1, "in step 1", "", ""))
+        label = StepLabel(1, "in step 1", "", "")
+        return exchange_statuses(summarize(mine, place), label)[0]
     finally:
         collectives.ALL_GATHER_RANKS = 64
 

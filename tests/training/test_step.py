@@ -8,6 +8,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.comm import collectives
+from lockstep.comm.native_all_reduce import NativeAllReduce
 from lockstep.data_parallel import gradient_norm, gradient_places
 from lockstep.record.fingerprints import read_step_fingerprints
 
@@ -68,33 +69,36 @@ def test_the_record_identifies_each_step_in_every_layout(ranks, world_of_one, tm
 
 
 def test_a_step_of_a_small_model_exchanges_one_message_per_rank(ranks):
-    """One for the statuses; a large model announces its buckets and shares its norm as well."""
+    """Statuses with gradients; a large model also exchanges an announcement, a bucket, a norm."""
 
     def train(is_small):
         if is_small:
             gradient_places.SMALLEST, gradient_norm.SHARED_ELEMENTS = limits
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4))
-        counts, norms, gather = [], [], collectives._gather_equal
-
-        def gather_and_count(message, group):
-            counts[-1] += 1
-            return gather(message, group)
-
+        norms, counts = [], []
         trainer = ls.Trainer(
             model, nn.MSELoss(), SGD,
             microbatches=4, max_grad_norm=0.01, callbacks=lambda result: norms.append(result.norm),
         )  # fmt: skip
-        collectives._gather_equal = gather_and_count
+
+        def counted(call):
+            def call_and_count(*args, **options):
+                counts[-1] += 1
+                return call(*args, **options)
+
+            return call_and_count
+
+        collectives._gather_pages = counted(collectives._gather_pages)
+        NativeAllReduce.launch = counted(NativeAllReduce.launch)
         for _ in range(4):
             counts.append(0)
             trainer.step((INPUTS, INPUTS))
-        collectives._gather_equal = gather
         return counts[1:], norms, trainer.digest()
 
     limits = gradient_places.SMALLEST, gradient_norm.SHARED_ELEMENTS
     ((_, *alone),) = ranks(train, 1, False)
-    for n, is_small, expected in ((2, True, 1), (3, True, 1), (2, False, 3)):
+    for n, is_small, expected in ((2, True, 1), (3, True, 1), (2, False, 4)):
         for counts, *found in ranks(train, n, is_small, backend="lockstep"):
             assert counts == [expected] * 3
             assert found == alone

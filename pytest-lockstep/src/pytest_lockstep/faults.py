@@ -16,7 +16,6 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
-from functools import wraps
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.comm import backend
+from lockstep.comm.native_all_reduce import DIGEST_BYTES, NativeAllReduce
 from lockstep.launcher.channel import write_memfd
 from lockstep.launcher.rank_process import report_to_launcher
 from pytest_lockstep.rank_order import Result
@@ -189,19 +189,26 @@ def _counted_reproducible_calls(counter: _Counter) -> Iterator[None]:
     if not backend.available():
         yield
         return
-    kind = backend.load().LockstepBackend
-    original = kind.reproducible_all_reduce
+    kind, name = backend.load().LockstepBackend, "reproducible_all_reduce"
+    all_reduce, pack = getattr(kind, name), NativeAllReduce.pack
 
-    @wraps(original)
-    def reproducible_all_reduce(self: Any, packed: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        counter.count("reproducible_all_reduce", packed)
-        return original(self, packed, *args, **kwargs)
+    def counted(self: Any, bucket: Any, packed: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        counter.count(name, packed)
+        return all_reduce(self, bucket, packed, *args, **kwargs)
 
-    kind.reproducible_all_reduce = reproducible_all_reduce
+    def counted_pack(self: NativeAllReduce, held: Any) -> bytes:
+        """Count the gradients of a small model, which are sent with the status of a rank."""
+        message = bytearray(pack(self, held))
+        counter.count(name, torch.frombuffer(message, dtype=torch.uint8)[:-DIGEST_BYTES])
+        return bytes(message)
+
+    setattr(kind, name, counted)
+    NativeAllReduce.pack = counted_pack  # type: ignore[method-assign]
     try:
         yield
     finally:
-        kind.reproducible_all_reduce = original
+        setattr(kind, name, all_reduce)
+        NativeAllReduce.pack = pack  # type: ignore[method-assign]
 
 
 def _find_tensors(value: object) -> Iterator[torch.Tensor]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
+from operator import add
 from typing import TypeVar
 
 import torch
@@ -40,7 +41,8 @@ __all__ = [
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 PAGE = 1024
-"""The size of the first exchange in bytes: a header, and the message if it fits."""
+"""The size of the first exchange in bytes, on most backends: a header, and the message if it fits.
+"""
 
 PIECE = 32 << 20
 """The size of the buffers of a broadcast, in bytes."""
@@ -81,8 +83,9 @@ def all_gather_bytes(
 ) -> list[bytes]:
     """Gather the messages of all ranks, which may differ in length.
 
-    Every rank sends one page. If a message does not fit, all messages are sent in a second
-    exchange, padded to the length of the longest.
+    Every rank sends one page, of `PAGE` bytes or, on the backend "lockstep", of as many as it
+    needs up to a limit. If a message does not fit, all messages are sent in a second exchange,
+    padded to the length of the longest.
 
         page    | length of the message, 8 bytes | of the topic, 2 | topic | message ... |
         topic   | about | or: about | 0 | remark |
@@ -111,11 +114,14 @@ def all_gather_bytes(
         topic += b"\0" + remark.encode()[: PAGE // 4]
     header = len(message).to_bytes(8, "little") + len(topic).to_bytes(2, "little") + topic
     with Waiting(f"all_gather, {about}"):
-        pages = _gather_equal((header + message)[:PAGE].ljust(PAGE, b"\0"), group)
+        pages = _gather_pages(header + message, group)
     lengths = [int.from_bytes(page[:8], "little") for page in pages]
     headers = [10 + int.from_bytes(page[8:10], "little") for page in pages]
-    _require_one_topic([page[10:end] for page, end in zip(pages, headers, strict=True)])
-    if any(end + length > PAGE for end, length in zip(headers, lengths, strict=True)):
+    topics = [page[10:end] for page, end in zip(pages, headers, strict=True)]
+    if topics.count(topic) < len(topics):
+        _require_one_topic(topics)
+    ends = map(add, headers, lengths)
+    if any(end > len(page) for end, page in zip(ends, pages, strict=True)):
         with Waiting(f"all_gather of {max(lengths)} bytes, {about}"):
             bodies = _gather_equal(message.ljust(max(lengths), b"\0"), group)
     else:
@@ -269,12 +275,18 @@ def _disagreement(
     )
 
 
+def _gather_pages(message: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Gather the first page of all messages, which need not fill it."""
+    native = backend.of_group(group)
+    if native is None:
+        return _gather_equal(message[:PAGE].ljust(PAGE, b"\0"), group)
+    # Without torch's Python code, which takes longer than the exchange.
+    pages: list[bytes] = native.all_gather_bytes(message[: native.longest_message])
+    return pages
+
+
 def _gather_equal(message: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Gather messages that have the same length on all ranks."""
-    native = backend.of_group(group)
-    if native is not None:  # without torch's Python code, which takes longer than the exchange
-        messages: list[bytes] = native.gather_bytes(message)
-        return messages
     width, ranks = len(message), dist.get_world_size(group)
     device = message_device(group)
     mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)

@@ -14,24 +14,36 @@ one read of all rows and one write of the first row.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import backend
+from lockstep.comm import backend, native_module
 from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, slice_length
 from lockstep.comm.memory_format import in_memory_order
 from lockstep.comm.shared_memory import empty_shared
 from lockstep.comm.tree import Node
 
-__all__ = ["ABSENT", "NEW", "STALE", "NativeAllReduce", "is_supported", "native_backend"]
+__all__ = [
+    "ABSENT",
+    "DIGEST_BYTES",
+    "NEW",
+    "STALE",
+    "NativeAllReduce",
+    "is_supported",
+    "native_backend",
+]
 
 ABSENT, NEW, STALE = 0, 1, 2
 """The flags of a tensor in a node."""
 
 Values = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
 """As in `lockstep.comm.reproducible_all_reduce`."""
+
+DIGEST_BYTES = 8
+"""The bytes of a bucket's digest, the end of what `NativeAllReduce.pack` returns."""
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -83,58 +95,74 @@ class NativeAllReduce:
         self._packed = empty_shared(max(values + flags, 1), dtype=torch.uint8).zero_()
         self._values = self._packed[:values].view(bucket.dtype).view(rows, bucket.length)
         self.sums = self._values[0]
+        self._places: list[dict[int, torch.Tensor]] = [
+            {each.index: row[each.offset : each.offset + each.numel] for each in bucket.members}
+            for row in self._values[: len(self._nodes)]
+        ]
         self._flags = self._packed[values : values + flags]
+        self._packed_flags = bytearray()  # the values of these
         self._present = torch.zeros(max(len(bucket.members), 1), dtype=torch.uint8)
-        self._plan = {
-            "length": bucket.length,
-            "members": [(member.offset, member.numel) for member in bucket.members],
-            "holders": [list(nodes) for nodes in holders],
-            "leaves": leaves,
-            "divisor": float(divisor),
-            "cuts": self._bounds,
-            "scatter": scatter,
-        }
+        self._native_bucket = native_module.load().Bucket(
+            bucket.dtype,
+            bucket.length,
+            [(member.offset, member.numel) for member in bucket.members],
+            [list(nodes) for nodes in holders],
+            leaves,
+            divisor,
+            self._bounds,
+            scatter,
+        )
+        self._most_nodes = max(map(len, holders))
         self._mine = self._bounds[rank], self._bounds[rank + 1]
         self._work: dist.Work | None = None
 
     def place(self, node: Node, member: Member) -> torch.Tensor:
         """Return the destination of a member's value in one of this rank's nodes."""
-        row = self._values[self._nodes.index(node)]
-        return row[member.offset : member.offset + member.numel]
+        return self._places[self._nodes.index(node)][member.index]
 
     def launch(
         self, held: Mapping[Node, Values], stale: Container[int] = (), in_steps: bool = False
     ) -> None:
         """Copy values to their destinations, and start; see `ReproducibleAllReduce.launch`."""
+        self._work = self._start(self._pack(held, stale, self._packs_all()), in_steps)
+
+    def _pack(
+        self, held: Mapping[Node, Values], stale: Container[int], all_slices: bool
+    ) -> torch.Tensor | None:
+        """Copy values and flags to their destinations.
+
+        Returns:
+            The values of the first node, if this rank's own slice of them need not be copied.
+        """
         flags = bytearray()
         own: torch.Tensor | None = None
-        for node, row in zip(self._nodes, self._values, strict=False):
+        for node, places in zip(self._nodes, self._places, strict=True):
             values = held[node]
-            for member in self._bucket.members:
-                value = values[member.index]
+            for index, part in places.items():
+                value = values[index]
                 if value is None:
                     flags.append(ABSENT)
                     continue
-                flags.append(STALE if member.index in stale else NEW)
-                part = row[member.offset : member.offset + member.numel]
+                flags.append(STALE if index in stale else NEW)
                 if value.data_ptr() == part.data_ptr():
                     continue
                 flat = in_memory_order(value)
-                if node == self._nodes[0] and self._fills(flat) and not self._packs_all():
+                if node == self._nodes[0] and self._fills(flat) and not all_slices:
                     own = flat
                     lo, hi = self._mine
                     part[:lo].copy_(flat[:lo])
                     part[hi:].copy_(flat[hi:])
                 else:
                     part.copy_(flat)
-        if flags:
+        if flags != self._packed_flags:  # usually those of the last step
             self._flags.copy_(torch.frombuffer(flags, dtype=torch.uint8))
-        self._work = self._start(own, in_steps)
+            self._packed_flags = flags
+        return own
 
     def _start(self, own: torch.Tensor | None, in_steps: bool) -> dist.Work:
         """Start the sum; `own` are the values of the first node, if they are not all packed."""
         work: dist.Work = self._native.reproducible_all_reduce(
-            self._packed, self.sums, self._present, **self._plan, own=own, in_steps=in_steps
+            self._native_bucket, self._packed, self.sums, self._present, own, in_steps
         )
         return work
 
@@ -162,5 +190,32 @@ class NativeAllReduce:
         """Finish; see `ReproducibleAllReduce.gather`."""
         self.wait()
         self._work = None
+        return self._parts()
+
+    # --- small buckets, which are sent with other messages --------------------------------------
+
+    def fits(self, limit: int) -> bool:
+        """Return whether `pack` returns at most `limit` bytes on every rank."""
+        values = self._bucket.length * self._bucket.dtype.itemsize
+        return self._most_nodes * (values + len(self._bucket.members)) + DIGEST_BYTES <= limit
+
+    def pack(self, held: Mapping[Node, Values]) -> bytes:
+        """Return this rank's nodes, to be sent with another message, instead of `launch`."""
+        self._pack(held, (), all_slices=True)
+        used = self._values.nbytes + self._flags.numel() if self._nodes else 0
+        return self._packed[:used].numpy().tobytes() + self._digest
+
+    def add_packed(self, messages: Sequence[bytes]) -> list[tuple[int, torch.Tensor | None]]:
+        """Add the nodes with which the messages of all ranks end; returns what `gather` does."""
+        native_module.load().add_packed(self._native_bucket, messages, self.sums, self._present)
+        return self._parts()
+
+    @cached_property
+    def _digest(self) -> bytes:
+        """The end of the messages, which is compared: it depends on everything in the bucket."""
+        digest: bytes = self._native_bucket.digest
+        return digest
+
+    def _parts(self) -> list[tuple[int, torch.Tensor | None]]:
         present = self._present[: len(self._bucket.members)].tolist()
         return parts(self._bucket, self.sums, present)

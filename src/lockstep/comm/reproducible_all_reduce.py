@@ -91,6 +91,10 @@ class ReproducibleAllReduce:
 
     Ranks must make the same calls in the same order.
 
+    Attributes:
+        fits_messages: Whether every rank may `pack` its nodes and send them with another message:
+            on the backend "lockstep", if half of its longest message can contain them.
+
     Args:
         bucket: The planned bucket; its members refer to tensors by index.
         holders: The nodes that each rank of the group holds, ascending. Together they cover all
@@ -121,9 +125,11 @@ class ReproducibleAllReduce:
         native = native_backend(device, bucket.dtype, group)
         hosts = backend.hosts_backend_of(group) if is_supported(device, bucket.dtype) else None
         options = divisor, cuts or None, bool(cuts)
+        self.fits_messages = False
         if native is not None:
             rank = dist.get_rank(group)
             self._sum = NativeAllReduce(native, bucket, holders, leaves, rank, *options)
+            self.fits_messages = not cuts and self._sum.fits(native.longest_message // 2)
         elif hosts is not None:
             self._sum = HostAllReduce(
                 hosts.calls.group, hosts.calls.reducer, hosts.reproducible_all_reduce,
@@ -167,6 +173,26 @@ class ReproducibleAllReduce:
             self._sum.launch(held, stale, in_steps)
         else:
             self._sum.launch(held, stale)
+
+    def pack(self, held: Mapping[Node, Values]) -> bytes:
+        """Return this rank's nodes, to be sent with another message, instead of `launch`.
+
+        Only if `fits_messages` is true.
+        """
+        assert isinstance(self._sum, NativeAllReduce)
+        return self._sum.pack(held)
+
+    def add_packed(self, messages: Sequence[bytes]) -> list[tuple[int, torch.Tensor | None]]:
+        """Add the nodes with which the messages of all ranks end, instead of waiting for them.
+
+        Returns:
+            What `gather` returns.
+
+        Raises:
+            UsageError: A message ends with something else.
+        """
+        assert isinstance(self._sum, NativeAllReduce)
+        return self._sum.add_packed(messages)
 
     def advance(self) -> None:
         """Add what the other ranks are ready for, of all sums of the group launched in steps.

@@ -19,7 +19,8 @@ memory, where the reproducible sum reads it and is stored in its place:
 
 The members of the buckets are known before the step: the parameters that got a gradient
 on some rank in the previous step, which all ranks know from the masks that they exchanged.
-Buckets may therefore be launched while the last backward pass runs, as soon as
+If they are few and small, they are sent with the statuses of the ranks (`pack`). Other
+buckets may therefore be launched while the last backward pass runs, as soon as
 `lockstep.data_parallel.readiness` counts them as complete. On an accelerator the current stream
 waits for those of all gradients first (`lockstep.data_parallel.gradient_streams`), and the stream
 of the backend waits for the current one. Other parameters that get a
@@ -37,6 +38,7 @@ import torch.distributed as dist
 
 from lockstep.comm import native_module
 from lockstep.comm.bucket import Bucket, plan
+from lockstep.comm.collectives import has_many_ranks
 from lockstep.comm.native_all_reduce import native_backend
 from lockstep.comm.reproducible_all_reduce import (
     ReproducibleAllReduce,
@@ -115,7 +117,7 @@ class GradientReducer:
         # The planned buckets, which are kept between steps with their memory while the number
         # of leaves and the expected parameters stay the same.
         self._planned_for: tuple[int, ...] = ()
-        self._is_planned = self._is_launched_early = False
+        self._is_launched_early = self._is_packed = False
         self._bucket_sums: list[ReproducibleAllReduce] = []
         self._further_sums: list[ReproducibleAllReduce] = []  # of this step only
         self._own_references: list[int] = []  # the number of them to the memory of each sum
@@ -135,13 +137,15 @@ class GradientReducer:
     def enter_group(self) -> None:
         """Discard the plans for the ranks of an earlier group; `.grad` does not change."""
         self._ranks = dist.get_world_size(self._group)
-        # The parameters that are expected to get a gradient in the next step, the same on all
-        # ranks. In the first step these are all parameters that require a gradient.
-        self._expected = self._without_sparse(
-            n for n, (_, each) in enumerate(self._parameters) if each.requires_grad
-        )
+        trainable = (n for n, (_, each) in enumerate(self._parameters) if each.requires_grad)
+        self._expect(self._without_sparse(trainable))
         self._discard_plans()
         self._launched, self._siblings, self._partial_sums = 0, None, None
+
+    def _expect(self, indices: list[int]) -> None:
+        """Expect gradients of these parameters in the next step, the same ones on all ranks."""
+        self._expected = indices
+        self._is_planned = self._ranks > 1 and self._overlaps_backward(indices)
 
     def _discard_plans(self) -> None:
         self._planned_for, self._destinations = (), {}
@@ -166,7 +170,6 @@ class GradientReducer:
         self._leaves, self._announce = leaves, announce
         self._partial_sums = Fold(leaves, add_lists)
         self._nodes_by_rank = assign_nodes(leaves, hosts)
-        self._is_planned = self._ranks > 1 and self._overlaps_backward(self._expected)
         if self._is_planned:
             self._prepare(self._expected)
             self._announce = announce if self._is_launched_early else None
@@ -184,6 +187,7 @@ class GradientReducer:
         if self._launched or [each.uses() for each in self._bucket_sums] != self._own_references:
             self._discard_plans()
         self._launched, self._siblings, self._partial_sums = 0, None, None
+        self._is_packed = False
         self._streams.clear()
         self._failure = ""
 
@@ -274,6 +278,25 @@ class GradientReducer:
         self._partial_sums.nodes[self._node] = self._values
         self._siblings = None
 
+    def pack(self) -> bytes:
+        """Return this rank's sums for the end of its status, if those of all ranks contain them.
+
+        The gradients of a small model are exchanged with the statuses, so that `reduce` need not
+        wait for the other ranks again. For others, nothing is returned, on every rank. Call it on
+        all ranks of the group or on none.
+        """
+        self._is_packed = (
+            self._is_planned
+            and not self._is_launched_early
+            and len(self._bucket_sums) == 1
+            and self._bucket_sums[0].fits_messages
+            and not has_many_ranks(self._group)
+        )
+        if not self._is_packed:
+            return b""
+        assert self._partial_sums is not None
+        return self._bucket_sums[0].pack(self._partial_sums.nodes)
+
     def used_parameter_mask(self) -> str:
         """Return, as a hex number, a mask whose bit n is set if parameter n has a gradient here."""
         assert self._partial_sums is not None
@@ -332,7 +355,9 @@ class GradientReducer:
         """The reason why a gradient was accumulated too early in this step; "" for none."""
         return self._failure
 
-    def reduce(self, nodes: Sequence[Sequence[Node]], mask: str) -> None:
+    def reduce(
+        self, nodes: Sequence[Sequence[Node]], mask: str, statuses: Sequence[bytes] = ()
+    ) -> None:
         """Set `.grad` of every parameter to the sum over all micro-batches, on every rank.
 
         A parameter without a gradient in any micro-batch keeps `.grad = None`.
@@ -340,10 +365,11 @@ class GradientReducer:
         Args:
             nodes: The nodes of each rank of the group.
             mask: The union of the used-parameter masks of all ranks.
+            statuses: The messages of all ranks that end with what `pack` returned there.
         """
         assert self._partial_sums is not None
         if len(nodes) > 1:
-            self._reduce_over_ranks(_list_used(mask))
+            self._reduce_over_ranks(_list_used(mask), statuses)
         else:
             (sums,) = self._partial_sums.nodes.values()
             for index, gradient in enumerate(sums):
@@ -354,16 +380,15 @@ class GradientReducer:
         self._launched, self._partial_sums = 0, None
 
     @torch.no_grad()
-    def _reduce_over_ranks(self, used: Sequence[int]) -> None:
+    def _reduce_over_ranks(self, used: Sequence[int], statuses: Sequence[bytes]) -> None:
         """Add this rank's sums and those of the others; `used` are the parameters with one."""
         assert self._partial_sums is not None
         held = self._partial_sums.nodes
         if self._is_planned:
-            while self._launched < len(self._bucket_sums):
-                self.launch_next()
-            for each in self._bucket_sums:
-                each.combine()
-            pairs = [pair for each in self._bucket_sums for pair in each.gather()]
+            if self._is_packed:
+                pairs = self._bucket_sums[0].add_packed(statuses)
+            else:
+                pairs = self._add_planned_buckets()
             more = self._plan(sorted({*self._without_sparse(used)} - {*self._expected}))
             self._further_sums = self._make_sums(more)
             pairs += reproducible_all_reduce(self._further_sums, held)
@@ -371,7 +396,7 @@ class GradientReducer:
             self._prepare(self._without_sparse(used))
             pairs = reproducible_all_reduce(self._bucket_sums, held)
         dense = self._without_sparse(used)
-        self._expected = dense if self._shards is None else self._shards.covered
+        expected = dense if self._shards is None else self._shards.covered
         for index, gradient in pairs:
             parameter = self._parameters[index][1]
             if gradient is not None and self._shards is not None:
@@ -384,6 +409,15 @@ class GradientReducer:
             sums_of_rows = sum_sparse_gradients(held, sparse, self._leaves, models, self._group)
             for index, gradient in sums_of_rows.items():
                 models[index].grad = gradient
+        if expected != self._expected:
+            self._expect(expected)
+
+    def _add_planned_buckets(self) -> list[tuple[int, torch.Tensor | None]]:
+        while self._launched < len(self._bucket_sums):
+            self.launch_next()
+        for each in self._bucket_sums:
+            each.combine()
+        return [pair for each in self._bucket_sums for pair in each.gather()]
 
     @property
     def bucket_sums(self) -> list[torch.Tensor]:

@@ -107,17 +107,10 @@ def _run_rank(rank: int, module: Path, folder: Path) -> None:
     for row, leaf in zip(values, own, strict=True):
         row.copy_(leaf)
     packed[-len(own) :] = 1  # every leaf has a new value
-    work = backend.reproducible_all_reduce(
-        packed,
-        values[0],
-        torch.zeros(1, dtype=torch.uint8),
-        length=LENGTH,
-        members=[(0, LENGTH)],
-        holders=holders,
-        leaves=3,
-        divisor=1.0,
-    )
-    work.wait()
+    bucket = native.Bucket(torch.float32, LENGTH, [(0, LENGTH)], holders, leaves=3)
+    backend.reproducible_all_reduce(
+        bucket, packed, values[0], torch.zeros(1, dtype=torch.uint8)
+    ).wait()
     if not torch.equal(values[0], (leaves[0] + leaves[1]) + leaves[2]):
         raise SelfTestError(f"rank {rank}: a sum is {values[0][0].item()}, not 1.0")
     backend.barrier(dist.BarrierOptions()).wait()

@@ -2,6 +2,7 @@
 
 (1) compute     this rank's micro-batches                 executor: whole model, or stages
 (2) exchange    the summary of the statuses of all ranks  rank_status
+                with it the gradients of a small model
 (3) check       may the step continue? nothing has changed so far
 (4) reduce      gradients along the tree, over the ranks
 (5) clip        by the norm of the whole gradient, which must be finite too
@@ -258,15 +259,17 @@ class OptimizerStep:
         leaves = step.batch.leaves
         begun = time.perf_counter()
         place = self._place(leaves)
-        summary = summarize(status, place)
+        summary, messages = summarize(status, place), list[bytes]()
         if place.ranks > 1:
-            summary = exchange_statuses(summary, step.label, self.parallel.group)
+            summary, messages = exchange_statuses(
+                summary, step.label, self.parallel.group, self._pack_gradients(step)
+            )
         exchanged = time.perf_counter()
         step.is_agreed = True
         self._check(step, summary)
         nodes = assign_nodes(leaves, self.parallel.hosts)
         with step.in_phase("reduction"):
-            self._reduce(step, status, nodes, summary)
+            self._reduce(step, status, nodes, summary, messages)
             norm = self._clip(step)
         self._keep_buffers()
         try:
@@ -380,6 +383,12 @@ class OptimizerStep:
             begun=self.trace.rank0_time(step.begun) if self.trace and step.is_traced else 0.0,
         )
 
+    def _pack_gradients(self, step: StepContext) -> bytes:
+        """Return the gradients that are sent with the status, if the model is small."""
+        if step.stopped or self.parallel.stages > 1:  # fewer ranks add than exchange statuses
+            return b""
+        return b"".join(gradients.pack() for gradients, _ in self.executor.parts())
+
     # --- (3) check -----------------------------------------------------------------------------
 
     def _check(self, step: StepContext, summary: StatusSummary) -> None:
@@ -421,11 +430,12 @@ class OptimizerStep:
         status: RankStatus,
         nodes: Sequence[Sequence[Node]],
         summary: StatusSummary,
+        messages: Sequence[bytes],
     ) -> None:
         """Reduce the gradients to sums over all micro-batches, in `.grad`."""
         masks = summary.gradients[str(self.parallel.position)]
         for (gradients, _), mask in zip(self.executor.parts(), masks, strict=True):
-            gradients.reduce(nodes, mask)
+            gradients.reduce(nodes, mask, messages)
         self.executor.broadcast_tied_gradients(step.attempt.number)
         if step.observer is not None:
             losses = {each.leaf: each.loss for each in status.microbatches}

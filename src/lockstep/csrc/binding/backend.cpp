@@ -251,9 +251,8 @@ WorkPtr LockstepBackend::reproducible_all_reduce(Bucket bucket, at::Tensor packe
                                                  at::Tensor result, at::Tensor present,
                                                  std::optional<at::Tensor> own, bool in_steps) {
   const char* op = "reproducible_all_reduce";
-  bucket.type = data_type_of(result.scalar_type());
-  CHECK_ARGUMENT(result.is_floating_point() && bucket.type != DataType::bytes, op,
-                 ": supports floating-point tensors, not ",
+  CHECK_ARGUMENT(result.is_floating_point() && data_type_of(result.scalar_type()) == bucket.type,
+                 op, ": supports floating-point tensors with the dtype of the bucket, not ",
                  dtype_name(static_cast<int>(result.scalar_type())));
   CHECK_ARGUMENT(static_cast<int>(bucket.holders.size()) == size_, op, ": holders for ",
                  bucket.holders.size(), " ranks in a group of ", size_);
@@ -314,6 +313,32 @@ WorkPtr LockstepBackend::reproducible_all_reduce(Bucket bucket, at::Tensor packe
   };
   return start(c10d::OpType::UNKNOWN, {result}, {{info, std::move(body)}},
                std::chrono::milliseconds(0), true, {});
+}
+
+std::vector<std::string> LockstepBackend::all_gather_bytes(const std::string& message) {
+  CHECK_ARGUMENT(message.size() <= longest_message(), "all_gather_bytes: a message of ",
+                 message.size(), " bytes is longer than ", longest_message());
+  CallInfo info;
+  info.op = Op::all_gather_bytes;
+  info.count = message.size();
+  info.uneven = 1;
+  // Shared with the call: in a coalescing manager that an exception has left it is queued, and
+  // outlives an error of the wait.
+  auto messages = std::make_shared<std::vector<std::string>>();
+  Body body = [message, messages](Executor& executor) {
+    CollectiveCall& call = static_cast<NativeExecutor&>(executor).call();
+    for (const std::string_view each : lockstep::all_gather_bytes(call, message))
+      messages->emplace_back(each);
+  };
+  start(c10d::OpType::UNKNOWN, {}, {{info, std::move(body)}}, std::chrono::milliseconds(0), false,
+        {})
+      ->wait(kNoTimeout);
+  return *messages;
+}
+
+size_t LockstepBackend::longest_message() {
+  check_usable();
+  return lockstep::longest_message(core_->group->layout());
 }
 
 void LockstepBackend::advance() {

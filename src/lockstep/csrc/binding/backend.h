@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "collective_backend.h"
+#include "collectives/all_gather_bytes.h"
 #include "collectives/reproducible_all_reduce.h"
 #include "point_to_point.h"
 
@@ -56,6 +57,9 @@ class LockstepBackend : public CollectiveBackend {
   // executed by `advance`, or when it is waited for, not by another thread.
   WorkPtr reproducible_all_reduce(Bucket bucket, at::Tensor packed, at::Tensor result,
                                   at::Tensor present, std::optional<at::Tensor> own, bool in_steps);
+  // Not in c10d: see collectives/all_gather_bytes.h.
+  std::vector<std::string> all_gather_bytes(const std::string& message);
+  size_t longest_message();
   // Takes steps of calls that are executed in steps, as far as they need not wait.
   void advance();
   // Not in c10d: returns the same memory on every rank, as bytes. See collectives/share.h.

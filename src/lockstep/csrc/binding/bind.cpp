@@ -223,41 +223,49 @@ static WorkPtr all_reduce_across_hosts(HostsBackend& backend, const at::Tensor& 
   });
 }
 
-static WorkPtr reproducible_all_reduce_of_bucket(
-    LockstepBackend& backend, at::Tensor packed, at::Tensor result, at::Tensor present,
-    size_t length, std::vector<std::pair<size_t, size_t>> members,
-    std::vector<std::vector<std::pair<int, int>>> holders, int leaves, double divisor,
-    std::vector<size_t> cuts, bool scatter, std::optional<at::Tensor> own, bool in_steps) {
-  Bucket bucket;
-  bucket.length = length;
-  bucket.members = std::move(members);
-  bucket.holders = std::move(holders);
-  bucket.leaves = leaves;
-  bucket.divisor = divisor;
-  bucket.cuts = std::move(cuts);
-  bucket.scatter = scatter;
-  return backend.reproducible_all_reduce(std::move(bucket), packed, result, present, std::move(own),
-                                         in_steps);
+static Bucket make_bucket(at::ScalarType dtype, size_t length,
+                          std::vector<std::pair<size_t, size_t>> members,
+                          std::vector<std::vector<std::pair<int, int>>> holders, int leaves,
+                          double divisor, std::vector<size_t> cuts, bool scatter) {
+  return {data_type_of(dtype), length, std::move(members), std::move(holders), leaves, divisor,
+          std::move(cuts),     scatter};
 }
 
-// Returns the messages of all ranks, which have one length.
+// Adds a small bucket that the messages of all ranks end with: see
+// collectives/reproducible_all_reduce.h. `present` is as in `reproducible_all_reduce`.
+static void add_packed_nodes(const Bucket& bucket, const std::vector<py::bytes>& messages,
+                             const at::Tensor& result, const at::Tensor& present) {
+  CHECK_ARGUMENT(is_plain(result) && data_type_of(result.scalar_type()) == bucket.type &&
+                     is_plain(present) && result.numel() >= static_cast<int64_t>(bucket.length) &&
+                     present.nbytes() >= bucket.members.size(),
+                 "add_packed: a buffer is too small, or does not fit the bucket");
+  const std::vector<std::string_view> views(messages.begin(), messages.end());
+  std::vector<bool> is_new;
+  try {
+    is_new = add_packed(bucket, views, static_cast<char*>(result.data_ptr()));
+  } catch (...) {
+    std::rethrow_exception(to_torch_error());
+  }
+  auto* flags = static_cast<uint8_t*>(present.data_ptr());
+  for (size_t m = 0; m < is_new.size(); ++m) flags[m] = is_new[m];
+}
+
+// Returns the digest of a bucket, with which a message that ends with its nodes ends.
+static py::bytes digest_of(const Bucket& bucket) {
+  const uint64_t digest = bucket.digest();
+  return py::bytes(reinterpret_cast<const char*>(&digest), sizeof digest);
+}
+
+// Returns the messages of all ranks.
 static std::vector<py::bytes> gather_bytes(LockstepBackend& backend, const py::bytes& message) {
-  const std::string_view mine = message;
-  const size_t bytes = mine.size(), ranks = static_cast<size_t>(backend.getSize());
-  std::string everyone(bytes * ranks, '\0');
+  const std::string mine = message;
+  std::vector<std::string> everyone;
   {
     const py::gil_scoped_release release;
-    const auto view = [](const char* data, size_t length) {
-      return at::from_blob(const_cast<char*>(data), {static_cast<int64_t>(length)}, at::kByte);
-    };
-    at::Tensor input = view(mine.data(), bytes), output = view(everyone.data(), everyone.size());
-    c10d::AllgatherOptions options;
-    options.asyncOp = false;
-    backend._allgather_base(output, input, options);
+    everyone = backend.all_gather_bytes(mine);
   }
   std::vector<py::bytes> messages;
-  for (size_t rank = 0; rank < ranks; ++rank)
-    messages.emplace_back(everyone.data() + rank * bytes, bytes);
+  for (const std::string& each : everyone) messages.emplace_back(each);
   return messages;
 }
 
@@ -267,15 +275,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace lockstep;
   module.doc() = "The backend lockstep: collectives over shared memory.";
   py::module_::import("torch.distributed");
+  py::class_<Bucket>(module, "Bucket")
+      .def(py::init(&make_bucket), py::arg("dtype"), py::arg("length"), py::arg("members"),
+           py::arg("holders"), py::arg("leaves"), py::arg("divisor") = 1.0,
+           py::arg("cuts") = std::vector<size_t>(), py::arg("scatter") = false)
+      .def_property_readonly("digest", &digest_of);
   py::class_<LockstepBackend, c10d::Backend, c10::intrusive_ptr<LockstepBackend>>(module,
                                                                                   "LockstepBackend")
-      .def("reproducible_all_reduce", &reproducible_all_reduce_of_bucket, py::arg("packed"),
-           py::arg("result"), py::arg("present"), py::arg("length"), py::arg("members"),
-           py::arg("holders"), py::arg("leaves"), py::arg("divisor"),
-           py::arg("cuts") = std::vector<size_t>(), py::arg("scatter") = false,
-           py::arg("own") = std::nullopt, py::arg("in_steps") = false,
-           py::call_guard<py::gil_scoped_release>())
-      .def("gather_bytes", &gather_bytes, py::arg("message"))
+      .def("reproducible_all_reduce", &LockstepBackend::reproducible_all_reduce, py::arg("bucket"),
+           py::arg("packed"), py::arg("result"), py::arg("present"), py::arg("own") = std::nullopt,
+           py::arg("in_steps") = false, py::call_guard<py::gil_scoped_release>())
+      .def("all_gather_bytes", &gather_bytes, py::arg("message"))
+      .def_property_readonly("longest_message", &LockstepBackend::longest_message)
       .def("advance", &LockstepBackend::advance, py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", &LockstepBackend::getBackendOptions)
       .def("_abort_because", &LockstepBackend::abort_because, py::arg("reason"),
@@ -356,6 +367,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   // The first touch of new memory takes seconds per gigabyte: let other threads run.
   module.def("empty", &empty, py::arg("sizes"), py::arg("dtype"),
              py::call_guard<py::gil_scoped_release>());
+  module.def("add_packed", &add_packed_nodes, py::arg("bucket"), py::arg("messages"),
+             py::arg("result"), py::arg("present"));
   module.def("combine", &combine_nodes, py::arg("inputs"), py::arg("nodes"), py::arg("leaves"),
              py::arg("present"), py::arg("dtype"), py::arg("reduction"), py::arg("round_each"),
              py::arg("divisor"), py::arg("factors"), py::arg("result"),

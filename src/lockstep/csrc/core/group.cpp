@@ -181,7 +181,8 @@ const char* op_name(Op op) {
                                       "share",
                                       "send",
                                       "recv",
-                                      "sparse_all_reduce"};
+                                      "sparse_all_reduce",
+                                      "all_gather_bytes"};
   const auto index = static_cast<size_t>(op);
   return index < sizeof names / sizeof *names ? names[index] : "an unknown call";
 }
@@ -196,7 +197,8 @@ std::string Group::describe(const CallInfo& info) const {
   std::string text = op_name(info.op);
   if (info.op == Op::barrier || info.op == Op::none) return text;
   text += '(';
-  if (info.op == Op::share) return text + std::to_string(info.count) + " bytes)";
+  if (info.op == Op::share || info.op == Op::all_gather_bytes)
+    return text + std::to_string(info.count) + " bytes)";
   if (info.op == Op::all_reduce || info.op == Op::reduce || info.op == Op::reduce_scatter)
     text += std::string(reduction_name(info.reduction)) + ", ";
   text += info_.dtype_name ? info_.dtype_name(info.dtype) : "dtype " + std::to_string(info.dtype);

@@ -54,6 +54,7 @@ enum class Op : uint8_t {
   send,
   recv,
   sparse_all_reduce,
+  all_gather_bytes,
 };
 
 // What a rank publishes about its call; the other ranks compare it with their own.

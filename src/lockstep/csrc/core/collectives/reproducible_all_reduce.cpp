@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <memory>
 
 #include "../errors.h"
 
@@ -15,20 +16,15 @@ struct Node {
   const uint8_t* present;
 };
 
-// Returns all nodes of all ranks.
-std::vector<Node> collect_nodes(CollectiveCall& call, const Bucket& bucket, char* packed,
-                                const char* own) {
+// Returns all nodes of all ranks, whose packed nodes begin at `starts`.
+std::vector<Node> collect_nodes(const Bucket& bucket, const std::vector<const char*>& starts) {
   std::vector<Node> nodes;
   const size_t bytes = bucket.length * element_size(bucket.type);
-  for (int rank = 0; rank < call.size(); ++rank) {
-    const auto& held = bucket.holders[static_cast<size_t>(rank)];
-    const char* start =
-        rank == call.rank()
-            ? packed
-            : call.group().peer_mappings().map(call.info(rank).buffer, packed_bytes(bucket, rank));
+  for (size_t rank = 0; rank < starts.size(); ++rank) {
+    const auto& held = bucket.holders[rank];
     for (size_t i = 0; i < held.size(); ++i)
-      nodes.push_back({held[i], own && rank == call.rank() && i == 0 ? own : start + i * bytes,
-                       reinterpret_cast<const uint8_t*>(start + held.size() * bytes) +
+      nodes.push_back({held[i], starts[rank] + i * bytes,
+                       reinterpret_cast<const uint8_t*>(starts[rank] + held.size() * bytes) +
                            i * bucket.members.size()});
   }
   return nodes;
@@ -51,6 +47,29 @@ void add_slice(const std::vector<Node>& nodes, const Bucket& bucket,
   TreeReducer(std::move(steps), std::move(spec)).run(inputs, outputs, slice.size());
 }
 
+// Adds a slice of all members. Returns which members are new.
+std::vector<bool> add_members(const std::vector<Node>& nodes, const Bucket& bucket,
+                              const std::vector<char*>& results, Slice range) {
+  std::vector<bool> is_new(bucket.members.size(), false);
+  bool all_present = true;
+  for (size_t m = 0; m < is_new.size(); ++m)
+    for (const Node& node : nodes) {
+      if (node.present[m] == kNew) is_new[m] = true;
+      if (node.present[m] == kAbsent) all_present = false;
+    }
+  if (all_present && range.size()) add_slice(nodes, bucket, {}, results, range);
+  for (size_t m = 0; !all_present && m < is_new.size(); ++m) {
+    if (!is_new[m]) continue;
+    const auto [offset, elements] = bucket.members[m];
+    const Slice slice{std::max(range.begin, offset), std::min(range.end, offset + elements)};
+    if (slice.begin >= slice.end) continue;
+    std::vector<bool> present;
+    for (const Node& node : nodes) present.push_back(node.present[m] != kAbsent);
+    add_slice(nodes, bucket, present, results, slice);
+  }
+  return is_new;
+}
+
 }  // namespace
 
 Slice Bucket::slice(int ranks, int rank) const {
@@ -62,7 +81,7 @@ Slice Bucket::slice(int ranks, int rank) const {
 uint64_t Bucket::digest() const {
   uint64_t hash = 0xcbf29ce484222325;  // FNV-1a over 64-bit words
   const auto mix = [&hash](uint64_t value) { hash = (hash ^ value) * 0x100000001b3; };
-  mix(static_cast<uint64_t>(leaves));
+  mix(static_cast<uint64_t>(type)), mix(length), mix(static_cast<uint64_t>(leaves));
   mix(scatter);
   uint64_t bits;
   std::memcpy(&bits, &divisor, sizeof bits);
@@ -115,33 +134,55 @@ static void set_buffers(CollectiveCall& call, const Bucket& bucket, const char* 
 // Adds this rank's slice, after all ranks have arrived. Returns which members are new.
 static std::vector<bool> add_own_slice(CollectiveCall& call, const Bucket& bucket, char* packed,
                                        char* result, const char* own) {
-  const size_t item = element_size(bucket.type);
-  const std::vector<Node> nodes = collect_nodes(call, bucket, packed, own);
+  PeerMappings& peers = call.group().peer_mappings();
+  std::vector<const char*> starts;
   std::vector<char*> results{result};  // this rank's own first: it stays in this core's cache
-  for (int rank = 0; rank < call.size() && !bucket.scatter; ++rank)
-    if (rank != call.rank())
-      results.push_back(
-          call.group().peer_mappings().map(call.info(rank).result, bucket.length * item));
-  const Slice own_slice = bucket.slice(call.size(), call.rank());
-  std::vector<bool> is_new(bucket.members.size(), false);
-  bool all_present = true;
-  for (size_t m = 0; m < is_new.size(); ++m)
-    for (const Node& node : nodes) {
-      if (node.present[m] == kNew) is_new[m] = true;
-      if (node.present[m] == kAbsent) all_present = false;
+  for (int rank = 0; rank < call.size(); ++rank) {
+    if (rank == call.rank()) {
+      starts.push_back(packed);
+      continue;
     }
-  if (all_present && own_slice.size()) add_slice(nodes, bucket, {}, results, own_slice);
-  for (size_t m = 0; !all_present && m < is_new.size(); ++m) {
-    if (!is_new[m]) continue;
-    const auto [offset, elements] = bucket.members[m];
-    const Slice slice{std::max(own_slice.begin, offset),
-                      std::min(own_slice.end, offset + elements)};
-    if (slice.begin >= slice.end) continue;
-    std::vector<bool> present;
-    for (const Node& node : nodes) present.push_back(node.present[m] != kAbsent);
-    add_slice(nodes, bucket, present, results, slice);
+    starts.push_back(peers.map(call.info(rank).buffer, packed_bytes(bucket, rank)));
+    if (!bucket.scatter)
+      results.push_back(
+          peers.map(call.info(rank).result, bucket.length * element_size(bucket.type)));
   }
-  return is_new;
+  std::vector<Node> nodes = collect_nodes(bucket, starts);
+  if (own)
+    for (Node& node : nodes)
+      if (node.values == packed) node.values = own;  // this rank's first node
+  return add_members(nodes, bucket, results, bucket.slice(call.size(), call.rank()));
+}
+
+std::vector<bool> add_packed(const Bucket& bucket, const std::vector<std::string_view>& messages,
+                             char* result) {
+  struct alignas(kCacheLine) Line {
+    char bytes[kCacheLine];
+  };
+  const auto lines = [](size_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine; };
+  const size_t ranks = bucket.holders.size();
+  size_t total = 0;
+  for (size_t rank = 0; rank < ranks; ++rank)
+    total += lines(packed_bytes(bucket, static_cast<int>(rank)));
+  // The nodes may begin anywhere in a message, and numbers must not.
+  const std::unique_ptr<Line[]> aligned(new Line[total]);
+  Line* next = aligned.get();
+  const uint64_t expected = bucket.digest();
+  std::vector<const char*> starts;
+  for (size_t rank = 0; rank < ranks; ++rank) {
+    const size_t bytes = packed_bytes(bucket, static_cast<int>(rank));
+    const std::string_view message = rank < messages.size() ? messages[rank] : "";
+    uint64_t digest = 0;
+    if (message.size() >= bytes + sizeof digest)
+      std::memcpy(&digest, message.data() + message.size() - sizeof digest, sizeof digest);
+    if (digest != expected)
+      throw UsageError("add_packed: the message of rank " + std::to_string(rank) +
+                       " does not end with its nodes of this bucket");
+    std::memcpy(next, message.data() + message.size() - sizeof digest - bytes, bytes);
+    starts.push_back(reinterpret_cast<const char*>(next));
+    next += lines(bytes);
+  }
+  return add_members(collect_nodes(bucket, starts), bucket, {result}, {0, bucket.length});
 }
 
 std::vector<bool> reproducible_all_reduce(CollectiveCall& call, const Bucket& bucket, char* packed,

@@ -24,6 +24,7 @@
 #pragma once
 
 #include <optional>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -102,6 +103,16 @@ class SteppedSum {
   uint32_t phase_ = 0;                  // that all ranks have to reach for the next step
   std::vector<bool> is_new_;
 };
+
+// Adds a small bucket whose nodes were sent with another message, without a call of its own. The
+// message of each rank ends with what it packed and the bucket's digest:
+//
+//     | ... | node 0 | node 1 | flags of 0 | flags of 1 | digest |
+//
+// Writes the sums to `result`, and returns which members are new. Throws UsageError if a message
+// ends with something else.
+std::vector<bool> add_packed(const Bucket& bucket, const std::vector<std::string_view>& messages,
+                             char* result);
 
 // Returns the bytes that a rank packs.
 size_t packed_bytes(const Bucket& bucket, int rank);
