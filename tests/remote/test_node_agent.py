@@ -187,6 +187,21 @@ os.kill(os.getpid(), 9)
     assert not psutil.pid_exists(pid)
 
 
+def test_an_agent_outlives_its_workers_and_ends_with_its_driver(connect, place, tmp_path):
+    """Workers that notice the end of the driver first had made a clean end an error."""
+    key = str(tmp_path / "driver.key")
+    make_key(key)
+    worker = connect("--key-file", key)
+    with ls.Driver(nprocs=1, remote=1, listen=place, key_file=key, timeout=PATIENCE) as driver:
+        pid = driver.on(1).run(os.getpid)
+        with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL"):
+            driver.on(1).run(os.kill, pid, signal.SIGKILL)
+        assert driver.on(0).run(os.getpid)
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.wait(1)
+    assert worker.wait(PATIENCE) == 0
+
+
 def test_too_many_workers_are_refused(connect, place, monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, "ef" * 32)
     many = connect("-n", "3")

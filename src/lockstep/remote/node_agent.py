@@ -104,6 +104,10 @@ class NodeAgent:
             while not self._is_over and workers.running:
                 workers.process_events(TICK)
                 self._report_exits(workers, reported)
+            # Workers may notice the end of the driver before this process, or all have failed.
+            # The connection reports a driver that is silent.
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_over)
             until = time.monotonic() + (GRACE if self._is_ended else 0)
             while workers.running and time.monotonic() < until:
                 workers.process_events(TICK)
