@@ -99,9 +99,21 @@ def computed(model, inputs, split, precision):
     return [*graph_input.gradients, *(parameter.grad for parameter in model.parameters())], waiting
 
 
+def has_bfloat16_lstm():
+    """Return whether torch computes an LSTM in bfloat16 here; oneDNN cannot with AVX2 alone."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            Recurrent(nn.LSTM)(torch.randn(WORDS))
+    except RuntimeError:  # could not create a primitive descriptor
+        return False
+    return True
+
+
 @pytest.mark.parametrize("precision", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_two_parts_give_the_bits_of_one(name, precision):
+    if name == "lstm" and precision and not has_bfloat16_lstm():
+        pytest.skip("torch has no bfloat16 LSTM for this processor")
     make, shape, late = CASES[name]
     torch.manual_seed(0)
     model, inputs = make(), torch.randn(shape)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
@@ -45,7 +46,8 @@ def test_a_measurement_from_flags_to_files(tmp_path):
     assert set(digests["ranks"]) == {"1", "2", "3"}
     assert set(digests["ranks"].values()) == {digests["plain"]}
     assert "shared minus ddp-gloo: " in done.output
-    assert "6 pairs" in done.output
+    # A contender has more rounds than were asked for if they took less than --seconds.
+    assert re.search(r"; ([6-9]|\d\d+) pairs", done.output)
     assert "all equal" in done.output
     assert picture.read_text().startswith("<svg")
 
