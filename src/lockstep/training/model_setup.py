@@ -1,4 +1,4 @@
-"""The setup of a trainer's model: build this rank's blocks, and broadcast the weights.
+"""The setup of a trainer's model: its blocks, weights, optimizer and executor on this rank.
 
     a module             moved to the rank's device
     a list of blocks     is the partition known (`balance`, or one block per stage)?
@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -23,52 +22,113 @@ from lockstep.comm.collectives import gather_unless_equal
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import DisagreementError, LayoutError, UsageError
-from lockstep.model.agreement import broadcast_weights
+from lockstep.launcher.world import world
+from lockstep.model.agreement import broadcast_weights, require_same_settings
 from lockstep.model.blocks import find_block_names
-from lockstep.model.compilation import check_compilation
+from lockstep.model.compilation import check_compilation, describe_compilation
 from lockstep.model.deferred_init import BlockLike, build, build_sequence, move_to_device
+from lockstep.model.description import describe_module
 from lockstep.model.forward import Metric
 from lockstep.model.memory_overlap import allocate_repeated, find_parameter_overlaps
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.executor import PipelineExecutor
 from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
 from lockstep.pipeline.placement import Placement
+from lockstep.training.live_settings import LiveSettings
 from lockstep.training.optimization import Optimization
 from lockstep.training.shared_storage import share_parameters
+from lockstep.training.trainer_arguments import Model, TrainerArguments
+from lockstep.training.unsupported_modules import reject_unsupported_modules
 from lockstep.training.whole_model import WholeModelExecutor
 
-__all__ = ["Storage", "build_executor", "build_model", "check_options", "distribute_weights"]
-
-Storage = Literal["replicated", "shared"]
+__all__ = ["ModelSetup", "set_up_model"]
 
 
-def check_options(
-    loss: object,
-    metrics: Mapping[str, Metric] | None,
-    max_grad_norm: float | None,
-    storage: str,
-    pipeline: PipelineConfig,
-) -> None:
-    """Raise UsageError or LayoutError for options that cannot work."""
-    if loss is None and metrics:
-        raise UsageError(
-            f"metrics={[*metrics]}: metrics are functions of (outputs, targets), which a model "
-            "that returns its loss (loss=None) does not separate; compute them in your own loop "
-            "and pass them to step.backward(loss, metrics={...})"
-        )
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise UsageError(f"max_grad_norm={max_grad_norm}: expected a positive number")
-    if storage not in get_args(Storage):
-        raise UsageError(f'storage must be "replicated" or "shared", not {storage!r}')
-    if storage == "shared" and pipeline.stages > 1:
-        raise LayoutError(
-            'storage="shared" needs the whole model on every rank: train without pipeline=, or '
-            'with storage="replicated"'
-        )
+@dataclass(frozen=True)
+class ModelSetup:
+    """What a trainer trains, and with what.
+
+    Attributes:
+        parallel: The layout, the loss and the arithmetic.
+        model: The model as it is called, possibly compiled.
+        module: The model without the compiler's wrapper.
+        partitioner: The partitioner of the model into stages.
+        optimization: The optimizer, the scheduler and the average of the weights.
+        live_settings: The settings that ranks compare in every step.
+        executor: The executor, which computes the micro-batches.
+        settings: The description of the arguments, the model and the optimizer.
+    """
+
+    parallel: ParallelContext
+    model: nn.Module
+    module: nn.Module
+    partitioner: Partitioner
+    optimization: Optimization
+    live_settings: LiveSettings
+    executor: WholeModelExecutor | PipelineExecutor
+    settings: dict[str, str]
 
 
-def build_model(
-    model: nn.Module | Sequence[BlockLike],
+def set_up_model(model: Model, arguments: TrainerArguments, settings: dict[str, str]) -> ModelSetup:
+    """Build this rank's part of the model, give all ranks the same weights, make the optimizer.
+
+    Args:
+        model: The argument of the trainer.
+        arguments: The other arguments, which ranks have compared.
+        settings: Their description.
+
+    Raises:
+        UsageError: The model cannot be trained, or another rank could not build its blocks.
+        LayoutError: The model cannot be trained in this layout.
+        DisagreementError: Models or optimizers differ between ranks; raised on every rank.
+    """
+    parallel = ParallelContext.from_world(
+        world(),
+        arguments.microbatches,
+        arguments.loss,
+        arguments.loss_weight,
+        arguments.autocast_dtype,
+        arguments.extra_modules,
+        arguments.pipeline.stages,
+        arguments.activation_checkpointing,
+    )
+    called, partitioner = _build_model(model, parallel, arguments.seed, arguments.pipeline)
+    module: nn.Module = getattr(called, "_orig_mod", called)
+    modules = {"model": module} | parallel.other_modules()
+    reject_unsupported_modules(modules)  # also those that callables built
+    description = describe_compilation(called) | describe_module("model", module)
+    require_same_settings(
+        "the model of a Trainer", description, "build the same model on every rank"
+    )
+    _distribute_weights(module, parallel, partitioner, arguments.is_shared)
+    optimization = Optimization(module, arguments.optimizer, arguments.ema_decay)
+    of_optimizer = optimization.describe()
+    require_same_settings(
+        "the optimizer of a Trainer",
+        of_optimizer,
+        "give every rank the same optimizer, groups and scheduler",
+    )
+    foreign = modules.keys() - {"model", "loss"}
+    live_settings = LiveSettings(modules, foreign, optimization.optimizer, parallel.group)
+    metrics = dict(arguments.metrics or {})
+    executor = _build_executor(
+        parallel,
+        called,
+        module,
+        partitioner,
+        optimization,
+        metrics,
+        arguments.seed,
+        arguments.is_shared,
+    )
+    settings = settings | description | of_optimizer
+    return ModelSetup(
+        parallel, called, module, partitioner, optimization, live_settings, executor, settings
+    )
+
+
+def _build_model(
+    model: Model,
     parallel: ParallelContext,
     seed: int,
     config: PipelineConfig,
@@ -125,7 +185,7 @@ def _build_blocks(blocks: Sequence[BlockLike], seed: int, partitioner: Partition
     return model
 
 
-def build_executor(
+def _build_executor(
     parallel: ParallelContext,
     model: nn.Module,
     module: nn.Module,
@@ -170,8 +230,8 @@ def build_executor(
     return WholeModelExecutor(parallel, model, module, gradients, names, metrics, seed)
 
 
-def distribute_weights(
-    module: nn.Module, parallel: ParallelContext, partitioner: Partitioner, shared: bool = False
+def _distribute_weights(
+    module: nn.Module, parallel: ParallelContext, partitioner: Partitioner, shared: bool
 ) -> None:
     """Broadcast the weights of the model and of the other modules that a step calls.
 

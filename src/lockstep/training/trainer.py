@@ -26,14 +26,10 @@ from lockstep.data.samplers import keep_sampler
 from lockstep.elastic.membership import exchange, membership, operate
 from lockstep.launcher.world import world
 from lockstep.messages import say
-from lockstep.model.agreement import require_same_settings
-from lockstep.model.compilation import describe_compilation
 from lockstep.model.deferred_init import BlockLike
-from lockstep.model.description import describe, describe_environment, describe_module
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import Metric
 from lockstep.model.loss_weight import WeightFunction
-from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.step_context import begin_attempts
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.record.loggers import Logger
@@ -41,28 +37,21 @@ from lockstep.record.progress import ScriptProgress
 from lockstep.training.call_hints import explain_calls
 from lockstep.training.epoch import Epoch
 from lockstep.training.history import Callback, History, describe_run
-from lockstep.training.live_settings import LiveSettings
 from lockstep.training.microbatch_loop import ManualStep
-from lockstep.training.model_setup import (
-    Storage,
-    build_executor,
-    build_model,
-    check_options,
-    distribute_weights,
-)
-from lockstep.training.optimization import Optimization, OptimizerConfig, OptimizerFactory
+from lockstep.training.model_setup import set_up_model
+from lockstep.training.optimization import OptimizerConfig, OptimizerFactory
 from lockstep.training.rank_status import StepTrace
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.rounds import RoundEntry
 from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.run_end import RunEnd
 from lockstep.training.run_record import LoggerLike, RunRecord
-from lockstep.training.session import ObservedTrainer, current_session
+from lockstep.training.session import ObservedTrainer, Session, current_session
 from lockstep.training.state import Position, TrainingState
 from lockstep.training.step import OptimizerStep
 from lockstep.training.step_operation import StepOperation
+from lockstep.training.trainer_arguments import Storage, TrainerArguments
 from lockstep.training.unit_recorder import UnitRecorder, read_selection
-from lockstep.training.unsupported_modules import reject_unsupported_modules
 from lockstep.training.weights_file import save_from_rank0
 
 __all__ = ["Trainer"]
@@ -159,92 +148,37 @@ class Trainer:
         progress: bool | None = None,
         fingerprints: str | None = None,
     ) -> None:
-        if not isinstance(optimizer, OptimizerConfig):
-            optimizer = OptimizerConfig(optimizer)
-        stages, selection = pipeline or PipelineConfig(), read_selection(fingerprints)
-        compared = {
-            "loss": loss,
-            "microbatches": microbatches,
-            "seed": seed,
-            "loss_weight": loss_weight,
-            "metrics": metrics,
-            "max_grad_norm": max_grad_norm,
-            "ema_decay": ema_decay,
-            "autocast_dtype": autocast_dtype,
-            "activation_checkpointing": activation_checkpointing,
-            "extra_modules": extra_modules,
-            "storage": storage,
-            "checkpoint": None if checkpoint is None else list(checkpoint.stateful),
-            "fingerprints": selection and selection.text,
-            "scheduler_interval": optimizer.scheduler_interval or "step",
-            **{f"pipeline.{name}": value for name, value in vars(stages).items()},
-        }
-        current = world()
-        compared |= {
-            f"compression.{name}": current.compression == name for name in ("bf16", "lossless")
-        }
-        # Before the comparison, which would report an attribute of DistributedDataParallel: its
-        # rank.
-        reject_unsupported_modules(compared | {"model": model})
-        description = describe_environment()
-        for name, value in compared.items():
-            description |= describe(name, value)
-        require_same_settings(
-            "the arguments of a Trainer",
-            description,
-            "give every rank the same arguments and settings",
-        )
-        settings = dict(description)
-        check_options(loss, metrics, max_grad_norm, storage, stages)
-        session, restored = current_session(), checkpoint
-        if session is not None:
-            stages, is_shared = session.options(model, stages)
-            storage = "shared" if is_shared else "replicated"
-            loggers, checkpoint, progress = (), None, False
-        self.parallel = ParallelContext.from_world(
-            current,
-            microbatches,
+        arguments = TrainerArguments(
             loss,
-            loss_weight,
-            autocast_dtype,
-            extra_modules,
-            stages.stages,
-            activation_checkpointing,
-        )
-        self.model, partitioner = build_model(model, self.parallel, seed, stages)
-        self.module: nn.Module = getattr(self.model, "_orig_mod", self.model)
-        modules = {"model": self.module} | self.parallel.other_modules()
-        reject_unsupported_modules(modules)  # also those that callables built
-        description = describe_compilation(self.model) | describe_module("model", self.module)
-        require_same_settings(
-            "the model of a Trainer", description, "build the same model on every rank"
-        )
-        settings |= description
-        self.metrics = dict(metrics or {})
-        self.seed = seed
-        distribute_weights(self.module, self.parallel, partitioner, storage == "shared")
-        self._optimization = Optimization(self.module, optimizer, ema_decay)
-        description = self._optimization.describe()
-        require_same_settings(
-            "the optimizer of a Trainer",
-            description,
-            "give every rank the same optimizer, groups and scheduler",
-        )
-        settings |= description
-        foreign = modules.keys() - {"model", "loss"}
-        self._live_settings = LiveSettings(modules, foreign, self.optimizer, self.parallel.group)
-        self._executor = build_executor(
-            self.parallel,
-            self.model,
-            self.module,
-            partitioner,
-            self._optimization,
-            self.metrics,
+            optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(optimizer),
+            microbatches,
             seed,
-            storage == "shared",
+            loss_weight,
+            metrics,
+            max_grad_norm,
+            ema_decay,
+            autocast_dtype,
+            activation_checkpointing,
+            extra_modules,
+            pipeline or PipelineConfig(),
+            storage,
+            checkpoint,
+            read_selection(fingerprints),
         )
+        settings = arguments.compare(model)
+        arguments.check()
+        session, member = current_session(), membership()
+        if session is not None:
+            arguments = arguments.in_session(session, model)
+            loggers, checkpoint, progress = (), None, False
+        self._is_in_session = session is not None
+        setup = set_up_model(model, arguments, settings)
+        self.parallel, self.model, self.module = setup.parallel, setup.model, setup.module
+        self.metrics, self.seed = dict(metrics or {}), seed
+        self._optimization, self._executor = setup.optimization, setup.executor
+        self._live_settings = setup.live_settings
         self._position = Position(begin_attempts(self.parallel.group), seed)
-        is_rank0 = current.rank == 0
+        is_rank0 = world().rank == 0
         display = ScriptProgress(bool(progress)) if is_rank0 and progress is not False else None
         self.history = History(callbacks=callbacks, progress=display)
         self._state = TrainingState(
@@ -255,21 +189,21 @@ class Trainer:
             self.history,
             self._position,
         )
-        self._end = RunEnd(self._state, self.history, stages.stages > 1)
+        has_stages = self.parallel.stages > 1
+        self._end = RunEnd(self._state, self.history, has_stages)
         self._record = RunRecord(loggers if is_rank0 else (), checkpoint, self._open_record)
         checkpoints = None
         if checkpoint is not None:
             checkpoints = RunCheckpoints(checkpoint, self.parallel, self._record)
         self._run = ResumableRun(
-            self._state, self.history, settings, self.parallel, self._record, checkpoints
+            self._state, self.history, setup.settings, self.parallel, self._record, checkpoints
         )
-        has_stages, is_recorded = stages.stages > 1, is_rank0 and self._record.may_record
+        is_recorded = is_rank0 and self._record.may_record
         if has_stages:  # all ranks must take part in computing a digest
             here = b"1" if is_recorded else b""
             is_recorded = broadcast_bytes(here, "opening a record", self.parallel.group) == b"1"
         self._end.begin(self._run, is_recorded)
         is_traced = has_stages and is_recorded
-        trace = StepTrace(clock_offset(self.parallel.group)) if is_traced else None
         optimizer_step = OptimizerStep(
             self.parallel,
             self.model,
@@ -277,10 +211,9 @@ class Trainer:
             self._optimization,
             self._live_settings,
             max_grad_norm,
-            trace,
+            StepTrace(clock_offset(self.parallel.group)) if is_traced else None,
             checkpoints.stop if checkpoints is not None else None,
         )
-        self._is_in_session, member = session is not None, membership()
         self._steps = StepOperation(
             optimizer_step,
             self.parallel,
@@ -291,27 +224,18 @@ class Trainer:
             self.history,
             self._is_in_session,
         )
-        observed = ObservedTrainer(
-            current.backend,
-            self.parallel,
-            self.model,
-            self.module,
-            self._optimization.sharded is None,
-            self._state.digest,
-            self._state.optimizer_digest,
-            self._optimization.local_state,
-        )
         if session is not None:
-            self._steps.observer = session.attach(observed)
-            if restored is not None and (path := self._steps.observer.checkpoint) is not None:
-                self._run.replay_from(path, restored.stateful, self.parallel.device)
-        elif selection is not None and member is not None:
+            self._observe_in_session(session, arguments.checkpoint)
+        elif arguments.fingerprints is not None and member is not None:
             if is_rank0:
                 say("no fingerprints are kept in an elastic run, whose ranks change")
-        elif selection is not None:
-            blocks = partitioner.block_names
+        elif arguments.fingerprints is not None:
             self._steps.observer = UnitRecorder(
-                selection, observed, blocks, self.history, self._run
+                arguments.fingerprints,
+                self._observed(),
+                setup.partitioner.block_names,
+                self.history,
+                self._run,
             )
         self._rounds: RoundEntry | None = None
         if member is not None and session is None:
@@ -647,6 +571,24 @@ class Trainer:
         if loggers:
             self._end.end_at_exit(loggers)
             self.history.write("run", **self._describe_run())
+
+    def _observed(self) -> ObservedTrainer:
+        return ObservedTrainer(
+            world().backend,
+            self.parallel,
+            self.model,
+            self.module,
+            self._optimization.sharded is None,
+            self._state.digest,
+            self._state.optimizer_digest,
+            self._optimization.local_state,
+        )
+
+    def _observe_in_session(self, session: Session, checkpoint: CheckpointConfig | None) -> None:
+        """Let a session observe the steps; begin at a checkpoint of the observed run, if told."""
+        self._steps.observer = observer = session.attach(self._observed())
+        if checkpoint is not None and (path := observer.checkpoint) is not None:
+            self._run.replay_from(path, checkpoint.stateful, self.parallel.device)
 
     def _describe_run(self) -> dict[str, Any]:
         number = self._position.attempt.trainer

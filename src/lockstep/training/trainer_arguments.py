@@ -1,0 +1,125 @@
+"""The arguments of a trainer: compared on all ranks, and checked.
+
+compare    all ranks, with the settings of their processes; a difference is an error on every rank
+check      options that cannot work together
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from lockstep.checkpoint.schedule import CheckpointConfig
+from lockstep.errors import LayoutError, UsageError
+from lockstep.launcher.world import world
+from lockstep.model.agreement import require_same_settings
+from lockstep.model.deferred_init import BlockLike
+from lockstep.model.description import describe, describe_environment
+from lockstep.model.forward import Metric
+from lockstep.model.loss_weight import WeightFunction
+from lockstep.pipeline.partitioner import PipelineConfig
+from lockstep.training.optimization import OptimizerConfig
+from lockstep.training.session import Session
+from lockstep.training.unit_recorder import StepSelection
+from lockstep.training.unsupported_modules import reject_unsupported_modules
+
+__all__ = ["Model", "Storage", "TrainerArguments"]
+
+Model = nn.Module | Sequence[BlockLike]
+Storage = Literal["replicated", "shared"]
+
+
+@dataclass(frozen=True)
+class TrainerArguments:
+    """The arguments of a `Trainer` on which its results depend, apart from the model.
+
+    Attributes:
+        fingerprints: The steps whose results are hashed; None: no step.
+
+    The others have the names and meanings of the arguments of `Trainer`.
+    """
+
+    loss: Callable[..., Any] | None
+    optimizer: OptimizerConfig
+    microbatches: int
+    seed: int
+    loss_weight: WeightFunction | None
+    metrics: Mapping[str, Metric] | None
+    max_grad_norm: float | None
+    ema_decay: float | None
+    autocast_dtype: torch.dtype | None
+    activation_checkpointing: bool
+    extra_modules: Sequence[nn.Module]
+    pipeline: PipelineConfig
+    storage: Storage
+    checkpoint: CheckpointConfig | None
+    fingerprints: StepSelection | None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ranks of a host share one copy of the parameters."""
+        return self.storage == "shared"
+
+    def compare(self, model: Model) -> dict[str, str]:
+        """Compare the arguments, and the settings of the processes, on all ranks.
+
+        Returns:
+            Their description, for the record and for checkpoints.
+
+        Raises:
+            UsageError: The model, or a module among the arguments, cannot be trained.
+            DisagreementError: They differ; raised on every rank.
+        """
+        compared = self._values()
+        # Before the comparison, which would report an attribute of DistributedDataParallel: its
+        # rank.
+        reject_unsupported_modules(compared | {"model": model})
+        description = describe_environment()
+        for name, value in compared.items():
+            description |= describe(name, value)
+        require_same_settings(
+            "the arguments of a Trainer",
+            description,
+            "give every rank the same arguments and settings",
+        )
+        return dict(description)
+
+    def _values(self) -> dict[str, Any]:
+        """Return the values to compare, by the names that messages use."""
+        values = dict(vars(self))
+        values |= {
+            "checkpoint": None if self.checkpoint is None else list(self.checkpoint.stateful),
+            "fingerprints": self.fingerprints and self.fingerprints.text,
+            "scheduler_interval": self.optimizer.scheduler_interval or "step",
+            **{f"pipeline.{name}": value for name, value in vars(self.pipeline).items()},
+            **{f"compression.{name}": world().compression == name for name in ("bf16", "lossless")},
+        }
+        del values["optimizer"], values["pipeline"]  # the optimizer is compared once it is made
+        return values
+
+    def check(self) -> None:
+        """Raise UsageError or LayoutError for options that cannot work."""
+        if self.loss is None and self.metrics:
+            raise UsageError(
+                f"metrics={[*self.metrics]}: metrics are functions of (outputs, targets), which a "
+                "model that returns its loss (loss=None) does not separate; compute them in your "
+                "own loop and pass them to step.backward(loss, metrics={...})"
+            )
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise UsageError(f"max_grad_norm={self.max_grad_norm}: expected a positive number")
+        if self.storage not in get_args(Storage):
+            raise UsageError(f'storage must be "replicated" or "shared", not {self.storage!r}')
+        if self.is_shared and self.pipeline.stages > 1:
+            raise LayoutError(
+                'storage="shared" needs the whole model on every rank: train without pipeline=, '
+                'or with storage="replicated"'
+            )
+
+    def in_session(self, session: Session, model: Model) -> TrainerArguments:
+        """Return the arguments with the layout that a session gives to a trainer of `model`."""
+        pipeline, is_shared = session.options(model, self.pipeline)
+        return replace(self, pipeline=pipeline, storage="shared" if is_shared else "replicated")
