@@ -7,10 +7,14 @@ calls MPI_Abort, with which mpiexec ends all ranks.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import fcntl
 import os
+import stat
 import sys
+import termios
 import time
-from typing import Any
+from typing import Any, TextIO
 
 from lockstep.comm.mpi.departures import departures
 from lockstep.comm.mpi.work import progress, unfinished
@@ -19,6 +23,7 @@ from lockstep.messages import say
 __all__ = ["end_together"]
 
 PATIENCE = 1.0  # seconds for operations that are in progress at exit
+READ_TIMEOUT = 1.0  # seconds for mpiexec to read what a rank printed before it aborts
 
 _process: int | None = None
 
@@ -57,6 +62,19 @@ def _abort(mpi: Any, sentence: str) -> None:
     if mpi.COMM_WORLD.Get_size() == 1:
         return
     say(sentence)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        _wait_until_read(stream)
     mpi.COMM_WORLD.Abort(1)
+
+
+def _wait_until_read(stream: TextIO) -> None:
+    """Wait until mpiexec has read what was written: it drops the rest when a rank aborts."""
+    deadline = time.monotonic() + READ_TIMEOUT
+    with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor, or a closed one
+        descriptor = stream.fileno()
+        while stat.S_ISFIFO(os.fstat(descriptor).st_mode) and time.monotonic() < deadline:
+            unread = fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))
+            if not int.from_bytes(unread, sys.byteorder):
+                return
+            time.sleep(0.001)
