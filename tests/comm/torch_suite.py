@@ -59,6 +59,17 @@ def take_the_name_of_gloo() -> None:
 
     dist.ProcessGroupGloo = distributed_c10d.ProcessGroupGloo = ProcessGroupGloo
 
+    class Logger(dist.Logger):
+        """Logs nothing: torch would read gloo's number of threads where the backend has none."""
+
+        def set_construction_data_and_log(self, *arguments: Any) -> None:
+            pass
+
+        def set_runtime_stats_and_log(self) -> None:
+            pass
+
+    dist.Logger = Logger
+
     find = distributed_test.get_profiling_event
 
     def get_profiling_event(name: str, *arguments: Any, **options: Any) -> Any:

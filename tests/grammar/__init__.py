@@ -92,9 +92,13 @@ def case(seed: int) -> Case:
     loops = [name for name, fits in LOOPS.items() if fits(model, loss)]
     loop = draw.choice(loops) if draw.chance(0.12) else "plain"
     legs = _draw_legs(draw, model, microbatches, data.steps, loop != "plain")
-    # oneDNN has no LSTM in float16 for processors without instructions for it.
-    dtypes = [torch.bfloat16] if "LSTM" in str(model) else [torch.bfloat16, torch.float16]
+    # oneDNN has no LSTM in float16 for processors without instructions for it, and none in
+    # bfloat16 without AVX-512.
+    has_lstm = "LSTM" in str(model)
+    dtypes = [torch.bfloat16] if has_lstm else [torch.bfloat16, torch.float16]
     precision = draw.choice(dtypes) if half else None
+    if has_lstm and torch.backends.cpu.get_cpu_capability() == "AVX2":
+        precision = None
     hooked_late = draw.randrange(len(model.blocks)) if draw.chance(0.03) else None
     evaluates = draw.chance(0.2)
     more: Any = (precision, loop, tuple(legs), hooked_late, evaluates)
