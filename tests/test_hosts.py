@@ -283,6 +283,7 @@ def _list_namespaces() -> set[str]:
 
 def test_required_hosts_that_cannot_be_made_fail_instead_of_skipping(monkeypatch):
     monkeypatch.setattr(hosts, "reason_unavailable", lambda: "simulated hosts need root")
+    monkeypatch.delenv(hosts.REQUIRED, raising=False)
     with pytest.raises(pytest.skip.Exception, match="need root"):
         hosts.network("a")
     monkeypatch.setenv(hosts.REQUIRED, "1")
