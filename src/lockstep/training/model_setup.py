@@ -56,7 +56,7 @@ class ModelSetup:
         optimization: The optimizer, the scheduler and the average of the weights.
         live_settings: The settings that ranks compare in every step.
         executor: The executor, which computes the micro-batches.
-        settings: The description of the arguments, the model and the optimizer.
+        settings: The description of the model and the optimizer, which ranks have compared.
     """
 
     parallel: ParallelContext
@@ -69,13 +69,12 @@ class ModelSetup:
     settings: dict[str, str]
 
 
-def set_up_model(model: Model, arguments: TrainerArguments, settings: dict[str, str]) -> ModelSetup:
+def set_up_model(model: Model, arguments: TrainerArguments) -> ModelSetup:
     """Build this rank's part of the model, give all ranks the same weights, make the optimizer.
 
     Args:
         model: The argument of the trainer.
         arguments: The other arguments, which ranks have compared.
-        settings: Their description.
 
     Raises:
         UsageError: The model cannot be trained, or another rank could not build its blocks.
@@ -121,9 +120,15 @@ def set_up_model(model: Model, arguments: TrainerArguments, settings: dict[str, 
         arguments.seed,
         arguments.is_shared,
     )
-    settings = settings | description | of_optimizer
     return ModelSetup(
-        parallel, called, module, partitioner, optimization, live_settings, executor, settings
+        parallel=parallel,
+        model=called,
+        module=module,
+        partitioner=partitioner,
+        optimization=optimization,
+        live_settings=live_settings,
+        executor=executor,
+        settings=description | of_optimizer,
     )
 
 

@@ -148,22 +148,24 @@ class Trainer:
         progress: bool | None = None,
         fingerprints: str | None = None,
     ) -> None:
+        if not isinstance(optimizer, OptimizerConfig):
+            optimizer = OptimizerConfig(optimizer)
         arguments = TrainerArguments(
-            loss,
-            optimizer if isinstance(optimizer, OptimizerConfig) else OptimizerConfig(optimizer),
-            microbatches,
-            seed,
-            loss_weight,
-            metrics,
-            max_grad_norm,
-            ema_decay,
-            autocast_dtype,
-            activation_checkpointing,
-            extra_modules,
-            pipeline or PipelineConfig(),
-            storage,
-            checkpoint,
-            read_selection(fingerprints),
+            loss=loss,
+            optimizer=optimizer,
+            microbatches=microbatches,
+            seed=seed,
+            loss_weight=loss_weight,
+            metrics=metrics,
+            max_grad_norm=max_grad_norm,
+            ema_decay=ema_decay,
+            autocast_dtype=autocast_dtype,
+            activation_checkpointing=activation_checkpointing,
+            extra_modules=extra_modules,
+            pipeline=pipeline or PipelineConfig(),
+            storage=storage,
+            checkpoint=checkpoint,
+            fingerprints=read_selection(fingerprints),
         )
         settings = arguments.compare(model)
         arguments.check()
@@ -172,7 +174,7 @@ class Trainer:
             arguments = arguments.in_session(session, model)
             loggers, checkpoint, progress = (), None, False
         self._is_in_session = session is not None
-        setup = set_up_model(model, arguments, settings)
+        setup = set_up_model(model, arguments)
         self.parallel, self.model, self.module = setup.parallel, setup.model, setup.module
         self.metrics, self.seed = dict(metrics or {}), seed
         self._optimization, self._executor = setup.optimization, setup.executor
@@ -195,8 +197,9 @@ class Trainer:
         checkpoints = None
         if checkpoint is not None:
             checkpoints = RunCheckpoints(checkpoint, self.parallel, self._record)
+        settings |= setup.settings
         self._run = ResumableRun(
-            self._state, self.history, setup.settings, self.parallel, self._record, checkpoints
+            self._state, self.history, settings, self.parallel, self._record, checkpoints
         )
         is_recorded = is_rank0 and self._record.may_record
         if has_stages:  # all ranks must take part in computing a digest

@@ -68,7 +68,7 @@ class TrainerArguments:
         """Compare the arguments, and the settings of the processes, on all ranks.
 
         Returns:
-            Their description, for the record and for checkpoints.
+            Their description, for checkpoints.
 
         Raises:
             UsageError: The model, or a module among the arguments, cannot be trained.
@@ -86,7 +86,7 @@ class TrainerArguments:
             description,
             "give every rank the same arguments and settings",
         )
-        return dict(description)
+        return description
 
     def _values(self) -> dict[str, Any]:
         """Return the values to compare, by the names that messages use."""
