@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -202,13 +203,10 @@ def _counted_reproducible_calls(counter: _Counter) -> Iterator[None]:
         counter.count(name, torch.frombuffer(message, dtype=torch.uint8)[:-DIGEST_BYTES])
         return bytes(message)
 
-    setattr(kind, name, counted)
-    NativeAllReduce.pack = counted_pack  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, name, counted)
+        patch.setattr(NativeAllReduce, "pack", counted_pack)
         yield
-    finally:
-        setattr(kind, name, all_reduce)
-        NativeAllReduce.pack = pack  # type: ignore[method-assign]
 
 
 def _find_tensors(value: object) -> Iterator[torch.Tensor]:

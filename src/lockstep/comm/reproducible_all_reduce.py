@@ -35,7 +35,7 @@ import torch.distributed as dist
 from lockstep.comm import backend
 from lockstep.comm.activity import Waiting
 from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, pieces, slice_length
-from lockstep.comm.collectives import all_gather_single, as_bytes
+from lockstep.comm.collectives import all_gather_single, as_bytes, has_many_ranks
 from lockstep.comm.hosts.all_reduce import HostAllReduce
 from lockstep.comm.memory_format import in_format_of, in_layout_of, in_memory_order
 from lockstep.comm.native_all_reduce import (
@@ -93,7 +93,8 @@ class ReproducibleAllReduce:
 
     Attributes:
         fits_messages: Whether every rank may `pack` its nodes and send them with another message:
-            on the backend "lockstep", if half of its longest message can contain them.
+            on the backend "lockstep", if half of its longest message can contain them, and if one
+            call gathers the messages of the ranks.
 
     Args:
         bucket: The planned bucket; its members refer to tensors by index.
@@ -129,7 +130,8 @@ class ReproducibleAllReduce:
         if native is not None:
             rank = dist.get_rank(group)
             self._sum = NativeAllReduce(native, bucket, holders, leaves, rank, *options)
-            self.fits_messages = not cuts and self._sum.fits(native.longest_message // 2)
+            may_send = not cuts and not has_many_ranks(group)
+            self.fits_messages = may_send and self._sum.fits(native.longest_message // 2)
         elif hosts is not None:
             self._sum = HostAllReduce(
                 hosts.calls.group, hosts.calls.reducer, hosts.reproducible_all_reduce,

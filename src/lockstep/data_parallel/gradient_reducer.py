@@ -38,7 +38,6 @@ import torch.distributed as dist
 
 from lockstep.comm import native_module
 from lockstep.comm.bucket import Bucket, plan
-from lockstep.comm.collectives import has_many_ranks
 from lockstep.comm.native_all_reduce import native_backend
 from lockstep.comm.reproducible_all_reduce import (
     ReproducibleAllReduce,
@@ -290,7 +289,6 @@ class GradientReducer:
             and not self._is_launched_early
             and len(self._bucket_sums) == 1
             and self._bucket_sums[0].fits_messages
-            and not has_many_ranks(self._group)
         )
         if not self._is_packed:
             return b""

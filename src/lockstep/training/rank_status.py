@@ -12,7 +12,8 @@ Above `DETAILED_RANKS` ranks its size does not depend on their number either: lo
 the tree, metrics without rounding, and times, memory and warnings of a few ranks are listed. Where
 an error needs more, such as which ranks differ, the failed step has a second exchange.
 
-The messages are JSON: floats keep every bit, and nothing is unpickled.
+The messages are JSON: floats keep every bit, and nothing is unpickled. The gradients of a small
+model follow them (`GradientReducer.pack`).
 """
 
 from __future__ import annotations

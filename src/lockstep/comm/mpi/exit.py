@@ -77,4 +77,4 @@ def _wait_until_read(stream: TextIO) -> None:
             unread = fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4))
             if not int.from_bytes(unread, sys.byteorder):
                 return
-            time.sleep(0.001)
+            time.sleep(0.001)  # no event tells that a pipe was read

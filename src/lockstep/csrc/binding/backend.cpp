@@ -282,10 +282,7 @@ WorkPtr LockstepBackend::reproducible_all_reduce(Bucket bucket, at::Tensor packe
   const char* values = own ? static_cast<const char*>(own->data_ptr()) : nullptr;
   auto* const nodes = static_cast<char*>(packed.data_ptr());
   auto* const sums = static_cast<char*>(result.data_ptr());
-  const auto mark = [present](const std::vector<bool>& is_new) {
-    auto* flags = static_cast<uint8_t*>(present.data_ptr());
-    for (size_t m = 0; m < is_new.size(); ++m) flags[m] = is_new[m];
-  };
+  const auto mark = [present](const std::vector<bool>& is_new) { write_flags(present, is_new); };
   if (in_steps) {
     auto sum = std::make_shared<SteppedSum>(*core_->group, info, std::move(bucket), nodes, sums,
                                             values, options_->timeout);
@@ -315,7 +312,7 @@ WorkPtr LockstepBackend::reproducible_all_reduce(Bucket bucket, at::Tensor packe
                std::chrono::milliseconds(0), true, {});
 }
 
-std::vector<std::string> LockstepBackend::all_gather_bytes(const std::string& message) {
+std::vector<std::string> LockstepBackend::all_gather_bytes(std::string message) {
   CHECK_ARGUMENT(message.size() <= longest_message(), "all_gather_bytes: a message of ",
                  message.size(), " bytes is longer than ", longest_message());
   CallInfo info;
@@ -325,7 +322,7 @@ std::vector<std::string> LockstepBackend::all_gather_bytes(const std::string& me
   // Shared with the call: in a coalescing manager that an exception has left it is queued, and
   // outlives an error of the wait.
   auto messages = std::make_shared<std::vector<std::string>>();
-  Body body = [message, messages](Executor& executor) {
+  Body body = [message = std::move(message), messages](Executor& executor) {
     CollectiveCall& call = static_cast<NativeExecutor&>(executor).call();
     for (const std::string_view each : lockstep::all_gather_bytes(call, message))
       messages->emplace_back(each);
@@ -333,7 +330,7 @@ std::vector<std::string> LockstepBackend::all_gather_bytes(const std::string& me
   start(c10d::OpType::UNKNOWN, {}, {{info, std::move(body)}}, std::chrono::milliseconds(0), false,
         {})
       ->wait(kNoTimeout);
-  return *messages;
+  return std::move(*messages);
 }
 
 size_t LockstepBackend::longest_message() {

@@ -58,7 +58,7 @@ class LockstepBackend : public CollectiveBackend {
   WorkPtr reproducible_all_reduce(Bucket bucket, at::Tensor packed, at::Tensor result,
                                   at::Tensor present, std::optional<at::Tensor> own, bool in_steps);
   // Not in c10d: see collectives/all_gather_bytes.h.
-  std::vector<std::string> all_gather_bytes(const std::string& message);
+  std::vector<std::string> all_gather_bytes(std::string message);
   size_t longest_message();
   // Takes steps of calls that are executed in steps, as far as they need not wait.
   void advance();

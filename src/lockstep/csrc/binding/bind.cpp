@@ -246,8 +246,7 @@ static void add_packed_nodes(const Bucket& bucket, const std::vector<py::bytes>&
   } catch (...) {
     std::rethrow_exception(to_torch_error());
   }
-  auto* flags = static_cast<uint8_t*>(present.data_ptr());
-  for (size_t m = 0; m < is_new.size(); ++m) flags[m] = is_new[m];
+  write_flags(present, is_new);
 }
 
 // Returns the digest of a bucket, with which a message that ends with its nodes ends.
@@ -258,11 +257,11 @@ static py::bytes digest_of(const Bucket& bucket) {
 
 // Returns the messages of all ranks.
 static std::vector<py::bytes> gather_bytes(LockstepBackend& backend, const py::bytes& message) {
-  const std::string mine = message;
+  std::string mine = message;
   std::vector<std::string> everyone;
   {
     const py::gil_scoped_release release;
-    everyone = backend.all_gather_bytes(mine);
+    everyone = backend.all_gather_bytes(std::move(mine));
   }
   std::vector<py::bytes> messages;
   for (const std::string& each : everyone) messages.emplace_back(each);

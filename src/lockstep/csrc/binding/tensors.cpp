@@ -65,6 +65,11 @@ bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
 
+void write_flags(const at::Tensor& to, const std::vector<bool>& values) {
+  auto* flags = static_cast<uint8_t*>(to.data_ptr());
+  for (size_t i = 0; i < values.size(); ++i) flags[i] = values[i];
+}
+
 at::Tensor as_input(const char* op, const at::Tensor& tensor) {
   check_tensor(op, tensor);
   if (is_plain(tensor)) return tensor.detach();

@@ -23,6 +23,9 @@ void check_tensor(const char* op, const at::Tensor& tensor);
 // Whether the tensor's memory holds exactly its elements, in order and unconjugated.
 bool is_plain(const at::Tensor& tensor);
 
+// Writes 0 or 1 per value to the beginning of a tensor of bytes.
+void write_flags(const at::Tensor& to, const std::vector<bool>& values);
+
 // Returns the tensor, or a contiguous copy.
 at::Tensor as_input(const char* op, const at::Tensor& tensor);
 

@@ -374,10 +374,6 @@ void PointToPoint::run_thread() {
 
 // ---- addresses in the channels ----
 
-static uint64_t round_to_lines(uint64_t bytes) {
-  return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
-}
-
 Channel& PointToPoint::channel(int from, int to) {
   return *reinterpret_cast<Channel*>(group_.at(group_.layout().channel(from, to)));
 }

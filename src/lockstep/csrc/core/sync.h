@@ -13,6 +13,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 
 namespace lockstep {
@@ -20,6 +21,10 @@ namespace lockstep {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t kCacheLine = 64;  // bytes of a cache line
+
+inline std::size_t round_to_lines(std::size_t bytes) {
+  return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+}
 
 // A counter with one writer and any number of waiters. It may wrap.
 struct alignas(kCacheLine) Flag {

@@ -8,10 +8,6 @@
 
 namespace lockstep {
 
-static size_t round_to_lines(size_t bytes) {
-  return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
-}
-
 void BlockExchange::publish() {
   for (int d = 0; d < size_; ++d) {
     sends(rank_)[d] = blocks_.send[d].bytes;

@@ -159,14 +159,13 @@ std::vector<bool> add_packed(const Bucket& bucket, const std::vector<std::string
   struct alignas(kCacheLine) Line {
     char bytes[kCacheLine];
   };
-  const auto lines = [](size_t bytes) { return (bytes + kCacheLine - 1) / kCacheLine; };
   const size_t ranks = bucket.holders.size();
   size_t total = 0;
   for (size_t rank = 0; rank < ranks; ++rank)
-    total += lines(packed_bytes(bucket, static_cast<int>(rank)));
+    total += round_to_lines(packed_bytes(bucket, static_cast<int>(rank)));
   // The nodes may begin anywhere in a message, and numbers must not.
-  const std::unique_ptr<Line[]> aligned(new Line[total]);
-  Line* next = aligned.get();
+  const std::unique_ptr<Line[]> aligned(new Line[total / kCacheLine]);
+  char* next = reinterpret_cast<char*>(aligned.get());
   const uint64_t expected = bucket.digest();
   std::vector<const char*> starts;
   for (size_t rank = 0; rank < ranks; ++rank) {
@@ -179,8 +178,8 @@ std::vector<bool> add_packed(const Bucket& bucket, const std::vector<std::string
       throw UsageError("add_packed: the message of rank " + std::to_string(rank) +
                        " does not end with its nodes of this bucket");
     std::memcpy(next, message.data() + message.size() - sizeof digest - bytes, bytes);
-    starts.push_back(reinterpret_cast<const char*>(next));
-    next += lines(bytes);
+    starts.push_back(next);
+    next += round_to_lines(bytes);
   }
   return add_members(collect_nodes(bucket, starts), bucket, {result}, {0, bucket.length});
 }
