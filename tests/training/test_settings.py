@@ -206,6 +206,21 @@ def test_a_processor_with_other_instructions_is_named(ranks):
         ranks(build_on_another_processor, 2)
 
 
+def test_a_processor_of_another_vendor_is_named(ranks, monkeypatch):
+    """MKL chooses other kernels for it, although the instruction set is the same."""
+
+    def build_on_another_processor():
+        vendor = "GenuineIntel" if ls.rank() == 1 else "AuthenticAMD"
+        with mock.patch("lockstep.model.description._processor_vendor", return_value=vendor):
+            build("model", network)
+
+    with pytest.raises(RankError, match="processor vendor is GenuineIntel, on rank 0 it is A"):
+        ranks(build_on_another_processor, 2)
+    for name in ("MKL_CBWR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"):
+        monkeypatch.setenv(name, "COMPATIBLE" if name == "MKL_CBWR" else "avx2")
+    ranks(build_on_another_processor, 2)  # computes the same bits for both
+
+
 def test_the_rank_that_differs_from_most_is_named(ranks):
     def clipped():
         ls.Trainer(network(), nn.CrossEntropyLoss(), SGD, max_grad_norm=1.0 + (ls.rank() == 0))

@@ -16,12 +16,15 @@ an attribute `lockstep_ignore`.
 
 from __future__ import annotations
 
+import os
+import platform
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
@@ -78,6 +81,13 @@ NAMED = (type, BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodTy
 """Types whose objects have a name that is the same in all processes."""
 
 INDEXED_DEVICE = re.compile(r"(cuda|xpu|hpu|mps|npu|xla|privateuseone):\d+")
+
+PORTABLE = {
+    "MKL_CBWR": "compatible",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "avx2",
+}
+"""The variables with which MKL, ATen and oneDNN compute the same bits for each vendor."""
 
 HIDDEN_OF_MODULES = MACHINERY - {"training"}
 HIDDEN_OF_OPTIMIZERS = frozenset({"state", "param_groups", "defaults"})
@@ -204,12 +214,28 @@ def describe_environment() -> Description:
         "torch.backends.mkldnn.enabled": str(torch.backends.mkldnn.enabled),
         # Kernels for other instructions round otherwise; ATEN_CPU_CAPABILITY selects fewer.
         "torch.backends.cpu.get_cpu_capability()": torch.backends.cpu.get_cpu_capability(),
+        "processor vendor": "any" if _is_portable() else _processor_vendor(),
     }
     if names := device_names():
         # Another model of accelerator rounds otherwise, and so does another precision of float32.
         found["accelerator"] = names[torch.accelerator.current_device_index()]
         found["torch.backends.cudnn.allow_tf32"] = str(torch.backends.cudnn.allow_tf32)
     return found
+
+
+def _is_portable() -> bool:
+    """Return whether MKL, ATen and oneDNN were told to compute alike for each vendor."""
+    return all(os.environ.get(name, "").lower() == value for name, value in PORTABLE.items())
+
+
+@cache
+def _processor_vendor() -> str:
+    """Return the vendor of the processor: MKL's kernels for the same instructions differ by it."""
+    with suppress(OSError), open("/proc/cpuinfo", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("vendor_id"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def iterate_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -49,7 +49,7 @@ EQUAL = (
     (
         "instructions",
         "processors",
-        "set ATEN_CPU_CAPABILITY on every host to what the oldest processor has, such as avx2: "
+        "set MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 on every host: "
         "results depend on it",
     ),
 )
