@@ -141,7 +141,7 @@ def test_one_rank_prints_who_is_missing_and_all_end_with_the_first(monkeypatch, 
     assert re.fullmatch(
         r"host 0 \(ranks 0 and 1 of 4\) did not join within 1 s, while the others waited at "
         r"10\.0\.0\.1:29500; check that lockstep run was started there with --node-rank 0 and can "
-        r"reach 10\.0\.0\.1:29500 \(lockstep doctor --hosts\)",
+        r"reach 10\.0\.0\.1:29500 through every firewall",
         told[0],
     )
     notes = capfd.readouterr().err.splitlines()

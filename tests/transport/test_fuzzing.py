@@ -25,7 +25,6 @@ from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.rendezvous import GREETING as TCP_STORE_GREETING
 from lockstep.launcher.secret_store import SecretStore
 from lockstep.launcher.store_server import PURPOSE, StoreServer
-from lockstep.report.checks.data_port import DataPort, probe_data_port
 from lockstep.transport.connection import connect
 from lockstep.transport.credentials import Credentials, Identity, Role
 from lockstep.transport.frame import HEADER_PART, LENGTH, LENGTH_PART, FrameSocket, prove
@@ -258,28 +257,6 @@ def check_service(name: str, seed: int, count: int) -> None:
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_peer_is_served_after_anything_that_strangers_send(name, capfd):
     check_service(name, seed=1, count=3 * SLOTS)
-    said = capfd.readouterr()
-    assert "Traceback" not in said.out + said.err
-
-
-def test_the_data_port_of_a_check_answers_after_anything(capfd):
-    """The port of `lockstep doctor --hosts` that everybody may call."""
-    port, noise, ends = DataPort("127.0.0.1"), random.Random(1), []
-    try:
-        for size in [0, 1, 17, 5000, 100_000] * 40:
-            ends.append(socket.create_connection(("127.0.0.1", port.port), PATIENCE))
-            ends[-1].settimeout(0.01)
-            with contextlib.suppress(OSError):  # it has sent its answer, and closed
-                ends[-1].sendall(noise.randbytes(size))
-        for end in ends:
-            end.close()
-        until = time.monotonic() + PATIENCE
-        while probe_data_port("127.0.0.1", port.port, port.token) and time.monotonic() < until:
-            pass
-        assert probe_data_port("127.0.0.1", port.port, port.token) == ""
-        assert probe_data_port("127.0.0.1", port.port, "0" * 32) == "another program answers"
-    finally:
-        port.close()
     said = capfd.readouterr()
     assert "Traceback" not in said.out + said.err
 

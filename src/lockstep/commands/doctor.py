@@ -8,11 +8,12 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from itertools import chain
 
 import click
 
 from lockstep.errors import UsageError
-from lockstep.messages import JSON_HELP, say
+from lockstep.messages import JSON_HELP
 from lockstep.report.checks import CheckResult, Requirements
 
 __all__ = ["command"]
@@ -23,39 +24,10 @@ COLORS = {"good": "green", "note": "yellow", "bad": "red"}
 @click.command()
 @click.option("-n", "--nprocs", "ranks", default=2, show_default=True, help="Number of ranks.")
 @click.option("--threads", default=1, show_default=True, help="Threads per rank.")
-@click.option(
-    "--hosts",
-    metavar="HOST[:PORT],...",
-    help="Check these hosts together instead, host 0 first. Run it on each with the same list. "
-    "Default port: 29500.",
-)
-@click.option(
-    "--node-rank",
-    metavar="K",
-    type=int,
-    help="With --hosts: index of this host, from 0. Default: found by its name or address.",
-)
-@click.option(
-    "--wait",
-    metavar="SECONDS",
-    type=click.FloatRange(min=0, min_open=True),
-    default=120.0,
-    show_default=True,
-    help="With --hosts: how long to wait for the other hosts.",
-)
-@click.option(
-    "--secret-file",
-    metavar="FILE",
-    help="With --hosts: file with the secret that the hosts share, as for lockstep run.",
-)
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def command(
     ranks: int,
     threads: int,
-    hosts: str | None,
-    node_rank: int | None,
-    wait: float,
-    secret_file: str | None,
     as_json: bool,
 ) -> None:
     """Check whether this machine has what a run needs. Takes about ten seconds.
@@ -64,16 +36,14 @@ def command(
     loopback interface, and compiles a program. The exit status is 1 if a run would
     fail. The output ends with a block to paste into an issue.
 
-    With --hosts a,b it checks the hosts of a run together: names, ports, versions,
-    processors and clocks. Run the same command on every host; each prints the results
-    of all, and names the host to be changed.
+    Started on every host by `lockstep run -n 1 --nnodes 2 ... --no-python lockstep
+    doctor`, it also compares the hosts: versions, processors, backends and clocks.
     """
     if ranks < 1 or threads < 1:
         raise UsageError(f"doctor: --nprocs ({ranks}) and --threads ({threads}) must be at least 1")
-    if hosts is None:
-        checks = run_checks(Requirements(ranks, threads))
-    else:
-        checks = run_host_check(hosts, node_rank, secret_file, wait)
+    checks = run_checks(Requirements(ranks, threads))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        checks = chain(checks, compare_hosts())
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         results = print_results(checks)
     failed = any(one.verdict == "bad" for one in results)
@@ -96,20 +66,14 @@ def run_checks(requirements: Requirements) -> Iterator[CheckResult]:
     show_progress("", quiet)
 
 
-def run_host_check(
-    text: str, node_rank: int | None, secret_file: str | None, wait: float
-) -> Iterator[CheckResult]:
-    """Yield the results of the check of several hosts."""
-    from lockstep.launcher.run_secret import make_secret
-    from lockstep.report import doctor, host_check
+def compare_hosts() -> Iterator[CheckResult]:
+    """Yield what differs between the hosts of this launch, on rank 0."""
+    from lockstep.report import doctor
+    from lockstep.report.checks import hosts
 
-    hosts = host_check.parse_hosts(text)
-    if node_rank is not None and not 0 <= node_rank < len(hosts):
-        raise UsageError(f"--node-rank {node_rank}: --hosts has the hosts 0 to {len(hosts) - 1}")
-    own = host_check.find_own_index(hosts) if node_rank is None else node_rank
-    secret = make_secret(secret_file, own, os.environ)
-    say(f"this is host {own}, {hosts[own]}; run the same command on every other host")
-    yield from doctor.clean(host_check.check_hosts(hosts, own, secret, wait, say))
+    facts = hosts.gather_facts()
+    if os.environ.get("RANK") == "0":
+        yield from doctor.clean(hosts.compare_hosts(facts))
 
 
 def print_results(checks: Iterable[CheckResult]) -> list[CheckResult]:

@@ -77,7 +77,7 @@ def advise(ranks: Sequence[int], rank_info: RankInfo) -> str:
     if rank_info.is_single_host or rank_info.master_addr is None:
         return "check their logs, or increase init(timeout=...)"
     hosts = _whole_hosts(ranks, rank_info)
-    reach = f"can reach {rank_info.store_location} (lockstep doctor --hosts)"
+    reach = f"can reach {rank_info.store_location} through every firewall"
     if hosts and rank_info.launcher == "lockstep":
         options = f"--node-rank {hosts[0]}" if len(hosts) == 1 else "their own --node-rank"
         return f"check that lockstep run was started there with {options} and {reach}"

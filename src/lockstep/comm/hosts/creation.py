@@ -61,8 +61,8 @@ def create_across_hosts(
         said = str(error).partition("\n")[0].rpartition("] ")[2]
         reason = (
             f"rank {ranks[rank]} on host {hosts[rank].name} could not connect to the ranks on "
-            f"{others} for group {shown} ({said}): check the network between the hosts "
-            f"(lockstep doctor --hosts {','.join(hosts[each[0]].name for each in found.hosts)})"
+            f"{others} for group {shown} ({said}): check the network and the "
+            "firewalls between the hosts"
         )
         local._abort_because(reason)
         raise RuntimeError(reason) from None

@@ -176,10 +176,7 @@ class HostGroup:
             return cause
         if SILENCE.match(cause) is None:
             return f"{reason}, because {cause}"
-        return (
-            f"{reason}: check that the host is up and that the network between the hosts works "
-            f"(lockstep doctor --hosts {','.join(self._host_names)})"
-        )
+        return f"{reason}: check that the host is up and that the network between the hosts works"
 
     def _exchange_cause(self, reason: str, is_silence: bool) -> str:
         found = [reason]

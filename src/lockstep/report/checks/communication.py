@@ -105,8 +105,9 @@ def check_ports(requirements: Requirements) -> Iterator[CheckResult]:
             "ranks cannot connect to each other: check the firewall and the loopback interface",
         )
         return
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1  # else it is the port of the launch
     given = os.environ.get("MASTER_PORT", "")
-    if given.isdigit() and _is_port_used(int(given)):
+    if is_alone and given.isdigit() and _is_port_used(int(given)):
         yield note("ports", f"another program listens on MASTER_PORT {given}", "unset MASTER_PORT")
     else:
         yield good("ports", "connections over 127.0.0.1 work")
