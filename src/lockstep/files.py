@@ -6,6 +6,7 @@
     open_for_write  a report                        0600 if it is new
     write_output    a table of measurements         0600 if it is new
     replace_file    weights                         0600, replaced atomically
+    read_json       a manifest, a state             refused unless it is what Lockstep writes
 
 The modes are set when a file is created, so others can never open it in between, and no
 umask widens them. Existing folders and files keep their modes: use `chmod` to share one.
@@ -16,12 +17,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 from lockstep.errors import FileError
 
@@ -32,6 +34,7 @@ __all__ = [
     "make_folder",
     "open_for_write",
     "open_or_create",
+    "read_json",
     "replace_file",
     "sync_folder",
     "write_output",
@@ -128,6 +131,34 @@ def replace_file(path: Path, mode: int | None = None) -> Iterator[BinaryIO]:
             os.unlink(temporary)
         raise
     sync_folder(path.parent)
+
+
+def read_json(path: Path) -> Any:
+    """Return the value in a JSON file that Lockstep has written.
+
+    Raises:
+        OSError: The file cannot be read.
+        FileError: It is not JSON, names an entry twice, has NaN or Infinity, or is nested too
+            deeply.
+    """
+    try:
+        return json.loads(
+            path.read_bytes(), object_pairs_hook=_unique_entries, parse_constant=_refuse_constant
+        )
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise FileError(f"{path.name} is damaged: {reason}") from None
+
+
+def _unique_entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError("an entry occurs twice")
+    return entries
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number in JSON")
 
 
 def exchange_folders(first: Path, second: Path) -> bool:

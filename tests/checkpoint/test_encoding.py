@@ -5,7 +5,6 @@ import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from enum import Enum, StrEnum
-from fractions import Fraction
 from pathlib import Path
 
 import numpy
@@ -14,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.checkpoint.encoding import decode, encode
+from lockstep.checkpoint.encoding import MAPPINGS, SEQUENCES, decode, encode
 from lockstep.checkpoint.tensor_file import DTYPES
 from lockstep.errors import UsageError
 
@@ -211,18 +210,22 @@ def test_what_cannot_be_saved_is_named_by_its_place(value):
         encode({"meter": {"parts": [3, value]}}, {}, "stateful")
 
 
-@pytest.mark.parametrize(
-    "hostile",
-    [
-        {"$import": "os"}, {"$torch": "load"}, {"$torch": "ops"}, {"$torch": "__builtins__"},
-        {"$device": "os.system"}, {"$tensor": "missing"}, {"$tensor": ["x", {"strides": [0]}]},
-        {"$tensor": ["x", {"complex": True}]}, {"$array": 3}, {"$deque": []}, {"$fraction": "1/0"},
-        {"$defaultdict": ["eval", [["a"]]]}, {"$dict": [[[], 1]]}, {"$size": "x"}, {"$bytes": "é"},
-        {"$tensor": ["x", {"strides": [1 << 62]}]}, {"$float": "__import__('os')"},
-        {"$sparse": {"indices": 1}},
-    ],
-    ids=str,
-)  # fmt: skip
+HOSTILE = [
+    {"$import": "os"}, {"$torch": "load"}, {"$torch": "ops"}, {"$torch": "__builtins__"},
+    {"$torch": 3}, {"$device": "os.system"}, {"$device": 0}, {"$tensor": "missing"},
+    {"$tensor": ["x", {"strides": [0]}]}, {"$tensor": ["x", {"complex": True}]}, {"$array": 3},
+    {"$tensor": ["x", {"strides": [1 << 62]}]}, {"$tensor": ["x", {"strides": [1 << 34]}]},
+    {"$tensor": None}, {"$tensor": {}}, {"$sparse": {"indices": 1}}, {"$deque": []},
+    {"$deque": [[], "3"]}, {"$fraction": "1/0"}, {"$fraction": "1e999999999"},
+    {"$fraction": "9" * 9999}, {"$fraction": 1.5}, {"$defaultdict": ["eval", [["a"]]]},
+    {"$defaultdict": ["eval", []]}, {"$dict": [[[], 1]]}, {"$dict": [["a", 1], ["a", 2]]},
+    {"$dict": {"ab": 1}}, {"$dict": 3}, {"$ordered": "ab"}, {"$tuple": "abc"}, {"$set": {"a": 1}},
+    {"$size": "12"}, {"$bytes": "é"}, {"$bytes": "!!!!"}, {"$float": "__import__('os')"},
+    {"$float": 1.5}, {"$complex": [1]}, {"$tuple": [1], "a": 2}, {"a": 1, "$b": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("hostile", HOSTILE, ids=lambda value: str(value)[:50])
 def test_hostile_files_run_nothing(hostile, monkeypatch):
     monkeypatch.setattr("os.system", None)
     for value in (hostile, {"a": [hostile]}):
@@ -231,6 +234,27 @@ def test_hostile_files_run_nothing(hostile, monkeypatch):
         assert not isinstance(caught.value, UsageError)
 
 
-def test_factories_of_defaultdicts_come_from_a_list():
-    assert decode({"$defaultdict": ["eval", []]}, {}).default_factory is None
-    assert Fraction(1, 3) == round_trip(Fraction(1, 3))
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from([
+            *SEQUENCES, *MAPPINGS, "$tensor", "$sparse", "$array", "$number", "$float", "$dict",
+            "$deque", "$defaultdict", "$bytes", "$complex", "$fraction", "$torch", "$device",
+            "$size", "$", "indices", "values", "shape", "coalesced", "strides", "a",
+        ]),
+        inner, max_size=2,
+    ),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(JSON_VALUES)
+def test_any_json_is_refused_or_decoded_to_what_encodes_to_it(value):
+    """Two different files are never read as the same value."""
+    tensors = {"x": torch.arange(3.0)}
+    try:
+        decoded = decode(value, tensors)
+    except Exception:
+        return
+    again = decode(json.loads(json.dumps(encode(decoded, (saved := {}), "x"))), saved)
+    require_same(decoded, again)

@@ -1,12 +1,15 @@
 """The folder of checkpoints: damage of any file is found, and the one before it is used."""
 
+import copy
 import json
 import shutil
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file
 
+from checkpoints import tensors
 from lockstep.checkpoint.folder import (
     find_checkpoints,
     find_newest_valid,
@@ -20,13 +23,7 @@ from lockstep.checkpoint.folder import (
 from lockstep.checkpoint.writer import CheckpointWriter
 from lockstep.errors import FileError, UsageError
 
-STATE = {
-    "model": {"w": torch.arange(6.0).reshape(2, 3), "b": torch.zeros(3, dtype=torch.bfloat16)},
-    "optimizer": {"w": {"exp_avg": torch.ones(2, 3), "step": torch.tensor(4.0)}},
-    "ema": {"w": torch.full((2, 3), 0.5)},
-    "steps": 4,
-    "stateful": {"meter": {"total": 0.1, "parts": (1, [2]), "seen": torch.tensor([7])}},
-}
+STATE = tensors(4)
 
 
 def save(folder, *steps, state=STATE, keep=99):
@@ -134,15 +131,142 @@ def test_when_all_are_damaged(folder):
 @pytest.mark.parametrize(
     "state",
     [
-        b"[", b"3", b'{"a": {"$torch": "ops"}}', b'{"a": {"$device": "x"}}',
-        b'{"a": {"$tensor": "missing"}}', b'{"a": {"$array": 1}}', b'{"a": {"$fraction": "1/0"}}',
-        b'{"a": ' * 5000,
+        b"", b"[", b"3", b"null", b"[]", b"{}", b'{"a": {"$torch": "ops"}}', b'{"a": NaN}',
+        b'{"a": {"$device": "x"}}', b'{"a": {"$tensor": "missing"}}', b'{"a": {"$array": 1}}',
+        b'{"a": {"$fraction": "1/0"}}', b'{"a": {"$fraction": "1e999999999"}}', b"[" * 100_000,
+        b'{"a": ' * 100_000, b'{"a": ' * 700 + b"1" + b"}" * 700, b'{"a": 1, "a": 1}', b"\xff",
+        b'{"a": 1' + b"0" * 9999 + b"}",
     ],
+    ids=lambda state: str(state[:25]),
 )  # fmt: skip
 def test_a_state_that_makes_no_sense_is_one_error(folder, state):
-    (folder / "step-10" / "state.json").write_bytes(state)
-    with pytest.raises(FileError, match="step-10 cannot be read"):
+    rewrite(folder / "step-10", "state.json", state)
+    assert verify(folder / "step-10") != ""
+    with pytest.raises(FileError, match=r"the checkpoint .*step-10 is damaged"):
         read_checkpoint(folder / "step-10")
+    path, problems = find_newest_valid(folder)
+    assert (path, len(problems)) == (folder / "step-4", 1)
+
+
+def rewrite(path, name, content):
+    """Write other content into a file of a checkpoint, with its size and checksum."""
+    (path / name).write_bytes(content)
+    if name != "manifest.json":
+        manifest = json.loads((path / "manifest.json").read_text())
+        checksum = xxhash.xxh3_128_hexdigest(content)
+        manifest["files"][name] = {"bytes": len(content), "xxh3": checksum}
+        (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+BAD = (
+    None, {}, [], "x", "", -1, 10**30, 1.5, True, [None], {"a": 1}, {"$tuple": []},
+    {"$fraction": "1e999999999"}, {"$tensor": "missing"}, {"$float": "nan"},
+)  # fmt: skip
+
+
+def mutations(value, replacements=BAD):
+    """Yield (place, JSON text) for every way to damage one entry of a JSON value."""
+
+    def write(place, change):
+        copied = copy.deepcopy(value)
+        parent = copied
+        for name in place[:-1]:
+            parent = parent[name]
+        change(parent, place[-1])
+        return json.dumps(copied)
+
+    for place in places(value):
+        yield place, write(place, lambda parent, name: parent.pop(name))
+        for bad in replacements:
+            yield place, write(place, lambda parent, name, bad=bad: parent.__setitem__(name, bad))
+        marked = write(place, lambda parent, name: parent.__setitem__(name, "HERE"))
+        yield place, marked.replace('"HERE"', "[" * 100_000)
+        yield place, marked.replace('"HERE"', "NaN")
+
+
+def places(value, path=()):
+    """Yield the paths of all entries of a JSON value."""
+    if path:
+        yield path
+    names = value if isinstance(value, dict) else range(len(value) if type(value) is list else 0)
+    for name in names:
+        yield from places(value[name], (*path, name))
+
+
+def test_every_damaged_entry_of_a_manifest_is_found(folder):
+    """Whatever is not found leaves the same state."""
+    path = folder / "step-10"
+    manifest = json.loads((path / "manifest.json").read_text())
+    for place, text in mutations(manifest):
+        (path / "manifest.json").write_text(text)
+        assert verify(path) != "", (place, text[:300])
+    twice = json.dumps(manifest).replace('"step": 4', '"step": 4, "step": 4')
+    assert twice.count('"step"') == 2
+    (path / "manifest.json").write_text(twice)
+    assert verify(path) != ""
+
+
+@pytest.mark.parametrize("step", [0, 3, 5, 10])
+def test_a_manifest_that_says_another_step(folder, step):
+    path = folder / "step-10" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"step": step}))
+    assert "step 4" in verify(folder / "step-10")
+    assert find_newest_valid(folder)[0] == folder / "step-4"
+
+
+@pytest.mark.parametrize("name", ["../step-4/state.json", "/dev/zero", "sub/state.json", "", "."])
+def test_a_manifest_names_files_of_its_own_folder(folder, name):
+    path = folder / "step-10" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["files"][name] = manifest["files"]["state.json"]
+    path.write_text(json.dumps(manifest))
+    assert "manifest.json is damaged" in verify(folder / "step-10")
+
+
+FREE = {"stateful", "scheduler", "parameter_groups", "environment", "generators", "seed"}
+"""Entries of the state whose form a user, torch or a newer version decides; or any number."""
+
+
+def test_every_damaged_entry_of_a_state_is_found(folder):
+    path = folder / "step-10"
+    state = json.loads((path / "state.json").read_text())
+    for place, text in mutations(state):
+        rewrite(path, "state.json", text.encode())
+        if place[0] not in FREE and place != ("history", "open", "seconds"):
+            assert verify(path) != "" or json.loads(text) == state, (place, text[:300])
+        verify(path)  # raises nothing
+
+
+def test_files_that_are_exchanged_added_or_taken_away(folder):
+    path = folder / "step-10"
+    content = {name: (path / name).read_bytes() for name in FILES}
+    for name in FILES[:-1]:
+        for other in FILES[:-1]:
+            if name != other:
+                rewrite(path, name, content[other])
+                assert verify(path) != "", (name, other)
+        for damaged in (b"", content[name] + b" ", content[name][:-1], b"\0" * 64):
+            (path / name).write_bytes(damaged)
+            assert verify(path) != ""
+            if name != "state.json" or damaged != content[name] + b" ":  # spaces end JSON
+                rewrite(path, name, damaged)
+                assert verify(path) != "", (name, damaged[:20])
+        rewrite(path, name, content[name])
+        assert verify(path) == ""
+        manifest = json.loads((path / "manifest.json").read_text())
+        del manifest["files"][name]
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        assert verify(path) != "", name
+        rewrite(path, name, content[name])
+
+
+def test_newer_versions_may_add_entries(folder):
+    path = folder / "step-10"
+    state = json.loads((path / "state.json").read_text())
+    rewrite(path, "state.json", json.dumps(state | {"new": {"entry": [1]}}).encode())
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"new": None}))
+    assert verify(path) == ""
 
 
 def test_the_newest_is_that_of_the_latest_attempt(folder):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoints import complete
 from lockstep.checkpoint import folder as folder_module
 from lockstep.checkpoint import writer as writer_module
 from lockstep.checkpoint.folder import (
@@ -27,12 +28,12 @@ DEADLINE = 30.0
 
 
 def state(value, size=600):
-    return {
-        "model": {"w": torch.full((size,), float(value))},
-        "optimizer": {"w": {"exp_avg": torch.full((size,), float(value))}},
-        "counts": torch.tensor([value]),
-        "steps": value,
-    }
+    return complete(
+        value,
+        model={"w": torch.full((size,), float(value))},
+        optimizer={"w": {"exp_avg": torch.full((size,), float(value))}},
+        counts=torch.tensor([value]),
+    )
 
 
 def write(writer, step, attempt=0, path=None):
@@ -245,7 +246,9 @@ def test_an_abandoned_checkpoint_is_removed(tmp_path, monkeypatch):
 
 
 def part(number, value):
-    return {"model": {f"layer{number}": torch.full((3,), value)}, f"only{number}": value}
+    common = complete(7) if number == 0 else {}
+    model = {f"layer{number}": torch.full((3,), value)}
+    return {**common, "model": model, f"only{number}": value}
 
 
 def test_parts_of_several_ranks_make_one_checkpoint(tmp_path):

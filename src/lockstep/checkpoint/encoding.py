@@ -23,6 +23,7 @@ from typing import Any
 import numpy
 import torch
 
+from lockstep.checkpoint.schema import FRACTION
 from lockstep.checkpoint.tensor_file import DTYPES
 from lockstep.errors import UsageError
 
@@ -30,6 +31,7 @@ __all__ = ["decode", "encode"]
 
 MAPPINGS: dict[str, type] = {"$ordered": OrderedDict, "$counter": Counter}
 SEQUENCES: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
+FACTORIES = {"int": int, "float": float, "list": list, "dict": dict, "set": set, None: None}
 NUMBERS = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
 ARRAY_DTYPES = {numpy.dtype(order + each) for order in "<>" for each in NUMBERS}
 
@@ -74,29 +76,33 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
             return {name: _encode_pairs(value, tensors, path)}
     if kind is deque:
         return {"$deque": [encode(list(value), tensors, path), value.maxlen]}
-    if kind is defaultdict and value.default_factory in (None, int, float, list, dict, set):
+    if kind is defaultdict and value.default_factory in FACTORIES.values():
         factory = getattr(value.default_factory, "__name__", None)
         return {"$defaultdict": [factory, _encode_pairs(value, tensors, path)]}
     return _encode_leaf(value, path)
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the value that `encode` was given; its tensors are copies on the CPU."""
+    """Return the value that `encode` was given; its tensors are copies on the CPU.
+
+    Raises:
+        Exception: `encode` does not return such a value; its class depends on the value.
+    """
     if isinstance(value, list):
         return [decode(each, tensors) for each in value]
     if not isinstance(value, dict):
         return value
-    if len(value) != 1 or not next(iter(value)).startswith("$"):
+    if not any(name.startswith("$") for name in value):
         return {key: decode(each, tensors) for key, each in value.items()}
     ((kind, content),) = value.items()
     if kind in SEQUENCES:
-        return SEQUENCES[kind](decode(content, tensors))
+        return SEQUENCES[kind](_decode_list(content, tensors))
     if kind in MAPPINGS:
         return MAPPINGS[kind](_decode_pairs(content, tensors))
-    match kind:
-        case "$tensor":
+    match kind, content:
+        case "$tensor", _:
             return _decode_tensor(content, tensors)
-        case "$sparse":
+        case "$sparse", _:
             indices, values = (decode(content[each], tensors) for each in ("indices", "values"))
             return torch.sparse_coo_tensor(
                 indices,
@@ -105,34 +111,33 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
                 check_invariants=True,
                 is_coalesced=content["coalesced"],
             )
-        case "$array":
+        case "$array", _:
             return decode(content, tensors).numpy()
-        case "$number":
+        case "$number", _:
             return decode(content, tensors).numpy()[()]
-        case "$float":
+        case "$float", "nan" | "inf" | "-inf":
             return float(content)
-        case "$dict":
+        case "$dict", _:
             return _decode_pairs(content, tensors)
-        case "$deque":
-            return deque(decode(content[0], tensors), content[1])
-        case "$defaultdict":
-            factories = {each.__name__: each for each in (int, float, list, dict, set)}
-            return defaultdict(factories.get(content[0]), _decode_pairs(content[1], tensors))
-        case "$bytes":
-            return base64.b64decode(content)
-        case "$complex":
+        case "$deque", [elements, None | int() as length]:
+            return deque(_decode_list(elements, tensors), length)
+        case "$defaultdict", [name, pairs]:
+            return defaultdict(FACTORIES[name], _decode_pairs(pairs, tensors))
+        case "$bytes", _:
+            return base64.b64decode(content, validate=True)
+        case "$complex", [_, _]:
             return complex(*(decode(each, tensors) for each in content))
-        case "$fraction":
+        case "$fraction", str() if FRACTION.fullmatch(content):
             return Fraction(content)
-        case "$torch":
+        case "$torch", str():
             found = getattr(torch, content, None)
             if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
                 return found
-        case "$device":
+        case "$device", str():
             return torch.device(content)
-        case "$size":
+        case "$size", [*_]:
             return torch.Size(content)
-    raise ValueError(f"unknown type {kind}")
+    raise ValueError(f"{kind} has an unknown type or content")
 
 
 def _encode_dict(value: dict[Any, Any], tensors: dict[str, torch.Tensor], path: str) -> Any:
@@ -155,8 +160,17 @@ def _encode_pairs(
     ]
 
 
-def _decode_pairs(pairs: list[Any], tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
-    return {decode(key, tensors): decode(each, tensors) for key, each in pairs}
+def _decode_list(content: Any, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
+    if not isinstance(content, list):
+        raise TypeError("the elements are not a list")
+    return [decode(each, tensors) for each in content]
+
+
+def _decode_pairs(content: Any, tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
+    pairs = dict(_decode_list(content, tensors))
+    if len(pairs) < len(content):
+        raise ValueError("an entry occurs twice")
+    return pairs
 
 
 def _sort_key(element: Any) -> tuple[str, str]:
@@ -239,6 +253,11 @@ def _decode_tensor(content: Any, tensors: Mapping[str, torch.Tensor]) -> torch.T
     if reference.get("complex"):
         saved = torch.view_as_complex(saved)
     if "strides" in reference:
-        made = torch.empty_strided(saved.shape, reference["strides"], dtype=saved.dtype)
+        strides, size = reference["strides"], 1
+        for step, length in sorted(zip(strides, saved.shape, strict=True)):
+            if length > 1 and step != size and saved.numel():
+                raise ValueError(f"the tensor {name} has strides that leave gaps or overlap")
+            size *= length
+        made = torch.empty_strided(saved.shape, strides, dtype=saved.dtype)
         return made.copy_(saved)
     return saved

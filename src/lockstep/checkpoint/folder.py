@@ -16,11 +16,11 @@ index in the format of Hugging Face's libraries.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,10 @@ import torch
 from safetensors import safe_open
 
 from lockstep.checkpoint.encoding import decode
+from lockstep.checkpoint.schema import MANIFEST_SCHEMA, STATE_SCHEMA, find_mismatch
 from lockstep.checkpoint.tensor_file import checksum_file
-from lockstep.errors import FileError, UsageError
+from lockstep.errors import FileError, LockstepError, UsageError
+from lockstep.files import read_json
 from lockstep.launcher.run_folder import CHECKPOINTS, RUNS
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "name_part",
     "prune",
     "read_checkpoint",
+    "refusing_misfits",
     "remove_incomplete",
     "set_aside_newer",
     "verify",
@@ -51,11 +54,11 @@ __all__ = [
 MANIFEST = "manifest.json"
 FORMAT = 1
 KINDS = ("model", "optimizer", "ema")  # kinds of tensors with separate files
-REST = "state"
+REST, SUFFIX = "state", ".json"
 
 SUPERSEDED = "superseded"
 
-NAME = re.compile(r"step-(\d+)(?:-(\d+))?")
+NAME = re.compile(r"step-([0-9]{1,15})(?:-([0-9]{1,15}))?")
 INCOMPLETE = re.compile(r"\.step-\d+\.\d+")
 
 
@@ -82,18 +85,15 @@ def count_steps(path: Path) -> int:
 def verify(path: Path) -> str:
     """Read every file of a checkpoint; return a description of its damage, or ""."""
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        version, files = manifest["format"], dict(manifest["files"])
-        if version > FORMAT:
-            return f"it has format {version}, and this version of lockstep reads {FORMAT}"
-        for name, expected in files.items():
+        for name, expected in _read_manifest(path)["files"].items():
             with (path / name).open("rb", buffering=0) as file:
                 if checksum_file(file) != expected["xxh3"]:
                     return f"the checksum of {name} differs"
+        _read_state(path)
     except OSError as error:
         return f"{Path(error.filename or MANIFEST).name} cannot be read ({error.strerror})"
-    except (ValueError, KeyError, TypeError):
-        return f"{MANIFEST} is damaged"
+    except FileError as error:
+        return str(error)
     return ""
 
 
@@ -138,31 +138,91 @@ def locate_checkpoint(place: str | Path, runs: str | Path = RUNS) -> tuple[Path 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     """Return the state that a checkpoint holds, of all stages, with tensors on the CPU.
 
-    Nothing is unpickled. Call `verify` before.
+    Nothing is unpickled. Call `verify` before, which compares the checksums.
 
     Raises:
-        FileError: A file cannot be read.
+        FileError: A file cannot be read, or is damaged.
     """
     try:
-        names = json.loads((path / MANIFEST).read_bytes())["files"]
-        with TensorFiles(path, [name for name in names if name.endswith(".safetensors")]) as files:
-            state: dict[str, Any] = {}
-            for name in sorted(names):
-                if name.startswith(REST) and name.endswith(".json"):
-                    _merge(state, decode(json.loads((path / name).read_bytes()), files))
-            return state
+        return _read_state(path)
     except OSError as error:
         raise FileError(f"{path} cannot be read ({error.strerror})") from None
-    except Exception as error:  # the content of files that `verify` accepts may still be anything
-        raise FileError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+    except FileError as error:
+        raise FileError(f"the checkpoint {path} is damaged: {error}") from None
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint; raise FileError if it is damaged."""
+    manifest: dict[str, Any] = read_json(path / MANIFEST)
+    version = manifest.get("format") if isinstance(manifest, dict) else None
+    if isinstance(version, int) and version > FORMAT:
+        raise FileError(f"it has format {version}, and this version of lockstep reads {FORMAT}")
+    if mismatch := find_mismatch(manifest, MANIFEST_SCHEMA, MANIFEST):
+        raise FileError(f"{MANIFEST} is damaged: {mismatch}")
+    for name, entry in manifest["files"].items():
+        status = (path / name).stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size != entry["bytes"]:
+            raise FileError(f"the size of {name} differs")
+    states = [name for name in manifest["files"] if name.startswith(REST) and name.endswith(SUFFIX)]
+    expected = [name_part(REST, number, len(states), SUFFIX) for number in range(len(states))]
+    if not states or sorted(states) != expected:
+        raise FileError(f"{MANIFEST} does not name the files {REST}*{SUFFIX} of all stages")
+    return manifest
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """Return the state of a checkpoint; raise FileError unless it is one that training can use."""
+    manifest = _read_manifest(path)
+    names = sorted(manifest["files"])
+    state: dict[str, Any] = {}
+    try:
+        with TensorFiles(path, [name for name in names if name.endswith(".safetensors")]) as files:
+            for name in names:
+                if name.startswith(REST) and name.endswith(SUFFIX):
+                    _merge(state, decode(read_json(path / name), files))
+            unused = files.keys() - files.used
+    except (OSError, FileError):
+        raise
+    except Exception as error:  # the content of files with the right checksums may be anything
+        raise FileError(f"its content is invalid ({type(error).__name__}: {error})") from None
+    if mismatch := find_mismatch(state, STATE_SCHEMA, "its state"):
+        raise FileError(f"its content is invalid: {mismatch}")
+    if unused:
+        raise FileError(f"its content is invalid: the tensor {min(unused)} has no use")
+    if state["steps"] != manifest["step"]:
+        raise FileError(
+            f"{MANIFEST} says step {manifest['step']}, and its state step {state['steps']}"
+        )
+    return state
+
+
+@contextmanager
+def refusing_misfits(what: str) -> Iterator[None]:
+    """Raise FileError in place of an error with which the body refuses saved values.
+
+    Args:
+        what: The saved values, for the message.
+    """
+    try:
+        yield
+    except LockstepError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise FileError(f"{what} cannot be loaded ({reason})") from error
 
 
 class TensorFiles(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint by name ("model/conv.weight"), each read on access."""
+    """The tensors of a checkpoint by name ("model/conv.weight"), each read on access.
+
+    Attributes:
+        used: The names of those that were read.
+    """
 
     def __init__(self, path: Path, names: list[str]) -> None:
         self._stack = ExitStack()
         self._files: dict[str, tuple[Any, str]] = {}
+        self.used: set[str] = set()
         for name in names:
             kind = re.split(r"[-.]", name)[0]
             file = self._stack.enter_context(safe_open(path / name, framework="pt"))
@@ -172,6 +232,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return one tensor."""
         file, key = self._files[name]
+        self.used.add(name)
         found: torch.Tensor = file.get_tensor(key)
         return found
 

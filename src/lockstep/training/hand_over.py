@@ -164,8 +164,10 @@ def read_newest_state(
         registered with the trainer that was handed over.
     """
     if origin.state is not None:
-        path = find_checkpoints(origin.state)[0]
-        state = read_checkpoint(path)
+        states = find_checkpoints(origin.state)
+        if not states:
+            raise FileError(f"the state that was handed over is missing in {origin.state}")
+        path, state = states[0], read_checkpoint(states[0])
         if state["trainer"] != trainer:
             return None, None
     else:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.folder import read_checkpoint
+from lockstep.checkpoint.folder import read_checkpoint, refusing_misfits
 from lockstep.checkpoint.schedule import Stateful
 from lockstep.checkpoint.stop_request import StoppedOnRequest
 from lockstep.checkpoint.writer import SavedCheckpoint
@@ -204,9 +204,10 @@ class ResumableRun:
         here = self._state.position_state() | self._training
         require_same_training(state, here)
         differences = find_differences(state, here)
-        self._log.load_state_dict(state["script"])
-        self._samplers.load_state_dict(state["known_samplers"])
-        self._state.load_local(state)
+        with refusing_misfits("the state of the checkpoint"):
+            self._log.load_state_dict(state["script"])
+            self._samplers.load_state_dict(state["known_samplers"])
+            self._state.load_local(state)
         self._restored = state
         return differences
 
@@ -278,9 +279,10 @@ class ResumableRun:
     def _restore(self) -> None:
         state, self._restored = self._restored, None
         if state is not None:
-            self._state.load_local(state)
-            # Samplers have been restored already, or are when they are first used.
-            self._state.load_position({**state, "samplers": []})
+            with refusing_misfits("the state of the checkpoint"):
+                self._state.load_local(state)
+                # Samplers have been restored already, or are when they are first used.
+                self._state.load_position({**state, "samplers": []})
             if self._checkpoints is not None:
                 self._checkpoints.restore(state, state["steps"])
             elif self._restore_objects is not None:

@@ -31,6 +31,7 @@ from lockstep.checkpoint.folder import (
     find_newest_valid,
     locate_checkpoint,
     read_checkpoint,
+    refusing_misfits,
     remove_incomplete,
     set_aside_newer,
     verify,
@@ -541,13 +542,15 @@ def restore_objects(
     """Restore the registered objects and the generators from a checkpoint."""
     for name, each in stateful.items():
         if name in state["stateful"]:
-            each.load_state_dict(state["stateful"][name])
+            with refusing_misfits(f"the state of stateful[{name!r}] in the checkpoint"):
+                each.load_state_dict(state["stateful"][name])
         elif dist.get_rank() == 0:
             say(
                 f"the checkpoint has no state of stateful[{name!r}]; it starts from its initial "
                 "state"
             )
-    set_global_states(state["generators"], device)
+    with refusing_misfits("the state of the generators in the checkpoint"):
+        set_global_states(state["generators"], device)
 
 
 def _hash(value: Any, path: str = "") -> str:
