@@ -1,15 +1,13 @@
 """The folder of checkpoints: damage of any file is found, and the one before it is used."""
 
-import copy
 import json
 import shutil
 
 import pytest
 import torch
-import xxhash
 from safetensors.torch import load_file
 
-from checkpoints import tensors
+from checkpoints import mutations, rewrite, tensors
 from lockstep.checkpoint.folder import (
     find_checkpoints,
     find_newest_valid,
@@ -146,51 +144,6 @@ def test_a_state_that_makes_no_sense_is_one_error(folder, state):
         read_checkpoint(folder / "step-10")
     path, problems = find_newest_valid(folder)
     assert (path, len(problems)) == (folder / "step-4", 1)
-
-
-def rewrite(path, name, content):
-    """Write other content into a file of a checkpoint, with its size and checksum."""
-    (path / name).write_bytes(content)
-    if name != "manifest.json":
-        manifest = json.loads((path / "manifest.json").read_text())
-        checksum = xxhash.xxh3_128_hexdigest(content)
-        manifest["files"][name] = {"bytes": len(content), "xxh3": checksum}
-        (path / "manifest.json").write_text(json.dumps(manifest))
-
-
-BAD = (
-    None, {}, [], "x", "", -1, 10**30, 1.5, True, [None], {"a": 1}, {"$tuple": []},
-    {"$fraction": "1e999999999"}, {"$tensor": "missing"}, {"$float": "nan"},
-)  # fmt: skip
-
-
-def mutations(value, replacements=BAD):
-    """Yield (place, JSON text) for every way to damage one entry of a JSON value."""
-
-    def write(place, change):
-        copied = copy.deepcopy(value)
-        parent = copied
-        for name in place[:-1]:
-            parent = parent[name]
-        change(parent, place[-1])
-        return json.dumps(copied)
-
-    for place in places(value):
-        yield place, write(place, lambda parent, name: parent.pop(name))
-        for bad in replacements:
-            yield place, write(place, lambda parent, name, bad=bad: parent.__setitem__(name, bad))
-        marked = write(place, lambda parent, name: parent.__setitem__(name, "HERE"))
-        yield place, marked.replace('"HERE"', "[" * 100_000)
-        yield place, marked.replace('"HERE"', "NaN")
-
-
-def places(value, path=()):
-    """Yield the paths of all entries of a JSON value."""
-    if path:
-        yield path
-    names = value if isinstance(value, dict) else range(len(value) if type(value) is list else 0)
-    for name in names:
-        yield from places(value[name], (*path, name))
 
 
 def test_every_damaged_entry_of_a_manifest_is_found(folder):

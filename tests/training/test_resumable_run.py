@@ -222,7 +222,7 @@ def test_damaged_and_older_checkpoints(ranks, tmp_path, capfd):
             f"FileError: every checkpoint in {folders['all']}/checkpoints is dam"
         )
     shown = capfd.readouterr().err
-    assert "step-6-2 is damaged: the checksum of model.safetensors differs; the one before" in shown
+    assert "step-6-2 is damaged: the size of model.safetensors differs; the one before" in shown
     assert "renamed to step-6-2.superseded, step-6.superseded; remove them if you" in shown
     older = {path.name for path in (folders["older"] / "checkpoints").iterdir()}
     assert {"step-6-2.superseded", "step-6.superseded", "step-4.superseded", "step-6"} < older

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["FRACTION", "MANIFEST_SCHEMA", "STATE_SCHEMA", "find_mismatch"]
+__all__ = ["FRACTION", "MANIFEST_SCHEMA", "STATE_SCHEMA", "find_mismatch", "is_alike"]
 
 
 class OneOf(tuple[Any, ...]):
@@ -108,6 +108,29 @@ def find_mismatch(value: Any, schema: Any, place: str = "it") -> str:
     else:
         return "" if _is_simple(value, schema) else f"{place} is {_describe(value)}"
     return next(filter(None, (find_mismatch(*pair) for pair in pairs)), "")
+
+
+def is_alike(saved: Any, here: Any) -> bool:
+    """Return whether saved values have the kinds of those here: numbers, flags, lists, dicts.
+
+    Flags and entries that are None may be missing: an older version of torch may have saved the values.
+    """
+    if isinstance(here, bool):
+        return isinstance(saved, bool)
+    if isinstance(here, (int, float)):
+        return not find_mismatch(saved, OneOf(NUMBER, torch.Tensor))
+    if isinstance(here, dict):
+        return isinstance(saved, dict) and all(
+            is_alike(saved[name], value) if name in saved else type(value) in (bool, type(None))
+            for name, value in here.items()
+        )
+    if isinstance(here, (list, tuple)):
+        return (
+            type(saved) is type(here)
+            and len(saved) == len(here)
+            and all(map(is_alike, saved, here))
+        )
+    return True
 
 
 def _pair_entries(

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.checkpoint.schema import is_alike
 from lockstep.checksum import digest
 from lockstep.data.samplers import SamplerStates
-from lockstep.errors import UsageError
+from lockstep.errors import FileError, UsageError
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.step_context import Attempt
 from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_state
@@ -269,6 +270,7 @@ class TrainingState:
         if state["ema"] is not None:
             average = {AVERAGED + name: value for name, value in state["ema"].items()}
             average["n_averaged"] = state["ema_updates"]
+        self._require_alike(state)
         numbers = {name: number for number, name in enumerate(self._order())}
         optimizer = {
             "state": {numbers[name]: each for name, each in state["optimizer"].items()},
@@ -278,6 +280,21 @@ class TrainingState:
             ],
         }
         self._load_tensors({**state, "optimizer": optimizer, "average": average})
+
+    def _require_alike(self, state: Mapping[str, Any]) -> None:
+        """Raise FileError for options of torch's optimizer or scheduler that it cannot have."""
+        optimizer, scheduler = self._optimization.optimizer, self._optimization.scheduler
+        groups = [{**group, "params": []} for group in state["parameter_groups"]]
+        here = [{**group, "params": []} for group in optimizer.param_groups]
+        pairs = [(optimizer, groups, here)]
+        if scheduler and state["scheduler"] is not None:
+            pairs.append((scheduler, state["scheduler"], scheduler.state_dict()))
+        for owner, saved, current in pairs:
+            if type(owner).__module__.startswith("torch.") and not is_alike(saved, current):
+                raise FileError(
+                    f"the checkpoint is damaged: it has options of {type(owner).__name__} that are "
+                    "missing or of another type"
+                )
 
     def _order(self) -> list[str]:
         """Return the names of the parameters, in the optimizer's order."""
