@@ -299,3 +299,23 @@ def test_a_band_goes_along_the_maximum_and_back_along_the_minimum():
 def test_dots_are_strokes_of_length_zero():
     y = [0.0, 1.0]
     assert paths(y, y, y, role="dots") == {"dots": "M0 1000h0M4000 0h0"}
+
+
+@pytest.mark.parametrize("name", ["report", "elastic", "long", "compare", "bisect"])
+def test_markup_that_gets_into_a_page_runs_nothing(reader, pages, name):
+    """The policy allows the page's own script and style only, should anything pass unescaped."""
+    planted = (
+        "<script>window.ran = 1</script><img src=x onerror='window.ran = 2'>"
+        "<svg onload='window.ran = 3'></svg><a id=planted href='javascript:window.ran = 4'>x</a>"
+        "<style>body { display: none }</style><script src='data:text/javascript,ran=5'></script>"
+        "<base href='http://127.0.0.1:9/'><iframe srcdoc='<script>parent.ran = 6</script>'>"
+        "</iframe>"
+    )
+    page = (pages / f"{name}.html").read_text()
+    (pages / "planted.html").write_text(page.replace("<main>", f"<main>{planted}", 1))
+    reader.open("planted")
+    reader.page.locator("#planted").click()
+    assert reader.page.evaluate("window.ran") is None
+    assert reader.page.locator("main").is_visible()
+    assert reader.page.evaluate("document.documentElement.classList.contains('scripted')")
+    assert any("Content Security Policy" in error for error in reader.errors)

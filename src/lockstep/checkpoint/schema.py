@@ -113,7 +113,7 @@ def find_mismatch(value: Any, schema: Any, place: str = "it") -> str:
 def is_alike(saved: Any, here: Any) -> bool:
     """Return whether saved values have the kinds of those here: numbers, flags, lists, dicts.
 
-    Flags and entries that are None may be missing: an older version of torch may have saved the values.
+    Flags and entries that are None may be missing, since an older version of torch lacks some.
     """
     if isinstance(here, bool):
         return isinstance(saved, bool)
