@@ -17,6 +17,7 @@ from lockstep.cli import cli
 HARM = (
     "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'><svg onload=alert(3)>"
     "|`[a](javascript:alert(4))`\n\n# heading\n```\n</details>"
+    " https://evil.example www.evil.example <http://evil.example> ![x](https://evil.example/x.png)"
     "\r\x1b[2J\x1b]0;x\x07\x9b31m\u202e\x00"
 )
 FORMS = {
@@ -116,6 +117,11 @@ def test_text_does_not_become_tags_or_links(shown):
     if form.endswith("md"):
         page = MarkdownIt("commonmark", {"html": True}).enable("table").render(page)
         assert page.count("<h1>") == page.count("<a ") == 0
+        raw = re.sub(r"^(`{3,})\n.*?\n\1\n", "", done.output, flags=re.DOTALL | re.MULTILINE)
+        assert "heading" in raw
+        tags = set(re.findall("<[^>]*>", raw))
+        assert tags <= {"<details>", "</details>", "<summary>", "</summary>"}
+        assert re.search(r"://|www\.", raw) is None
         assert page.count("<details>") == page.count("</details>")
     if form.endswith(("html", "md", "svg")):
         tags = Tags()

@@ -29,6 +29,30 @@ def test_text_is_displayed_unchanged(text):
 
 
 @given(HOSTILE)
+def test_a_line_of_text_alone_is_one_paragraph(text):
+    """No heading, list, quotation, rule or code."""
+    escaped = markdown.escape_markdown(text)
+    assert not escaped or shown(escaped)
+    assert RENDERER.render(f"x\n{escaped}").count("<p>") == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "https://evil.example/x", "HTTP://evil.example", "ftp://evil.example", "www.evil.example",
+        "<https://evil.example>", "[x](https://evil.example)", "![x](//evil.example/x.png)",
+        "[x]: https://evil.example", "[x](javascript:alert(1))", "# x", "1. x", "2) x", "- x",
+        "+ x", "> x", "---", "===", ":-", "    x", "\tx", "~~~", "***", "<!-- x", "&lt;img&gt;",
+    ],
+)  # fmt: skip
+def test_no_text_is_a_link_or_a_block(text):
+    """Addresses stay text also where a renderer makes links of them, as GitHub does."""
+    escaped = markdown.escape_markdown(text)
+    assert shown(escaped) == text.strip()
+    assert re.search(r"://|www\.", escaped, re.IGNORECASE) is None
+
+
+@given(HOSTILE)
 def test_a_fenced_block_displays_its_text_and_ends(text):
     *lines, after = RENDERER.render(
         "\n".join([*markdown.fenced_block(text), "", "after"])

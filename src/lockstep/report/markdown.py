@@ -16,12 +16,16 @@ __all__ = ["escape_markdown", "fenced_block", "markdown_table"]
 
 ENTITIES = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 ACTIVE = re.compile(r"[&<>\\`*\[\]|~$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")  # not "held_out"
+LINK = re.compile(r"(:/)(?=/)|(\bwww)(?=\.)", re.IGNORECASE)  # GitHub links addresses in plain text
+BLOCK = re.compile(r"^([#+=:-]+(?=\s|$)|\d+(?=[.)](?:\s|$)))")  # a heading, a list or a rule
 
 
 def escape_markdown(value: str) -> str:
     """Escape a text for a line or a cell of a table; line breaks become spaces."""
     line = escape_control(value.replace("\n", " ")).strip()
-    return ACTIVE.sub(lambda sign: ENTITIES.get(sign[0], f"\\{sign[0]}"), line)
+    line = ACTIVE.sub(lambda sign: ENTITIES.get(sign[0], f"\\{sign[0]}"), line)
+    line = LINK.sub(r"\g<0>\\", line)
+    return BLOCK.sub(lambda mark: mark[0] + "\\" if mark[0].isdigit() else "\\" + mark[0], line)
 
 
 def fenced_block(value: str) -> list[str]:
