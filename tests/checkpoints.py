@@ -2,6 +2,7 @@
 
 import copy
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,16 @@ def damage(value: Any, place: tuple[Any, ...]) -> Iterator[str]:
         yield json.dumps(copied).replace('"HERE"', text)
     del parent[name]
     yield json.dumps(copied)
+
+
+def draw_damage(value: Any, draw: random.Random) -> tuple[tuple[Any, ...], str]:
+    """Return the path of an entry, rarely one of many in a list, and the damaged JSON text."""
+    place, inner = (), value
+    while not place or (isinstance(inner, (dict, list)) and inner and draw.random() < 0.7):
+        names = list(inner if isinstance(inner, dict) else range(len(inner)))
+        place += (draw.choice(names),)
+        inner = inner[place[-1]]
+    return place, draw.choice(list(damage(value, place)))
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from checkpoints import damage, rewrite
+from checkpoints import draw_damage, rewrite
 from lockstep.checkpoint.folder import count_steps, find_checkpoints
 from lockstep.errors import LockstepError
 
@@ -73,16 +73,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def draw_place(value, draw):
-    """Return the path of an entry; those with few siblings are more likely than in a list."""
-    place = ()
-    while not place or (isinstance(value, (dict, list)) and value and draw.random() < 0.7):
-        place += (draw.choice(list(value if isinstance(value, dict) else range(len(value)))),)
-        value = value[place[-1]]
-    return place
-
-
-def draw_damage(folder, draw):
+def damage_newest(folder, draw):
     """Damage the newest checkpoint; return what was done, and whether any state may follow."""
     newest = find_checkpoints(folder / "checkpoints")[0]
     files = sorted(path.name for path in newest.iterdir())
@@ -91,8 +82,7 @@ def draw_damage(folder, draw):
     if kind in ("manifest", "state"):
         name = "manifest.json" if kind == "manifest" else draw.choice(texts)
         value = json.loads((newest / name).read_text())
-        place = draw_place(value, draw)
-        text = draw.choice(list(damage(value, place)))
+        place, text = draw_damage(value, draw)
         rewrite(newest, name, text.encode())
         return f"{name} {place}: {text[-60:]}", kind == "state" and place[0] in PROGRESS
     name = draw.choice(files)
@@ -114,7 +104,7 @@ def resume_damaged(template, layout, seeds):
         said = ["", False]
         if ls.rank() == 0:
             shutil.copytree(template, folder)
-            said = list(draw_damage(folder, random.Random(seed)))
+            said = list(damage_newest(folder, random.Random(seed)))
         torch.distributed.barrier()
         try:
             trainer = build(folder, **layout)

@@ -102,7 +102,7 @@ def _load_options(folder: Path) -> Run | None:
         stored = json.loads((folder / RECIPE_FILE).read_bytes())
         options = dataclasses.asdict(resolve_options(stored["recipe"], stored["options"]))
         header = {"options": options, "layout": {"world_size": int(stored["nprocs"])}}
-    except (OSError, ValueError, KeyError, TypeError, ImportError):
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RecursionError):
         return None
     return Run(folder=folder, header=header, steps=concatenate_blocks([]))
 

@@ -221,7 +221,7 @@ def read_json(file: Path) -> Any:
         return json.loads(file.read_text())
     except OSError as error:
         raise FileError(f"{file} cannot be read ({error.strerror})") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise FileError(f"{file} is not a JSON file") from None
 
 

@@ -35,6 +35,6 @@ def take_request(folder: Path) -> int | None:
         content = path.read_bytes()
         path.unlink()
         ranks = int(json.loads(content)["ranks"])
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
     return ranks if ranks > 0 else None

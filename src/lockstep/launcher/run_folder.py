@@ -223,7 +223,7 @@ def read_description(folder: Path) -> LaunchDescription | None:
         return None
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError, AttributeError, RecursionError):
         raise UsageError(
             f"{file} is damaged, so the command of this run is not known; give it again: "
             f"lockstep run --resume {folder} SCRIPT"

@@ -155,7 +155,7 @@ def decode_fingerprint(line: Mapping[str, Any]) -> StepFingerprint:
         for name in BY_MICROBATCH:
             leaves = line.get(name, {}).items()
             setattr(found, name, {int(leaf): _decode_named(values) for leaf, values in leaves})
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"not a fingerprint: {error}") from None
     return found
 
@@ -310,7 +310,7 @@ def _read_file(
             elif line["kind"] == "step" and launch is not None:
                 launch.steps.setdefault(int(line["step"]), {})[rank] = decode(line)
             was_unread = False
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             unread, was_unread = unread + 1, True
     remarks = [f"{FOLDER}/{path.name}: {check.describe()}"] if check.breaks else []
     if unread:

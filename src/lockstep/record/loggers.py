@@ -217,7 +217,7 @@ class DashboardLogger(abc.ABC):
         path = self._ids_path()
         try:
             found = json.loads(path.read_bytes()) if path is not None else {}
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
 

@@ -19,6 +19,7 @@ import fcntl
 import gc
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ BLOCK_BYTES = 1 << 17  # bytes read at a time: the parsed lines of a block stay 
 TAIL_BYTES = 1 << 17  # bytes at the end of a record that `read_ends` reads
 RESUME_MARK, ROUND_MARK = b'"resume"', b'"round"'
 REWINDING = ("resume", "round")  # the kinds of lines that rewind the lines before them
+SOURCES = re.compile(r"sources(-[0-9]+)?")  # never a folder outside of the run's
 STALE_SECONDS = 120.0  # without a new line, after which a run on another host counts as dead
 
 
@@ -103,6 +105,12 @@ class Run:
         resumes = self.resumes if step == math.inf else self.resumes[: self.segment(step)]
         lines = (*reversed(resumes), self.header)
         return next((line[name] for line in lines if line.get(name) is not None), None)
+
+    def find_stored_sources(self, step: float) -> Path | None:
+        """Return the folder with the sources of a step; None if the record names none."""
+        name = self.latest("sources", step)
+        is_name = isinstance(name, str) and SOURCES.fullmatch(name) is not None
+        return self.folder.resolve() / name if is_name else None
 
     @property
     def digests(self) -> dict[int, str]:

@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.checkpoint.folder import MANIFEST, find_checkpoints, verify
 from lockstep.errors import UsageError
 from lockstep.launcher.run_folder import CHECKPOINTS, read_description
-from lockstep.record.columns import as_dict
+from lockstep.record.columns import as_dict, as_float
 from lockstep.record.environment import describe_environment
 from lockstep.record.program import REPLAYABLE, select_variables
 from lockstep.record.reader import Run
@@ -90,7 +90,8 @@ def read_program(run: Run, step: int) -> Program:
     threads = as_dict(run.latest("layout", step)).get("threads")
     if isinstance(threads, int):
         environ.setdefault("OMP_NUM_THREADS", str(threads))
-    arguments = tuple(str(each) for each in program.get("arguments") or ())
+    given = program.get("arguments")
+    arguments = tuple(map(str, given)) if isinstance(given, (list, tuple)) else ()
     where = f"{run.folder} was recorded by"
     if kind == "notebook" or "ipykernel" in target:
         raise UsageError(
@@ -121,7 +122,7 @@ def read_program(run: Run, step: int) -> Program:
             f"the command of {run.folder} contained a secret, which is not stored, so it cannot be "
             "replayed"
         )
-    trainer, sources = run.latest("trainer", step), run.latest("sources", step)
+    trainer, torch_seed = run.latest("trainer", step), run.latest("torch_seed", step)
     path, launch = program.get("path"), program.get("launch")
     return Program(
         kind,
@@ -130,12 +131,12 @@ def read_program(run: Run, step: int) -> Program:
         cwd=str(program.get("cwd") or os.getcwd()),
         path=tuple(map(str, path)) if isinstance(path, list) else None,
         environ=environ,
-        torch_seed=run.latest("torch_seed", step),
+        torch_seed=torch_seed if isinstance(torch_seed, int) else None,
         variables=_read_variables(run, step),
         options=as_dict(run.latest("options", step)),
         trainer=trainer if isinstance(trainer, int) else 0,
         launch=launch if isinstance(launch, int) else 0 if kind == "function" else None,
-        sources=run.folder.resolve() / sources if isinstance(sources, str) else None,
+        sources=run.find_stored_sources(step),
     )
 
 
@@ -194,7 +195,7 @@ def find_obstacles(run: Run, step: int, program: Program, base: Base) -> list[st
     if not os.path.isdir(program.cwd):
         found.append(f"the working directory {program.cwd} is not here: {os.getcwd()} is used")
     resumes = run.resumes[: run.segment(step)]
-    if resumes and base.steps < int(resumes[-1].get("step") or 0):
+    if resumes and base.steps < as_float(resumes[-1].get("step")):
         number = resumes[-1]["step"]
         found.append(
             f"the run was resumed after step {number}, from a checkpoint that is gone: the steps "

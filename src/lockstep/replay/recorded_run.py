@@ -106,10 +106,10 @@ class RecordedRun:
 
     def find_sources(self, step: int) -> dict[str, Path]:
         """Return the source files of a step by name, without files whose name is not unique."""
-        stored = self.run.latest("sources", step)
-        if self.folder is None or not isinstance(stored, str):
+        stored = None if self.folder is None else self.run.find_stored_sources(step)
+        if stored is None:
             return {}
-        files = [path for path in (self.folder / stored).rglob("*") if path.is_file()]
+        files = [path for path in stored.rglob("*") if path.is_file()]
         counts = Counter(path.name for path in files)
         return {path.name: path for path in sorted(files) if counts[path.name] == 1}
 
@@ -217,7 +217,8 @@ def export_fingerprints(run: RecordedRun) -> bytes:
 def _exported_lines(run: RecordedRun) -> Iterator[dict[str, Any]]:
     with open_record(run.place) as file:
         for line in map(_parse, file):
-            if line is not None and (kind := line.get("kind")) in EXPORTED:
+            kind = str((line or {}).get("kind"))
+            if line is not None and kind in EXPORTED:
                 line.pop("chain", None)
                 fields = EXPORTED[kind]
                 yield {name: line[name] for name in line if fields is None or name in fields}

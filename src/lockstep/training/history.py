@@ -471,7 +471,7 @@ def _read_identities(path: Path) -> set[tuple[str, Any]]:
     for line in lines:
         try:
             fields = orjson.loads(line)
-        except ValueError:  # the first line is incomplete
+            found.add(_identify(str(fields.get("kind")), fields))
+        except (ValueError, TypeError, AttributeError):  # incomplete, such as the first, or damaged
             continue
-        found.add(_identify(str(fields.get("kind")), fields))
     return found

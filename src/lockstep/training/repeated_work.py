@@ -37,17 +37,19 @@ def measure_repeated_work(
         folder: The folder of the record, which has the earlier rounds; None on ranks without it.
 
     Returns:
-        The seconds. None if there is no record, or the state was saved by an older version and
-        does not contain its time.
+        The seconds. None if there is no record, it is damaged, or the state was saved by an older
+        version and does not contain its time.
     """
     if folder is None:
         return None
     lines = list(_read_lines(folder / RECORD_FILE))
     since = None if state is None else state.get("time")
-    if state is None and lines:  # has a resolution of one second
-        since = datetime.fromisoformat(lines[0]["started"]).timestamp()
-    rounds = [line for line in lines if line["kind"] == "round"]
-    return None if since is None else count_work(since, origin.interrupted, rounds)
+    with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged record
+        if state is None and lines:  # has a resolution of one second
+            since = datetime.fromisoformat(lines[0]["started"]).timestamp()
+        rounds = [line for line in lines if line["kind"] == "round"]
+        return None if since is None else count_work(since, origin.interrupted, rounds)
+    return None
 
 
 def count_work(since: float, until: float, rounds: Sequence[Mapping[str, Any]]) -> float:

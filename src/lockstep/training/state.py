@@ -286,7 +286,7 @@ class TrainingState:
         optimizer, scheduler = self._optimization.optimizer, self._optimization.scheduler
         groups = [{**group, "params": []} for group in state["parameter_groups"]]
         here = [{**group, "params": []} for group in optimizer.param_groups]
-        pairs = [(optimizer, groups, here)]
+        pairs: list[tuple[object, Any, Any]] = [(optimizer, groups, here)]
         if scheduler and state["scheduler"] is not None:
             pairs.append((scheduler, state["scheduler"], scheduler.state_dict()))
         for owner, saved, current in pairs:
