@@ -2,6 +2,8 @@
 
 import argparse
 import collections
+import contextlib
+import random
 
 import pytest
 import torch
@@ -125,3 +127,20 @@ def test_damaged_safetensors_and_checkpoints_are_named(tmp_path):
     for name in ("weights.safetensors", "step-1"):
         with pytest.raises(LockstepError, match=name):
             read_weights(tmp_path / name)
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".old.pth", ".safetensors"])
+def test_a_damaged_file_is_one_error(tmp_path, suffix):
+    """Torch's readers raise AssertionError, IndexError, struct.error and others."""
+    path, state = tmp_path / f"weights{suffix}", {"w": torch.ones(3), "b": torch.zeros(2, 2)}
+    if suffix == ".safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=suffix == ".pth")
+    good, draw = path.read_bytes(), random.Random(1)
+    for _ in range(150):
+        content = bytearray(good)
+        content[draw.randrange(len(good))] = draw.randrange(256)
+        path.write_bytes(content[: draw.choice([None, None, draw.randrange(len(good))])])
+        with contextlib.suppress(FileError):
+            read_weights(path)

@@ -133,7 +133,9 @@ def _read(path: Path) -> Any:
             f"{path} is damaged, or has objects other than tensors, which are not loaded, because "
             "they can run code; save the state dict alone: torch.save(model.state_dict(), FILE)"
         ) from None
-    except (RuntimeError, EOFError, ValueError, KeyError):
+    except OSError:
+        raise
+    except Exception:  # a damaged file can make torch's reader raise anything
         raise FileError(
             f"{path} cannot be read as a file of torch.save; safetensors need the suffix "
             f"{SAFETENSORS}"
