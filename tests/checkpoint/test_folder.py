@@ -3,11 +3,12 @@
 import json
 import shutil
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoints import mutations, rewrite, tensors
+from checkpoints import complete, mutations, rewrite, tensors
 from lockstep.checkpoint.folder import (
     find_checkpoints,
     find_newest_valid,
@@ -18,6 +19,7 @@ from lockstep.checkpoint.folder import (
     set_aside_newer,
     verify,
 )
+from lockstep.checkpoint.tensor_file import DTYPES
 from lockstep.checkpoint.writer import CheckpointWriter
 from lockstep.errors import FileError, UsageError
 
@@ -44,6 +46,28 @@ def folder(tmp_path, template):
     for step in (2, 4, 10):
         shutil.copytree(template, tmp_path / "checkpoints" / f"step-{step}")
     return tmp_path / "checkpoints"
+
+
+def test_tensors_of_every_form_are_verified(tmp_path):
+    """Verifying reads no values of tensors, which arrays and sparse tensors are made of."""
+    sparse = torch.sparse_coo_tensor(
+        torch.tensor([[3, 1]]), torch.ones(2), (5,), check_invariants=True
+    )
+    forms = {
+        "array": numpy.arange(3.0),
+        "number": numpy.float32(2),
+        "sparse": sparse,
+        "sum": torch.tensor(1 + 2j, dtype=torch.complex128),
+        "empty": torch.empty(0, 3),
+        "last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        **{str(dtype): torch.zeros(2, dtype=dtype) for dtype in DTYPES},
+    }
+    path = save(tmp_path, 3, state=complete(3, optimizer={"w": forms}, scheduler=forms))
+    assert verify(path) == ""
+    saved = read_checkpoint(path)["optimizer"]["w"]
+    assert saved.keys() == forms.keys()
+    assert saved["array"].tolist() == [0, 1, 2]
+    assert saved["last"].is_contiguous(memory_format=torch.channels_last)
 
 
 def names(paths):

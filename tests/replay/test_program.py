@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints import complete
+from lockstep.checkpoint.writer import CheckpointWriter
 from lockstep.errors import UsageError
 from lockstep.launcher.run_folder import describe_launch, write_description
 from lockstep.record.environment import describe_environment
@@ -113,8 +115,9 @@ def test_what_differs_here_is_said_before(tmp_path):
 def test_a_checkpoint_elsewhere_counts_only_where_the_record_names_it(tmp_path):
     other = tmp_path / "other" / "checkpoints"
     for steps in (4, 8):
-        (other / f"step-{steps}").mkdir(parents=True)
-        (other / f"step-{steps}" / "manifest.json").write_text('{"format": 1, "files": {}}')
+        writer = CheckpointWriter(other, keep=9)
+        writer.save(complete(steps), steps, 0)
+        writer.wait()
     resume = {"kind": "resume", "step": 4, "epochs": 0, "checkpoint": str(other / "step-4")}
     folder = tmp_path / "mine"
     folder.mkdir()

@@ -83,7 +83,9 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the value that `encode` was given; its tensors are copies on the CPU.
+    """Return the value that `encode` was given; its tensors are copies.
+
+    Tensors on the meta device stand for tensors whose values are not needed.
 
     Raises:
         Exception: `encode` does not return such a value; its class depends on the value.
@@ -108,13 +110,13 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
                 indices,
                 values,
                 content["shape"],
-                check_invariants=True,
+                check_invariants=not indices.is_meta,
                 is_coalesced=content["coalesced"],
             )
         case "$array", _:
-            return decode(content, tensors).numpy()
+            return _decode_array(content, tensors)
         case "$number", _:
-            return decode(content, tensors).numpy()[()]
+            return _decode_array(content, tensors)[()]
         case "$float", "nan" | "inf" | "-inf":
             return float(content)
         case "$dict", _:
@@ -158,6 +160,12 @@ def _encode_pairs(
         for key, each in value.items()
         if not _is_elsewhere(each)
     ]
+
+
+def _decode_array(content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return an array; one without values if the tensors have none."""
+    tensor = decode(content, tensors)
+    return numpy.empty(tensor.shape) if tensor.is_meta else tensor.numpy()
 
 
 def _decode_list(content: Any, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
@@ -258,6 +266,6 @@ def _decode_tensor(content: Any, tensors: Mapping[str, torch.Tensor]) -> torch.T
             if length > 1 and step != size and saved.numel():
                 raise ValueError(f"the tensor {name} has strides that leave gaps or overlap")
             size *= length
-        made = torch.empty_strided(saved.shape, strides, dtype=saved.dtype)
+        made = torch.empty_strided(saved.shape, strides, dtype=saved.dtype, device=saved.device)
         return made.copy_(saved)
     return saved

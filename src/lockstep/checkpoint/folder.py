@@ -29,7 +29,7 @@ from safetensors import safe_open
 
 from lockstep.checkpoint.encoding import decode
 from lockstep.checkpoint.schema import MANIFEST_SCHEMA, STATE_SCHEMA, find_mismatch
-from lockstep.checkpoint.tensor_file import checksum_file
+from lockstep.checkpoint.tensor_file import DTYPES, checksum_file
 from lockstep.errors import FileError, LockstepError, UsageError
 from lockstep.files import read_json
 from lockstep.launcher.run_folder import CHECKPOINTS, RUNS
@@ -89,7 +89,7 @@ def verify(path: Path) -> str:
             with (path / name).open("rb", buffering=0) as file:
                 if checksum_file(file) != expected["xxh3"]:
                     return f"the checksum of {name} differs"
-        _read_state(path)
+        _read_state(path, has_values=False)
     except OSError as error:
         return f"{Path(error.filename or MANIFEST).name} cannot be read ({error.strerror})"
     except FileError as error:
@@ -170,13 +170,14 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def _read_state(path: Path, *, has_values: bool = True) -> dict[str, Any]:
     """Return the state of a checkpoint; raise FileError unless it is one that training can use."""
     manifest = _read_manifest(path)
     names = sorted(manifest["files"])
     state: dict[str, Any] = {}
     try:
-        with TensorFiles(path, [name for name in names if name.endswith(".safetensors")]) as files:
+        tensors = [name for name in names if name.endswith(".safetensors")]
+        with TensorFiles(path, tensors, has_values=has_values) as files:
             for name in names:
                 if name.startswith(REST) and name.endswith(SUFFIX):
                     _merge(state, decode(read_json(path / name), files))
@@ -215,11 +216,17 @@ def refusing_misfits(what: str) -> Iterator[None]:
 class TensorFiles(Mapping[str, torch.Tensor]):
     """The tensors of a checkpoint by name ("model/conv.weight"), each read on access.
 
+    Args:
+        path: The folder of the checkpoint.
+        names: The names of its tensor files.
+        has_values: Whether values are read; False: the tensors are on the meta device.
+
     Attributes:
-        used: The names of those that were read.
+        used: The names of the tensors that were accessed.
     """
 
-    def __init__(self, path: Path, names: list[str]) -> None:
+    def __init__(self, path: Path, names: list[str], *, has_values: bool) -> None:
+        self._has_values = has_values
         self._stack = ExitStack()
         self._files: dict[str, tuple[Any, str]] = {}
         self.used: set[str] = set()
@@ -233,8 +240,12 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         """Return one tensor."""
         file, key = self._files[name]
         self.used.add(name)
-        found: torch.Tensor = file.get_tensor(key)
-        return found
+        if self._has_values:
+            saved: torch.Tensor = file.get_tensor(key)
+            return saved
+        described = file.get_slice(key)
+        dtype = next(kind for kind, name in DTYPES.items() if name == described.get_dtype())
+        return torch.empty(described.get_shape(), dtype=dtype, device="meta")
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""
