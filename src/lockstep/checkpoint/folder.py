@@ -180,7 +180,10 @@ def _read_state(path: Path, *, has_values: bool = True) -> dict[str, Any]:
         with TensorFiles(path, tensors, has_values=has_values) as files:
             for name in names:
                 if name.startswith(REST) and name.endswith(SUFFIX):
-                    _merge(state, decode(read_json(path / name), files))
+                    part = decode(read_json(path / name), files)
+                    if mismatch := find_mismatch(part, dict, "its content"):
+                        raise FileError(f"{name} is damaged: {mismatch}")
+                    _merge(state, part)
             unused = files.keys() - files.used
     except (OSError, FileError):
         raise
