@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import lockstep as ls
 from lockstep.errors import DisagreementError, LayoutError, UsageError
@@ -250,3 +251,45 @@ def test_parameters_over_one_memory_on_some_ranks_alone_are_a_disagreement(ranks
 
     for said in ranks(rank, 3):
         assert "0.weight and 2.weight share memory on rank 0 but not on rank 1" in said
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids, self.mask = nn.Linear(4, 4), nn.Linear(3, 4)
+
+    def forward(self, ids, mask, labels=None):
+        outputs = torch.tanh(self.ids(ids) + self.mask(mask))
+        return outputs if labels is None else (outputs, labels)
+
+
+class Loss(nn.Module):
+    def forward(self, both):
+        return F.cross_entropy(*both)
+
+
+def test_a_list_of_blocks_takes_several_inputs_in_every_layout(ranks):
+    """It took them in stages with `balance` only, and raised a TypeError elsewhere."""
+    inputs, targets = torch.arange(32.0).reshape(8, 4) % 7 - 3, torch.arange(8) % 4
+    mask = torch.arange(24.0).reshape(8, 3) % 5 - 2
+    triple = inputs, mask, targets
+    named = {"ids": inputs, "mask": mask, "labels": targets}
+
+    def rank(**pipeline):
+        results = []
+        for last, loss, batch in ((nn.Tanh, F.cross_entropy, triple), (Loss, None, named)):
+            trainer = ls.Trainer(
+                [Sum, nn.Identity, last],
+                loss,
+                SGD,
+                microbatches=4,
+                pipeline=ls.PipelineConfig(**pipeline),
+                loggers=[],
+            )
+            results += [trainer.step(batch), trainer.step(batch), trainer.digest()]
+        return results
+
+    (alone,) = ranks(rank, 1)
+    assert ranks(rank, 2) == [alone] * 2
+    assert ranks(partial(rank, stages=2), 2) == [alone] * 2
+    assert ranks(partial(rank, stages=2, balance=[1, 2]), 2) == [alone] * 2

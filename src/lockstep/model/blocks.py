@@ -7,16 +7,29 @@ blocks (`lockstep.pipeline.partition`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
 from lockstep.errors import LayoutError
 from lockstep.model.compilation import check_blocks_of, is_compiled
 
-__all__ = ["Blocks", "find_block_names", "is_sequence"]
+__all__ = ["BlockSequence", "Blocks", "find_block_names", "is_sequence"]
 
 Blocks = str | Sequence[str | nn.Module] | None
 """The blocks of a model: attribute paths or modules; None if the model names them itself."""
+
+
+class BlockSequence(nn.Sequential):
+    """The model that a list of blocks becomes: its first block may take several inputs."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Return the output of the last block."""
+        blocks = iter(self)
+        value = next(blocks)(*inputs, **named)
+        for block in blocks:
+            value = block(value)
+        return value
 
 
 def find_block_names(model: nn.Module, blocks: Blocks) -> list[str]:
@@ -55,7 +68,7 @@ def is_sequence(model: nn.Module) -> bool:
     kind = type(model)
     return (
         isinstance(model, nn.Sequential)
-        and kind.forward is nn.Sequential.forward
+        and kind.forward in (nn.Sequential.forward, BlockSequence.forward)
         and kind.__call__ is nn.Module.__call__
         and getattr(kind, "__iter__", None) is nn.Sequential.__iter__
         and "forward" not in vars(model)

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.model.blocks import BlockSequence
 from lockstep.randomness import isolated, key, seed_all
 
 __all__ = [
@@ -83,7 +84,7 @@ def build_sequence(
     here = range(len(blocks)) if _has_shared_tensors(blocks) else held
     built = {number: materialize_block(blocks[number], seed, number, device) for number in here}
     used = {id(tensor) for block in built.values() for tensor in named_tensors(block).values()}
-    return nn.Sequential(
+    return BlockSequence(
         *(
             built[number] if number in built else _build_on_meta(block, seed, number, device, used)
             for number, block in enumerate(blocks)
