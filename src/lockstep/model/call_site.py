@@ -24,7 +24,7 @@ from torch.autograd import graph as autograd_graph
 import lockstep
 from lockstep.model.units import is_in_backward
 
-__all__ = ["CallSite", "CallSites"]
+__all__ = ["CallSite", "CallSites", "find_source"]
 
 MODULE_CALL = nn.Module._call_impl.__code__
 BACKWARD = autograd_graph._engine_run_backward.__code__
@@ -103,7 +103,7 @@ class CallSites:
                 candidate = frame.f_locals["self"]
                 module = candidate if module is None and candidate in self._units else module
             elif not source and _is_user_code(code):
-                source = f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+                source = _describe_line(frame)
             frame = frame.f_back
         if module is None:
             return CallSite(source=source)
@@ -124,6 +124,18 @@ class CallSites:
             _, unit = self._parameters.get(id(variable), ("", ""))
             return CallSite(unit)
         return self._numbered.get(node._sequence_nr(), CallSite())
+
+
+def find_source(frame: FrameType | None) -> str:
+    """Return the line of the user's program that is being executed in a frame or its callers."""
+    while frame is not None and not _is_user_code(frame.f_code):
+        frame = frame.f_back
+    return "" if frame is None else _describe_line(frame)
+
+
+def _describe_line(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
 
 
 def _class_name(module: nn.Module) -> str:

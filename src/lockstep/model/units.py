@@ -236,7 +236,10 @@ def _call_around(
         return output
 
     def remove_call() -> None:
-        attributes["_compiled_call_impl"] = replaced
+        if replaced is None:
+            del attributes["_compiled_call_impl"]
+        else:
+            attributes["_compiled_call_impl"] = replaced
 
     mark_as_plain(call, replaced)
     attributes["_compiled_call_impl"] = call

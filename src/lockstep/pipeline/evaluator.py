@@ -26,6 +26,7 @@ from lockstep.model.evaluation import (
 from lockstep.model.forward import Metric, compute_loss, extract_loss, split_targets
 from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
 from lockstep.pipeline.boundary import unflatten
+from lockstep.pipeline.composition import Composition
 from lockstep.pipeline.p2p import RngState
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.placement import Placement
@@ -39,7 +40,10 @@ EVALUATION = 1 << 62
 
 
 class PipelineEvaluator:
-    """One evaluation of the trained model, or of a copy, through the local stages."""
+    """One evaluation of the trained model, or of a copy, through the local stages.
+
+    `composition` is checked before, if it is given.
+    """
 
     def __init__(
         self,
@@ -48,7 +52,9 @@ class PipelineEvaluator:
         pipeline: Pipeline,
         metrics: Mapping[str, Metric],
         seed: int,
+        composition: Composition | None,
     ) -> None:
+        self._composition = composition
         self._model, self._pipeline, self._metrics = model, pipeline, metrics
         self._parallel = pipeline.parallel
         self._blocks = {s: placement.select_blocks(model, s) for s in pipeline.stages}
@@ -91,6 +97,10 @@ class PipelineEvaluator:
             for units in self._units.values():
                 stack.enter_context(units.install_hooks())
             for number, batch in enumerate(batches):
+                if number == 0 and self._composition is not None and batch.microbatches:
+                    given = make_first_input(batch.microbatches[0], self._parallel, self._place)
+                    with self._parallel.autocast():
+                        self._composition.check(given.data)
                 self._run_batch(number, batch)
 
     def _run_batch(self, number: int, batch: Batch) -> None:

@@ -22,6 +22,7 @@ from lockstep.model.forward import Metric
 from lockstep.model.side_effects import SideEffects
 from lockstep.model.static_shapes import static_shapes
 from lockstep.model.step_context import StepContext
+from lockstep.pipeline.composition import Composition
 from lockstep.pipeline.evaluator import PipelineEvaluator
 from lockstep.pipeline.partitioner import Partitioner, StagePlan
 from lockstep.pipeline.pipeline import Pipeline
@@ -62,9 +63,10 @@ class PipelineExecutor:
         self._pipeline: Pipeline | None = None
         self._running: ScheduleExecutor | None = None
         self.placement: Placement | None = None
+        self._composition: Composition | None = None
         self.parameters: list[nn.Parameter] = []
         self.owned_parameters: list[nn.Parameter] = []
-        if (plan := partitioner.plan_without_data()) is not None:
+        if (plan := partitioner.plan_without_data(module)) is not None:
             self._partition(plan)
 
     @property
@@ -105,7 +107,7 @@ class PipelineExecutor:
     @contextmanager
     def open(self, step: StepContext) -> Iterator[ScheduleExecutor]:
         """Return a context in which the body computes a step with the local stages."""
-        self._running = ScheduleExecutor(step, self._linked(), self._metrics)
+        self._running = ScheduleExecutor(step, self._linked(), self._metrics, self._composition)
         with self._running.activate():
             yield self._running
 
@@ -133,8 +135,11 @@ class PipelineExecutor:
         self.prepare(first)
         assert self.placement is not None
         evaluated = self._module if model is None else model
+        composition = self._composition
+        if composition is not None and evaluated is not self._module:
+            composition = composition.apply_to(evaluated)
         evaluator = PipelineEvaluator(
-            evaluated, self.placement, self._linked(), self._metrics, self._seed
+            evaluated, self.placement, self._linked(), self._metrics, self._seed, composition
         )
         return evaluator.run(chain([first], remaining))
 
@@ -147,7 +152,7 @@ class PipelineExecutor:
         placement = Placement.from_model(self._partitioner.parallel, plan.partition, self._module)
         for module in (self._module, *self._copies):
             release(module, placement.is_local)
-        self.placement = placement
+        self.placement, self._composition = placement, plan.composition
         self._pipeline = placement.build_pipeline(
             self._module, self._seed, plan.schedule, plan.stages_per_rank
         )

@@ -29,10 +29,12 @@ from lockstep.model.blocks import Blocks, is_sequence
 from lockstep.model.compilation import is_compiled
 from lockstep.model.forward import split_targets
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.pipeline.composition import Composition
 from lockstep.pipeline.partition import Partition
-from lockstep.pipeline.profiler import check_composition, profile_blocks
+from lockstep.pipeline.profiler import profile_blocks, record_outputs
 from lockstep.pipeline.schedule_planner import choose_schedule, make_ranges, plan_schedule
 from lockstep.pipeline.schedules import NAMES
+from lockstep.randomness import isolated
 
 __all__ = ["Partitioner", "PipelineConfig", "StagePlan"]
 
@@ -68,11 +70,15 @@ class PipelineConfig:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A plan: the partition, the name of the schedule, and the number of stages per rank."""
+    """A plan: the partition, the name of the schedule, and the number of stages per rank.
+
+    `composition` is the check of the model's forward, on rank 0 only.
+    """
 
     partition: Partition
     schedule: str
     stages_per_rank: int
+    composition: Composition | None = None
 
 
 @dataclass(frozen=True)
@@ -179,12 +185,17 @@ class Partitioner:
                 f"{self.stages} stages, {len(names)} blocks in total"
             )
 
-    def plan_without_data(self) -> StagePlan | None:
-        """Return the plan if no data is needed for it."""
+    def plan_without_data(self, model: nn.Module | None = None) -> StagePlan | None:
+        """Return the plan if no data is needed for it; `model` is the model, once it is built."""
         if self.balance is None or not self.is_chain:
             return None
         partition = Partition(self.block_names, tuple(make_ranges(self.balance)))
-        return StagePlan(partition, self.schedule or DEFAULT_SCHEDULE, self._stages_per_rank)
+        composition = None
+        if model is not None and self.parallel.rank == 0:
+            composition = Composition(model, self.block_names, None, self.parallel.device)
+        return StagePlan(
+            partition, self.schedule or DEFAULT_SCHEDULE, self._stages_per_rank, composition
+        )
 
     def find_local_blocks(self) -> list[int]:
         """Return the numbers of this rank's blocks; all of them if the plan needs data."""
@@ -211,7 +222,10 @@ class Partitioner:
                 planned = self._plan_on_rank_0(model, microbatch)
             except Exception as error:  # any error: the other ranks wait for the result
                 failure = error
-                planned = {"failure": f"rank 0 could not measure the blocks: {error}"}
+                is_clear = isinstance(error, LayoutError)
+                said = f"{error}" if is_clear else f"rank 0 could not measure the blocks: {error}"
+                planned = {"failure": said}
+        composition = planned.pop("composition", None)
         messages = all_gather_bytes(
             json.dumps(planned).encode(),
             "partitioning the model into stages",
@@ -224,7 +238,7 @@ class Partitioner:
             raise LayoutError(planned["failure"])
         ranges = tuple(range(lo, hi) for lo, hi in planned["ranges"])
         partition = Partition(self.block_names, ranges)
-        return StagePlan(partition, planned["schedule"], planned["stages_per_rank"])
+        return StagePlan(partition, planned["schedule"], planned["stages_per_rank"], composition)
 
     def _plan_on_rank_0(self, model: nn.Module, microbatch: Microbatch | None) -> dict[str, Any]:
         assert microbatch is not None
@@ -233,9 +247,13 @@ class Partitioner:
         if parallel.loss is not None:
             data = split_targets(data, "the first micro-batch")[0]
         blocks = {name: model.get_submodule(name) for name in self.block_names}
-        check_composition(model, blocks, data, parallel)
+        outputs = record_outputs(blocks, data, parallel, microbatch.size)
+        composition = Composition(model, self.block_names, outputs, parallel.device)
+        with isolated(parallel.device, everything=True), parallel.autocast():
+            composition.check(data)
         if self.balance is not None:
             return {
+                "composition": composition,
                 "ranges": [(span.start, span.stop) for span in make_ranges(self.balance)],
                 "schedule": self.schedule or DEFAULT_SCHEDULE,
                 "stages_per_rank": self._stages_per_rank,
@@ -256,6 +274,7 @@ class Partitioner:
             f"{', '.join(counts)} and {last} blocks per stage, schedule {found.name}"
         )
         return {
+            "composition": composition,
             "ranges": [(span.start, span.stop) for span in found.ranges],
             "schedule": found.name,
             "stages_per_rank": found.stages_per_rank,

@@ -72,7 +72,7 @@ class Placement:
         """Build this rank's stages, and connect them to their neighbors."""
         parameters, sparse = dict(model.named_parameters()), sparse_weights(model.modules())
         blocks = [self.select_blocks(model, number) for number in range(len(self.partition.ranges))]
-        states = find_python_states(blocks, self.parallel.loss)
+        states = find_python_states(blocks, self.parallel.loss, model)
         stages = [
             Stage(
                 number,

@@ -22,18 +22,18 @@ import torch
 from torch import nn
 
 from lockstep.data.microbatch import map_tensors
-from lockstep.errors import LayoutError, StateError
+from lockstep.errors import LayoutError
 from lockstep.model.batch_norm import freeze_batch_norm
 from lockstep.model.buffers import Buffers
 from lockstep.model.forward import call_model
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.side_effects import SideEffects
 from lockstep.pipeline.boundary import flatten, unflatten
+from lockstep.pipeline.composition import hide_values
 from lockstep.pipeline.simulation import Costs
 from lockstep.pipeline.split_backward import GraphInput, SplitBackward, is_splittable
 from lockstep.randomness import isolated
 
-__all__ = ["BYTES_PER_SECOND", "check_composition", "profile_blocks"]
+__all__ = ["BYTES_PER_SECOND", "profile_blocks", "record_outputs"]
 
 BYTES_PER_SECOND = 4e9
 """The assumed bandwidth between stages, that of a copy from another process's memory."""
@@ -110,20 +110,11 @@ def _measure_block(
     name: str, block: nn.Module, data: Any, parallel: ParallelContext, is_first: bool
 ) -> tuple[Any, list[float]]:
     """Return a block's output, detached, with its times and the bytes of the output."""
-    graph_input = None if is_first else _make_input(data)
-    arguments = data if graph_input is None else (unflatten(flatten(data)[0], graph_input.tensors),)
+    graph_input, arguments = _make_arguments(data, is_first)
     begun = time.perf_counter()
-    try:
-        with parallel.autocast():
-            value = call_model(block, arguments, f"block {name}")
-    except (TypeError, AttributeError, ValueError, RuntimeError) as error:
-        message = (str(error).splitlines() or [""])[0]
-        raise LayoutError(
-            f"block {name} cannot be called with the output of the previous block ({message}): "
-            "the model's forward must be equivalent to calling the blocks one after another"
-        ) from error
+    value = _call_block(name, block, arguments, parallel)
     forward = time.perf_counter() - begun
-    structure, outputs = flatten(value)
+    outputs = flatten(value)[1]
     roots = [tensor for tensor in outputs if tensor.requires_grad]
     ones = [torch.ones_like(tensor) for tensor in roots]
     whole = inputs = weights = 0.0
@@ -139,14 +130,34 @@ def _measure_block(
         inputs = _measure_seconds(partial(split.backward_inputs, ones))
         weights = _measure_seconds(split.backward_weights)
     size = float(sum(tensor.nbytes for tensor in outputs))
-    detached = unflatten(structure, [tensor.detach() for tensor in outputs])
-    return detached, [forward, whole, inputs, weights, size]
+    return _detach(value), [forward, whole, inputs, weights, size]
 
 
-def _make_input(data: Any) -> GraphInput:
-    """Return copies of a block's inputs, because the block may write into them in place."""
-    copies = [each.clone(memory_format=torch.preserve_format) for each in flatten(data)[1]]
-    return GraphInput(copies, [each.is_floating_point() for each in copies])
+def _call_block(name: str, block: nn.Module, arguments: Any, parallel: ParallelContext) -> Any:
+    try:
+        with parallel.autocast():
+            return call_model(block, arguments, f"block {name}")
+    except (TypeError, AttributeError, ValueError, RuntimeError) as error:
+        message = (str(error).splitlines() or [""])[0]
+        raise LayoutError(
+            f"block {name} cannot be called with the output of the previous block ({message}): "
+            "the model's forward must be equivalent to calling the blocks one after another"
+        ) from error
+
+
+def _make_arguments(data: Any, is_first: bool) -> tuple[GraphInput | None, Any]:
+    """Return the arguments of a block: copies, because the block may write into them in place."""
+    if is_first:
+        return None, data
+    structure, tensors = flatten(data)
+    copies = [each.clone(memory_format=torch.preserve_format) for each in tensors]
+    graph_input = GraphInput(copies, [each.is_floating_point() for each in copies])
+    return graph_input, (unflatten(structure, graph_input.tensors),)
+
+
+def _detach(value: Any) -> Any:
+    structure, tensors = flatten(value)
+    return unflatten(structure, [tensor.detach() for tensor in tensors])
 
 
 def _measure_seconds(work: Callable[[], Any]) -> float:
@@ -156,46 +167,25 @@ def _measure_seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - begun
 
 
-def check_composition(
-    model: nn.Module, blocks: Mapping[str, nn.Module], data: Any, parallel: ParallelContext
-) -> None:
-    """Check that calling the blocks one after another is equivalent to the model's forward.
+def record_outputs(
+    blocks: Mapping[str, nn.Module], data: Any, parallel: ParallelContext, samples: int = 0
+) -> list[Any]:
+    """Call the blocks once, one after another, and return the output of each.
 
-    Both passes start with the same buffers and generators, because a module may write buffers
-    and draw random numbers in evaluation mode too.
+    Generators and buffers are restored afterwards. Arguments are those of `profile_blocks`.
 
     Raises:
-        LayoutError: The outputs differ.
-        StateError: Forward writes a parameter or draws from a private generator, so no two
-            passes are alike.
+        LayoutError: A block cannot be called with the output of the previous one.
     """
-    place = "the first micro-batch"
-    same_generators = partial(isolated, parallel.device, everything=True)
-    effects = SideEffects({"": model})
-    effects.begin(step=0)
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with same_generators(), Buffers(dict(blocks)).preserve(), torch.no_grad():
-            expected = flatten(call_model(model, _copy_data(data), place))[1]
-        effects.finish()
-        if effects.failure:
-            raise StateError(f"rank {parallel.rank}, {place}: {effects.failure}")
-        with same_generators(), Buffers(dict(blocks)).preserve(), torch.no_grad():
-            value = _copy_data(data)
-            for number, block in enumerate(blocks.values()):
-                value = call_model(block, value if number == 0 else (value,), place)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    given = flatten(value)[1]
-    if len(given) != len(expected) or not all(
-        torch.equal(*pair) for pair in zip(given, expected, strict=True)
-    ):
-        raise LayoutError(
-            f"calling the blocks of {type(model).__name__} one after another does not give the "
-            "output of its forward: move everything that forward computes into blocks"
-        )
+    outputs: list[Any] = []
+    modes = freeze_batch_norm(blocks.values()) if samples == 1 else nullcontext()
+    with isolated(parallel.device, everything=True), Buffers(dict(blocks)).preserve(), modes:
+        value = _copy_data(data)
+        for number, (name, block) in enumerate(blocks.items()):
+            _, arguments = _make_arguments(value, is_first=number == 0)
+            value = _detach(_call_block(name, block, arguments, parallel))
+            outputs.append(hide_values(value))
+    return outputs
 
 
 def _copy_data(data: Any) -> Any:

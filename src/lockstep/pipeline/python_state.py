@@ -21,17 +21,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from itertools import count
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
+from lockstep.data.generators import generator_state, is_private_generator
 from lockstep.errors import UsageError
 from lockstep.model.side_effects import MACHINERY
 
-__all__ = ["Assigned", "PythonState", "find_python_states"]
+__all__ = ["Assigned", "PythonState", "find_python_state", "find_python_states"]
 
 LARGEST, MOST = 1000, 20_000
 """The maximum number of entries of a container and of objects of a block that are inspected."""
@@ -84,6 +86,13 @@ class PythonState:
         """Return the current content of the objects."""
         return {key: _get_content(holder.value) for key, holder in self._holders.items()}
 
+    def find_change(self, before: Mapping[Key, Mapping[Any, Any]]) -> str | None:
+        """Return the first entry that has changed since a snapshot; None if there is none."""
+        for key, after in self.snapshot().items():
+            for name in _find_changes(before[key], after):
+                return _describe_entry(self._holders[key], name)
+        return None
+
     def record_changes(self, before: Mapping[Key, Mapping[Any, Any]], place: str) -> None:
         """Record which objects a forward changed.
 
@@ -105,9 +114,9 @@ class PythonState:
                 here, elsewhere = self._users[key]
                 changed_entry = _describe_entry(holder, changed[0])
                 raise UsageError(
-                    f"{place}: {here} changes {changed_entry}, which {elsewhere} in "
-                    "another stage refers to as well; stages are on other ranks, or compute other "
-                    "micro-batches in the meantime: return what later blocks need as part of the "
+                    f"{place}: {here} changes {changed_entry}, which {elsewhere} refers "
+                    "to as well; stages are on other ranks, or compute other micro-batches in the "
+                    "meantime: return what later blocks need as part of the "
                     "block's output, in a tuple"
                 )
             if key not in self._users and (scope := _get_scope(holder.value)) is not None:
@@ -121,8 +130,8 @@ class PythonState:
         here, elsewhere = users
         missing = f"{self._holders[id(error.obj)].path}.{error.name}"
         return UsageError(
-            f"{place}: {here} lacks {missing}, of an object that {elsewhere} in another stage "
-            "refers to as well; stages do not share objects: return what later blocks need as "
+            f"{place}: {here} lacks {missing}, of an object that {elsewhere} refers to as well; "
+            "stages do not share objects: return what later blocks need as "
             "part of the block's output, in a tuple"
         )
 
@@ -142,14 +151,22 @@ class PythonState:
             _assign(now for (scope, name, then), now in kept if scope.get(name, MISSING) is then)
 
 
+def find_python_state(root: nn.Module, path: str) -> PythonState:
+    """Return the Python state of everything that a module refers to; `path` is its name."""
+    return PythonState(_find_reachable(root, path), {})
+
+
 def find_python_states(
-    stages: Sequence[Mapping[str, nn.Module]], loss: Callable[..., Any] | None
+    stages: Sequence[Mapping[str, nn.Module]],
+    loss: Callable[..., Any] | None,
+    model: nn.Module | None = None,
 ) -> list[PythonState]:
     """Return the Python state of every stage.
 
     Args:
         stages: The blocks of each stage by name, on this rank or not.
         loss: The loss function, called in the last stage.
+        model: The model, whose forward may refer to what the blocks change.
     """
     holders: list[dict[Key, Holder]] = []
     users: list[dict[Key, str]] = []
@@ -164,7 +181,11 @@ def find_python_states(
         backwards = list(reversed(found.items()))  # the first of several users counts
         holders.append({key: each for _, part in backwards for key, each in part.items()})
         users.append({key: user for user, part in backwards for key in part})
-    shared = Counter(key for each in holders for key in each)
+    if model is not None:
+        blocks_of_all = [block for blocks in stages for block in blocks.values()]
+        reached = _find_reachable(model, type(model).__name__, skip=blocks_of_all)
+        users.append(dict.fromkeys(reached, f"the forward of {type(model).__name__}"))
+    shared = Counter(key for each in users for key in each)
     return [
         PythonState(
             holders[number],
@@ -179,16 +200,18 @@ def find_python_states(
 
 
 def _find_other_user(users: Sequence[Mapping[Key, str]], number: int, key: Key) -> str:
-    return next(each[key] for n, each in enumerate(users) if n != number and key in each)
+    other = next(n for n, each in enumerate(users) if n != number and key in each)
+    user = users[other][key]
+    return user if user.startswith("the forward") else f"{user} in another stage"
 
 
 # --- what an object refers to ----------------------------------------------------------------
 
 
-def _find_reachable(root: Any, path: str) -> dict[Key, Holder]:
+def _find_reachable(root: Any, path: str, skip: Iterable[Any] = ()) -> dict[Key, Holder]:
     """Return the objects with mutable content that `root` refers to, including itself."""
     found: dict[Key, Holder] = {}
-    seen: set[Key] = set()
+    seen: set[Key] = {id(each) for each in skip}
     kept: list[Any] = []  # keeps the objects alive, so that no id is reused
     pending = deque([(root, path)])
     while pending and len(seen) < MOST:
@@ -210,6 +233,8 @@ def _iterate_references(value: Any, path: str) -> Iterator[tuple[Any, str]]:
         yield from _iterate_names(value)
     elif isinstance(value, MethodType):
         yield from ((value.__self__, path), (value.__func__, path))
+    elif isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, ModuleType):
+        yield value.__self__, path
     elif isinstance(value, partial):
         yield from ((each, path) for each in (value.func, *value.args, *value.keywords.values()))
     elif isinstance(value, type) and _is_user_defined(value):
@@ -267,11 +292,11 @@ def _has_content(value: Any) -> bool:
         return _is_user_defined(value)
     known = (
         nn.Module, GlobalName, dict, list, tuple, set, deque, torch.Tensor, torch.Generator,
-        numpy.ndarray, SimpleNamespace,
+        numpy.ndarray, SimpleNamespace, count,
     )  # fmt: skip
-    return isinstance(value, known) or (
-        hasattr(value, "__dict__") and _is_user_defined(type(value))
-    )
+    if isinstance(value, known) or is_private_generator(value):
+        return True
+    return hasattr(value, "__dict__") and _is_user_defined(type(value))
 
 
 def _get_content(value: Any) -> dict[Any, Any]:
@@ -288,6 +313,10 @@ def _get_content(value: Any) -> dict[Any, Any]:
         return {"": 0 if value.is_inference() else value._version}
     if isinstance(value, torch.Generator):
         return {"": bytes(value.get_state().numpy())}
+    if is_private_generator(value):
+        return {"": repr(generator_state(value))}
+    if isinstance(value, count):
+        return {"": repr(value)}
     if isinstance(value, numpy.ndarray):
         return {"": value.tobytes() if value.nbytes <= LARGEST * 8 else b""}
     return dict(enumerate(value)) if len(value) <= LARGEST else {"": len(value)}
@@ -299,7 +328,7 @@ def _get_scope(value: Any) -> dict[Any, Any] | None:
         return value if len(value) <= LARGEST else None
     if isinstance(value, (type, GlobalName, torch.Tensor, torch.Generator, numpy.ndarray)):
         return None
-    if isinstance(value, (list, tuple, set, deque)):
+    if isinstance(value, (list, tuple, set, deque, count)) or is_private_generator(value):
         return None
     attributes: dict[str, Any] = vars(value)
     return attributes

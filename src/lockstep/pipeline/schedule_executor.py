@@ -21,6 +21,7 @@ from lockstep.model.forward import Metric, compute_loss, extract_loss, split_tar
 from lockstep.model.step_context import ComputedMicrobatch, Span, StepContext
 from lockstep.pipeline.aliasing import ReceivedTensors
 from lockstep.pipeline.boundary import flatten, unflatten
+from lockstep.pipeline.composition import Composition
 from lockstep.pipeline.p2p import Receiver, RngState
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.schedules import Action
@@ -33,12 +34,16 @@ __all__ = ["ScheduleExecutor"]
 
 
 class ScheduleExecutor:
-    """Computes one step on the stages of this rank."""
+    """Computes one step on the stages of this rank; `composition` is checked before, if given."""
 
     def __init__(
-        self, step: StepContext, pipeline: Pipeline, metrics: Mapping[str, Metric]
+        self,
+        step: StepContext,
+        pipeline: Pipeline,
+        metrics: Mapping[str, Metric],
+        composition: Composition | None,
     ) -> None:
-        self.step, self.pipeline = step, pipeline
+        self.step, self.pipeline, self._composition = step, pipeline, composition
         self._parallel, self._metrics = step.parallel, metrics
         self._microbatches_here: list[Microbatch] = []
         self._missing: dict[int, list[int]] = {}
@@ -69,6 +74,10 @@ class ScheduleExecutor:
         """
         self._prepare(batch)
         try:
+            if self._composition is not None and self._microbatches_here:
+                given = make_first_input(self._microbatches_here[0], self._parallel, self.place)
+                with self._parallel.autocast():
+                    self._composition.check(given.data)
             for action in self.pipeline.get_actions(len(self._microbatches_here)):
                 self._execute(action)
             for stage in self.pipeline.stages.values():
