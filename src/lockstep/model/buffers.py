@@ -36,6 +36,7 @@ from lockstep.comm.reproducible_all_reduce import (
 )
 from lockstep.comm.tree import Fold, Node
 from lockstep.errors import BufferMismatchError
+from lockstep.model.deferred_init import make_released
 
 __all__ = [
     "BufferHash",
@@ -99,6 +100,7 @@ class _Slot:
     places: list[tuple[nn.Module, str]]
     copy: torch.Tensor | None = None
     overlaps: bool = False
+    hidden: torch.Tensor | None = None
 
 
 def _find_slots(modules: Mapping[str, nn.Module]) -> list[_Slot]:
@@ -204,6 +206,14 @@ class Buffers:
             slot.copy = copy
             for module, name in slot.places:
                 module._buffers[name] = tensor
+
+    def hide(self) -> None:
+        """Install tensors that blocks of another stage cannot read, until the next micro-batch."""
+        for slot in self._slots:
+            if slot.hidden is None:
+                slot.hidden = make_released(slot.tensor, slot.name)
+            for module, name in slot.places:
+                module._buffers[name] = slot.hidden
 
     def _iterate_places(self) -> Iterator[tuple[_Slot, tuple[nn.Module, str]]]:
         for slot in self._slots:

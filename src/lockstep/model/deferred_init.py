@@ -19,9 +19,11 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import UsageError
 from lockstep.model.blocks import BlockSequence
@@ -30,8 +32,10 @@ from lockstep.randomness import isolated, key, seed_all
 __all__ = [
     "BlockLike",
     "Blocks",
+    "Released",
     "build",
     "build_sequence",
+    "make_released",
     "materialize",
     "materialize_block",
     "move_to_device",
@@ -210,17 +214,60 @@ def materialize(
             part._buffers[entry] = made.get(id(tensor), tensor)
 
 
+class Released(torch.Tensor):
+    """A tensor on the meta device that raises an error where a block or the loss computes with it.
+
+    torch itself does not: the product of a tensor and of one on the meta device is a tensor of
+    arbitrary numbers. Attributes such as `shape` and `grad` are as fast as those of any tensor.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    reader: ClassVar[Callable[[], str] | None] = None
+    """Describes the block or the loss that is being called; None if nothing is."""
+    path: str
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator of Lockstep; raise UsageError for one of a block or the loss."""
+        if Released.reader is not None:
+            leaves = tree_leaves((args, kwargs))
+            path = next(
+                getattr(each, "path", "a tensor") for each in leaves if isinstance(each, Released)
+            )
+            raise UsageError(
+                f"{Released.reader()} reads {path}, which is in another pipeline stage; a block "
+                "reads only tensors of its own stage, and the loss those of the last stage: "
+                "return what it needs as part of a block's output, register a parameter in both "
+                "blocks, or choose a balance that keeps them in one stage"
+            )
+        with torch._C._DisableTorchDispatch():
+            return function(*args, **(kwargs or {}))
+
+
+class ReleasedParameter(Released, nn.Parameter):
+    """A released parameter."""
+
+
+def make_released(tensor: torch.Tensor, path: str) -> Released:
+    """Return a released tensor like this one; `path` is its name in messages."""
+    kind = ReleasedParameter if isinstance(tensor, nn.Parameter) else Released
+    empty = torch.empty_like(tensor, device="meta", requires_grad=False)
+    made: Released = torch.Tensor._make_subclass(kind, empty, tensor.requires_grad)
+    made.path = path
+    return made
+
+
 def release(model: nn.Module, is_kept: Callable[[str], bool]) -> None:
     """Move parameters and buffers to the meta device, except those whose first name `is_kept`."""
-    for name, parameter in list(model.named_parameters()):
-        if not is_kept(name) and not parameter.is_meta:
-            parameter.grad = None
-            _reallocate(parameter, "meta")
-    released = {id(tensor) for name, tensor in model.named_buffers() if not is_kept(name)}
-    for module in model.modules():
-        for entry, tensor in module._buffers.items():
-            if id(tensor) in released and tensor is not None:
-                module._buffers[entry] = torch.empty_like(tensor, device="meta")
+    for name, tensor in named_tensors(model).items():
+        if not is_kept(name):
+            tensor.grad = None
+            other = make_released(tensor, name)
+            tensor.__class__ = type(other)
+            torch._C._swap_tensor_impl(tensor, other)
+            cast("Released", tensor).path = name
 
 
 def _reallocate(parameter: nn.Parameter, device: str | torch.device) -> None:
@@ -228,4 +275,5 @@ def _reallocate(parameter: nn.Parameter, device: str | torch.device) -> None:
     empty = torch.empty_like(parameter, device=device, requires_grad=False)
     # Not torch.utils.swap_tensors, which raises an error if there are weak references.
     other = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    parameter.__class__ = nn.Parameter if isinstance(parameter, Released) else type(parameter)
     torch._C._swap_tensor_impl(parameter, other)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import LossError, UsageError
+from lockstep.errors import LockstepError, LossError, UsageError
 from lockstep.model.batch_norm import explain_batch_norm
 from lockstep.model.loss_weight import loss_name
 from lockstep.model.static_shapes import TOO_MANY_SHAPES, is_limit_error
@@ -100,6 +100,8 @@ def compute_loss(
     """Return the loss and the metrics from the outputs of a micro-batch."""
     try:
         value = loss(outputs, targets)
+    except LockstepError:
+        raise
     except Exception as error:
         raise LossError(
             f"{place}: the loss {loss_name(loss)} failed on outputs {_describe(outputs)} and "

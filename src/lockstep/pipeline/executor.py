@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.data.microbatch import Batch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.model.buffers import Buffers
-from lockstep.model.deferred_init import release
+from lockstep.model.deferred_init import named_tensors, release
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import Metric
 from lockstep.model.side_effects import SideEffects
@@ -150,12 +150,19 @@ class PipelineExecutor:
     def _partition(self, plan: StagePlan) -> None:
         """Build this rank's stages, and free the rest of the model."""
         placement = Placement.from_model(self._partitioner.parallel, plan.partition, self._module)
-        for module in (self._module, *self._copies):
-            release(module, placement.is_local)
-        self.placement, self._composition = placement, plan.composition
-        self._pipeline = placement.build_pipeline(
+        pipeline = placement.build_pipeline(
             self._module, self._seed, plan.schedule, plan.stages_per_rank
         )
+        pipeline.find_views(
+            {
+                name: tensor
+                for name, tensor in named_tensors(self._module).items()
+                if tensor.numel() and not tensor.is_meta and not placement.is_local(name)
+            }
+        )
+        for module in (self._module, *self._copies):
+            release(module, placement.is_local)
+        self.placement, self._composition, self._pipeline = placement, plan.composition, pipeline
         named = list(self._module.named_parameters())
         self.parameters = [each for name, each in named if placement.is_local(name)]
         self.owned_parameters = [each for name, each in named if placement.is_owned(name)]

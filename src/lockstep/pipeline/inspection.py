@@ -8,6 +8,7 @@ in some later ones.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -15,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lockstep.errors import UsageError
+from lockstep.errors import LossError, UsageError
+from lockstep.model.deferred_init import Released
 from lockstep.model.forward import call_model
 from lockstep.pipeline.aliasing import ReceivedTensors, find_overlapping
 from lockstep.pipeline.boundary import Structure, add_aliases, flatten
@@ -37,10 +39,13 @@ class BlockInspector:
         is_first: Whether the stage is the first: its blocks may draw from Python's and
             numpy's generators, which are seeded once per micro-batch.
         state: The Python state of its blocks.
+        names: The names of its blocks.
     """
 
-    def __init__(self, is_first: bool, state: PythonState) -> None:
+    def __init__(self, is_first: bool, state: PythonState, names: Sequence[str]) -> None:
         self._is_first = is_first
+        self._users = [f"block {name}" for name in names]
+        self._place, self._user = "", ""  # what is being called
         self.state = state
         self._forwards, self._backwards = 0, 0
         self._draws_others = False
@@ -105,7 +110,8 @@ class BlockInspector:
     def compute_loss(self, loss: Callable[[Any], T], outputs: Any, place: str, others: bool) -> T:
         """Return the loss; it must not draw from Python's or numpy's generators if `others`."""
         before = state_of_others() if others else None
-        value = loss(outputs)
+        with self._explaining(place, "the loss"):
+            value = loss(outputs)
         if others and state_of_others() != before:
             raise UsageError(
                 f"{place}: the loss draws from Python's or numpy's random numbers, and so do "
@@ -119,7 +125,8 @@ class BlockInspector:
         """Check that a backward in the body does not draw from Python's or numpy's generators."""
         self._backwards += 1
         before = state_of_others() if _is_inspected(self._backwards) else None
-        yield
+        with self._explaining(place, "a hook or an autograd function"):
+            yield
         if before is not None and state_of_others() != before:
             raise UsageError(
                 f"{place}: backward (a hook or an autograd function) draws from Python's or "
@@ -128,15 +135,38 @@ class BlockInspector:
             )
 
     def _call_in_turn(self, blocks: Sequence[nn.Module], data: Any, place: str) -> Any:
+        given = data if self._is_first else (data,)
+        with self._explaining(place, ""):
+            for user, block in zip(self._users, blocks, strict=True):
+                self._user = user
+                value = call_model(block, given, place)
+                given = (value,)
+        return value
+
+    @contextmanager
+    def _explaining(self, place: str, user: str) -> Iterator[None]:
+        """Name what fails in the body because it reads what is in another stage."""
+        self._place, self._user = place, user
+        Released.reader = self._describe_reader
         try:
-            value = call_model(blocks[0], data if self._is_first else (data,), place)
-            for block in blocks[1:]:
-                value = call_model(block, (value,), place)
+            yield
         except AttributeError as error:
             if (named := self.state.explain_missing(error, place)) is not None:
                 raise named from error
             raise
-        return value
+        except (RuntimeError, LossError) as error:
+            if not re.search(r"\bmeta\b", str(error), re.IGNORECASE):
+                raise
+            raise UsageError(
+                f"{self._describe_reader()} computes with a tensor on the meta device, which is "
+                "the device of the parameters of other stages: take the device from its inputs "
+                f"({(str(error).splitlines() or [''])[0]})"
+            ) from error
+        finally:
+            Released.reader = None
+
+    def _describe_reader(self) -> str:
+        return f"{self._place}: {self._user}"
 
 
 def _is_inspected(number: int) -> bool:

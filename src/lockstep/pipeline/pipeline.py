@@ -12,12 +12,13 @@ step is rolled back.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -87,6 +88,8 @@ class Pipeline:
         self.side_effects = SideEffects(
             modules | (parallel.loss_module() if self.last in here else {})
         )
+        self.failure = ""
+        """The reason why no step can be computed; "" if there is none."""
         self._old_links: list[Any] = []
         self.links: dict[int, StageLinks] = {}
         self.connect()
@@ -95,6 +98,16 @@ class Pipeline:
     def last(self) -> int:
         """The number of the last stage, which computes the loss."""
         return self.number - 1
+
+    def find_views(self, released: Mapping[str, torch.Tensor]) -> None:
+        """Set `failure` if a block or the loss refers to the memory of a tensor of another rank."""
+        for stage in self.stages.values():
+            if (found := stage.inspector.state.find_view(released)) is not None:
+                view, name = found
+                self.failure = (
+                    f"{view} is a view of {name}, which is in another pipeline stage, and would "
+                    "keep its first values: make the view in forward, in a block of that stage"
+                )
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that holds a stage of this replica."""

@@ -87,6 +87,7 @@ class Placement:
                 self.parallel.make_checkpointing(blocks[number]),
                 self.parallel.device,
                 states[number],
+                len(self.stages) > 1,
             )
             for number in self.stages
         ]

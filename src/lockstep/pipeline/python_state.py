@@ -86,6 +86,18 @@ class PythonState:
         """Return the current content of the objects."""
         return {key: _get_content(holder.value) for key, holder in self._holders.items()}
 
+    def find_view(self, released: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+        """Return the names of a tensor and of the released one whose memory it keeps, if any."""
+        names = {each.untyped_storage().data_ptr(): name for name, each in released.items()}
+        objects = {id(each) for each in released.values()}
+        for holder in self._holders.values():
+            value = holder.value
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                name = names.get(value.untyped_storage().data_ptr())
+                if name is not None and id(value) not in objects:
+                    return holder.path, name
+        return None
+
     def find_change(self, before: Mapping[Key, Mapping[Any, Any]]) -> str | None:
         """Return the first entry that has changed since a snapshot; None if there is none."""
         for key, after in self.snapshot().items():

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import LostError, StoppedError
+from lockstep.errors import LayoutError, LostError, StoppedError
 from lockstep.model.buffers import Buffers
 from lockstep.model.forward import Metric, compute_loss, extract_loss, split_targets
 from lockstep.model.step_context import ComputedMicrobatch, Span, StepContext
@@ -74,6 +74,8 @@ class ScheduleExecutor:
         """
         self._prepare(batch)
         try:
+            if self.pipeline.failure:
+                raise LayoutError(f"{self.place}: {self.pipeline.failure}")
             if self._composition is not None and self._microbatches_here:
                 given = make_first_input(self._microbatches_here[0], self._parallel, self.place)
                 with self._parallel.autocast():

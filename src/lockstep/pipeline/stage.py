@@ -114,6 +114,7 @@ class Stage:
         checkpointing: The activation checkpointing of its blocks.
         device: The device.
         state: The Python state of its blocks.
+        shares_rank: Whether other stages are on this rank, too.
     """
 
     def __init__(
@@ -125,14 +126,15 @@ class Stage:
         checkpointing: ActivationCheckpointing,
         device: torch.device,
         state: PythonState,
+        shares_rank: bool,
     ) -> None:
         self.number = number
         self.blocks = dict(blocks)
         self.units = units
         self.gradients = gradients
         self.checkpointing = checkpointing
-        self.inspector = BlockInspector(number == 0, state)
-        self._device = device
+        self.inspector = BlockInspector(number == 0, state, list(blocks))
+        self._device, self._shares_rank = device, shares_rank
         self.parameters = list(
             dict.fromkeys(each for block in blocks.values() for each in block.parameters())
         )
@@ -182,7 +184,7 @@ class Stage:
             rng_state = self._update_rng_state(before, rng_state)
         structure, tensors = self.inspector.flatten_output(value, blocks, given.received, place)
         outputs = [tensor for tensor in tensors if tensor.requires_grad]
-        held = self.buffers.pause(), self.units.pause()
+        held = self._pause()
         sent, assigned = SentTensors(tensors), self.inspector.state.get_assigned()
         self._in_flight[leaf] = InFlightMicrobatch(
             given.graph_input, outputs, sent, *held, rng_state, assigned
@@ -258,7 +260,7 @@ class Stage:
             if parameter.grad is not None:
                 in_flight.early[parameter] = parameter.grad
                 parameter.grad = None
-        in_flight.buffers, in_flight.calls = self.buffers.pause(), self.units.pause()
+        in_flight.buffers, in_flight.calls = self._pause()
         in_flight.outputs = []
         return [] if graph_input is None else graph_input.gradients, in_flight.rng_state
 
@@ -267,7 +269,10 @@ class Stage:
         in_flight = self._resume(leaf)
         if in_flight.split is not None:
             before = state_of_torch(self._device)
-            with self.inspector.state.restore_assigned(in_flight.assigned):
+            with (
+                self.inspector.check_backward(place),
+                self.inspector.state.restore_assigned(in_flight.assigned),
+            ):
                 in_flight.split.backward_weights()
             if state_of_torch(self._device) != before:
                 raise UsageError(
@@ -295,6 +300,8 @@ class Stage:
     def finish(self, leaf: int, share: float) -> None:
         """Add the gradients and buffers of a micro-batch; `share` is its weight in the mean."""
         self.buffers.collect(leaf, share)
+        if self._shares_rank:
+            self.buffers.hide()
         self.gradients.accumulate(leaf)
 
     @contextmanager
@@ -320,6 +327,12 @@ class Stage:
     def _finish_backward(self, leaf: int) -> None:
         del self._in_flight[leaf]
         self.units.pause()
+
+    def _pause(self) -> tuple[PausedBuffers, UnitCalls | None]:
+        held = self.buffers.pause(), self.units.pause()
+        if self._shares_rank:
+            self.buffers.hide()
+        return held
 
     def _resume(self, leaf: int, rng_state: RngState | None = None) -> InFlightMicrobatch:
         in_flight = self._in_flight[leaf]
