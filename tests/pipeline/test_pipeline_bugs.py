@@ -288,6 +288,34 @@ def test_a_block_that_a_method_names_twice(ranks):
         ranks(repeating, 2, 2, 1)
 
 
+class Marking(nn.Module):
+    def forward(self, x):
+        x = x * 1
+        x.factor = 2.0
+        return x
+
+
+class Marked(nn.Module):
+    def forward(self, x):
+        return x * getattr(x, "factor", 1.0)
+
+
+def test_an_attribute_of_a_tensor_that_another_stage_reads_is_named(ranks):
+    """It did not cross, and the block of the next stage took its default."""
+    expected, found = in_every_schedule(
+        ranks,
+        5,
+        beside={"make": lambda: chain(layer, layer, Marking, Marked, layer)},
+        apart={"make": lambda: chain(layer, Marking, Marked, layer, layer)},
+    )
+    for case, refused in (("beside", ["interleaved"]), ("apart", list(SCHEDULES))):
+        for schedule, said in found[case].items():
+            if schedule in refused:
+                assert "returned a tensor with the attribute factor" in said
+            else:
+                assert said == expected[case][schedule]
+
+
 class Noise(torch.autograd.Function):
     """Adds noise to the gradient."""
 

@@ -102,6 +102,14 @@ class BlockInspector:
         received.check(place)
         structure, tensors = flatten(value)
         if self._is_due:
+            for tensor in tensors:
+                names = [] if isinstance(tensor, nn.Parameter) else list(vars(tensor))
+                if names:
+                    raise UsageError(
+                        f"{place}: a block returned a tensor with the attribute {names[0]}, which "
+                        "the next stage would not get: return the value beside the tensor, in a "
+                        "tuple"
+                    )
             buffers = [each for block in blocks for each in block.buffers()]
             self._buffers_sent |= {*find_overlapping(tensors, buffers)}
         local = [number for number in self._buffers_sent if number < len(tensors)]
