@@ -38,6 +38,17 @@ def test_a_connection_that_closes_within_a_message_counts_as_closed():
     right.close()
 
 
+def test_an_end_that_stopped_waiting_receives_what_was_sent_alone():
+    left, right = open_pair()
+    left.send({"n": 1})
+    os.write(left.fileno(), b"\x10\x00\x00\x00{")  # and another process holds the other end
+    right.stop_waiting()
+    assert right.receive() == ({"n": 1}, [])
+    assert right.receive() is None
+    for end in (left, right):
+        end.close()
+
+
 def test_each_receiver_reads_a_memfd_completely():
     descriptor = write_memfd(b"x" * 100_000)
     copy = os.dup(descriptor)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,23 @@ def test_a_full_disk_ends_the_log_but_not_the_run(monkeypatch):
     assert output.log_error == (
         "rank-3.log is incomplete: writing to it failed: No space left on device"
     )
+
+
+def test_a_process_that_holds_a_pipe_and_goes_on_writing_does_not_delay_the_end():
+    output = RankOutput(3, None, (Console(), None))
+    writer = threading.Thread(target=write_until_closed, args=(output.streams[0].writing,))
+    writer.start()
+    assert output.close()
+    writer.join(30)
+    assert not writer.is_alive()
+    os.close(output.streams[1].writing)
+
+
+def write_until_closed(descriptor: int) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        while True:
+            os.write(descriptor, b"again\n" * 1000)
+    os.close(descriptor)
 
 
 @given(st.binary(max_size=400).map(lambda data: data.replace(b"\r", b".")), st.data())

@@ -102,6 +102,50 @@ def test_a_second_ctrl_c_skips_the_grace_period(tmp_path):
     assert not any(alive(int(pid)) for pid in (tmp_path / "rank0").read_text().split())
 
 
+# Rank 0 leaves a process behind, in a session of its own, that holds all that the rank held.
+LEAVE = """
+import os, signal, sys
+rank = int(os.environ["RANK"])
+if rank == 0:
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        with open("left", "w") as file: file.write(str(os.getpid()))
+        os.write(writing, b"x")
+        while True: signal.pause()
+    os.read(reading, 1)
+print("end", flush=True)
+sys.exit(int(sys.argv[1]) if rank == 0 else 0)
+"""
+
+
+@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize("flags", [("-n", "2"), ("--min", "1", "--max", "2")])
+def test_a_process_that_a_rank_leaves_behind_does_not_delay_the_end(tmp_path, status, flags):
+    (tmp_path / "leave.py").write_text(LEAVE)
+    try:
+        done = warm.run(
+            [*CLI, *flags, "leave.py", str(status)],
+            cwd=tmp_path, text=True, timeout=PATIENCE,
+        )  # fmt: skip
+    finally:
+        os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)
+    assert done.returncode == bool(status)
+    noun = "rank" if flags[0] == "-n" else "member"
+    assert f"{noun} 0 ended, but a process started there still runs" in done.stderr
+    if status:
+        assert f"{noun} 0 exited with status 3" in done.stderr
+
+
+def test_a_program_inherits_its_standard_streams_alone(tmp_path):
+    # Descriptor 3 is the folder that is listed, 4 is the parent-death pipe.
+    listed = warm.run(
+        [*CLI, "-n", "1", "--no-python", "ls", "-l", "/proc/self/fd"],
+        cwd=tmp_path, text=True, timeout=PATIENCE,
+    ).stdout  # fmt: skip
+    assert listed.count("->") == 5, listed
+
+
 # Each rank has a worker in its process group, and a way to stop of its own: `stop(rank)`.
 STOP = """
 import os, signal, subprocess, sys
@@ -531,7 +575,7 @@ def test_exit_statuses_and_the_last_line_of_output(tmp_path):
         return done.returncode, (done.stderr.splitlines() or [""])[-1]
 
     code, last = status("-n", "2", "train.py", "0")
-    assert code == 0
+    assert code == 0, listed
     assert last.startswith("lockstep: the run is in runs/train-")
     code, last = status("-n", "2", "train.py", "7")
     assert code == 1

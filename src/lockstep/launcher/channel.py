@@ -58,14 +58,27 @@ class Channel:
             raise
 
     def receive(self) -> tuple[Message, list[int]] | None:
-        """Wait for one message and its descriptors; None if the other end is closed."""
+        """Wait for one message and its descriptors, which executed programs do not inherit.
+
+        Returns:
+            None if the other end is closed, or if `stop_waiting` was called and nothing is left.
+        """
         try:
             head, descriptors, _, _ = socket.recv_fds(self._end, LENGTH.size, MAX_DESCRIPTORS)
+            for descriptor in descriptors:
+                os.set_inheritable(descriptor, False)
             rest = self._receive_exactly(LENGTH.size - len(head))
             body = self._receive_exactly(LENGTH.unpack(head + rest)[0])
-        except (ConnectionError, EOFError):
+        except (ConnectionError, EOFError, BlockingIOError):
             return None
         return json.loads(body), list(descriptors)
+
+    def stop_waiting(self) -> None:
+        """Let `receive` return what has been sent, and then None.
+
+        For a process that has exited: a process that it has forked may hold the other end.
+        """
+        self._end.setblocking(False)
 
     def close(self) -> None:
         """Close this end; the other then receives None."""

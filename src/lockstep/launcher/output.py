@@ -29,6 +29,7 @@ from lockstep.messages import discard_if_lost
 __all__ = ["LineSplitter", "RankOutput", "Stream"]
 
 CHUNK = 1 << 16  # bytes for one system call
+MAX_PIPE = 1 << 20  # bytes that a pipe holds, with pages of 64 KiB
 MAX_LINE = 1 << 16  # bytes
 PROMPT_DELAY = 0.3  # seconds that an unfinished line waits for its end
 REFRESH = 1.0  # seconds between two states of a line that is overwritten
@@ -151,17 +152,18 @@ class RankOutput:
         for stream in self.streams:
             self._show(stream, stream.lines.take_overdue(now))
 
-    def close(self) -> None:
-        """Read the rest, and close pipes and log."""
+    def close(self) -> bool:
+        """Read the rest, and close pipes and log; return whether a process holds a pipe."""
+        is_held = False
         for stream in self.streams:
             with contextlib.suppress(OSError):
-                while data := os.read(stream.reading, CHUNK):
-                    self._write_log(data)
-                    self._show(stream, stream.lines.feed(data, time.monotonic()))
+                # No more than a pipe holds: a process that the rank left behind may go on writing.
+                is_held |= all(self.read(stream) for _ in range(MAX_PIPE // CHUNK))
             self._show(stream, stream.lines.take_rest())
             os.close(stream.reading)
         if self._file is not None:
             self._file.close()
+        return is_held
 
     def _write_log(self, data: bytes) -> None:
         if self._file is None or self.log_error is not None:

@@ -333,6 +333,8 @@ class RankSupervisor:
         Args:
             grace: The grace period in seconds; None for `GRACE`.
         """
+        if self._channel is None:
+            return
         self.before_end()
         active = [rank for rank in self.running if self.outcomes[rank].error is None]
         # SIGCONT, so that a stopped rank receives SIGTERM, too.
@@ -399,8 +401,12 @@ class RankSupervisor:
         self.probes.close()
         for address in [*self._stores]:
             self.close_store(address)
-        for output in self.outputs.values():
-            output.close()
+        left = [rank for rank, output in self.outputs.items() if output.close()]
+        if left:
+            say(
+                f"{format_numbered(self.noun, left)} ended, but a process started there still runs "
+                "and holds the output: its further output is lost"
+            )
         if self._own_fork_server is not None:
             self._own_fork_server.close()
 
@@ -519,6 +525,8 @@ class RankSupervisor:
             outcome.status = 1
 
     def _on_exit(self, rank: int, status: int) -> None:
+        if report := self._reports.get(rank):
+            report.stop_waiting()
         while self._on_report(rank):  # messages from before its exit
             pass
         outcome = self.outcomes[rank]
