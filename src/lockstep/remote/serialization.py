@@ -1,8 +1,9 @@
-"""Serialization: functions, classes and values as bytes, with the memory of tensors uncopied.
+"""Serialization: functions, classes and values as bytes.
 
     pieces[0]     the pickle, by cloudpickle: functions and classes of __main__ or a notebook
                   are sent by value
-    pieces[1:]    the memory of each dense CPU tensor and numpy array
+    pieces[1:]    a copy of the memory of each dense CPU tensor and numpy array, because the caller
+                  may change it before another thread has sent it
 
 A received tensor uses the memory that it was received into. References are not part of the
 pickle: the sender lends the receiver a token for each.
@@ -63,7 +64,7 @@ def serialize(value: Any, lend: Lend) -> list[Buffer]:
     """Return the pieces of `value`; errors of pickle are raised unchanged."""
     file, tensors = io.BytesIO(), list[pickle.PickleBuffer]()
     Serializer(file, lend, tensors).dump(value)
-    return [file.getbuffer(), *(tensor.raw() for tensor in tensors)]
+    return [file.getbuffer(), *(memoryview(bytes(tensor.raw())) for tensor in tensors)]
 
 
 def deserialize(pieces: Sequence[Buffer], resolve: Callable[[ObjectAddress], Any]) -> Any:
