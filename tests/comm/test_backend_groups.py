@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import pytest_lockstep
 from lockstep.comm import backend
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
@@ -86,6 +87,43 @@ def test_a_group_of_some_ranks(rank):
         dist.all_reduce(tensor, group=group)
         dist.broadcast(tensor, 1, group=group)
         assert tensor.tolist() == [4.0] * 5
+
+
+@pytest.mark.ranks(3, allow_leaks="groups")
+def test_ranks_that_name_other_members_get_an_error_with_both_lists(rank):
+    lists = [[0, 1], [1, 2], [0, 2]]  # none of which can be complete
+    with pytest.raises(RuntimeError, match=r"ranks \d, \d, another rank of ranks \d, \d") as error:
+        dist.new_group(lists[rank], timeout=timedelta(seconds=60))
+    shown = [
+        members for members in lists if f"ranks {members[0]}, {members[1]}" in str(error.value)
+    ]
+    assert len(shown) == 2
+    assert lists[rank] in shown
+    # The next group has another name, and so has a group of the next world in this store.
+    group = dist.new_group([0, 1] if rank < 2 else [2])
+    assert (group.size(), dist.get_process_group_ranks(group)[-1]) == (
+        (2, 1) if rank < 2 else (1, 2)
+    )
+
+
+def make_worlds(path: str) -> list[float]:
+    rank, sums = int(os.environ["RANK"]), []
+    store = dist.FileStore(path, 3)
+    for members in ([0, 1], [1, 2], [0, 2]):
+        dist.init_process_group("lockstep", store=store, rank=rank, world_size=3)
+        group, tensor = dist.new_group(members), torch.tensor([1.0 + rank])
+        if rank in members:
+            dist.all_reduce(tensor, group=group)
+            sums.append(tensor.item())
+        dist.destroy_process_group()
+    return sums
+
+
+def test_a_group_may_have_other_members_in_a_later_world_of_the_same_store(tmp_path):
+    sums = pytest_lockstep.run(
+        make_worlds, str(tmp_path / "store"), ranks=3, timeout=60, init=False
+    )
+    assert sums == [[3.0, 4.0], [3.0, 5.0], [5.0, 4.0]]
 
 
 def test_ranks_may_be_threads_of_one_process():

@@ -32,6 +32,8 @@ confuses two custom backends in one group."""
 
 _refusal = ""  # why this process refuses to create groups; "" if it does not
 
+_worlds = 0  # how many default groups the store of the current one has had before it
+
 _forked_from: int | None = None
 """The parent process, if this one was forked while torch.distributed was initialized."""
 
@@ -132,29 +134,53 @@ def _create(options: Any, _given: Any = None) -> Any:
         raise RuntimeError(f"the backend 'lockstep' is unavailable (use 'gloo' instead); {reason}")
     from lockstep.comm.hosts.identity import find_hosts  # here: `import torch` imports this module
 
-    hosts = find_hosts(
-        options.store,
-        options.group_rank,
-        options.group_size,
-        options.global_ranks_in_group,
-        options.timeout,
-    )
+    ranks = list(options.global_ranks_in_group)
+    store = _open_store(options, ranks)
+    hosts = find_hosts(store, options.group_rank, options.group_size, ranks, options.timeout)
     if hosts is not None and len({each.identity for each in hosts}) > 1:
         from lockstep.comm.hosts.creation import create_across_hosts
 
         return create_across_hosts(
-            options.store,
-            options.group_rank,
-            hosts,
-            options.timeout,
-            options.group_id,
-            options.global_ranks_in_group,
+            store, options.group_rank, hosts, options.timeout, options.group_id, ranks
         )
     return load().create(
-        store=options.store,
+        store=store,
         rank=options.group_rank,
         size=options.group_size,
         timeout=options.timeout,
         name=options.group_id,
-        ranks=list(options.global_ranks_in_group),
+        ranks=ranks,
     )
+
+
+def _open_store(options: Any, ranks: list[int]) -> Any:
+    """Return the store in which the ranks of a new group meet.
+
+    torch numbers groups by the calls of `new_group`: if these differ between ranks, groups of one
+    name have different ranks. They never meet, and those that come later raise an error.
+    """
+    global _worlds
+    import torch.distributed as dist
+
+    store = options.store
+    if not ranks:
+        _worlds = (store.add("lockstep/worlds", 1) - 1) // options.group_size
+    if len(ranks) < 2:
+        return store
+    # Only a default group of this backend counts the worlds that have used this store.
+    is_counted = dist.get_backend() == NAME
+    world = _worlds if is_counted else 0
+    own = first = ", ".join(map(str, ranks))
+    if is_counted:
+        first = store.compare_set(f"lockstep/ranks/{world}", "", own).decode()
+    store = dist.PrefixStore(f"lockstep/{world}/{first}/", store)
+    if first == own:
+        return store
+    reason = (
+        f"rank {ranks[options.group_rank]} makes group {options.group_id} of ranks {own}, another "
+        f"rank of ranks {first}: call new_group on every rank in the same order with the same "
+        "ranks, also where the rank is not in the group, or pass use_local_synchronization=True"
+    )
+    store.set("lockstep/refused/0", reason)
+    store.set("lockstep/address/0", "")
+    raise ArgumentError(reason)
