@@ -261,6 +261,42 @@ def test_ranks_that_disagree_learn_both_sides_at_once(ranks, kind):
         assert told.count("in test_backend_faults.py:") == 2
 
 
+ALIKE = {  # calls that differ only in the sizes of blocks, and what does not fit
+    "splits": "rank 1 sends 1 element to rank 0, which expects 2; ranks 0, 1, 2 called all_to_all(",
+    "lists": "rank 1 sends 1 element to rank 0, which expects 2; ranks 0, 1, 2 called all_to_all(",
+    "gathered": "rank 1 sends 3 elements to rank 0, which expects 2; ranks 0, 2 called gather(",
+    "scattered": "rank 0 sends 2 elements to rank 1, which expects 3; ranks 0, 2 called scatter(",
+    "reduced": "rank 1 sends 2 elements to rank 0, which expects 1; rank 1 sends 2 elements to ",
+}
+
+
+def disagree_on_sizes(kind: str) -> str:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    wanted = [2 if rank == 0 and source == 1 else 1 for source in range(size)]
+    row, ones = torch.empty(2), list(torch.ones(size, 1))
+    uneven = torch.empty(3) if rank == 1 else row
+    rows = [row] * size if rank == 0 else None
+    calls = {
+        "splits": lambda: dist.all_to_all_single(
+            torch.empty(sum(wanted)), torch.ones(size), wanted, [1] * size
+        ),
+        "lists": lambda: dist.all_to_all([torch.empty(number) for number in wanted], ones),
+        "gathered": lambda: dist.gather(uneven, rows, 0),
+        "scattered": lambda: dist.scatter(uneven, rows, 0),
+        "reduced": lambda: dist.reduce_scatter(
+            torch.empty(1),
+            [torch.ones(2) if rank == 1 != to else torch.ones(1) for to in range(size)],
+        ),
+    }
+    return error_of(calls[kind])
+
+
+@pytest.mark.parametrize("kind", ALIKE)
+def test_ranks_whose_blocks_do_not_fit_learn_which(ranks, kind):
+    for told in ranks(disagree_on_sizes, 3, kind, **on_lockstep):
+        assert ALIKE[kind] in told
+
+
 def wrong_size() -> str:
     if dist.get_rank() == 0:
         dist.send(torch.ones(3), 1)

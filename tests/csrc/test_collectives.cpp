@@ -629,6 +629,7 @@ TEST(mismatched_block_sizes_are_reported) {
       exchange(call, blocks);
     });
     CHECK(contains(text, "disagree"));
+    CHECK(contains(text, "rank 1 sends 8 bytes to rank 0, which expects 9; ranks 0, 1 called"));
   });
 }
 

@@ -97,4 +97,6 @@ def _own_code(frame: FrameType) -> tuple[CodeType, int]:
 def _is_foreign(frame: FrameType) -> bool:
     name = str(frame.f_globals.get("__name__", ""))
     package = name.partition(".")[0]
-    return package in ("torch", "lockstep") or package in sys.stdlib_module_names
+    return (
+        package in ("torch", "lockstep", "typing_extensions") or package in sys.stdlib_module_names
+    )

@@ -57,6 +57,7 @@ static GroupInfo make_group_info(const std::string& name, std::vector<int> ranks
   info.name = CollectiveBackend::shown_name(name);
   info.global_ranks = std::move(ranks);
   info.dtype_name = dtype_name;
+  info.dtype_bytes = [](int type) { return c10::elementSize(static_cast<at::ScalarType>(type)); };
   info.locate = [locate, &caller] { return locate ? locate(caller.load()) : std::string(); };
   info.poll_signals = poll_signals;
   return info;

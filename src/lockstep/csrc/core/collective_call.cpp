@@ -114,7 +114,7 @@ void CollectiveCall::fail(const std::string& reason) {
                   " failed: " + reason);
 }
 
-void CollectiveCall::throw_mismatch() {
+void CollectiveCall::throw_mismatch(const std::string& difference) {
   // All ranks have arrived and compare the same calls, so all of them get here.
   const std::string location = group_.info_.locate ? group_.info_.locate() : "";
   group_.liveness_thread_->publish_text(group_.describe(own_info()) +
@@ -133,7 +133,8 @@ void CollectiveCall::throw_mismatch() {
   }
   sync();  // before any rank overwrites its text
   std::string text = group_.format_rank(rank()) + ": the ranks of group " + group_.info_.name +
-                     " disagree in call #" + std::to_string(number_) + ": ";
+                     " disagree in call #" + std::to_string(number_) + ": " + difference;
+  if (!difference.empty()) text += "; ";
   for (size_t i = 0; i < calls.size(); ++i)
     text += (i ? "; " : "") + group_.format_ranks(calls[i].second) + " called " + calls[i].first;
   throw MismatchError(text);

@@ -49,8 +49,9 @@ class CollectiveCall : public WaitObserver {
     wait_phase(group_.phase_);
   }
   // Throws MismatchError on every rank. To be called by all of them, because they have
-  // found the same difference in what they published.
-  [[noreturn]] void throw_mismatch();
+  // found the same difference in what they published. `difference` says what differs if the
+  // calls do not show it.
+  [[noreturn]] void throw_mismatch(const std::string& difference = "");
 
   void check() override;
   // Another rank may need a message of this rank before it arrives.

@@ -206,7 +206,7 @@ std::string Group::describe(const CallInfo& info) const {
   if (info.root >= 0)
     text += (info.op == Op::broadcast || info.op == Op::scatter ? ", from " : ", to ") +
             format_rank(info.root);
-  if (info.plan_digest) text += ", plan " + std::to_string(info.plan_digest % 10000);
+  if (info.plan_digest) text += ", plan " + std::to_string(info.plan_digest);
   return text + ")";
 }
 

@@ -8,6 +8,8 @@
 
 namespace lockstep {
 
+constexpr int kShownDifferences = 3;
+
 void BlockExchange::publish() {
   for (int d = 0; d < size_; ++d) {
     sends(rank_)[d] = blocks_.send[d].bytes;
@@ -19,9 +21,15 @@ void BlockExchange::publish() {
 
 void BlockExchange::arrive() {
   call_.arrive();
+  int differences = 0;
+  std::string text;
   for (int s = 0; s < size_; ++s)
     for (int d = 0; d < size_; ++d)
-      if (sends(s)[d] != receives(d)[s]) call_.throw_mismatch();
+      if (sends(s)[d] != receives(d)[s] && ++differences <= kShownDifferences)
+        text += (differences > 1 ? "; " : "") + describe_difference(s, d);
+  if (differences > kShownDifferences)
+    text += "; and " + std::to_string(differences - kShownDifferences) + " more";
+  if (differences) call_.throw_mismatch(text);
   first_round_ = call_.round();
   uint64_t staged_bytes = 0;
   for (int s = 0; s < size_; ++s)
@@ -37,6 +45,17 @@ void BlockExchange::arrive() {
   call_.advance_rounds(static_cast<uint32_t>(rounds_));
   if (staged_bytes) store_tuner_ = &call_.group().store_tuner(call_.own_info().op, staged_bytes);
   begun_ = Clock::now();
+}
+
+std::string BlockExchange::describe_difference(int source, int target) {
+  const Group& group = call_.group();
+  const auto& dtype_bytes = group.info().dtype_bytes;
+  const uint64_t unit = dtype_bytes ? dtype_bytes(call_.own_info().dtype) : 1;
+  const uint64_t sent = sends(source)[target] / unit;
+  return group.format_rank(source) + " sends " + std::to_string(sent) +
+         (dtype_bytes ? " element" : " byte") + (sent == 1 ? "" : "s") + " to " +
+         group.format_rank(target) + ", which expects " +
+         std::to_string(receives(target)[source] / unit);
 }
 
 size_t BlockExchange::piece_bytes() const {

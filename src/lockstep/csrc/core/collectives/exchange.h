@@ -23,6 +23,7 @@
 // written; staged the same again in the caches.
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "../collective_call.h"
@@ -70,6 +71,8 @@ class BlockExchange {
   BufferHandle* handles(int rank) {
     return reinterpret_cast<BufferHandle*>(receives(rank) + size_);
   }
+  // "rank 1 sends 1 element to rank 0, which expects 2"
+  std::string describe_difference(int source, int target);
   size_t table_bytes() const;
   Route choose_route();
   void fill_slot();
