@@ -744,3 +744,47 @@ def test_a_channels_last_parameter_may_be_shared(ranks):
         return trainer.digest()
 
     assert ranks(train, 2, True) == ranks(train, 2, False)
+
+
+class Lazy(torch.autograd.Function):
+    """Passes a gradient on that is lazily conjugated or negated."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.conj() if gradient.is_complex() else torch._neg_view(-gradient)
+
+
+class LazilyDerived(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.real = nn.Parameter(torch.randn(6, 3))
+        self.complex = nn.Parameter(torch.randn(6, 3, dtype=torch.complex64))
+
+    def forward(self, inputs):
+        return inputs @ Lazy.apply(self.real) + (inputs.to(torch.complex64) @ Lazy.apply(self.complex)).abs()
+
+
+@pytest.mark.parametrize("backend", [None, "gloo"])
+def test_gradients_that_are_lazily_conjugated_or_negated(ranks, backend):
+    """torch's error for mutable lists of conjugated tensors, on some widths."""
+
+    def train():
+        torch.manual_seed(0)
+        trainer = ls.Trainer(LazilyDerived(), nn.CrossEntropyLoss(), SGD, microbatches=3)
+        return [trainer.step(rows()) for _ in range(2)], trainer.digest()
+
+    def average():
+        torch.manual_seed(0)
+        model = ls.DistributedDataParallel(LazilyDerived())
+        inputs, targets = rows()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        return {name: each.grad.resolve_neg().tolist() for name, each in model.named_parameters()}
+
+    found = [each for n in (1, 2, 3) for each in ranks(train, n, backend=backend)]
+    assert all(each == found[0] for each in found)
+    (alone,), averaged = ranks(average, 1), ranks(average, 2, backend=backend)
+    assert averaged == [alone, alone]

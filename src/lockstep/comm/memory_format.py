@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["in_format_of", "in_layout_of", "in_memory_order", "is_dense"]
+__all__ = ["in_format_of", "in_layout_of", "in_memory_order", "is_dense", "is_in_format_of"]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -15,6 +15,14 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def is_in_format_of(tensor: torch.Tensor, model: torch.Tensor) -> bool:
+    """Return whether memory holds the elements as `in_format_of` would copy them.
+
+    Memory does not if the tensor is lazily conjugated or negated.
+    """
+    return tensor.stride() == model.stride() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:

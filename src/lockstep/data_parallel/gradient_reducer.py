@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from lockstep.comm import native_module
 from lockstep.comm.bucket import Bucket, plan
+from lockstep.comm.memory_format import is_in_format_of
 from lockstep.comm.native_all_reduce import native_backend
 from lockstep.comm.reproducible_all_reduce import (
     ReproducibleAllReduce,
@@ -586,7 +587,7 @@ def _gradient(name: str, parameter: torch.nn.Parameter, may_be_sparse: bool) -> 
     gradient = gradient.detach()
     if gradient.is_sparse:
         return gradient.coalesce()
-    if gradient.stride() == parameter.stride():
+    if is_in_format_of(gradient, parameter):
         return gradient
     # The norm of a gradient depends on the order of its elements in memory.
     return in_format_of(gradient, parameter)

@@ -27,7 +27,8 @@ from torch import nn
 
 from lockstep.comm.bucket import Bucket, plan
 from lockstep.comm.collectives import gather_unless_equal
-from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce, in_format_of, in_layout_of
+from lockstep.comm.memory_format import in_format_of, in_layout_of, is_in_format_of
+from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
 from lockstep.comm.sparse_gradients import average_sparse_gradients
 from lockstep.data_parallel.comm_hook import CommHook, CommHookReduction
 from lockstep.data_parallel.gradient_streams import GradientStreams
@@ -236,7 +237,7 @@ class MeanReducer:
                     "supported only for the weights of Embedding and EmbeddingBag with "
                     "sparse=True: use one of these modules, or sparse=False"
                 )
-            if gradient is not None and gradient.stride() != parameter.stride():
+            if gradient is not None and not is_in_format_of(gradient, parameter):
                 gradient = in_format_of(gradient, parameter)
             gradients[member.index] = gradient
         return gradients

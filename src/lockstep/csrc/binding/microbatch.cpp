@@ -143,7 +143,8 @@ namespace {
 
 bool is_usual(const at::Tensor& gradient, const at::Tensor& parameter) {
   return gradient.scalar_type() == parameter.scalar_type() && gradient.layout() == at::kStrided &&
-         !gradient.requires_grad() && gradient.strides() == parameter.strides();
+         !gradient.requires_grad() && gradient.strides() == parameter.strides() &&
+         !gradient.is_conj() && !gradient.is_neg();
 }
 
 }  // namespace
