@@ -7,14 +7,14 @@ torch.
 from __future__ import annotations
 
 import importlib
-import os
 import signal
 import sys
 import traceback
 
 import click
 
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError
+from lockstep.launcher.target import check_working_directory
 from lockstep.launcher.tracebacks import is_full
 from lockstep.messages import escape_control, say
 
@@ -72,7 +72,7 @@ def main() -> None:
 def run(command: click.Command) -> None:
     """Run a command; print the message of an error without a traceback, and exit."""
     try:
-        _check_working_directory()
+        check_working_directory()
         status = command.main(standalone_mode=False)
     except click.ClickException as error:
         error.show()
@@ -87,12 +87,3 @@ def run(command: click.Command) -> None:
         say(str(error))
         sys.exit(error.exit_status)
     sys.exit(status if isinstance(status, int) else 0)  # of --help, for example
-
-
-def _check_working_directory() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise UsageError(
-            "the working directory has been deleted: change to another one (cd) and try again"
-        ) from None

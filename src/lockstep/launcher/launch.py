@@ -32,6 +32,7 @@ from lockstep.launcher.fork_server import (
 from lockstep.launcher.listening_socket import LOOPBACK
 from lockstep.launcher.rank_process import get_launch_number, set_launch_number
 from lockstep.launcher.supervisor import RankSupervisor
+from lockstep.launcher.target import check_working_directory
 from lockstep.messages import say
 
 __all__ = [
@@ -299,6 +300,7 @@ def _check(fn: object, args: object, nprocs: int, start_method: str, timeout: fl
         if callable(args) and isinstance(fn, int):
             right = f": the function comes first, as in launch({_name(args)}, nprocs={fn})"
         raise UsageError(f"launch({fn!r}, ...) expects a function, not {type(fn).__name__}{right}")
+    check_working_directory()
     if not isinstance(args, Sequence):
         raise UsageError(
             f"launch({_name(fn)}, {args!r}): expected the arguments as a tuple, such as "

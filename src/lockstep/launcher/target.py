@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lockstep.errors import UsageError
 
-__all__ = ["check_target", "find_source"]
+__all__ = ["check_target", "check_working_directory", "find_source"]
 
 
 def check_target(kind: str, target: str) -> None:
@@ -84,3 +84,16 @@ def _check_script(target: str) -> None:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         said = error.msg if isinstance(error, SyntaxError) else str(error)
         raise UsageError(f"{target}{line} is not valid Python: {said}") from None
+
+
+def check_working_directory() -> None:
+    """Raise UsageError if this process's working directory has been deleted.
+
+    Ranks could not enter it, and Intel MKL ends a process that loads torch there.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UsageError(
+            "the working directory has been deleted: change to another one (cd) and try again"
+        ) from None

@@ -21,6 +21,7 @@ import torch
 from lockstep.errors import UsageError
 from lockstep.launcher.launch import calls_in_this_process
 from lockstep.launcher.listening_socket import LOOPBACK, parse_endpoint
+from lockstep.launcher.target import check_working_directory
 from lockstep.model.deferred_init import Blocks
 from lockstep.remote.credentials import make_key
 from lockstep.remote.future import Future
@@ -91,6 +92,7 @@ class Driver:
                 "lockstep check and lockstep replay cannot run a script that uses ls.Driver: call "
                 "ls.init() and ls.Trainer in the script itself"
             )
+        check_working_directory()
         address, port = parse_endpoint(listen, "listen")
         world = {"backend": backend, "timeout": timeout, "threads": threads}
         world["device"] = None if device is None else str(device)
