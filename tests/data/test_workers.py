@@ -1,3 +1,4 @@
+import errno
 import gc
 import os
 import signal
@@ -96,6 +97,27 @@ def test_a_worker_computes_with_one_thread() -> None:
             assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("what", ["BlockReader", "DataLoader"])
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "enlarge /dev/shm"),
+        (RuntimeError("shm: No space left on device (28)"), "enlarge /dev/shm"),
+        (BlockingIOError(errno.EAGAIN, "no more processes"), "use fewer workers"),
+    ],
+)
+def test_workers_that_cannot_start_are_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, what: str, error: Exception, sentence: str
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(f"lockstep.data.workers.{what}", fail)
+    pattern = rf"^the loader workers cannot be started .*{sentence}.*num_workers=0"
+    with pytest.raises(SampleError, match=pattern):
+        list(Batches(Numbers(), 4, shuffle=False, num_workers=2))
 
 
 def test_a_killed_worker_is_one_sentence() -> None:

@@ -181,3 +181,15 @@ def test_functions_and_values_that_cannot_be_pickled():
 def test_invalid_arguments(arguments):
     with pytest.raises(UsageError, match=next(iter(arguments))):
         ls.launch(print, **arguments)
+
+
+@pytest.mark.parametrize("start", [lambda: ls.launch(print), lambda: ls.Driver(nprocs=1)])
+def test_a_deleted_working_directory_is_refused_before_anything_starts(
+    tmp_path, monkeypatch, start
+):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with pytest.raises(UsageError, match="the working directory has been deleted"):
+        start()

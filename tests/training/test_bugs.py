@@ -765,7 +765,10 @@ class LazilyDerived(nn.Module):
         self.complex = nn.Parameter(torch.randn(6, 3, dtype=torch.complex64))
 
     def forward(self, inputs):
-        return inputs @ Lazy.apply(self.real) + (inputs.to(torch.complex64) @ Lazy.apply(self.complex)).abs()
+        return (
+            inputs @ Lazy.apply(self.real)
+            + (inputs.to(torch.complex64) @ Lazy.apply(self.complex)).abs()
+        )
 
 
 @pytest.mark.parametrize("backend", [None, "gloo"])

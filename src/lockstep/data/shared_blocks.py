@@ -13,6 +13,7 @@ If the script holds more batches than a worker has blocks, further ones are sent
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import pickle
@@ -34,7 +35,7 @@ from lockstep.data.map_dataset import Item, LoadedBatch, LoadFailure, MapSource
 from lockstep.data.microbatch import ALIGNMENT, map_tensors
 from lockstep.errors import SampleError
 
-__all__ = ["BlockReader", "BlockWriter", "SharedMapSource", "SharedStream", "share"]
+__all__ = ["BlockReader", "BlockWriter", "SharedMapSource", "SharedStream", "remedy", "share"]
 
 BLOCKS = 8
 """The maximum number of blocks per worker: torch requests two batches ahead, and the script and the
@@ -104,6 +105,12 @@ class BlockReader:
             return tensors[place]
 
         return map_tensors(resolve, parts, (Slice,))
+
+
+def remedy(error: Exception, otherwise: str) -> str:
+    """Return what to do about an error: `otherwise`, unless shared memory is full."""
+    is_full = os.strerror(errno.ENOSPC) in str(error)
+    return "enlarge /dev/shm (docker run --shm-size)" if is_full else otherwise
 
 
 _numbers = count()
@@ -202,8 +209,8 @@ class BlockWriter:
             words = str(error).strip().splitlines() or [""]
             return LoadFailure(
                 f"the batch cannot be sent from a loader worker ({type(error).__name__}: "
-                f"{words[0].rstrip('.')}); return other data from the dataset, or pass "
-                "num_workers=0"
+                f"{words[0].rstrip('.')}); {remedy(error, 'return other data from the dataset')}, "
+                "or pass num_workers=0"
             )
         return SharedBatch(self.reader, block, item.size, pickled, item.descriptions)
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.map_dataset import Item
 from lockstep.data.microbatch import align_tensors, map_tensors
-from lockstep.data.shared_blocks import BlockReader, share
+from lockstep.data.shared_blocks import BlockReader, remedy, share
 from lockstep.errors import SampleError
 from lockstep.messages import say
 from lockstep.randomness import isolated
@@ -65,21 +65,28 @@ def load_in_workers(
         seed: The seed of the workers' own generators.
 
     Raises:
-        SampleError: A worker died, or there was no item for `timeout` seconds.
+        SampleError: The workers could not be started, a worker died, or there was no item for
+            `timeout` seconds.
     """
-    reader = BlockReader(workers) if hasattr(os, "memfd_create") else None
-    loader: DataLoader[Item] = DataLoader(
-        source if reader is None else share(source, reader),
-        batch_size=None,
-        sampler=numbers,
-        num_workers=workers,
-        collate_fn=_unchanged,
-        pin_memory=pin_memory,
-        timeout=min(timeout, POLL_SECONDS),
-        # torch draws the seed of the workers from this generator instead of the default one.
-        generator=torch.Generator().manual_seed(seed),
-    )
-    items = iter(loader)
+    try:
+        reader = BlockReader(workers) if hasattr(os, "memfd_create") else None
+        loader: DataLoader[Item] = DataLoader(
+            source if reader is None else share(source, reader),
+            batch_size=None,
+            sampler=numbers,
+            num_workers=workers,
+            collate_fn=_unchanged,
+            pin_memory=pin_memory,
+            timeout=min(timeout, POLL_SECONDS),
+            # torch draws the seed of the workers from this generator instead of the default one.
+            generator=torch.Generator().manual_seed(seed),
+        )
+        items = iter(loader)
+    except (OSError, RuntimeError) as error:
+        raise SampleError(
+            f"the loader workers cannot be started ({error}); "
+            f"{remedy(error, 'use fewer workers')}, or pass num_workers=0"
+        ) from None
     _install_signal_handler()
     count = 0
     try:
