@@ -173,7 +173,7 @@ def _open_store(options: Any, ranks: list[int]) -> Any:
     own = first = ", ".join(map(str, ranks))
     if is_counted:
         first = store.compare_set(f"lockstep/ranks/{world}", "", own).decode()
-    store = dist.PrefixStore(f"lockstep/{world}/{first}/", store)
+    store = dist.PrefixStore(f"lockstep/{world}/{first}/", store)  # type: ignore[attr-defined]
     if first == own:
         return store
     reason = (
