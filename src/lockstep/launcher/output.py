@@ -19,14 +19,16 @@ import errno
 import os
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from lockstep.files import create_file, open_or_create
-from lockstep.messages import discard_if_lost
+from lockstep.formatting import format_numbered
+from lockstep.messages import discard_if_lost, say
 
-__all__ = ["LineSplitter", "RankOutput", "Stream"]
+__all__ = ["LineSplitter", "RankOutput", "Stream", "close_outputs"]
 
 CHUNK = 1 << 16  # bytes for one system call
 MAX_PIPE = 1 << 20  # bytes that a pipe holds, with pages of 64 KiB
@@ -192,6 +194,15 @@ class RankOutput:
         if not console.isatty() or os.environ.get("NO_COLOR"):
             return f"{plain} ".encode()
         return f"\x1b[{COLOURS[self._rank % len(COLOURS)]}m{plain}\x1b[0m ".encode()
+
+
+def close_outputs(outputs: Mapping[int, RankOutput], noun: str) -> None:
+    """Close the outputs of ranks that have exited, and name those that a process still holds."""
+    if held := [rank for rank, output in outputs.items() if output.close()]:
+        say(
+            f"{format_numbered(noun, held)} ended, but a process started there still runs and "
+            "holds the output: its further output is lost"
+        )
 
 
 def _open_log(log: Path, separator: str | None) -> BinaryIO:

@@ -14,7 +14,7 @@ from lockstep.comm.activity import Activity, read_activity
 from lockstep.launcher.failure_attribution import read_stat
 from lockstep.launcher.stacks import describe_location, read_stacks
 
-__all__ = ["RankProbes"]
+__all__ = ["RankProbes", "group_exists"]
 
 
 class RankProbes:
@@ -72,3 +72,12 @@ class RankProbes:
         """Close the files of all ranks; from then on nothing is known about them."""
         for rank in [*self._stacks]:
             self.remove(rank)
+
+
+def group_exists(group: int) -> bool:
+    """Return whether a rank's process group still has members, such as data loader workers."""
+    try:
+        os.killpg(group, 0)
+    except (ProcessLookupError, PermissionError):  # gone, or its number was reused
+        return False
+    return True

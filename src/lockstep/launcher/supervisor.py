@@ -42,8 +42,8 @@ from lockstep.launcher.fork_server import ForkServer
 from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy
 from lockstep.launcher.listening_socket import find_obstacle, get_connectable_address, listen
 from lockstep.launcher.local_rendezvous import create_store
-from lockstep.launcher.output import RankOutput
-from lockstep.launcher.rank_probes import RankProbes
+from lockstep.launcher.output import RankOutput, close_outputs
+from lockstep.launcher.rank_probes import RankProbes, group_exists
 from lockstep.launcher.report_request import reports_on_request, take_request
 from lockstep.launcher.stacks import STACK_SIGNAL
 from lockstep.launcher.standard_streams import StandardStreams
@@ -401,12 +401,7 @@ class RankSupervisor:
         self.probes.close()
         for address in [*self._stores]:
             self.close_store(address)
-        left = [rank for rank, output in self.outputs.items() if output.close()]
-        if left:
-            say(
-                f"{format_numbered(self.noun, left)} ended, but a process started there still runs "
-                "and holds the output: its further output is lost"
-            )
+        close_outputs(self.outputs, self.noun)
         if self._own_fork_server is not None:
             self._own_fork_server.close()
 
@@ -482,7 +477,7 @@ class RankSupervisor:
         """Wait until the ranks' process groups, including data loader workers, are gone."""
         left = set(self.pids.values())
         while left and time.monotonic() < deadline:
-            left = {group for group in left if _group_exists(group)}
+            left = {group for group in left if group_exists(group)}
             if left:
                 time.sleep(POLL)
 
@@ -607,11 +602,3 @@ def _shorten(timeout: float, deadline: float | None) -> float:
     """Return `timeout`, or the time left until the deadline if that is shorter."""
     left = timeout if deadline is None else deadline - time.monotonic()
     return max(0.0, min(timeout, left))
-
-
-def _group_exists(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError):  # gone, or its number was reused
-        return False
-    return True
