@@ -84,7 +84,10 @@ def test_the_first_manual_step_warns_of_the_batch_that_will_fail(skips):
                     step.backward(judge(generator(inputs)).mean())
             assert not generator[1]._forward_pre_hooks
 
-    sentence = r"before batch 2 of epoch 0 \(1 sample\): .* batch norm Sequential.1 cannot train: "
+    sentence = (
+        r"before batch 2 of epoch 0 \(1 sample\): .* batch norm "
+        r"extra_modules\[0\].1 cannot train: "
+    )
     ends = nullcontext()
     if not skips:
         ends = pytest.raises(UsageError, match=r"step 2, micro-batch 0 holds one .* drop_last=")

@@ -110,6 +110,27 @@ def test_two_trainers_that_use_each_others_batch_norm(ranks):
     one_outcome(ranks, train)
 
 
+def test_extra_modules_of_one_class_are_all_kept_alike(ranks):
+    """They were named by their class, so only the last one was."""
+
+    def judge():
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def train():
+        torch.manual_seed(0)
+        generator, first, second = nn.Linear(6, 3), judge(), judge()
+        trainer = ls.Trainer(generator, None, SGD, extra_modules=[first, second])
+        for _ in range(2):
+            with trainer.manual_step() as step:
+                for x, _ in step.microbatches(rows()):
+                    made = generator(x)
+                    step.backward(first(made).mean() + second(made).square().mean())
+        statistics = [each[1].running_mean.tolist() for each in (first, second)]
+        return trainer.digest(), step.result.loss, statistics
+
+    one_outcome(ranks, train)
+
+
 def test_a_loss_with_buffers_is_kept_alike(ranks):
     class Centred(nn.Module):
         def __init__(self):

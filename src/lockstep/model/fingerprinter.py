@@ -71,7 +71,7 @@ class Fingerprinter:
         self.number = number
         self._with_backward, self._with_state = with_backward, with_state
         self._model, self._has_whole_gradients = module, has_whole_gradients
-        others = {type(each).__name__: each for each in parallel.extra_modules}
+        others = parallel.named_extra_modules()
         self._hooked = dict(hookable_modules(type(module).__name__, called, is_root=True))
         for name, each in others.items():
             self._hooked |= dict(hookable_modules(name, each))

@@ -173,15 +173,17 @@ class ParallelContext:
 
     def other_modules(self) -> dict[str, nn.Module]:
         """Return the other modules that a step calls, by the names of the Trainer's arguments."""
-        found = {
-            f"extra_modules[{number}]": module for number, module in enumerate(self.extra_modules)
-        }
-        return found | ({"loss": self.loss} if isinstance(self.loss, nn.Module) else {})
+        return self.named_extra_modules() | (
+            {"loss": self.loss} if isinstance(self.loss, nn.Module) else {}
+        )
+
+    def named_extra_modules(self) -> dict[str, nn.Module]:
+        """Return `extra_modules`, each by its position: several may be of one class."""
+        return {f"extra_modules[{number}]": each for number, each in enumerate(self.extra_modules)}
 
     def modules_with(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return the model and all other modules that a step calls, by their names in messages."""
-        others = {type(each).__name__: each for each in self.extra_modules}
-        return {"": model} | others | self.loss_module()
+        return {"": model} | self.named_extra_modules() | self.loss_module()
 
     def loss_module(self) -> dict[str, nn.Module]:
         """Return the loss by its class name, if it is a module."""
