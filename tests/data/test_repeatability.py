@@ -1,10 +1,11 @@
 """A few samples of each epoch are loaded twice: what is not seeded shows."""
 
 import copy
+import itertools
 import json
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,94 @@ def test_a_collate_fn_with_a_generator_of_its_own_is_named() -> None:
 
 
 # --- other data on another rank -----------------------------------------------------------------
+
+
+rng = numpy.random.default_rng(0)
+
+
+def rarely_flip(samples: list[Any]) -> list[Any]:
+    """Draws from the generator of its module; the results are almost always equal."""
+    return samples[::-1] if any(rng.random() < 1e-9 for _ in samples) else samples
+
+
+class RareTransform:
+    """A transform that draws from the generator of its module."""
+
+    def __call__(self, sample: int) -> int:
+        return rarely_flip([sample])[0]
+
+
+class Flipped(Numbers):
+    def __init__(self) -> None:
+        self.transform = RareTransform()
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transform(index)
+
+
+def test_a_transform_that_draws_from_the_generator_of_its_module_is_named() -> None:
+    with pytest.raises(DatasetError, match=rf"^sample .* of Flipped, .* {PRIVATE} .*rng\)"):
+        list(Batches(Flipped(), 8))
+
+
+def count_calls() -> Callable[[list[Any]], Any]:
+    calls = itertools.count()
+    return lambda samples: torch.tensor(samples) + next(calls)
+
+
+def pad_to_longest_so_far() -> Callable[[list[Any]], Any]:
+    longest = [0]
+
+    def collate(samples: list[int]) -> torch.Tensor:
+        longest[0] = max(longest[0], *samples)
+        return torch.zeros(len(samples), longest[0])
+
+    return collate
+
+
+def spoil(samples: list[list[int]]) -> list[int]:
+    """Writes into the samples, which belong to the dataset."""
+    for sample in samples:
+        sample[0] += 1
+    return [sample[0] for sample in samples]
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["map", "stream"])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "collate",
+    [lambda: rarely_flip, count_calls, pad_to_longest_so_far],
+    ids=lambda each: each.__name__,
+)
+def test_a_collate_fn_that_is_not_repeatable_is_named(
+    collate: Callable[[], Any], workers: int, is_stream: bool
+) -> None:
+    """Only generators among its attributes were found."""
+    dataset: Any = iter(range(32)) if is_stream else list(range(32))
+    with pytest.raises(DatasetError, match=r"^collate_fn, called twice with the same random seed"):
+        list(Batches(dataset, 8, shuffle=False, num_workers=workers, collate_fn=collate()))
+
+
+def test_a_collate_fn_that_writes_into_the_dataset_is_named() -> None:
+    with pytest.raises(DatasetError, match=r"^collate_fn, called twice"):
+        list(Batches([[each] for each in range(32)], 8, collate_fn=spoil))
+    fresh = [[each] for each in range(32)]
+    assert len(list(Batches(iter(fresh), 8, collate_fn=spoil))) == 4, "a stream gives new samples"
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["map", "stream"])
+def test_a_collate_fn_is_called_once_more_for_one_micro_batch(is_stream: bool) -> None:
+    calls = []
+
+    def collate(samples: list[Any]) -> torch.Tensor:
+        calls.append(samples)
+        return torch.tensor(samples) + torch.rand(())
+
+    for _ in range(2):
+        dataset: Any = iter(range(32)) if is_stream else list(range(32))
+        assert len(list(Batches(dataset, 8, microbatches=2, collate_fn=collate))) == 4
+    assert len(calls) == 1 + 2 * 8
+    assert calls[2] == calls[0]
 
 
 class Said:

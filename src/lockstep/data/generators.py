@@ -6,10 +6,12 @@ private generator of a sampler or dataset is not, so its numbers depend on all e
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
+import sys
 from collections.abc import Iterator, Mapping
-from types import MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy
@@ -27,6 +29,9 @@ DEPTH, LIMIT = 5, 1000
 
 PLAIN = {bool, int, float, complex, str, bytes, type(None)}
 """Types that cannot hold a generator."""
+
+CALLED = ("__getitem__", "__call__", "forward")
+"""The methods of datasets and transforms in which generators of a module are searched."""
 
 GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
 
@@ -51,7 +56,8 @@ def is_private_generator(value: Any) -> bool:
 def private_generators(owner: Any, without: frozenset[str] = frozenset()) -> dict[str, Any]:
     """Return the private generators among the attributes of `owner`, by attribute path.
 
-    Containers, `functools.partial` and objects among the attributes are searched too.
+    Containers, `functools.partial`, objects among the attributes, and what functions refer to are
+    searched too.
 
     Args:
         owner: The object, for instance a sampler or a dataset.
@@ -106,7 +112,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attributes or items of an object by name, except numbers and strings."""
-    if isinstance(value, (str, bytes, torch.Tensor, numpy.ndarray, type)):
+    if isinstance(value, (str, bytes, torch.Tensor, numpy.ndarray, type, ModuleType)):
         return
     if isinstance(value, functools.partial):
         yield from (("func", value.func), ("args", value.args), ("keywords", value.keywords))
@@ -122,7 +128,32 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     else:
         if isinstance(value, MethodType):
             yield "__self__", value.__self__
+            value = value.__func__
+        called = (getattr(type(value), name, None) for name in CALLED)
+        for function in (value, *called):
+            if isinstance(function, FunctionType) and not _is_of_library(function):
+                yield from _names_of(function)
         yield from getattr(value, "__dict__", {}).items()
+
+
+def _is_of_library(function: FunctionType) -> bool:
+    """Return whether a function is the standard library's, some of which draw, such as tempfile."""
+    return (function.__module__ or "").partition(".")[0] in sys.stdlib_module_names
+
+
+def _names_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield what a function refers to: in its closure, its defaults and its module."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            yield name, cell.cell_contents
+    yield "defaults", (function.__defaults__, function.__kwdefaults__)
+    waiting = [function.__code__]
+    while waiting:
+        code = waiting.pop()
+        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
+        known = (name for name in code.co_names if name in function.__globals__)
+        root = function.__module__
+        yield from ((f"{root}.{name}", function.__globals__[name]) for name in known)
 
 
 def _plain(value: Any) -> Any:

@@ -10,8 +10,11 @@ own samples. Reading is repeated, but samples, order and random numbers are thos
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -25,8 +28,9 @@ from lockstep.data.map_dataset import (
     collate_samples,
 )
 from lockstep.data.microbatch import ReplicaShare
-from lockstep.data.repeatability import describe_sample, select_positions
+from lockstep.data.repeatability import collate_and_check, describe_sample, select_positions
 from lockstep.data.worker_info import hidden_worker_info
+from lockstep.errors import DatasetError
 from lockstep.randomness import key, seed_all
 
 __all__ = ["IterableSource"]
@@ -43,6 +47,7 @@ class IterableSource(IterableDataset[Item]):
     start: int = 0
     collate: Collate | None = None
     drop_last: bool = False
+    checks_collate: bool = False  # whether to check the collate function
 
     def __iter__(self) -> Iterator[Item]:
         """Iterate over the whole stream, and yield the batches of this worker."""
@@ -93,8 +98,31 @@ class IterableSource(IterableDataset[Item]):
             descriptions = tuple(
                 describe_sample(first + number, samples[number]) for number in numbers
             )
+        pieces = self.share.pieces(len(samples))
+        kept = None
+        if self.checks_collate and batch == self.start and pieces:
+            with contextlib.suppress(Exception):  # samples that cannot be copied are not checked
+                kept = copy.deepcopy(samples[: pieces[0][1].stop])
+        collate = partial(self._collate, batch, samples)
+        if kept is None:
+            parts = collate(pieces)
+        else:
+            again = partial(self._collate, batch, kept)
+            try:
+                parts = collate_and_check(collate, again, pieces, self.collate)
+            except DatasetError as error:
+                parts = LoadFailure(str(error), DatasetError)
+        if isinstance(parts, LoadFailure):
+            return parts
+        return LoadedBatch(len(samples), parts, descriptions)
+
+    def _collate(
+        self, batch: int, samples: list[Any], pieces: Sequence[tuple[int, range]]
+    ) -> list[Any] | LoadFailure:
+        """Collate some micro-batches of a batch."""
+        first = batch * self.batch_size
         parts: list[Any] = []
-        for index, piece in self.share.pieces(len(samples)):
+        for index, piece in pieces:
             part = collate_samples(
                 samples[piece.start : piece.stop],
                 range(first + piece.start, first + piece.stop),
@@ -105,4 +133,4 @@ class IterableSource(IterableDataset[Item]):
             if isinstance(part, LoadFailure):
                 return part
             parts.append(part)
-        return LoadedBatch(len(samples), parts, descriptions)
+        return parts

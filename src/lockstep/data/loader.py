@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any, cast
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 
 from lockstep.data.consistency import (
     UNKNOWN,
@@ -46,7 +46,7 @@ from lockstep.data.microbatch import (
     count_microbatches,
     on_one_host,
 )
-from lockstep.data.repeatability import count_samples, note_checked
+from lockstep.data.repeatability import count_samples, note_checked, was_checked
 from lockstep.data.samplers import (
     SamplerStates,
     draw_batches,
@@ -296,19 +296,24 @@ class Batches:
         return self._make_source(start, is_compared=True)
 
     def _make_source(self, start: int, *, is_compared: bool = False) -> Source:
-        keys, share = (self.seed, self.epoch), self._share
+        keys, share, collate = (self.seed, self.epoch), self._share, self.collate_fn
+        is_own = collate is not None and collate is not default_collate
+        is_unchecked = is_own and not was_checked(collate)
         if self._iterable:
             size = cast(int, self.batch_size)
-            dataset, collate = self.dataset, self.collate_fn
-            return IterableSource(dataset, size, share, keys, start, collate, self.drop_last)
+            return IterableSource(
+                self.dataset, size, share, keys, start, collate, self.drop_last, is_unchecked
+            )
         assert self._planned is not None
         first = start if is_compared else -1
-        if self.collate_fn is None:
+        if collate is None:
             tensors = TensorSource.of(self.dataset, self._planned, share, first)
             if tensors is not None:
                 return tensors
         checks = count_samples(self.dataset)
-        return MapSource(self.dataset, self._planned, share, keys, self.collate_fn, first, checks)
+        return MapSource(
+            self.dataset, self._planned, share, keys, collate, first, checks, is_unchecked
+        )
 
     def _items(self, source: Source, start: int) -> Items:
         """Return the items of the batches from `start` on."""
@@ -324,7 +329,8 @@ class Batches:
     ) -> tuple[Microbatch, ...]:
         """Load batch `number` for another share, in this process."""
         if isinstance(source, IterableSource):
-            items = load_isolated(replace(source, share=share, start=number), self.pin_memory)
+            again = replace(source, share=share, start=number, checks_collate=False)
+            items = load_isolated(again, self.pin_memory)
         else:
             found = replace(source, share=share, first=-1)
             load = load_in_process if isinstance(source, TensorSource) else load_isolated
@@ -354,7 +360,7 @@ class Batches:
             descriptions = item.descriptions if isinstance(item, LoadedBatch) else ()
             require_same_samples(self._exchange_samples(descriptions))
             if descriptions:
-                note_checked(self.dataset)
+                note_checked(self.dataset, self.collate_fn)
             self._comparing = perf_counter() - begun
             if item is not None:
                 yield item

@@ -17,7 +17,7 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,8 +27,8 @@ from lockstep.data.epoch_order import EpochOrder
 from lockstep.data.microbatch import ReplicaShare, clone_tensors
 from lockstep.data.repeatability import (
     COUNT,
-    check_collate,
     check_samples,
+    collate_and_check,
     describe_sample,
     select_positions,
 )
@@ -137,6 +137,7 @@ class MapSource(Dataset[Item]):
     collate: Collate | None = None
     first: int = -1  # the batch whose samples are checked
     checks: int = COUNT  # the maximum number of samples to check
+    checks_collate: bool = False  # whether to check the collate function, too
 
     def __len__(self) -> int:
         """Return the number of global batches."""
@@ -158,17 +159,20 @@ class MapSource(Dataset[Item]):
         ]
         loaded: dict[int, Any] = {}
         try:
-            descriptions = self._check(span, pieces, loaded) if batch == self.first else ()
+            descriptions = self._check(span, loaded) if batch == self.first else ()
+            collate = partial(self._microbatches, loaded=loaded)
+            if batch == self.first and self.checks_collate:
+                again = partial(self._microbatches, loaded={})
+                parts = collate_and_check(collate, again, pieces, self.collate)
+            else:
+                parts = collate(pieces)
         except DatasetError as error:
             return LoadFailure(str(error), DatasetError)
-        parts = self._microbatches(pieces, loaded)
         if isinstance(parts, LoadFailure):
             return parts
         return LoadedBatch(len(span), parts, descriptions)
 
-    def _check(
-        self, span: range, pieces: Sequence[tuple[Place, range]], loaded: dict[int, Any]
-    ) -> tuple[str, ...]:
+    def _check(self, span: range, loaded: dict[int, Any]) -> tuple[str, ...]:
         """Check a few samples; put those that were loaded into `loaded`, by position."""
         positions = select_positions(span, self.checks)
         names = self.epoch.indices[positions].tolist()
@@ -179,10 +183,7 @@ class MapSource(Dataset[Item]):
             sample = loaded[position] = self._sample(index, seeds[position])
             return sample
 
-        found = check_samples(load, positions, names, self.dataset)
-        if self.collate is not None and pieces:
-            check_collate(lambda: self._microbatches(pieces[:1], {}), self.collate)
-        return found
+        return check_samples(load, positions, names, self.dataset)
 
     def _microbatches(
         self, pieces: Sequence[tuple[Place, range]], loaded: dict[int, Any]

@@ -1,5 +1,8 @@
 """The repeatability check: loads samples of an epoch's first batch twice, and compares them.
 
+A collate function of the user is checked in the same way, with one micro-batch, when it is first
+used.
+
     each rank    sample i with seed key(seed, epoch, i) ──> content, states of private generators
                  sample i with the same seed            ──> must be equal, or the dataset uses
                                                             random numbers that are not seeded
@@ -25,12 +28,13 @@ from lockstep.errors import DatasetError
 
 __all__ = [
     "COUNT",
-    "check_collate",
     "check_samples",
+    "collate_and_check",
     "count_samples",
     "describe_sample",
     "note_checked",
     "select_positions",
+    "was_checked",
 ]
 
 COUNT, LATER_COUNT = 4, 1
@@ -46,18 +50,24 @@ ADVICE = (
 
 
 _checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""The datasets that have been checked in this process, by id."""
+"""The datasets and collate functions that have been checked in this process, by id."""
 
 
 def count_samples(dataset: Any) -> int:
     """Return the maximum number of samples to check in the next epoch of a dataset."""
-    return LATER_COUNT if _checked.get(id(dataset)) is dataset else COUNT
+    return LATER_COUNT if was_checked(dataset) else COUNT
 
 
-def note_checked(dataset: Any) -> None:
-    """Note that samples of a dataset have been checked, in this process or in a worker."""
-    with contextlib.suppress(TypeError):  # lists, for instance, have no weak references
-        _checked[id(dataset)] = dataset
+def was_checked(owner: Any) -> bool:
+    """Return whether a dataset or a collate function has been checked in an earlier epoch."""
+    return _checked.get(id(owner)) is owner
+
+
+def note_checked(*owners: Any) -> None:
+    """Note what has been checked, in this process or in a worker."""
+    for owner in owners:
+        with contextlib.suppress(TypeError):  # lists, for instance, have no weak references
+            _checked[id(owner)] = owner
 
 
 def select_positions(positions: Sequence[int], count: int = COUNT) -> list[int]:
@@ -112,24 +122,36 @@ def check_samples(
     return tuple(found)
 
 
-def check_collate(collate: Callable[[], Any], function: Any) -> None:
-    """Check a collate function with private generators by collating a micro-batch twice.
+def collate_and_check(
+    collate: Callable[[Sequence[Any]], Any],
+    again: Callable[[Sequence[Any]], Any],
+    pieces: Sequence[Any],
+    function: Any,
+) -> Any:
+    """Collate micro-batches, the first of them twice, and compare its results.
 
     Args:
-        collate: A function that loads and collates the micro-batch, with the global generators
-            seeded for it.
-        function: The collate function of the user.
+        collate: A function that collates some of the micro-batches, with the global generators
+            seeded for each. It returns a list; anything else is a failure.
+        again: The same, from samples that are loaded anew.
+        pieces: The micro-batches.
+        function: The collate function of the user, which is searched for private generators.
+
+    Returns:
+        All micro-batches, or a failure.
 
     Raises:
-        DatasetError: The state of a private generator differs after the two calls.
+        DatasetError: The results, or the states of a private generator, differ.
     """
-    if not private_generators(function):
-        return
-    states = []
-    for _ in range(2):
-        collate()
-        states.append(_states(function))
-    require_repeatable("collate_fn, called twice with the same random seed, ", ["", ""], states)
+    first = collate(pieces[:1])
+    if not isinstance(first, list):
+        return first
+    contents, states = [hash_content(first)], [_states(function)]
+    others = collate(pieces[1:])  # the function may keep something, such as the longest length
+    contents.append(hash_content(again(pieces[:1])))
+    states.append(_states(function))
+    require_repeatable("collate_fn, called twice with the same random seed, ", contents, states)
+    return [*first, *others] if isinstance(others, list) else others
 
 
 def describe_sample(name: int, sample: Any) -> str:
