@@ -1,5 +1,6 @@
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.comm.tree import nodes_of
 from lockstep.data.microbatch import (
@@ -289,3 +291,27 @@ def test_parts_are_aligned_and_dense_in_any_layout(columns, kind):
         assert torch.equal(targets, batch[rows, 0])
         assert inputs.data_ptr() % 64 == targets.data_ptr() % 64 == 0
         assert inputs.stride() == batch[rows].clone().stride()
+
+
+@dataclass
+class Graph:
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ((pack_sequence([torch.rand(3, 2)] * 4), torch.zeros(4)), r"batch\[0\] is a PackedSeq"),
+        ((Graph(torch.rand(2), torch.rand(4)), torch.zeros(4)), r"batch\[0\]\.second has 4 rows"),
+    ],
+    ids=["packed", "dataclass"],
+)
+def test_a_container_that_is_not_split_is_refused(batch: Any, words: str) -> None:
+    """Each micro-batch got all of it, or two parts that do not fit."""
+    share = WHOLE[2]
+    with pytest.raises(DatasetError, match=f"^{words}.*collate_fn"):
+        split_batch(batch, share)
+    whole = Graph(torch.rand(2), torch.rand(3))
+    parts = split_batch((whole, torch.zeros(4)), share).microbatches
+    assert all(part.data[0] is whole for part in parts), "no rows of the samples"

@@ -1,16 +1,21 @@
 """Blocks of loader workers: used again when nothing holds them, and never before."""
 
 import gc
+import io
 import os
+from collections import UserDict
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from lockstep.data import shared_blocks
 from lockstep.data.loader import Batches
-from lockstep.data.shared_blocks import BLOCKS, BlockReader, Slice
+from lockstep.data.shared_blocks import BLOCKS, BlockReader
 from lockstep.errors import SampleError
 
 
@@ -111,6 +116,71 @@ def test_any_data_is_that_of_the_process_itself():
         assert found[0]["images"] is found[0]["again"][0]
 
 
+class Checked(NamedTuple("Checked", [("rows", torch.Tensor), ("label", str)])):
+    """A named tuple that checks its parts and takes its arguments in another way."""
+
+    def __new__(cls, samples):
+        rows = torch.stack([sample[0] for sample in samples])
+        assert rows.device.type == "cpu"
+        return super().__new__(cls, rows, "checked")
+
+    def __getnewargs__(self):
+        return (list(zip(self.rows, strict=True)),)
+
+
+class CheckedMapping(UserDict):
+    """A mapping whose values are tensors, with an attribute of its own."""
+
+    def __init__(self, values, name=""):
+        super().__init__(values)
+        self.name = name
+
+    def __setitem__(self, key, value):
+        assert isinstance(value, torch.Tensor)
+        super().__setitem__(key, value)
+
+
+@dataclass
+class Record:
+    """A batch that torch leaves as it is."""
+
+    rows: torch.Tensor
+
+
+def checked_kinds(samples):
+    rows = torch.stack([sample[0] for sample in samples]).float()
+    packed = pack_sequence([*rows], enforce_sorted=False)
+    return [packed, Checked(samples), CheckedMapping({"rows": rows}, "named"), Record(rows)]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_containers_that_check_their_parts_are_rebuilt(workers):
+    """They were made of places in memory, and the error of a worker named none of it."""
+    for data in parts(Rows(), workers, collate_fn=checked_kinds):
+        for packed, checked, mapping, record in data:
+            rows = record.rows
+            assert isinstance(packed, PackedSequence)
+            assert packed.data.data_ptr() % 64 == 0
+            assert torch.equal(torch.nn.utils.rnn.unpack_sequence(packed)[0], rows[0])
+            assert type(checked) is Checked
+            assert checked.label == "checked"
+            assert torch.equal(checked.rows, rows.long())
+            assert type(mapping) is CheckedMapping
+            assert mapping.name == "named"
+            assert torch.equal(mapping["rows"], rows)
+
+
+def test_the_error_of_a_worker_is_shown(monkeypatch):
+    """The first line of torch's message only says that there was one."""
+
+    def fail(source):
+        raise RuntimeError("what went wrong")
+
+    monkeypatch.setattr(shared_blocks.IterableSource, "__iter__", fail)
+    with pytest.raises(SampleError, match=r"Caught RuntimeError.*RuntimeError: what went wrong;"):
+        list(parts(Stream(), 1))
+
+
 @pytest.mark.parametrize("data", [[lambda: 0], [lambda: 0, torch.ones(3)]], ids=len)
 def test_data_that_cannot_be_sent_is_one_sentence(data):
     def collate(samples):
@@ -136,8 +206,9 @@ def reader():
 
 def read(reader):
     reader.in_use[1, 3] = 1
-    slices = [Slice(0, torch.float32, (4,), (1,)), Slice(64, torch.int64, (2, 2), (1, 2))]
-    return reader.read(1, 3, Descriptor(), 4096, slices)
+    pickled = io.BytesIO()
+    shared_blocks._Pickler(pickled).dump([torch.ones(4), torch.ones(2, 2, dtype=torch.int64).t()])
+    return reader.read(1, 3, Descriptor(), 4096, pickled.getvalue())
 
 
 def test_a_block_is_free_when_its_last_tensor_is(reader):

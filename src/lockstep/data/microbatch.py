@@ -20,7 +20,8 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -28,6 +29,7 @@ from typing import Any, NoReturn
 
 import numpy
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.comm.tree import Node, nodes_of
 from lockstep.data.consistency import BatchIdentity
@@ -262,7 +264,8 @@ def split_batch(batch: Any, share: ReplicaShare, epoch: int = 0) -> Batch:
         DatasetError: The first dimensions differ, are 0, or do not exist.
     """
     sizes: dict[str, int] = {}
-    _collect_sizes(batch, "batch", sizes)
+    uncut: dict[str, int] = {}
+    _collect_sizes(batch, "batch", sizes, uncut)
     if not sizes:
         raise DatasetError(
             f"a batch of type {type(batch).__name__} cannot be split into micro-batches; "
@@ -276,6 +279,12 @@ def split_batch(batch: Any, share: ReplicaShare, epoch: int = 0) -> Batch:
             raise DatasetError(f"{first} has {size} samples, but {name} has {other}")
     if size == 0:
         raise DatasetError("the batch has no samples")
+    if (found := next((name for name, rows in uncut.items() if rows == size), None)) is not None:
+        raise DatasetError(
+            f"{found} has {size} rows, as many as the batch has samples, but only tuples, lists "
+            "and mappings are split into micro-batches: pass its tensors in one of these, or load "
+            "them with trainer.batches(dataset, collate_fn=...)"
+        )
     own = share.pieces(size)
     parts = _cut(batch, [span for _, span in own], {})
     return Batch(
@@ -314,12 +323,12 @@ def clone_tensors(data: Any) -> Any:
     """
     copies: dict[int, Any] = {}
 
-    def copy(value: Any) -> Any:
+    def clone(value: Any) -> Any:
         if id(value) not in copies:
             copies[id(value)] = _copied(value)
         return copies[id(value)]
 
-    return map_tensors(copy, data, (torch.Tensor, numpy.ndarray))
+    return map_tensors(clone, data, (torch.Tensor, numpy.ndarray))
 
 
 def _copied(value: torch.Tensor | numpy.ndarray[Any, Any]) -> Any:
@@ -363,16 +372,33 @@ def _is_column(data: Any) -> bool:
     )
 
 
-def _collect_sizes(data: Any, name: str, sizes: dict[str, int]) -> None:
-    """Collect the first dimension of every column in `data`, by the expression for the column."""
+def _collect_sizes(data: Any, name: str, sizes: dict[str, int], uncut: dict[str, int]) -> None:
+    """Collect the first dimension of every column in `data`, by the expression for the column.
+
+    Args:
+        data: Nested data.
+        name: The expression for it.
+        sizes: The first dimensions of what is split.
+        uncut: Those of tensors in other objects, which every micro-batch gets as they are.
+    """
+    if isinstance(data, PackedSequence):
+        raise DatasetError(
+            f"{name} is a PackedSequence, whose samples are mixed in memory, so it cannot be split "
+            "into micro-batches: pass padded sequences and their lengths, which the model packs, "
+            "or load it with trainer.batches(dataset, collate_fn=...), which packs each micro-batch"
+        )
     if _is_column(data):
         sizes[name] = len(data)
     elif isinstance(data, Mapping):
         for entry, part in data.items():
-            _collect_sizes(part, f"{name}[{entry!r}]", sizes)
+            _collect_sizes(part, f"{name}[{entry!r}]", sizes, uncut)
     elif isinstance(data, (tuple, list)):
         for position, part in enumerate(data):
-            _collect_sizes(part, f"{name}[{position}]", sizes)
+            _collect_sizes(part, f"{name}[{position}]", sizes, uncut)
+    else:
+        for attribute, value in getattr(data, "__dict__", {}).items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                uncut[f"{name}.{attribute}"] = len(value)
 
 
 def _cut(data: Any, spans: Sequence[range], copies: dict[int, tuple[Any, list[Any]]]) -> list[Any]:
@@ -432,16 +458,23 @@ def _rebuilt(data: Any, visit: Callable[[Any], Any]) -> Any:
 
 
 def _assembled(data: Any, parts: Any) -> Any:
-    """Return a container of the type of `data` made of `parts`, a dict or a list."""
+    """Return a container of the type of `data` made of `parts`, a dict or a list.
+
+    A container of a type of its own is rebuilt as torch's loader does it.
+    """
     if isinstance(data, Mapping):
         return parts if type(data) is dict else _like(data, parts)
-    if hasattr(data, "_fields"):  # a named tuple takes its parts as separate arguments
-        return type(data)(*parts)
+    if hasattr(data, "_make"):  # a named tuple, whose constructor may have other arguments
+        return data._make(parts)
     return parts if type(data) is list else type(data)(parts)
 
 
 def _like(data: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
     try:
-        return type(data)(parts)  # type: ignore[call-arg]
-    except TypeError:  # the constructor does not accept a mapping, such as that of defaultdict
+        if not isinstance(data, MutableMapping):
+            return type(data)(parts)  # type: ignore[call-arg]
+        clone = copy(data)
+        clone.update(parts)
+    except TypeError:  # the constructor does not accept a mapping
         return parts
+    return clone

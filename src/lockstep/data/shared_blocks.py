@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import mmap
 import os
 import pickle
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from lockstep.data.iterable_dataset import IterableSource
 from lockstep.data.map_dataset import Item, LoadedBatch, LoadFailure, MapSource
-from lockstep.data.microbatch import ALIGNMENT, map_tensors
+from lockstep.data.microbatch import ALIGNMENT
 from lockstep.errors import SampleError
 
 __all__ = ["BlockReader", "BlockWriter", "SharedMapSource", "SharedStream", "remedy", "share"]
@@ -76,15 +77,15 @@ class BlockReader:
         self._mappings: dict[tuple[int, int], mmap.mmap] = {}
         _readers[self.number] = self
 
-    def read(self, worker: int, slot: int, descriptor: Any, nbytes: int, parts: Any) -> Any:
-        """Return `parts` with tensors in the place of slices.
+    def read(self, worker: int, slot: int, descriptor: Any, nbytes: int, pickled: bytes) -> Any:
+        """Unpickle data whose tensors are in a block.
 
         Args:
             worker: The worker that wrote the batch.
             slot: The number of its block.
             descriptor: The descriptor of the block if it is new; otherwise None.
             nbytes: The size of the block in bytes.
-            parts: Nested data with slices.
+            pickled: The data, with a `Slice` for each tensor.
         """
         if descriptor is not None:
             number = descriptor.detach()
@@ -97,14 +98,47 @@ class BlockReader:
         end = weakref.finalize(lease, _free, self._flags, (worker, slot), os.getpid())
         end.atexit = False
         storage = torch.frombuffer(lease, dtype=torch.uint8).untyped_storage()
-        tensors: dict[Slice, torch.Tensor] = {}
+        return _Unpickler(io.BytesIO(pickled), storage).load()
 
-        def resolve(place: Slice) -> torch.Tensor:
-            if place not in tensors:
-                tensors[place] = place.view(storage)
-            return tensors[place]
 
-        return map_tensors(resolve, parts, (Slice,))
+class _Unpickler(pickle.Unpickler):
+    """Unpickles data with its tensors in the memory of a block."""
+
+    def __init__(self, file: io.BytesIO, storage: torch.UntypedStorage) -> None:
+        super().__init__(file)
+        self._storage = storage
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what makes a tensor of the fields of a `Slice`, or the global of this name."""
+        if (module, name) == (__name__, _view.__name__):
+            return partial(_view, self._storage)
+        return super().find_class(module, name)
+
+
+def _view(storage: torch.UntypedStorage, *place: Any) -> torch.Tensor:
+    return Slice(*place).view(storage)
+
+
+class _Pickler(ForkingPickler):
+    """Pickles data and collects its tensors, for which it writes their places in a block.
+
+    Tensors are replaced while they are pickled, not before: a container that checks its parts
+    never gets anything else.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[tuple[Slice, torch.Tensor]] = []
+        self.nbytes = 0
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return the place of a tensor in the block; let torch pickle all else."""
+        if not isinstance(value, torch.Tensor) or not _is_plain(value):
+            return NotImplemented
+        place = Slice(self.nbytes, value.dtype, tuple(value.shape), value.stride())
+        self.nbytes += -(-max(value.nbytes, 1) // ALIGNMENT) * ALIGNMENT
+        self.tensors.append((place, value))
+        return _view, tuple(place)
 
 
 def remedy(error: Exception, otherwise: str) -> str:
@@ -135,7 +169,7 @@ class SharedBatch:
         reader: The number of the rank's reader.
         block: The block of the tensors; None if torch sends them.
         size: The number of samples of the whole batch.
-        parts: The pickled data of the micro-batches, with slices in the place of tensors.
+        parts: The pickled data of the micro-batches.
         descriptions: Descriptions of a few samples.
     """
 
@@ -156,8 +190,8 @@ def _receive(
     reader = _readers.get(number)
     if reader is None:
         return LoadFailure("the batch arrived after its loader ended", SampleError)
-    parts = pickle.loads(pickled)
-    return LoadedBatch(size, reader.read(*block, parts) if block else parts, descriptions)
+    parts = reader.read(*block, pickled) if block else pickle.loads(pickled)
+    return LoadedBatch(size, parts, descriptions)
 
 
 class BlockWriter:
@@ -172,39 +206,15 @@ class BlockWriter:
         """Copy the tensors of an item into a free block; if there is none, let torch send them."""
         if isinstance(item, LoadFailure):
             return item
-        tensors: list[tuple[Slice, torch.Tensor]] = []
-        places: dict[int, Slice] = {}
-        end = 0
-
-        def plan(tensor: torch.Tensor) -> Slice | torch.Tensor:
-            nonlocal end
-            if not _is_plain(tensor):
-                return tensor
-            if id(tensor) not in places:
-                place = Slice(end, tensor.dtype, tuple(tensor.shape), tensor.stride())
-                end += -(-max(tensor.nbytes, 1) // ALIGNMENT) * ALIGNMENT
-                places[id(tensor)] = place
-                tensors.append((place, tensor))
-            return places[id(tensor)]
-
-        parts = map_tensors(plan, item.parts)
-        slot = self._choose(end) if tensors else None
-        if slot is None:
-            return self._packed(item, None, item.parts)
-        descriptor = None
-        if slot not in self._storages or self._storages[slot].nbytes() < end:
-            descriptor = self._allocate(slot, int(end * RESERVE))
-        storage = self._storages[slot]
-        for place, tensor in tensors:
-            place.view(storage).copy_(tensor)
-        self._flags[slot] = 1
-        block = self.worker, slot, descriptor, storage.nbytes()
-        return self._packed(item, block, parts)
-
-    def _packed(self, item: LoadedBatch, block: Block | None, parts: Any) -> Item | SharedBatch:
-        """Pickle a batch here: in its queue, an error would leave the rank waiting."""
+        pickled = io.BytesIO()
+        pickler = _Pickler(pickled)
         try:
-            pickled = bytes(ForkingPickler.dumps(parts))
+            pickler.dump(item.parts)
+            slot = self._choose(pickler.nbytes) if pickler.tensors else None
+            if slot is None:
+                parts = bytes(ForkingPickler.dumps(item.parts))
+                return SharedBatch(self.reader, None, item.size, parts, item.descriptions)
+        # Pickled here: in its queue, an error would leave the rank waiting.
         except Exception as error:  # objects raise arbitrary exceptions when they are pickled
             words = str(error).strip().splitlines() or [""]
             return LoadFailure(
@@ -212,7 +222,16 @@ class BlockWriter:
                 f"{words[0].rstrip('.')}); {remedy(error, 'return other data from the dataset')}, "
                 "or pass num_workers=0"
             )
-        return SharedBatch(self.reader, block, item.size, pickled, item.descriptions)
+        descriptor = None
+        if slot not in self._storages or self._storages[slot].nbytes() < pickler.nbytes:
+            descriptor = self._allocate(slot, int(pickler.nbytes * RESERVE))
+        storage = self._storages[slot]
+        for place, tensor in pickler.tensors:
+            place.view(storage).copy_(tensor)
+        self._flags[slot] = 1
+        block = self.worker, slot, descriptor, storage.nbytes()
+        parts = pickled.getvalue()
+        return SharedBatch(self.reader, block, item.size, parts, item.descriptions)
 
     def _choose(self, nbytes: int) -> int | None:
         """Return a free block, if possible one that is large enough; None if all are in use."""

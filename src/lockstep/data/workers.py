@@ -167,10 +167,12 @@ def _worker_error(error: Exception, workers: Sequence[BaseProcess] = ()) -> Samp
     end = time.monotonic() + (1.0 if workers else 0.0)
     while not any(worker.exitcode for worker in workers) and time.monotonic() < end:
         time.sleep(0.005)  # the pipes of a killed process break before its exit code is known
-    words = str(error).strip().splitlines() or [type(error).__name__]
-    words = [_exit(worker) for worker in workers if worker.exitcode] or words
+    # torch's message ends with the traceback of the worker, and so with the error in it.
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    words = ": ".join(dict.fromkeys(line.strip().rstrip(".") for line in (lines[0], lines[-1])))
+    words = next((_exit(worker) for worker in workers if worker.exitcode), words)
     return SampleError(
-        f"a loader worker failed: {words[0].strip().rstrip('.')}; "
+        f"a loader worker failed: {words}; "
         "usual causes are a lack of memory and a crash in the code of the dataset"
     )
 

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.comm import backend
 from lockstep.data.consistency import BatchIdentity
@@ -213,7 +214,8 @@ class ParallelContext:
         """Return nested data with its tensors on this rank's device."""
         if self._device_type == "cpu":
             return data
-        return map_tensors(lambda tensor: tensor.to(self.device, non_blocking=True), data)
+        kinds = (torch.Tensor, PackedSequence)  # the sizes in the latter stay on the CPU
+        return map_tensors(lambda part: part.to(self.device, non_blocking=True), data, kinds)
 
 
 def _check(replicas: int, microbatches: int, autocast_dtype: torch.dtype | None) -> None:

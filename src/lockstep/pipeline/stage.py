@@ -75,7 +75,12 @@ def make_first_input(microbatch: Microbatch, parallel: ParallelContext, place: s
 
 def _tensors_in(data: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    map_tensors(found.append, data)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(keep, data)
     return found
 
 
