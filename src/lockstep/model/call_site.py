@@ -24,7 +24,7 @@ from torch.autograd import graph as autograd_graph
 import lockstep
 from lockstep.model.units import is_in_backward
 
-__all__ = ["CallSite", "CallSites", "find_source"]
+__all__ = ["CallSite", "CallSites", "describe_line", "find_source", "is_user_code"]
 
 MODULE_CALL = nn.Module._call_impl.__code__
 BACKWARD = autograd_graph._engine_run_backward.__code__
@@ -102,8 +102,8 @@ class CallSites:
             if code is MODULE_CALL:
                 candidate = frame.f_locals["self"]
                 module = candidate if module is None and candidate in self._units else module
-            elif not source and _is_user_code(code):
-                source = _describe_line(frame)
+            elif not source and is_user_code(code):
+                source = describe_line(frame)
             frame = frame.f_back
         if module is None:
             return CallSite(source=source)
@@ -128,12 +128,13 @@ class CallSites:
 
 def find_source(frame: FrameType | None) -> str:
     """Return the line of the user's program that is being executed in a frame or its callers."""
-    while frame is not None and not _is_user_code(frame.f_code):
+    while frame is not None and not is_user_code(frame.f_code):
         frame = frame.f_back
-    return "" if frame is None else _describe_line(frame)
+    return "" if frame is None else describe_line(frame)
 
 
-def _describe_line(frame: FrameType) -> str:
+def describe_line(frame: FrameType) -> str:
+    """Return the line of a frame, such as "train.py:31 in forward"."""
     code = frame.f_code
     return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
 
@@ -143,7 +144,7 @@ def _class_name(module: nn.Module) -> str:
 
 
 @lru_cache(maxsize=10_000)
-def _is_user_code(code: CodeType) -> bool:
+def is_user_code(code: CodeType) -> bool:
     """Return whether code belongs to the user's program or to a library that it uses."""
     name = code.co_filename
     if name.startswith(("<frozen", "<eval_with_key>")) or name.startswith(TORCH):

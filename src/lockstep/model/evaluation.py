@@ -16,6 +16,7 @@ from lockstep.comm.exact_sum import ExactSum, add_exactly
 from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.errors import LossError, StoppedError, UsageError
 from lockstep.model.buffers import Buffers
+from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.forward import Metric, check_scalar, forward
 from lockstep.model.loss_weight import is_sum
 from lockstep.model.parallel_context import ParallelContext
@@ -154,7 +155,8 @@ def evaluate(
     rows: list[MicrobatchScores] = []
     units = Units(find_units(model, names), model, seed, parallel.device)
     buffers = Buffers(parallel.modules_with(model))
-    with evaluation_mode(model), units.seed_calls():
+    place = ""
+    with evaluation_mode(model), units.seed_calls(), CollectiveCallGuard(lambda: place):
         for number, batch in enumerate(batches):
             for microbatch in batch.microbatches:
                 # Negative steps, so that no training step has the same seeds.
@@ -165,6 +167,7 @@ def evaluate(
                 with buffers.preserve(), parallel.autocast():
                     loss, values = forward(model, parallel.loss, metrics, data, place)
                 rows.append(score_microbatch(parallel, microbatch, loss, values, place))
+                place = ""
     return combine_scores(rows, parallel)
 
 

@@ -28,6 +28,7 @@ from lockstep.errors import LayoutError, UsageError
 from lockstep.launcher.world import World
 from lockstep.messages import say
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
+from lockstep.model.collective_calls import wrap_collective_calls
 from lockstep.model.loss_scale import LossScale
 from lockstep.model.loss_weight import (
     WeightFunction,
@@ -94,6 +95,7 @@ class ParallelContext:
             LayoutError: The layout is impossible.
             UsageError: The loss has parameters, or the dtype is not supported.
         """
+        wrap_collective_calls()
         _check_stages(world.world_size, stages, extra_modules)
         _check(world.world_size // stages, microbatches, autocast_dtype)
         if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):

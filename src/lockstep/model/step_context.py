@@ -37,6 +37,7 @@ from lockstep.comm.collectives import (
 from lockstep.data.consistency import require_same_batch
 from lockstep.data.microbatch import Batch, Microbatch, split_evenly
 from lockstep.errors import LossError
+from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.forward import check_scalar
 from lockstep.model.loss_weight import compute_shares, count_ignored_targets, is_sum
 from lockstep.model.operator_call import Phase
@@ -441,11 +442,13 @@ class StepContext:
 
     def _weight(self, microbatch: Microbatch) -> float:
         assert self.parallel.loss_weight is not None
+        place = self.place(microbatch.index)
         try:
-            return float(self.parallel.loss_weight(microbatch.data))
+            with CollectiveCallGuard(lambda: place):
+                return float(self.parallel.loss_weight(microbatch.data))
         except Exception as error:
             raise LossError(
-                f"{self.place(microbatch.index)}: the weight of the micro-batch could not be "
+                f"{place}: the weight of the micro-batch could not be "
                 f"computed: {type(error).__name__}: {error}"
             ) from error
 

@@ -16,6 +16,7 @@ from torch import nn
 from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.errors import LostError, StoppedError
 from lockstep.model.buffers import Buffers
+from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.evaluation import (
     Evaluation,
     MicrobatchScores,
@@ -94,6 +95,7 @@ class PipelineEvaluator:
         with ExitStack() as stack:
             stack.enter_context(evaluation_mode(self._model))
             stack.enter_context(isolated(self._parallel.device, everything=True))
+            stack.enter_context(CollectiveCallGuard(lambda: self._place))
             for units in self._units.values():
                 stack.enter_context(units.install_hooks())
             for number, batch in enumerate(batches):

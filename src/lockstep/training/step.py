@@ -25,6 +25,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +42,7 @@ from lockstep.errors import GradientError, LossError, StateError, StoppedError, 
 from lockstep.launcher.device_choice import require_deterministic
 from lockstep.model.batch_norm import check_batch_norm
 from lockstep.model.buffers import Buffers
+from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects, require_same_weights
@@ -185,7 +187,8 @@ class OptimizerStep:
 
     def compute(self, step: StepContext, batch: Any) -> PreparedStep:
         """Do (1) with the trainer's own loss, and (2) to (7)."""
-        batch = self.executor.prepare(batch)
+        with CollectiveCallGuard(lambda: f"rank {self.parallel.rank}, step {step.number}"):
+            batch = self.executor.prepare(batch)
         # With loss weights, a single-sample micro-batch may have weight 0, and is not computed.
         checked = batch if self.parallel.loss_weight is None else None
         position = self.executor.position
@@ -209,7 +212,9 @@ class OptimizerStep:
             observing: AbstractContextManager[None] = nullcontext()
             if step.observer is not None:
                 observing = step.observer.recording(step, self.executor.position)
-            with static_shapes(self.model), self.executor.open(step) as loop, observing:
+            refusing = CollectiveCallGuard(partial(self._find_place, step))
+            opened = self.executor.open(step)
+            with static_shapes(self.model), opened as loop, observing, refusing:
                 yield loop
             has_failed = step.error is not None
         finally:
@@ -217,6 +222,11 @@ class OptimizerStep:
                 buffers.restore()
                 if has_failed:
                     gradients.clear()
+
+    def _find_place(self, step: StepContext) -> str:
+        """Return the place of the micro-batch that is being computed; "" between them."""
+        position = self.executor.position()
+        return "" if position is None else step.place(position[0])
 
     def prepare(self, step: StepContext) -> PreparedStep:
         """Do (2) to (7) after the micro-batches were computed.

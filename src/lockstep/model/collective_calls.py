@@ -1,0 +1,116 @@
+"""Collective calls of the script inside of a step, which are refused.
+
+Each rank computes other micro-batches. What it would gather or add is that of its own part, so the
+result would depend on the number of ranks, and ranks with more micro-batches would wait forever:
+
+    a loss that gathers the embeddings of all ranks        refused, on one process too
+    the trainer's own calls: gradients, stages, elastic    permitted
+
+The functions of `torch.distributed` end in methods of a process group. These get a wrapper once,
+which asks whether a micro-batch is being computed, and if so, whose code has made the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+
+from lockstep.errors import UsageError
+from lockstep.model.call_site import LOCKSTEP, TORCH, describe_line, is_user_code
+from lockstep.model.units import is_in_backward
+
+__all__ = ["CollectiveCallGuard", "wrap_collective_calls"]
+
+METHODS = re.compile("_?(all|barrier|broadcast|gather|monitored|recv|reduce|scatter|send)")
+"""The beginnings of the names of the methods of a process group that communicate."""
+
+FUNCTIONAL = "torch.distributed._functional_collectives"
+"""The functional collectives, which call no such method from Python."""
+
+RESOLVE = re.compile("_resolve_group(_name)?$")
+"""The names of the functions that they call first."""
+
+_refusal: tuple[Callable[[], str], int] | None = None
+"""A function that returns the place of the micro-batch that is being computed, and its thread."""
+
+_wrapped: set[Any] = set()
+"""The classes, and the names of modules, whose functions have wrappers."""
+
+
+class CollectiveCallGuard:
+    """A context in which collective calls and messages of the script raise UsageError.
+
+    Args:
+        place: A function that returns the rank, the step and the micro-batch, for the message; ""
+            while calls are permitted.
+    """
+
+    __slots__ = ("_outer", "_refusal")
+
+    def __init__(self, place: Callable[[], str]) -> None:
+        self._refusal = place, threading.get_ident()
+
+    def __enter__(self) -> None:
+        """Begin to refuse calls."""
+        global _refusal
+        if FUNCTIONAL in sys.modules and FUNCTIONAL not in _wrapped:
+            _wrap(FUNCTIONAL, sys.modules[FUNCTIONAL], RESOLVE)
+        self._outer, _refusal = _refusal, self._refusal
+
+    def __exit__(self, *error: object) -> None:
+        """Permit calls again."""
+        global _refusal
+        _refusal = self._outer
+
+
+def wrap_collective_calls() -> None:
+    """Wrap the methods of the process groups; called whenever a trainer is made."""
+    for kind in type(dist.group.WORLD).__mro__:
+        if issubclass(kind, dist.ProcessGroup):
+            _wrap(kind, kind, METHODS)
+
+
+def _wrap(key: Any, owner: Any, names: re.Pattern[str]) -> None:
+    for name, value in [*vars(owner).items()] if key not in _wrapped else ():
+        if names.match(name):
+            setattr(owner, name, _wrapper(name, value))
+    _wrapped.add(key)
+
+
+def _wrapper(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _refusal is not None:
+            _check(name, sys._getframe(1))
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _check(name: str, frame: FrameType | None) -> None:
+    """Raise UsageError if a micro-batch is being computed, and the script made the call."""
+    assert _refusal is not None
+    find_place, thread = _refusal
+    if threading.get_ident() != thread and not is_in_backward():
+        return
+    while frame is not None and not frame.f_code.co_filename.startswith(LOCKSTEP):
+        code = frame.f_code
+        frame_of_call, frame = frame, frame.f_back
+        if code.co_name == "wrapper":  # a decorator of torch's, or of typing_extensions
+            continue
+        if code.co_filename.startswith(f"{TORCH}/distributed"):
+            name = code.co_name
+        elif is_user_code(code) and (place := find_place()):
+            raise UsageError(
+                f"{place}: {name} was called at {describe_line(frame_of_call)}, inside of a step; "
+                "each rank computes other micro-batches, so the result of a collective call "
+                'depends on the number of ranks: see "Losses over the whole batch" in the guide to '
+                "training"
+            )
