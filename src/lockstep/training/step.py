@@ -48,6 +48,7 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects, require_same_weights
 from lockstep.model.static_shapes import static_shapes
 from lockstep.model.step_context import StepContext
+from lockstep.model.time_first import watch_time_first
 from lockstep.pipeline.placement import Placement
 from lockstep.record.rank_summary import Durations
 from lockstep.training.history import StepResult
@@ -210,11 +211,14 @@ class OptimizerStep:
         has_failed = True
         try:
             observing: AbstractContextManager[None] = nullcontext()
+            watching: AbstractContextManager[None] = nullcontext()
+            if step.number == 0:
+                watching = watch_time_first(self.model, step, self.executor.position)
             if step.observer is not None:
                 observing = step.observer.recording(step, self.executor.position)
             refusing = CollectiveCallGuard(partial(self._find_place, step))
             opened = self.executor.open(step)
-            with static_shapes(self.model), opened as loop, observing, refusing:
+            with static_shapes(self.model), opened as loop, observing, watching, refusing:
                 yield loop
             has_failed = step.error is not None
         finally:
