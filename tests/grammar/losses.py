@@ -96,6 +96,7 @@ def draw_loss(draw: Draw, classes: int) -> Loss:
         )  # fmt: skip
     return draw.pick(
         Loss(own.quartic),
+        Loss(own.summed),
         Loss(partial(own.Noisy)),
         Loss(partial(own.Centred, classes)),
         Loss(partial(nn.MultiLabelSoftMarginLoss), "binary"),

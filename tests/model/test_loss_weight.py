@@ -12,7 +12,6 @@ from lockstep.errors import LossError, UsageError
 from lockstep.model.loss_weight import (
     compute_shares,
     count_ignored_targets,
-    find_hidden_weights,
     infer_weight_function,
     is_sum,
 )
@@ -210,27 +209,3 @@ def test_the_weight_of_a_loss_inside_of_another_one():
     for loss in (padded, nn.MSELoss()):
         with pytest.raises(UsageError, match=r"ls.target_weight takes a CrossEntropyLoss"):
             ls.target_weight(loss)
-
-
-@pytest.mark.usefixtures("world_of_one")
-@pytest.mark.parametrize(
-    ("loss", "option"),
-    [
-        (Smoothed(ignore_index=0), "ignore_index"),
-        (Smoothed(weight=CLASS_WEIGHTS), "weight"),
-        (padded, "ignore_index"),
-        (Smoothed(), ""),
-        (nn.CrossEntropyLoss(ignore_index=0), ""),  # its weights are counted
-        (lambda outputs, targets: nn.functional.cross_entropy(outputs, targets), ""),
-        (None, ""),
-    ],
-)
-def test_a_loss_that_hides_its_weights_is_named(loss, option, capsys):
-    def count(data):
-        return float(len(data[-1]))
-
-    assert find_hidden_weights(loss) == option
-    ls.Trainer(nn.Linear(2, 3), loss, partial(torch.optim.SGD, lr=0.1))
-    assert (f"uses {option}=" in capsys.readouterr().err) == bool(option)
-    ls.Trainer(nn.Linear(2, 3), loss, partial(torch.optim.SGD, lr=0.1), loss_weight=count)
-    assert not capsys.readouterr().err

@@ -21,6 +21,7 @@ processes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -45,6 +46,8 @@ __all__ = [
     "assign_nodes",
     "clone_tensors",
     "count_microbatches",
+    "halve_samples",
+    "join_samples",
     "map_tensors",
     "on_one_host",
     "split_batch",
@@ -298,6 +301,35 @@ def split_batch(batch: Any, share: ReplicaShare, epoch: int = 0) -> Batch:
     )
 
 
+def halve_samples(data: Any, size: int) -> list[Any]:
+    """Return copies of the halves of some samples, the larger one first.
+
+    Raises:
+        DatasetError: Something in `data` has not one row per sample.
+    """
+    sizes: dict[str, int] = {}
+    uncut: dict[str, int] = {}
+    _collect_sizes(data, "data", sizes, uncut)
+    if {*sizes.values()} != {size} or uncut:
+        raise DatasetError(f"the data are not {size} rows")
+    return _cut(data, split_evenly(size, 2), {})
+
+
+def join_samples(one: Any, two: Any) -> Any:
+    """Return the samples of two micro-batches as one; ValueError if they do not fit together."""
+    if isinstance(one, torch.Tensor) and one.dim():
+        return torch.cat([one, two])
+    if _is_column(one):
+        return [*one, *two] if isinstance(one, (list, tuple)) else numpy.concatenate([one, two])
+    if isinstance(one, Mapping):
+        return _assembled(one, {key: join_samples(part, two[key]) for key, part in one.items()})
+    if isinstance(one, (tuple, list)):
+        return _assembled(one, [join_samples(*pair) for pair in zip(one, two, strict=True)])
+    if not bool(one == two):
+        raise ValueError("the micro-batches have different values")
+    return one
+
+
 def map_tensors(
     visit: Callable[[Any], Any], data: Any, kinds: tuple[type, ...] = (torch.Tensor,)
 ) -> Any:
@@ -470,11 +502,12 @@ def _assembled(data: Any, parts: Any) -> Any:
 
 
 def _like(data: Mapping[Any, Any], parts: dict[Any, Any]) -> Any:
+    if isinstance(data, MutableMapping):
+        with suppress(Exception):  # some do not permit it
+            clone = copy(data)
+            clone.update(parts)
+            return clone
     try:
-        if not isinstance(data, MutableMapping):
-            return type(data)(parts)  # type: ignore[call-arg]
-        clone = copy(data)
-        clone.update(parts)
+        return type(data)(parts)  # type: ignore[call-arg]
     except TypeError:  # the constructor does not accept a mapping
         return parts
-    return clone

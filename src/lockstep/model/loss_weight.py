@@ -21,7 +21,6 @@ from lockstep.errors import UsageError
 __all__ = [
     "compute_shares",
     "count_ignored_targets",
-    "find_hidden_weights",
     "infer_weight_function",
     "is_sum",
     "loss_name",
@@ -123,25 +122,6 @@ def infer_weight_function(loss: object) -> WeightFunction | None:
     if _option(loss, "weight", None) is None and ignored == IGNORED_BY_DEFAULT:
         return None
     return target_weight(loss)
-
-
-def find_hidden_weights(loss: object) -> str:
-    """Return the option, if any, because of which a wrapped loss is not a mean over samples.
-
-    Returns:
-        The name of the option, such as "ignore_index"; "" if there is none, or if
-        `infer_weight_function` accounts for it.
-    """
-    if _is_classification(loss):
-        return ""
-    for inner in _inner_losses(loss):
-        if infer_weight_function(inner) is not None:
-            return "ignore_index" if inner.weight is None else "weight"
-    code = getattr(loss, "__code__", None)
-    if code is None or not {"cross_entropy", "nll_loss"} & set(code.co_names):
-        return ""
-    options = {name for const in code.co_consts if isinstance(const, tuple) for name in const}
-    return next((name for name in ("ignore_index", "weight") if name in options), "")
 
 
 def _inner_losses(loss: object) -> list[Any]:

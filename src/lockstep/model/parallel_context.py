@@ -26,16 +26,10 @@ from lockstep.data.microbatch import (
 )
 from lockstep.errors import LayoutError, UsageError
 from lockstep.launcher.world import World
-from lockstep.messages import say
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.collective_calls import wrap_collective_calls
 from lockstep.model.loss_scale import LossScale
-from lockstep.model.loss_weight import (
-    WeightFunction,
-    find_hidden_weights,
-    infer_weight_function,
-    loss_name,
-)
+from lockstep.model.loss_weight import WeightFunction, infer_weight_function
 
 __all__ = ["ParallelContext"]
 
@@ -102,15 +96,6 @@ class ParallelContext:
             raise UsageError(
                 f"the loss {type(loss).__name__} has parameters, which would not be trained: make "
                 "it a part of the model, which then returns its loss (loss=None)"
-            )
-        option = "" if loss_weight is not None else find_hidden_weights(loss)
-        if option and world.rank == 0:
-            say(
-                f"the loss {loss_name(loss)} uses {option}=, so it may not be a mean over the "
-                "samples, and micro-batches may count too much or too little: pass "
-                "loss_weight=ls.target_weight(...) of the loss in it, or a function that counts "
-                "the targets of a micro-batch (the length of its last entry, if the loss is a mean "
-                "over the samples)"
             )
         return cls(
             microbatches=microbatches,

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lockstep.comm.collectives import (
     all_gather_bytes,
@@ -39,6 +40,7 @@ from lockstep.data.microbatch import Batch, Microbatch, split_evenly
 from lockstep.errors import LossError
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.forward import check_scalar
+from lockstep.model.loss_check import LossCheck, is_due
 from lockstep.model.loss_weight import compute_shares, count_ignored_targets, is_sum
 from lockstep.model.operator_call import Phase
 from lockstep.model.parallel_context import NOTHING, ParallelContext
@@ -290,6 +292,7 @@ class StepContext:
     stopped: str = ""
     is_agreed: bool = False
     begun: float = 0.0
+    _loss_check: LossCheck | None = None
     # The gradient of the last loss, its value and its version.
     _root_gradient: tuple[torch.Tensor | None, float, int] = (None, 0.0, 0)
 
@@ -331,6 +334,28 @@ class StepContext:
         self.batch = whole if self.observer is None else self.observer.select(whole)
         self.shares, self.samples = self._shares(whole, batch)
         return self.batch
+
+    def watch_loss(
+        self, microbatch: Microbatch, data: Any, modules: Callable[[], Mapping[str, nn.Module]]
+    ) -> Callable[..., Any] | None:
+        """Return the trainer's loss; in some steps, it is checked when it is called.
+
+        Args:
+            microbatch: The micro-batch that is being computed.
+            data: Its data on the device.
+            modules: A function that returns the modules that the step calls.
+        """
+        if not is_due(self.number) or self.parallel.loss is None:
+            return self.parallel.loss
+        if any(IGNORED_TARGETS in each for each in self.warnings):
+            return self.parallel.loss  # there is a warning already
+        if self._loss_check is None:
+
+            def warn(leaf: int, sentence: str) -> None:
+                self.warnings.append(f"{self.place(leaf)}: {sentence}")
+
+            self._loss_check = LossCheck(self.parallel, modules(), warn)
+        return self._loss_check.watch(microbatch, data)
 
     def check_loss(self, loss: torch.Tensor, place: str) -> None:
         """Raise LossError unless `loss` is a scalar that backward can start from."""

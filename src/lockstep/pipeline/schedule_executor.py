@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,7 +170,7 @@ class ScheduleExecutor:
                 links.inputs.rng_state,
                 graph_input,
             )
-        loss = self._make_loss(microbatch, place) if links.outputs is None else None
+        loss = self._make_loss(stage, microbatch, place) if links.outputs is None else None
         with self._parallel.autocast():
             made = stage.forward(self.step.number, leaf, given, place, loss)
         if links.outputs is not None:
@@ -177,7 +178,9 @@ class ScheduleExecutor:
                 made.structure, made.tensors, self.step.attempt.number, leaf, made.rng_state
             )
 
-    def _make_loss(self, microbatch: Microbatch, place: str) -> Callable[[Any], torch.Tensor]:
+    def _make_loss(
+        self, stage: Stage, microbatch: Microbatch, place: str
+    ) -> Callable[[Any], torch.Tensor]:
         """Return the function that computes and records the scaled loss of the model's outputs."""
 
         def scaled(outputs: Any) -> torch.Tensor:
@@ -185,10 +188,12 @@ class ScheduleExecutor:
             if self._parallel.loss is None:
                 loss = extract_loss(outputs, place)
             else:
-                targets = split_targets(self._parallel.move_to_device(microbatch.data), place)[1]
-                loss, metrics = compute_loss(
-                    self._parallel.loss, self._metrics, outputs, targets, place
-                )
+                data = self._parallel.move_to_device(microbatch.data)
+                modules = partial(self._get_modules, stage)
+                function = self.step.watch_loss(microbatch, data, modules)
+                assert function is not None
+                targets = split_targets(data, place)[1]
+                loss, metrics = compute_loss(function, self._metrics, outputs, targets, place)
             self.step.check_loss(loss, place)
             share = self.step.shares[microbatch.index]
             computed = ComputedMicrobatch(microbatch, share, [loss.detach()], metrics)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.data.microbatch import Microbatch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.errors import UsageError
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
@@ -67,6 +68,12 @@ class MicrobatchLoop:
     def position(self) -> tuple[int, int] | None:
         """The index of the micro-batch that is being computed, and its stage, which is 0."""
         return (self._current.microbatch.index, 0) if self._current else None
+
+    @property
+    def microbatch(self) -> Microbatch:
+        """The micro-batch that is being computed."""
+        assert self._current is not None
+        return self._current.microbatch
 
     @property
     def place(self) -> str:

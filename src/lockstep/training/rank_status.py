@@ -37,6 +37,7 @@ from lockstep.comm.collectives import all_gather_bytes, all_reduce_messages, has
 from lockstep.comm.exact_sum import ExactSum, add_exactly
 from lockstep.comm.tree import Fold
 from lockstep.model.buffers import BufferReport, merge_reports
+from lockstep.model.loss_check import NOT_ADDITIVE
 from lockstep.model.step_context import IGNORED_TARGETS, MicrobatchResult, Span, StepLabel
 from lockstep.record.rank_summary import DETAILED_RANKS, RankTimes, RankUsage
 
@@ -316,7 +317,8 @@ def summarize(status: RankStatus, place: StatusPlace) -> StatusSummary:
     non_finite = None
     if lost:
         first = min(lost, key=lambda each: each.leaf)
-        ignores = any(IGNORED_TARGETS in each for each in status.warnings)
+        marks = IGNORED_TARGETS, NOT_ADDITIVE
+        ignores = any(mark in each for each in status.warnings for mark in marks)
         non_finite = NonFiniteLoss(first.leaf, rank, first.loss, ignores)
     times = RankTimes(rank, status.compute, status.data, status.idle, status.memory)
     terms = [(each.leaf, each.leaf + 1, each.loss * each.share) for each in results]

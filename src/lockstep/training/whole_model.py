@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -97,10 +98,10 @@ class WholeModelExecutor:
         """Compute every micro-batch of this rank with the trainer's loss."""
         assert self._loop is not None
         loop = self._loop
+        modules = partial(self._parallel.modules_with, self._called)
         for data in loop.microbatches(batch):
-            loss, metrics = forward(
-                self._called, self._parallel.loss, self._metrics, data, loop.place
-            )
+            function = loop.step.watch_loss(loop.microbatch, data, modules)
+            loss, metrics = forward(self._called, function, self._metrics, data, loop.place)
             loop.backward(loss, metrics=metrics, final=True)
 
     @property
