@@ -48,21 +48,34 @@ class Words(nn.Module):
 class Branches(nn.Module):
     """A branch that only some micro-batches take, one that none takes, and a gradient of -0.0."""
 
+    lockstep_buffer_rules = {
+        "seen": "mean", "steps": "equal", "rounded": "mean", "counts": "sum", "small": "sum",
+        "total": "sum", "final": "last",
+    }  # fmt: skip
+
     def __init__(self):
         super().__init__()
         self.always = nn.Linear(6, 10)
         self.sometimes = nn.Linear(6, 10)
         self.never = nn.Linear(6, 10)
         self.zero = nn.Parameter(torch.full((3,), -0.0))
-        self.register_buffer("seen", torch.zeros(3))  # floating: a weighted mean
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))  # alike everywhere
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("rounded", torch.zeros(6, 6, dtype=torch.bfloat16))
+        self.register_buffer("counts", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("small", torch.full((2,), 100, dtype=torch.uint8))  # it overflows
+        self.register_buffer("total", torch.full((3,), 0.1))
+        self.register_buffer("final", torch.zeros(6))
         self.register_buffer("idle", torch.arange(4.0))
 
     def forward(self, inputs):
         self.steps += 1
         self.seen = self.seen * 0.5 + inputs[:, :3].detach().mean(dim=0)
         self.rounded += (inputs.detach().T @ inputs.detach()).bfloat16() / len(inputs)
+        self.counts += (inputs[:, :3] > 0).sum(dim=0)
+        self.small += len(inputs) * 9
+        self.total = self.total + inputs[:, :3].detach().sum(dim=0)
+        self.final.copy_(inputs[-1].detach())
         outputs = self.always(inputs)
         if inputs[0, 0] > 0.5:  # depends on the data, so on the micro-batch
             outputs = outputs + self.sometimes(inputs)

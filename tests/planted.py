@@ -54,6 +54,8 @@ class Squash(torch.autograd.Function):
 
 
 class Middle(nn.Module):
+    lockstep_buffer_rules = {"mean": "mean"}
+
     def __init__(self):
         super().__init__()
         self.register_buffer("mean", torch.zeros(()))

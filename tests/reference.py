@@ -91,10 +91,30 @@ def coalesced(value):  # every node of a sparse gradient has each row once
     return value.coalesce() if isinstance(value, torch.Tensor) and value.is_sparse else value
 
 
-def merge(start, results, sizes):  # rule 5
+def rules_of(modules):
+    """Return the rule of each buffer: that of its module, or that of torch's batch norm."""
+    rules = {"running_mean": "mean", "running_var": "mean", "num_batches_tracked": "equal"}
+    return {
+        f"{path}.{name}": rule
+        for path, module in modules.named_modules()
+        for name, rule in (rules | getattr(module, "lockstep_buffer_rules", {})).items()
+    }
+
+
+def merge(start, results, sizes, rule):  # rule 5
     given = [result for result in results if result is not None]
+    if all(torch.equal(result, start) for result in given):
+        return start
+    if rule == "last":
+        return given[-1]
+    if rule == "sum":
+        exact = torch.float64 if start.dtype == torch.float64 else torch.float32
+        wide = exact if start.is_floating_point() else torch.int64
+        change = tree([None if r is None else r.to(wide) - start.to(wide) for r in results])
+        return (start.to(wide) + change).to(start.dtype)
     if all(torch.equal(result, given[0]) for result in given):
         return given[0]
+    assert rule == "mean"
     wide = torch.float64 if start.dtype == torch.float64 else torch.float32
     whole = sum(size for result, size in zip(results, sizes, strict=True) if result is not None)
     parts = [
@@ -138,6 +158,7 @@ def train(
     scale = 65536.0 if precision == torch.float16 else 1.0
     units = units or (list(model) if type(model) is nn.Sequential else [model])
     modules = nn.ModuleList([model, loss] if isinstance(loss, nn.Module) else [model])
+    rules = rules_of(modules)
     for step, batch in enumerate(batches):
         samples = length(batch)
         spans = cut(samples, min(microbatches, samples))
@@ -167,7 +188,7 @@ def train(
         for parameter, column in zip(model.parameters(), zip(*gradients, strict=True), strict=True):
             parameter.grad = tree(column)
         for name, buffer in modules.named_buffers():
-            buffer.copy_(merge(start[name], [r[name] for r in results], sizes))
+            buffer.copy_(merge(start[name], [r[name] for r in results], sizes, rules.get(name)))
         is_skipped = False
         if clip is not None or precision == torch.float16:  # rule 6
             present = [p for p in model.parameters() if p.grad is not None]

@@ -88,6 +88,8 @@ class Sparse(nn.Module):
 class Recomputed(nn.Module):
     """Draws again in backward, and reads a buffer that it has written."""
 
+    lockstep_buffer_rules = {"seen": "mean"}
+
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(6, 10)

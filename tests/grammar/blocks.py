@@ -44,21 +44,34 @@ class Cast(nn.Module):
 
 
 class Statistics(nn.Module):
-    """Writes buffers in forward: floating ones, a counter, one in bfloat16, one that is idle."""
+    """Writes buffers of every rule in forward, also of 16 and 8 bits; one buffer is idle."""
+
+    lockstep_buffer_rules = {
+        "mean": "mean", "steps": "equal", "rounded": "mean", "load": "sum", "half": "sum",
+        "bytes": "sum", "final": "last",
+    }  # fmt: skip
 
     def __init__(self, width, persistent=True):
         super().__init__()
         self.register_buffer("mean", torch.zeros(width), persistent)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent)
         self.register_buffer("rounded", torch.zeros(width, dtype=torch.bfloat16), persistent)
+        self.register_buffer("load", torch.zeros(width), persistent)
+        self.register_buffer("half", torch.zeros(width, dtype=torch.float16), persistent)
+        self.register_buffer("bytes", torch.zeros(width, dtype=torch.int8), persistent)
+        self.register_buffer("final", torch.zeros(width), persistent)
         self.register_buffer("idle", torch.arange(3.0), persistent)
 
     def forward(self, x):
         batch = x.detach().mean(dim=0)
         self.steps += 1
+        self.load += x.detach().abs().sum(dim=0).to(self.load.dtype)
+        self.half = self.half + batch.to(self.half.dtype)
+        self.bytes += (x.detach() > 0).sum(dim=0).to(torch.int8)
+        self.final.copy_(x[-1].detach())
         self.mean.lerp_(batch.to(self.mean.dtype), 0.25)
         self.rounded = self.rounded * 0.5 + batch.to(self.rounded.dtype)
-        return x - 0.1 * self.mean.to(x.dtype)
+        return x - 0.1 * self.mean.to(x.dtype) + 0.001 * self.load.to(x.dtype).sqrt()
 
 
 class Sometimes(nn.Module):
@@ -383,6 +396,8 @@ class Noisy(nn.Module):
 
 class Centred(nn.Module):
     """A loss with a buffer that it writes."""
+
+    lockstep_buffer_rules = {"centre": "mean"}
 
     def __init__(self, classes):
         super().__init__()

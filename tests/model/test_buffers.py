@@ -1,19 +1,25 @@
 """Buffers: what becomes of the values that micro-batches write."""
 
-from functools import reduce
+import re
+from functools import partial, reduce
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import lockstep as ls
 from lockstep.comm.tree import nodes_of
 from lockstep.data.microbatch import split_evenly
-from lockstep.errors import BufferMismatchError
+from lockstep.errors import BufferMismatchError, DisagreementError, UsageError
 from lockstep.model.buffers import Buffers, merge_reports
+
+SGD = partial(torch.optim.SGD, lr=0.1)
 
 
 class Holder(nn.Module):
+    lockstep_buffer_rules = {"mean": "mean", "count": "equal"}
+
     def __init__(self):
         super().__init__()
         self.register_buffer("mean", torch.zeros(2))
@@ -99,7 +105,7 @@ def test_integers_that_differ_are_an_error_that_names_the_buffer():
         model.count += leaf
 
     with pytest.raises(
-        BufferMismatchError, match=r"buffer count .* only floating-point buffers are averaged"
+        BufferMismatchError, match=r'buffer count has the rule "equal", and got different values'
     ):
         run(write)
 
@@ -153,3 +159,136 @@ def test_integers_that_differ_between_ranks_are_an_error_on_all(ranks):
     for message in ranks(merge, 2):
         assert message is not None
         assert "buffer count" in message
+
+
+class Rules(nn.Module):
+    """One buffer per rule, and one without."""
+
+    lockstep_buffer_rules = {
+        "load": "sum", "seen": "sum", "final": "last", "cache": "equal", "mean": "mean",
+    }  # fmt: skip
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("load", torch.full((2,), 5.0))
+        self.register_buffer("seen", torch.full((), 3, dtype=torch.int32))
+        self.register_buffer("final", torch.zeros(()))
+        self.register_buffer("cache", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("other", torch.zeros(()))
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, inputs):
+        with torch.no_grad():
+            for name in self.writes:
+                getattr(self, f"write_{name}")(inputs)
+        return (inputs * self.weight).sum(dim=1)
+
+    def write_load(self, inputs):
+        self.load += inputs.sum(dim=0)
+
+    def write_seen(self, inputs):
+        self.seen += len(inputs)
+
+    def write_final(self, inputs):
+        self.final = inputs[-1, 0]
+
+    def write_cache(self, inputs):
+        self.cache = torch.tensor(7.0)
+
+    def write_unequal(self, inputs):
+        self.cache = inputs[0, 0]
+
+    def write_other(self, inputs):
+        self.other = torch.tensor(1.0)  # equal everywhere, as a sum may be by chance
+
+    def write_longer(self, inputs):
+        if inputs[0, 0] == 0:  # in the first micro-batch
+            self.cache = torch.zeros(int(inputs[1, 0]) + 1)
+
+
+INPUTS = torch.arange(24.0).view(12, 2)
+
+
+def train_with_rules(*writes):
+    model = Rules()
+    model.writes = writes
+    trainer = ls.Trainer(
+        model, lambda outputs, targets: (outputs - targets).mean(), SGD, microbatches=4
+    )
+    try:
+        trainer.step((INPUTS, torch.zeros(12)))
+    except BufferMismatchError as error:
+        return str(error)
+    return {name: buffer.tolist() for name, buffer in model.named_buffers()}
+
+
+def test_each_rule_gives_what_one_forward_of_the_whole_batch_gives(ranks):
+    """Sums were averaged, and a count of 3 per micro-batch stayed 3."""
+    whole = Rules()
+    whole.writes = ("load", "seen", "final", "cache")
+    whole(INPUTS)
+    expected = {name: buffer.tolist() for name, buffer in whole.named_buffers()}
+    for n in (1, 3):
+        assert ranks(train_with_rules, n, *whole.writes) == [expected] * n
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        ("other", 'buffer other was written .* lockstep_buffer_rules = {"other": RULE}.* Rules'),
+        ("unequal", 'buffer cache has the rule "equal", and got different values'),
+        ("longer", r"buffer cache changed its shape .* \(\), which became \(3,\)"),
+    ],
+)
+def test_what_no_rule_can_merge_is_named_on_every_rank(ranks, write, said):
+    for n in (1, 3):
+        for message in ranks(train_with_rules, n, write):
+            assert re.search(said, message), message
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize(
+    ("rules", "said"),
+    [
+        ({"loads": "sum"}, "names 'loads', and the module's buffers are: load, seen"),
+        ({"load": "summe"}, "is 'summe': expected one of 'mean', 'sum', 'last', 'equal'"),
+        ({"seen": "mean"}, "is 'mean', which a torch.int32 buffer cannot follow"),
+        (["load"], "is a list: expected a dict"),
+    ],
+)
+def test_a_rule_that_does_not_fit_is_refused_by_the_trainer(rules, said):
+    model = Rules()
+    model.lockstep_buffer_rules = rules
+    with pytest.raises(UsageError, match=f"lockstep_buffer_rules.*{said}"):
+        ls.Trainer(nn.Sequential(model), nn.MSELoss(), SGD)
+
+
+def test_rules_that_differ_between_ranks_are_refused(ranks):
+    def build():
+        model = Rules()
+        if dist.get_rank():
+            model.lockstep_buffer_rules = {"load": "last"}
+        with pytest.raises(DisagreementError, match="lockstep_buffer_rules") as raised:
+            ls.Trainer(model, nn.MSELoss(), SGD)
+        return str(raised.value)
+
+    one, two = ranks(build, 2)
+    assert one == two
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.BatchNorm1d(4, momentum=None),
+        torch.nn.utils.spectral_norm(nn.Linear(4, 4)),
+        torch.nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+        torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        type("OwnNorm", (nn.BatchNorm1d,), {})(4),
+    ],
+)
+def test_modules_of_torch_need_no_rules(module):
+    trainer = ls.Trainer(module, nn.MSELoss(), SGD, microbatches=2)
+    trainer.step((torch.randn(8, 4), torch.randn(8, 4)))
+    trainer.step((torch.randn(8, 4), torch.randn(8, 4)))

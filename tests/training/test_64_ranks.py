@@ -20,6 +20,8 @@ def hits(outputs, targets):
 class Counting(nn.Linear):
     """A layer with a buffer that differs between micro-batches, and one that does not."""
 
+    lockstep_buffer_rules = {"calls": "equal", "mean": "mean"}
+
     def __init__(self, *sizes):
         super().__init__(*sizes)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))

@@ -42,6 +42,8 @@ def test_a_microbatch_without_weight_under_batch_norm(ranks):
     """Its leaf was missing from the buffers' sum: a crash, or the buffers of before."""
 
     class Counting(nn.Linear):
+        lockstep_buffer_rules = {"count": "equal"}
+
         def __init__(self):
             super().__init__(6, 3)
             self.register_buffer("count", torch.zeros((), dtype=torch.int64))
@@ -133,6 +135,8 @@ def test_extra_modules_of_one_class_are_all_kept_alike(ranks):
 
 def test_a_loss_with_buffers_is_kept_alike(ranks):
     class Centred(nn.Module):
+        lockstep_buffer_rules = {"centre": "mean"}
+
         def __init__(self):
             super().__init__()
             self.register_buffer("centre", torch.zeros(3))

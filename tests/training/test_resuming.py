@@ -64,6 +64,8 @@ class Stream(IterableDataset):
 class Scale(nn.Module):
     """Has a buffer that no state dict of the model has."""
 
+    lockstep_buffer_rules = {"calls": "equal"}
+
     def __init__(self):
         super().__init__()
         self.register_buffer("calls", torch.zeros(2), persistent=False)
@@ -99,6 +101,8 @@ def network():
 
 class Loss(nn.Module):
     """Keeps a running mean of itself, and weights by it."""
+
+    lockstep_buffer_rules = {"mean": "mean"}
 
     def __init__(self):
         super().__init__()

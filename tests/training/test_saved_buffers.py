@@ -24,6 +24,8 @@ LAYOUTS = [
 class Drift(nn.Module):
     """Subtracts a moving average of its inputs, which its state dict leaves out."""
 
+    lockstep_buffer_rules = {"mean": "mean"}
+
     def __init__(self, width):
         super().__init__()
         self.register_buffer("mean", torch.zeros(width), persistent=False)
@@ -36,6 +38,8 @@ class Drift(nn.Module):
 
 class Centred(nn.Module):
     """A loss with a persistent and a non-persistent buffer."""
+
+    lockstep_buffer_rules = {"centre": "mean", "steps": "equal"}
 
     def __init__(self):
         super().__init__()

@@ -30,6 +30,8 @@ SIZES = [1, 3, 15, 17, 65_535, 65_537, 131_075, 0]
 class Awkward(nn.Module):
     """Sizes around every cut; frozen, tied, sometimes absent, channels-last and bfloat16 ones."""
 
+    lockstep_buffer_rules = {"seen": "mean"}
+
     def __init__(self, half=torch.bfloat16):
         super().__init__()
         generator = torch.Generator().manual_seed(2)

@@ -1,14 +1,20 @@
 """Buffers during a step: state that micro-batches write, such as batch-norm statistics.
 
-    buffers of the step ──copy──> micro-batch 0 ──> result 0 ┐ same bits: that result
-                        ──copy──> micro-batch 1 ──> result 1 ┤ different floats: mean along the
-                        ──copy──> micro-batch 2 ──> result 2 ┘   tree, weighted by samples
-                                                               other differences: an error
+    buffers of the step ──copy──> micro-batch 0 ──> result 0 ┐
+                        ──copy──> micro-batch 1 ──> result 1 ┤ merged by the rule of the buffer
+                        ──copy──> micro-batch 2 ──> result 2 ┘
+
+    mean     the mean along the tree, weighted by samples; results of equal bits are kept as such
+    sum      the value at the start of the step, plus the changes added along the tree
+    last     the result of the last micro-batch
+    equal    the result of all micro-batches; an error if two of them differ
 
 Every micro-batch starts from the buffers of the step, so its results do not depend on the
 rank that computed the previous one. This differs on purpose from DistributedDataParallel,
-which broadcasts the buffers of rank 0. The mean is computed in float32 (float64 for float64)
-and rounded once.
+which broadcasts the buffers of rank 0. Nothing in the results tells a mean from a sum, so a module
+declares the rules of its buffers in `lockstep_buffer_rules`, and a buffer that a step changes
+without a rule is an error. torch's batch norm and spectral norm have rules. Means and sums are
+computed in float32 (float64 for float64) and rounded once; sums of integers are exact.
 
 Changes are detected by comparing bits instead of version counters, which batch norm does not
 increment when it writes its statistics.
@@ -18,7 +24,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -36,6 +42,7 @@ from lockstep.comm.reproducible_all_reduce import (
 )
 from lockstep.comm.tree import Fold, Node
 from lockstep.errors import BufferMismatchError
+from lockstep.model.buffer_rules import ATTRIBUTE, find_rule
 from lockstep.model.deferred_init import make_released
 
 __all__ = [
@@ -48,7 +55,7 @@ __all__ = [
 ]
 
 BufferHash = str
-"""The hash of one rank's results for one buffer, or `UNCHANGED`, or `DIVERGED`."""
+"""The hash of one rank's results for one buffer, or one of the marks below."""
 
 PausedBuffers = list[tuple[torch.Tensor | None, torch.Tensor | None]]
 """For each buffer, its value in a paused micro-batch, and the copy that was installed."""
@@ -58,6 +65,10 @@ BufferSnapshot = list[tuple["_Slot", torch.Tensor | None]]
 
 UNCHANGED = ""  # the results equal the buffer at the start of the step
 DIVERGED = "differ"  # micro-batches of the same rank, or of two ranks, have different results
+SUM, LAST = "+", ">"  # changed, and merged by this rule
+EQUAL = "="  # the first character of a hash of results that must be equal
+REFUSED = "!"  # the results cannot be merged
+MARKS = {"sum": SUM, "last": LAST}
 
 BUCKET_BYTES = 4 << 20
 
@@ -69,11 +80,18 @@ class BufferReport(NamedTuple):
         hashes: The hashes; empty if no replica computed a micro-batch.
         source: The lowest replica that computed one; -1 if none did.
         is_everyone: Whether all did.
+        last: The last micro-batch that was computed; -1 if none was.
     """
 
     hashes: list[BufferHash]
     source: int = 0
     is_everyone: bool = True
+    last: int = -1
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the results for a buffer cannot be merged."""
+        return REFUSED in self.hashes
 
     def of_replica(self, replica: int) -> BufferReport:
         """Return the report as that of one replica."""
@@ -87,8 +105,16 @@ def merge_reports(left: BufferReport, right: BufferReport) -> BufferReport:
     hashes = left.hashes
     if left.hashes != right.hashes:
         pairs = zip(left.hashes, right.hashes, strict=True)
-        hashes = [one if one == two else DIVERGED for one, two in pairs]
-    return BufferReport(hashes, left.source, left.is_everyone and right.is_everyone)
+        hashes = [one if one == two else _merge_hashes(one, two) for one, two in pairs]
+    is_everyone = left.is_everyone and right.is_everyone
+    return BufferReport(hashes, left.source, is_everyone, max(left.last, right.last))
+
+
+def _merge_hashes(one: BufferHash, two: BufferHash) -> BufferHash:
+    for mark in (REFUSED, SUM, LAST):
+        if mark in (one, two):
+            return mark
+    return REFUSED if (one or two).startswith(EQUAL) else DIVERGED
 
 
 @dataclass
@@ -101,6 +127,33 @@ class _Slot:
     copy: torch.Tensor | None = None
     overlaps: bool = False
     hidden: torch.Tensor | None = None
+    problem: str = ""
+
+    def find_rule(self) -> str | None:
+        """Return the rule by which results are merged; None if no module has one."""
+        rules = (find_rule(module, name) for module, name in self.places)
+        return next((rule for rule in rules if rule is not None), None)
+
+    def describe_refusal(self) -> str:
+        """Return why the results cannot be merged."""
+        if self.problem:
+            return self.problem
+        (module, name), rule = self.places[0], self.find_rule()
+        kind = type(module).__name__
+        if rule is not None:
+            return (
+                f'buffer {self.name} has the rule "{rule}", and got different values in different '
+                f"micro-batches: choose another rule in {ATTRIBUTE} of {kind}, or write the buffer "
+                "after the step"
+            )
+        return (
+            f"buffer {self.name} was written in a training step, and nothing tells how the results "
+            f"of micro-batches are merged, each of which began with the same value: write "
+            f'{ATTRIBUTE} = {{"{name}": RULE}} into the class {kind}, or set it on the module, '
+            'where RULE is "sum" for a count or another sum over the samples, "mean" for running '
+            'statistics, "equal" for a step counter or a cache that is alike in all micro-batches, '
+            'or "last"; or write the buffer after the step, from the whole batch'
+        )
 
 
 def _find_slots(modules: Mapping[str, nn.Module]) -> list[_Slot]:
@@ -294,12 +347,23 @@ class Buffers:
         if not self._results:
             return BufferReport([])
         columns = zip(*self._results.values(), strict=True)
-        return BufferReport(
-            [
-                self._hash_result(slot, column, is_alone)
-                for slot, column in zip(self._slots, columns, strict=True)
-            ]
-        )
+        hashes = [
+            self._hash_result(slot, column, is_alone)
+            for slot, column in zip(self._slots, columns, strict=True)
+        ]
+        return BufferReport(hashes, last=max(self._results))
+
+    def describe_refusal(self, report: BufferReport) -> tuple[bool, str]:
+        """Return why the results for a buffer here cannot be merged; "" if they can.
+
+        Returns:
+            Whether the reason is certain, and the reason. It is not if the results of another rank
+            are not as expected.
+        """
+        pairs = zip(self._slots, report.hashes, strict=False)
+        refused = [slot for slot, mark in pairs if mark == REFUSED]
+        slot = next((slot for slot in refused if slot.problem), next(iter(refused), None))
+        return (False, "") if slot is None else (bool(slot.problem), slot.describe_refusal())
 
     @torch.no_grad()
     def merge(
@@ -318,12 +382,14 @@ class Buffers:
             group: The group of the ranks that hold these buffers.
 
         Raises:
-            BufferMismatchError: The results of an integer buffer differ.
+            BufferMismatchError: The results for a buffer cannot be merged.
         """
-        differing = [n for n, each in enumerate(report.hashes) if each == DIVERGED]
-        changed = [n for n, each in enumerate(report.hashes) if each not in (DIVERGED, UNCHANGED)]
-        for number in differing:
-            self._require_mean(self._slots[number])
+        if report.is_refused:
+            raise BufferMismatchError(self.describe_refusal(report)[1])
+        folded = [n for n, each in enumerate(report.hashes) if each in (DIVERGED, SUM)]
+        last = [n for n, each in enumerate(report.hashes) if each == LAST]
+        other = (UNCHANGED, DIVERGED, SUM, LAST)
+        changed = [n for n, each in enumerate(report.hashes) if each not in other]
         if self._results:
             first = next(iter(self._results.values()))
             for number in changed:
@@ -332,8 +398,20 @@ class Buffers:
             # A rank without micro-batches receives the results from one that has some.
             tensors = [self._slots[number].tensor for number in changed]
             broadcast_tensors(tensors, group, report.source)
-        for number, mean in self._compute_means(differing, holders, leaves, group):
-            self._slots[number].tensor.copy_(mean)
+        if last:
+            for number in last if report.last in self._results else ():
+                self._slots[number].tensor.copy_(self._results[report.last][number])
+            if len(holders) > 1:
+                owner = next(
+                    rank
+                    for rank, nodes in enumerate(holders)
+                    if any(lo <= report.last < hi for lo, hi in nodes)
+                )
+                broadcast_tensors([self._slots[number].tensor for number in last], group, owner)
+        sums = {number for number in folded if report.hashes[number] == SUM}
+        for number, value in self._fold(folded, sums, holders, leaves, group):
+            tensor = self._slots[number].tensor
+            tensor.copy_(tensor.to(value.dtype) + value if number in sums else value)
 
     def _read_result(self, slot: _Slot) -> torch.Tensor:
         """Return a buffer after a micro-batch: the slot's own tensor if nothing was written.
@@ -343,16 +421,20 @@ class Buffers:
         module, name = slot.places[0]
         result = module._buffers[name]
         if result is None or result.shape != slot.tensor.shape:
-            raise BufferMismatchError(
+            now = "None" if result is None else f"{tuple(result.shape)}"
+            slot.problem = (
                 f"buffer {slot.name} changed its shape in a training step: buffers must keep "
-                f"their shape {tuple(slot.tensor.shape)}"
+                f"their shape, here {tuple(slot.tensor.shape)}, which became {now}; keep what has "
+                "another size in every micro-batch in an attribute, or let it have its largest size"
             )
+            slot.copy = None
+            return slot.tensor
         if _has_same_bits(result, slot.tensor):
             if result is not slot.copy:
                 slot.copy = None
             return slot.tensor
         if slot.overlaps:
-            raise BufferMismatchError(
+            slot.problem = (
                 f"buffer {slot.name} shares its memory with another buffer and was written in a "
                 "training step: give it separate memory (.clone())"
             )
@@ -362,33 +444,41 @@ class Buffers:
     def _hash_result(
         self, slot: _Slot, results: Sequence[torch.Tensor], is_alone: bool
     ) -> BufferHash:
+        if slot.problem:
+            return REFUSED
+        if all(result is slot.tensor for result in results):
+            return UNCHANGED
+        rule = slot.find_rule()
+        if rule is None:
+            return REFUSED
+        if rule in MARKS:
+            return MARKS[rule]
         first, *others = results
         if not all(_has_same_bits(first, other) for other in others):
-            return DIVERGED
-        if first is slot.tensor:
-            return UNCHANGED
-        return "same" if is_alone else _hash(first)
+            return DIVERGED if rule == "mean" else REFUSED
+        return ("" if rule == "mean" else EQUAL) + ("same" if is_alone else _hash(first))
 
-    def _compute_means(
+    def _fold(
         self,
-        differing: Sequence[int],
+        folded: Sequence[int],
+        sums: Collection[int],
         holders: Sequence[Sequence[Node]],
         leaves: int,
         group: dist.ProcessGroup | None,
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Sum the weighted results of the buffers in `differing` along the tree."""
-        if not differing:
+        """Add the weighted results, or for `sums` the changes, of buffers along the tree."""
+        if not folded:
             return
-        slots = [self._slots[number].tensor for number in differing]
+        slots = [self._slots[number].tensor for number in folded]
         dtypes = [_get_accumulation_dtype(tensor.dtype) for tensor in slots]
         fold: Fold[list[torch.Tensor | None]] = Fold(leaves, add_lists)
         rank = dist.get_rank(group) if len(holders) > 1 else 0
         for lo, hi in holders[rank]:
             for leaf in range(lo, hi):
-                fold.put((leaf, leaf + 1), self._get_terms(leaf, differing, dtypes))
+                fold.put((leaf, leaf + 1), self._get_terms(leaf, folded, sums, dtypes))
         if len(holders) == 1:
-            (sums,) = fold.nodes.values()
-            pairs = list(enumerate(sums))
+            (added,) = fold.nodes.values()
+            pairs = list(enumerate(added))
         else:
             buckets = plan([tensor.numel() for tensor in slots], dtypes, BUCKET_BYTES)
             device = slots[0].device
@@ -399,31 +489,33 @@ class Buffers:
                 ],
                 fold.nodes,
             )
-        for index, mean in pairs:
-            assert mean is not None
-            yield differing[index], mean.view(slots[index].shape)
+        for index, value in pairs:
+            assert value is not None
+            yield folded[index], value.view(slots[index].shape)
 
     def _get_terms(
-        self, leaf: int, differing: Sequence[int], dtypes: Sequence[torch.dtype]
+        self,
+        leaf: int,
+        folded: Sequence[int],
+        sums: Collection[int],
+        dtypes: Sequence[torch.dtype],
     ) -> list[torch.Tensor | None]:
-        """Return the weighted results of one micro-batch; None if it was skipped."""
+        """Return the terms of one micro-batch; None if it was skipped."""
         if leaf not in self._results:
-            return [None] * len(differing)
-        return [
-            self._results[leaf][number].to(dtype).contiguous() * self._shares[leaf]
-            for number, dtype in zip(differing, dtypes, strict=True)
-        ]
-
-    def _require_mean(self, slot: _Slot) -> None:
-        if not slot.tensor.is_floating_point():
-            raise BufferMismatchError(
-                f"buffer {slot.name} ({slot.tensor.dtype}) got different values in different "
-                "micro-batches, and only floating-point buffers are averaged: use a floating-point "
-                "dtype, or write it outside of the training step"
+            return [None] * len(folded)
+        terms: list[torch.Tensor | None] = []
+        for number, dtype in zip(folded, dtypes, strict=True):
+            result = self._results[leaf][number].to(dtype).contiguous()
+            start = self._slots[number].tensor
+            terms.append(
+                result - start.to(dtype) if number in sums else result * self._shares[leaf]
             )
+        return terms
 
 
 def _get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    if not dtype.is_floating_point:
+        return torch.int64
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -47,6 +47,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checksum import checksum
 from lockstep.devices import device_names
+from lockstep.model.buffer_rules import describe_buffer_rules
 from lockstep.model.side_effects import MACHINERY
 
 __all__ = [
@@ -158,6 +159,8 @@ def describe_module(path: str, module: nn.Module) -> Description:
         found[place] = describe_value(type(part))
         for name, value in iterate_attributes(part):
             found[f"{place} ({type(part).__name__}).{name}"] = describe_value(value)
+        if rules := describe_buffer_rules(part):
+            found[f"{place} ({type(part).__name__}).lockstep_buffer_rules"] = describe_value(rules)
         found |= {f"{place}.{name}": "None" for name, each in part._modules.items() if each is None}
         found |= _describe_tensors(place, part, tensors)
     return found

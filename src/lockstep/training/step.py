@@ -19,6 +19,7 @@ In an elastic run (1) to (7) are undone and repeated if a rank is lost
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from array import array
@@ -32,13 +33,20 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.stop_request import StopRequest
-from lockstep.comm.collectives import all_reduce_messages
+from lockstep.comm.collectives import all_gather_bytes, all_reduce_messages
 from lockstep.comm.tree import Node
 from lockstep.data.microbatch import Batch, assign_nodes
 from lockstep.data_parallel import gradient_norm
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.elastic.membership import membership
-from lockstep.errors import GradientError, LossError, StateError, StoppedError, UsageError
+from lockstep.errors import (
+    BufferMismatchError,
+    GradientError,
+    LossError,
+    StateError,
+    StoppedError,
+    UsageError,
+)
 from lockstep.launcher.device_choice import require_deterministic
 from lockstep.model.batch_norm import check_batch_norm
 from lockstep.model.buffers import Buffers
@@ -240,6 +248,7 @@ class OptimizerStep:
             GradientError: The norm of the gradient is not finite.
             StateError: Forward made a forbidden write.
             DisagreementError: Ranks take different steps.
+            BufferMismatchError: The results for a buffer cannot be merged.
             WorkError: The optimizer of shared parameters raised. All are raised on every rank.
         """
         try:
@@ -435,6 +444,20 @@ class OptimizerStep:
             error = LossError(f"{place}: the loss is {found.loss}{advice}")
             error.microbatch = found.leaf
             raise error
+        if any(each.is_refused for reports in summary.buffers.values() for each in reports):
+            self._refuse_buffers(step, summary)
+
+    def _refuse_buffers(self, step: StepContext, summary: StatusSummary) -> None:
+        """Raise, on every rank, the error about a buffer that cannot be merged."""
+        reports = summary.buffers[str(self.parallel.position)]
+        pairs = zip(self.executor.parts(), reports, strict=True)
+        reasons = [buffers.describe_refusal(report) for (_, buffers), report in pairs]
+        mine = json.dumps(max(reasons, default=(False, ""))).encode()
+        about = f"comparing buffers {step.label.about}"
+        messages = [mine] if self._place(0).ranks == 1 else []
+        messages = messages or all_gather_bytes(mine, about, self.parallel.group)
+        _, reason = max(tuple(json.loads(each)) for each in messages)
+        raise BufferMismatchError(f"step {step.number}: {reason}")
 
     # --- (4) reduce and (5) clip ---------------------------------------------------------------
 

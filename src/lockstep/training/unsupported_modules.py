@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lockstep.data_parallel.distributed import DistributedDataParallel
 from lockstep.data_parallel.single_process import DataParallel
 from lockstep.errors import UsageError
+from lockstep.model.buffer_rules import check_buffer_rules
 
 __all__ = ["reject_unsupported_modules"]
 
@@ -49,6 +50,7 @@ def reject_unsupported_modules(values: Mapping[str, Any]) -> None:
                     "the Trainer does: pass the model to the Trainer without it (storage='shared' "
                     "keeps parameters and optimizer state once per host)"
                 )
+            check_buffer_rules(path, part)
             for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
                 if tensor is not None:
                     _reject_tensor(f"{path}.{name}", tensor, part)
