@@ -17,7 +17,7 @@ from lockstep.launcher.environment import HANDOVER, MIRROR, ROUND
 from lockstep.launcher.run_folder import RESUME
 from lockstep.model import step_context
 from lockstep.record.reader import read_run
-from lockstep.training import hand_over
+from lockstep.training import hand_over, live_settings
 from processes import restoring_handlers
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -289,3 +289,43 @@ def test_the_variables_of_a_round_come_back_as_they_were():
     assert set(origin.variables()) == {ROUND, HANDOVER}
     assert find_round_origin(origin.variables()) == origin
     assert find_round_origin({}) is None
+
+
+def test_modules_that_the_body_has_changed_are_handed_over(world_of_one, tmp_path, monkeypatch):
+    """A new process has them as the script makes them, and does not execute the body again."""
+
+    def change(trainer):
+        trainer.model[2].p = 0.5
+        trainer.model[0].requires_grad_(False)
+
+    def lose(at, trainer):
+        if (at, trainer.steps) == ("after", 3):
+            change(trainer)
+        if (at, trainer.steps) == ("before", 5) and state.exists():
+            trainer._run.hand_over(state)
+            raise Replaced
+
+    state = tmp_path / "state"
+    expected = train(tmp_path / "undisturbed", Member(), lose)
+    state.mkdir()
+    with pytest.raises(Replaced):
+        train(tmp_path / "run", Member(), lose)
+    set_origin(monkeypatch, state)
+    assert train(tmp_path / "run", Member())[:4] == expected[:4]
+
+
+def test_nothing_is_handed_over_if_the_body_has_changed_a_module(
+    world_of_one, tmp_path, monkeypatch
+):
+    """The body would change it a second time in the new process."""
+    monkeypatch.setattr(live_settings, "membership", lambda: object())
+    seen = []
+
+    def lose(at, trainer):
+        if (at, trainer.steps) == ("before", 5):
+            seen.append(trainer._run.can_hand_over)
+            trainer.model[2].p *= 0.5
+            seen.append(trainer._run.can_hand_over)
+
+    train(tmp_path / "run", Member(), lose)
+    assert seen == [True, False]

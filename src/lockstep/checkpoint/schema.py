@@ -84,6 +84,7 @@ STATE_SCHEMA = {
     "parameter_groups": [{"params": [str], "lr?": OneOf(NUMBER, torch.Tensor)}],
     "scheduler": OneOf(None, dict), "ema": OneOf(None, dict),
     "ema_updates": OneOf(None, torch.Tensor), "buffers?": {str: {str: torch.Tensor}},
+    "module_settings?": {"values": {str: object}, "opaque": {str: str}, "hooks": {str: str}},
     "generators": GENERATORS, "stateful": dict,
     "history": HISTORY,
     "samplers?": [{"number": COUNT, "epoch": COUNT, "before": dict, "after": dict}],

@@ -63,6 +63,7 @@ __all__ = [
     "describe_tensors",
     "describe_value",
     "find_difference",
+    "ignored_attributes",
     "iterate_attributes",
 ]
 
@@ -257,13 +258,13 @@ def iterate_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _compared(value: Any) -> Iterator[tuple[str, Any]]:
     """Return the attributes of an object, except those in `lockstep_ignore`."""
-    ignored = _ignored(value)
+    ignored = ignored_attributes(value)
     for name, each in getattr(value, "__dict__", {}).items():
         if name not in ignored:
             yield name, each
 
 
-def _ignored(value: Any) -> set[str]:
+def ignored_attributes(value: Any) -> set[str]:
     """Return the names of the attributes that may differ between ranks."""
     named: Any = getattr(value, "__dict__", {}).get("lockstep_ignore")
     named = getattr(type(value), "lockstep_ignore", ()) if named is None else named
@@ -345,7 +346,7 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
             if type(function.__globals__.get(name)) in (bool, int, float)
         },
     }
-    ignored = _ignored(function)
+    ignored = ignored_attributes(function)
     for kind, named in values.items():
         for name, each in named.items():
             if name not in ignored:

@@ -194,8 +194,7 @@ def _failure(before: Snapshot, after: Snapshot) -> str:
         return (
             f"parameter {name} was written during forward or backward; each rank computes other "
             "micro-batches, so the ranks would end with different weights: leave out options "
-            "such as max_norm, update weights after trainer.manual_step(), or register a buffer "
-            "instead of a parameter for what forward writes"
+            "such as max_norm, and update it after the step, on all ranks"
         )
     for name in _differing(before.generators, after.generators):
         return (

@@ -31,7 +31,7 @@ from lockstep.elastic.membership import Membership
 from lockstep.elastic.round_origin import RoundOrigin
 from lockstep.errors import FileError, UsageError
 from lockstep.randomness import global_states
-from lockstep.training.run_checkpoints import RunCheckpoints
+from lockstep.training.run_checkpoints import RunCheckpoints, collect_objects
 from lockstep.training.state import TrainingState
 
 __all__ = ["HandOver", "read_newest_state"]
@@ -114,7 +114,7 @@ class HandOver:
         if part[0] == 0:
             state |= {
                 "generators": global_states(self._device) if is_now else self._generators,
-                "stateful": {name: each.state_dict() for name, each in self._stateful.items()},
+                "stateful": collect_objects(self._stateful),
                 **common,
                 "time": time.time() if is_now else self._time,
             }

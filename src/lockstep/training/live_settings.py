@@ -119,6 +119,13 @@ class LiveSettings:
         ]
         return self._hashed[1] + xxhash.xxh3_64_hexdigest(repr(options).encode())
 
+    def describe(self) -> str:
+        """Return a text that changes with a setting, except those that a step changes itself."""
+        if not self._own:
+            return repr(self._read())
+        pairs = zip(self._entries(), self._read(), strict=True)
+        return repr([value for entry, value in pairs if entry not in self._own])
+
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Treat the changes made in the body as side effects of calling the model."""

@@ -281,6 +281,7 @@ class ResumableRun:
         if state is not None:
             with refusing_misfits("the state of the checkpoint"):
                 self._state.load_local(state)
+                self._state.load_settings(state)
                 # Samplers have been restored already, or are when they are first used.
                 self._state.load_position({**state, "samplers": []})
             if self._checkpoints is not None:

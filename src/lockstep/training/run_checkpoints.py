@@ -52,7 +52,7 @@ from lockstep.randomness import global_states, set_global_states
 from lockstep.training.history import History
 from lockstep.training.run_record import RunRecord
 
-__all__ = ["RunCheckpoints", "restore_objects"]
+__all__ = ["RunCheckpoints", "collect_objects", "restore_objects"]
 
 _latest: RunCheckpoints | None = None
 
@@ -131,7 +131,7 @@ class RunCheckpoints:
 
     def collect_objects(self) -> dict[str, Any]:
         """Return the states of the registered objects."""
-        return {name: each.state_dict() for name, each in self._config.stateful.items()}
+        return collect_objects(self._config.stateful)
 
     def select(self, place: str | Path | None) -> None:
         """Use the folder of the run that `place` belongs to; called on every rank.
@@ -386,11 +386,13 @@ class RunCheckpoints:
     def _without_times(self, name: str, state: Any) -> Any:
         """Return the part of a registered object's state that should be equal on all ranks.
 
-        The history of a trainer contains measured times.
+        The history of a trainer contains measured times, and attributes may count the calls of a
+        rank.
         """
-        if not hasattr(self._config.stateful[name], "_run"):  # not a trainer
+        if not is_trainer(self._config.stateful[name]):
             return state
-        return {key: value for key, value in state.items() if key != "history"}
+        private = ("history", "module_settings")
+        return {key: value for key, value in state.items() if key not in private}
 
     def _warn_of_different_objects(self, said: Sequence[Mapping[str, str]]) -> None:
         for name, value in said[0].items():
@@ -534,6 +536,20 @@ class RunCheckpoints:
         if kind != b"+":
             raise (FileError if kind == b"F" else UsageError)(text)
         return text
+
+
+def is_trainer(value: object) -> bool:
+    """Return whether a registered object is a trainer."""
+    return hasattr(value, "_run")
+
+
+def collect_objects(stateful: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Return the states of the registered objects; that of a trainer is not copied."""
+    sources = {
+        name: vars(value)["_state"] if is_trainer(value) else value
+        for name, value in stateful.items()
+    }
+    return {name: source.state_dict() for name, source in sources.items()}
 
 
 def restore_objects(

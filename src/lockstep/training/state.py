@@ -18,6 +18,8 @@ from lockstep.model.step_context import Attempt
 from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_state
 from lockstep.pipeline.placement import Placement
 from lockstep.training.history import History
+from lockstep.training.live_settings import LiveSettings
+from lockstep.training.module_settings import ModuleSettings
 from lockstep.training.optimization import Optimization
 from lockstep.training.step import Executor
 
@@ -61,14 +63,20 @@ class TrainingState:
         executor: Executor,
         history: History,
         position: Position,
+        live_settings: LiveSettings,
     ) -> None:
         self._module, self._optimization, self._parallel = module, optimization, parallel
+        self._live_settings = live_settings
         self._executor, self._history = executor, history
         self.position, self.samplers = position, SamplerStates()
         self._device = parallel.device
         self._names: dict[torch.Tensor, str] = {
             tensor: name for name, tensor in module.named_parameters()
         }
+        average = optimization.average
+        parts = {"model": module} | parallel.other_modules() | {"loss": parallel.loss}
+        parts |= {} if average is None else {"ema_model": average.module}
+        self._settings = ModuleSettings(parts, parallel.device)
 
     @property
     def placement(self) -> Placement | None:
@@ -128,11 +136,12 @@ class TrainingState:
         }
 
     def buffer_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the buffers that a step may write and that a module's state dict does not contain.
+        """Return the tensors that training continues from and that `model_state` does not have.
 
         Returns:
-            Tensors by buffer name: under "model" and "average" the non-persistent buffers,
-            under "loss" and "extra_modules[i]" all buffers of the loss and of each extra module.
+            Tensors by name: under "model" and "average" the non-persistent buffers, under "loss"
+            and "extra_modules[i]" all buffers of the loss and of each extra module, and their
+            parameters that are not the model's.
         """
         found = self._unsaved_buffers()
         if self.placement is None:
@@ -175,6 +184,7 @@ class TrainingState:
             "optimizer": self.optimizer_state(),
             "scheduler": scheduler.state_dict() if scheduler else None,
             "average": self.ema_state(),
+            "module_settings": self._settings.state_dict(),
             **self.position_state(),
         }
 
@@ -192,8 +202,18 @@ class TrainingState:
                     f"{name}={here[name]}; resuming would give different bits"
                 )
         self._load_tensors(state)
+        self.load_settings(state)
         self.load_position(state)
         self.position.next_epoch = state["epoch"] + (not self._history.is_inside_epoch)
+
+    def load_settings(self, state: Mapping[str, Any]) -> None:
+        """Restore what the script had changed in the modules, once it is where the state was saved.
+
+        Raises:
+            UsageError: A setting that cannot be restored has another value.
+        """
+        if "module_settings" in state:  # older states have none
+            self._settings.load_state_dict(state["module_settings"])
 
     def position_state(self) -> dict[str, Any]:
         """Return the position of the training as plain values, the same on every rank."""
@@ -247,6 +267,7 @@ class TrainingState:
             "ema": self._owned(average.module.state_dict()) if average else None,
             "ema_updates": average.n_averaged if average else None,
             "buffers": buffers,
+            "module_settings": self._settings.state_dict(),
         }
 
     def is_whole(self) -> bool:
@@ -259,10 +280,12 @@ class TrainingState:
             sharded.log.require_whole_state()
 
     def describe_changes(self) -> list[Any]:
-        """Return values that change if a script writes to parameters or sets a learning rate."""
+        """Return values that change if a script writes to parameters or changes a setting."""
         groups = self._optimization.optimizer.param_groups
         options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        return [repr(options), [each._version for each in self._names]]
+        others = [each for module in self._parallel.extra_modules for each in module.parameters()]
+        versions = [each._version for each in (*self._names, *others)]
+        return [repr(options), versions, self._live_settings.describe()]
 
     def load_local(self, state: Mapping[str, Any]) -> None:
         """Load this rank's tensors from the merged `local_state` of all ranks."""
@@ -272,6 +295,13 @@ class TrainingState:
             average["n_averaged"] = state["ema_updates"]
         self._require_alike(state)
         numbers = {name: number for number, name in enumerate(self._order())}
+        saved = [name for group in state["parameter_groups"] for name in group["params"]]
+        if saved != list(numbers) and (other := [*set(saved) ^ set(numbers)]):
+            raise UsageError(
+                f"the optimizer has {len(numbers)} parameters, and {len(saved)} in the state, such "
+                f"as {min(other)}: let its factory make all parameter groups, and give those that "
+                "the loop trains later a learning rate of 0"
+            )
         optimizer = {
             "state": {numbers[name]: each for name, each in state["optimizer"].items()},
             "param_groups": [
@@ -332,8 +362,13 @@ class TrainingState:
             "average": _non_persistent_buffers(average.module) if average else {},
             "loss": {},
         } | {
-            name: dict(module.named_buffers())
-            for name, module in self._parallel.other_modules().items()
+            group: dict(module.named_buffers())
+            | {
+                name: parameter.detach()
+                for name, parameter in module.named_parameters()
+                if parameter not in self._names
+            }
+            for group, module in self._parallel.other_modules().items()
         }
 
     @torch.no_grad()
@@ -346,8 +381,9 @@ class TrainingState:
                     continue
                 if value.shape != buffer.shape:
                     raise UsageError(
-                        f"the buffer {name} of {group} has shape {tuple(buffer.shape)}, and "
-                        f"{tuple(value.shape)} in the state: load a state of the same modules"
+                        f"the parameter or buffer {name} of {group} has shape "
+                        f"{tuple(buffer.shape)}, and {tuple(value.shape)} in the state: load a "
+                        "state of the same modules"
                     )
                 buffer.copy_(value)
 

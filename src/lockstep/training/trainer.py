@@ -7,6 +7,7 @@ batches ──> step ──> statuses ──> gradients ──> clip ──> buf
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -100,7 +101,8 @@ class Trainer:
         activation_checkpointing: Whether to keep only the inputs of each block and recompute its
             activations in backward. Saves memory, costs a second forward, changes no bit.
         extra_modules: Modules that a step calls in addition to the model and does not train, such
-            as the discriminator in the generator's step. Their buffers are kept equal on all ranks.
+            as the discriminator in the generator's step, or a teacher. Their buffers are kept equal
+            on all ranks, and checkpoints contain their parameters and buffers.
         pipeline: How the model is split into blocks and stages. None: no stages.
         storage: Where parameters and optimizer state are kept: "replicated", a copy per rank, or
             "shared", a copy per host in shared memory. See the guide on shared storage.
@@ -190,6 +192,7 @@ class Trainer:
             self._executor,
             self.history,
             self._position,
+            self._live_settings,
         )
         has_stages = self.parallel.stages > 1
         self._end = RunEnd(self._state, self.history, has_stages)
@@ -473,22 +476,28 @@ class Trainer:
     def state_dict(self) -> dict[str, Any]:
         """Return everything that training continues from, in any layout.
 
-        The keys include "model", "buffers", "optimizer", "scheduler", "average" and "steps".
-        "buffers" holds the buffers that a step may write and that no module's state dict has:
-        non-persistent buffers of the model, and all buffers of the loss and of `extra_modules`.
-        The position within an epoch is in `batches.state_dict()`.
+        The keys include "model", "buffers", "optimizer", "scheduler", "average",
+        "module_settings" and "steps". "buffers" holds the tensors that no state dict of the model
+        has: its non-persistent buffers, and the buffers and parameters of the loss and of
+        `extra_modules`. "module_settings" holds what the script has changed in these modules since
+        the trainer was constructed, such as `requires_grad`, modes and plain attributes. The
+        position within an epoch is in `batches.state_dict()`.
 
-        Call it on every rank if the trainer has pipeline stages.
+        All tensors are copies. Call it on every rank if the trainer has pipeline stages.
         """
-        return self._state.state_dict()
+        return copy.deepcopy(self._state.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned in this or another layout; call it on every rank.
 
+        The tensors of `state` are copied, so it can be loaded again later.
+
         Raises:
             UsageError: The state was saved with another seed or number of micro-batches.
         """
-        self._state.load_state_dict(state)
+        loaded = ("model", "buffers", "average")  # copied into the tensors that are there
+        rest = {name: value for name, value in state.items() if name not in loaded}
+        self._state.load_state_dict({**state, **copy.deepcopy(rest)})
 
     def save_weights(self, path: str | Path, *, ema: bool = False) -> None:
         """Write the weights to a file from rank 0, atomically; call it on every rank.
