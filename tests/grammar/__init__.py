@@ -51,6 +51,8 @@ class Case:
     """The unit that gets hooks on its parameters after the first step."""
     evaluates: bool
     """Whether each leg ends with an evaluation."""
+    change: str | None
+    """What the loop's body changes in the model after the first step."""
 
     def __str__(self) -> str:
         """Describe the case in a few lines, the first of which draws it again."""
@@ -64,7 +66,8 @@ class Case:
                 f"    besides    {self.loop} loop"
                 + (f", autocast to {self.precision}" if self.precision else "")
                 + (f", unit {self.hooked_late} hooked late" if self.hooked_late is not None else "")
-                + ", evaluation" * self.evaluates,
+                + ", evaluation" * self.evaluates
+                + (f", {self.change} after the first step" if self.change else ""),
                 f"    layout     {legs}",
             ]
         )
@@ -101,7 +104,8 @@ def case(seed: int) -> Case:
         precision = None
     hooked_late = draw.randrange(len(model.blocks)) if draw.chance(0.03) else None
     evaluates = draw.chance(0.2)
-    more: Any = (precision, loop, tuple(legs), hooked_late, evaluates)
+    change = draw.pick("freeze", "eval", "drop") if draw.chance(0.1) else None
+    more: Any = (precision, loop, tuple(legs), hooked_late, evaluates, change)
     return Case(seed, microbatches, model, loss, optimization, data, *more)
 
 

@@ -47,8 +47,8 @@ class Statistics(nn.Module):
     """Writes buffers of every rule in forward, also of 16 and 8 bits; one buffer is idle."""
 
     lockstep_buffer_rules = {
-        "mean": "mean", "steps": "equal", "rounded": "mean", "load": "sum", "half": "sum",
-        "bytes": "sum", "final": "last",
+        "mean": "mean", "steps": "equal", "rounded": "mean", "load": "sum", "rough": "sum",
+        "small": "sum", "final": "last",
     }  # fmt: skip
 
     def __init__(self, width, persistent=True):
@@ -57,8 +57,8 @@ class Statistics(nn.Module):
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent)
         self.register_buffer("rounded", torch.zeros(width, dtype=torch.bfloat16), persistent)
         self.register_buffer("load", torch.zeros(width), persistent)
-        self.register_buffer("half", torch.zeros(width, dtype=torch.float16), persistent)
-        self.register_buffer("bytes", torch.zeros(width, dtype=torch.int8), persistent)
+        self.register_buffer("rough", torch.zeros(width, dtype=torch.float16), persistent)
+        self.register_buffer("small", torch.zeros(width, dtype=torch.int8), persistent)
         self.register_buffer("final", torch.zeros(width), persistent)
         self.register_buffer("idle", torch.arange(3.0), persistent)
 
@@ -66,8 +66,8 @@ class Statistics(nn.Module):
         batch = x.detach().mean(dim=0)
         self.steps += 1
         self.load += x.detach().abs().sum(dim=0).to(self.load.dtype)
-        self.half = self.half + batch.to(self.half.dtype)
-        self.bytes += (x.detach() > 0).sum(dim=0).to(torch.int8)
+        self.rough = self.rough + batch.to(self.rough.dtype)
+        self.small += (x.detach() > 0).sum(dim=0).to(torch.int8)
         self.final.copy_(x[-1].detach())
         self.mean.lerp_(batch.to(self.mean.dtype), 0.25)
         self.rounded = self.rounded * 0.5 + batch.to(self.rounded.dtype)

@@ -115,6 +115,17 @@ def hook_late(case: Case, model: Any) -> None:
         accumulation_hooked(case.hooked_late % len(units), units)
 
 
+def change_model(case: Case, model: torch.nn.Module) -> None:
+    """Change the model as the loop's body does after the first step."""
+    if case.change == "freeze":
+        next(model.parameters()).requires_grad_(False)
+    for module in model.modules() if case.change in ("eval", "drop") else ():
+        if case.change == "eval" and hasattr(module, "running_mean"):
+            module.eval()
+        elif case.change == "drop" and type(getattr(module, "p", None)) is float:
+            module.p /= 2
+
+
 def _after_step(
     case: Case, model: Any, made: list[Any], average: Any
 ) -> Callable[[float, bool], None]:
@@ -127,6 +138,7 @@ def _after_step(
             average.update_parameters(model)
         if len(done) == 1:
             hook_late(case, model)
+            change_model(case, model)
         if len(made) < 2:
             return
         if case.optimization.scheduler_each == "step":

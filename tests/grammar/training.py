@@ -15,7 +15,7 @@ from grammar.blocks import Named
 from grammar.datasets import dataset_of, order_of, tensors
 from grammar.loops import loop_of
 from grammar.outcome import Outcome
-from grammar.plain import EVALUATED, hook_late, tensor_batches
+from grammar.plain import EVALUATED, change_model, hook_late, tensor_batches
 
 
 def outcome_of(case: Case, leg: Leg, folder: Path) -> Outcome:
@@ -37,6 +37,7 @@ def outcome_of(case: Case, leg: Leg, folder: Path) -> Outcome:
             trainer.step(batch)
         if leg.begin + len(losses) == 1:
             hook_late(case, trainer.model)
+            change_model(case, trainer.model)
     hexed = tuple(value.hex() for value in losses)
     evaluation = _evaluation(case, trainer) if case.evaluates else None
     if leg.end < case.data.steps:
