@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lockstep.pipeline.partitioner import PipelineConfig as PipelineConfig
     from lockstep.record import loggers as loggers
     from lockstep.remote.driver import Driver as Driver
-    from lockstep.training.optimization import OptimizerConfig as OptimizerConfig
+    from lockstep.training.optimizer_config import OptimizerConfig as OptimizerConfig
     from lockstep.training.trainer import Trainer as Trainer
 
 # name -> the module that defines it; loggers is a module itself
@@ -47,7 +47,7 @@ PUBLIC = {
     "partition": "data.partition",
     "empty_shared": "comm.shared_memory",
     "Trainer": "training.trainer",
-    "OptimizerConfig": "training.optimization",
+    "OptimizerConfig": "training.optimizer_config",
     "PipelineConfig": "pipeline.partitioner",
     "CheckpointConfig": "checkpoint.schedule",
     "loggers": "record.loggers",

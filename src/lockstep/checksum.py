@@ -152,9 +152,23 @@ def _named_tensors(state: object) -> dict[str, torch.Tensor]:
 def name_optimizer_tensors(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]
 ) -> dict[str, Any]:
-    """Return the optimizer's state under its parameters' names, such as "conv.weight/exp_avg"."""
+    """Return the optimizer's state under its parameters' names, such as "conv.weight/exp_avg".
+
+    The members of a list are named "conv.weight/factors[0]".
+    """
     return {
-        f"{names[parameter]}/{entry}": value
+        name: member
         for parameter, state in optimizer.state.items()
         for entry, value in state.items()
+        for name, member in _members(f"{names[parameter]}/{entry}", value)
     }
+
+
+def _members(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a value, or the members of a container, with their names."""
+    if isinstance(value, (list, tuple, Mapping)):
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, member in pairs:
+            yield from _members(f"{name}[{key!r}]", member)
+    else:
+        yield name, value

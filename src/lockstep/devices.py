@@ -4,7 +4,7 @@ Everything above the backends asks torch through `torch.accelerator` and the mod
 type (`torch.cuda`, `torch.xpu`, ...). Other files depend on the kind of accelerator only where its
 settings, its backend and its network interface are chosen (`lockstep.launcher`), an installation is
 checked (`lockstep.report.checks`), a setting is a device's name (`lockstep.model.description`), or
-a fault of torch spares CUDA (`lockstep.training.optimization`).
+a fault of torch spares CUDA (`lockstep.training.optimizer_config`).
 """
 
 from __future__ import annotations

@@ -20,6 +20,10 @@ SETTINGS = {
     "optimizer": "torch.optim.sgd.SGD",
     "optimizer.param_groups[0].params[0]": "0.weight",
     "optimizer.param_groups[0].lr": "0.1",
+    "optimizer.param_groups[0].nesterov": "False",
+    "scheduler": "CosineAnnealingLR",
+    "scheduler.T_max": "8",
+    "restore_schedule": "True",
     "loss": "CrossEntropyLoss",
     "ema_decay": "None",
     "max_grad_norm": "None",
@@ -46,7 +50,7 @@ def training(**changes):
 
 def test_the_same_training_has_no_differences():
     require_same_training(training(), training())
-    assert find_differences(training(), training()) == []
+    assert find_differences(training(), training(), SETTINGS) == []
 
 
 @pytest.mark.parametrize(
@@ -63,6 +67,7 @@ def test_the_same_training_has_no_differences():
         ("optimizer", "Adam", "optimizer is Adam, in the checkpoint it is torch.optim.sgd.SGD"),
         ("optimizer.param_groups[0].params[0]", "1.weight", "params[0] is 1.weight, in the"),
         ("ema_decay", "0.9", "ema_decay is 0.9, in the checkpoint it is None: resume with"),
+        ("scheduler", "StepLR", "scheduler is StepLR, in the checkpoint it is CosineAnnealingLR"),
     ],
 )
 def test_what_is_refused(entry, value, words):
@@ -87,7 +92,17 @@ def test_a_missing_part_is_refused_from_either_side():
         ("processor", "B", "processor is B, it was A: the bits may differ from now on"),
         (
             "optimizer.param_groups[0].lr", "0.2",
-            "optimizer.param_groups[0].lr is 0.2, it was 0.1 (the checkpoint's is used)",
+            "optimizer.param_groups[0].lr is 0.2, it was 0.1 (the checkpoint's is used; "
+            "restore_schedule=False in ls.OptimizerConfig uses the new one)",
+        ),
+        (
+            "optimizer.param_groups[0].nesterov", "True",
+            "optimizer.param_groups[0].nesterov is True, it was False (the checkpoint's is used)",
+        ),
+        (
+            "scheduler.T_max", "16",
+            "scheduler.T_max is 16, it was 8 (the checkpoint's is used; restore_schedule=False in "
+            "ls.OptimizerConfig uses the new one)",
         ),
         ("loss", "MSELoss", "loss is MSELoss, it was CrossEntropyLoss"),
         ("train.py", "3", "the source file train.py has changed"),
@@ -95,22 +110,29 @@ def test_a_missing_part_is_refused_from_either_side():
 )  # fmt: skip
 def test_what_is_said(entry, value, said):
     require_same_training(training(), training(**{entry: value}))
-    assert find_differences(training(), training(**{entry: value})) == [said]
+    used = {name: text for name, text in SETTINGS.items() if name != "loss"}
+    assert find_differences(training(), training(**{entry: value}), used) == [said]
 
 
 @pytest.mark.parametrize(
     ("entry", "value"),
-    [("pipeline.stages", "2"), ("storage", "shared"), ("checkpoint", "['m']"), ("hostname", "b")],
+    [
+        ("restore_schedule", "False"),
+        ("pipeline.stages", "2"),
+        ("storage", "shared"),
+        ("checkpoint", "['m']"),
+        ("hostname", "b"),
+    ],
 )
 def test_what_may_differ(entry, value):
     require_same_training(training(), training(**{entry: value}))
-    assert find_differences(training(), training(**{entry: value})) == []
+    assert find_differences(training(), training(**{entry: value}), SETTINGS) == []
 
 
 def test_another_decay_of_the_average_is_said_and_not_refused():
     one, other = training(ema_decay="0.9"), training(ema_decay="0.99")
     require_same_training(one, other)
-    assert find_differences(one, other) == ["ema_decay is 0.99, it was 0.9"]
+    assert find_differences(one, other, {}) == ["ema_decay is 0.99, it was 0.9"]
 
 
 def test_sources_are_those_of_the_user(tmp_path, monkeypatch):

@@ -57,6 +57,16 @@ def exponential(gamma):
     return ls.OptimizerConfig(SGD, scheduler=partial(schedulers.ExponentialLR, gamma=gamma))
 
 
+def is_bias(name, parameter):
+    return name.endswith("bias")
+
+
+def is_weight(name, parameter):
+    return name.endswith("weight")
+
+
+REST = ls.OptimizerConfig(SGD)
+
 BASE = {"model": network, "loss": nn.CrossEntropyLoss, "optimizer": lambda: SGD}
 """What makes the arguments that every Trainer is given."""
 
@@ -88,6 +98,15 @@ CASES = {
     "optimizer.scheduler_interval": (
         lambda: ls.OptimizerConfig(SGD, scheduler_interval="epoch"), {},
         "scheduler_interval is 'epoch', on rank 0 it is 'step'",
+    ),
+    "optimizer.parameters": (
+        lambda: [ls.OptimizerConfig(SGD, parameters=is_bias), ls.OptimizerConfig(SGD)],
+        {"optimizer": lambda: [ls.OptimizerConfig(SGD, parameters=is_weight), REST]},
+        r"optimizer\[0\]\.param_groups\[0\]\.params\[0\] is 0\.bias, on rank 0 it is 0\.weight",
+    ),
+    "optimizer.restore_schedule": (
+        lambda: ls.OptimizerConfig(SGD, restore_schedule=False), {},
+        "restore_schedule is False, on rank 0 it is True",
     ),
     "max_grad_norm": (0.5, {}, r"max_grad_norm is 0\.5, on rank 0 it is None"),
     "autocast_dtype": (

@@ -47,12 +47,18 @@ def train(folder: Path) -> float:
     trainer = ls.Trainer(
         ls.build(blocks, seed=1),
         nn.CrossEntropyLoss(),
-        ls.OptimizerConfig(
-            partial(torch.optim.AdamW, lr=1e-3),
-            parameter_groups=decay,
-            scheduler=partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=3),
-            scheduler_interval="manual",
-        ),
+        [
+            ls.OptimizerConfig(
+                partial(torch.optim.Muon, lr=1e-3), parameters=lambda name, p: p.ndim == 2
+            ),
+            ls.OptimizerConfig(
+                partial(torch.optim.AdamW, lr=1e-3),
+                parameter_groups=decay,
+                scheduler=partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=3),
+                scheduler_interval="manual",
+                restore_schedule=True,
+            ),
+        ],
         microbatches=4,
         loss_weight=ls.target_weight(nn.CrossEntropyLoss()),
         metrics={"accuracy": ls.accuracy},
@@ -80,7 +86,7 @@ def train(folder: Path) -> float:
         for batch in trainer.batches(DataLoader(digits(), 64, drop_last=True), epoch=1):
             loss += trainer.step(batch)
         evaluation = trainer.evaluate(DataLoader(digits(), 64))
-        trainer.scheduler.step(evaluation.loss)
+        trainer.schedulers[1].step(evaluation.loss)
         trainer.save_weights(folder / "weights.safetensors")
         trainer.save_checkpoint(folder / "checkpoint")
         state = trainer.state_dict()

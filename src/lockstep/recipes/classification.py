@@ -28,7 +28,7 @@ from lockstep.record.program import describe_program
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
 from lockstep.training.history import StepResult
-from lockstep.training.optimization import OptimizerConfig, OptimizerFactory, ParameterGroups
+from lockstep.training.optimizer_config import OptimizerConfig, OptimizerFactory, ParameterGroups
 from lockstep.training.trainer import Trainer
 
 __all__ = ["EMA_WEIGHTS", "WEIGHTS", "Data", "Options", "Recipe", "evaluate", "train"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -27,7 +27,7 @@ from lockstep.remote.credentials import make_key
 from lockstep.remote.future import Future
 from lockstep.remote.trainer_proxy import TrainerProxy
 from lockstep.remote.worker_pool import WorkerPool
-from lockstep.training.optimization import OptimizerConfig, OptimizerFactory
+from lockstep.training.optimizer_config import OptimizerConfig, OptimizerFactory
 
 __all__ = ["Driver", "Worker"]
 
@@ -141,7 +141,7 @@ class Driver:
         self,
         blocks: Blocks,
         loss: Callable[..., Any] | None,
-        optimizer: OptimizerFactory | OptimizerConfig,
+        optimizer: OptimizerFactory | OptimizerConfig | Sequence[OptimizerConfig],
         *,
         microbatches: int = 8,
         seed: int = 0,

@@ -35,7 +35,10 @@ __all__ = [
 ]
 
 # Settings without effect on the bits.
-FREE = ("pipeline.", "storage", "checkpoint", "fingerprints", "compression.lossless")
+FREE = (
+    *("pipeline.", "storage", "checkpoint", "fingerprints", "compression.lossless"),
+    "restore_schedule",
+)
 SHOWN = 5  # differences that are printed
 
 
@@ -70,10 +73,25 @@ def require_same_training(saved: Mapping[str, Any], here: Mapping[str, Any]) -> 
                 f"{entry} is {ours.get(entry, 'missing')}, in the checkpoint it is "
                 f"{theirs.get(entry, 'missing')}: resume with the same model and optimizer"
             )
+        is_scheduler = re.fullmatch(r"scheduler(\[\d+\])?", entry) is not None
+        is_restored = ours.get(entry.replace("scheduler", "restore_schedule")) != "False"
+        if is_scheduler and is_restored and before != now and "None" not in (before, now):
+            raise UsageError(
+                f"{entry} is {now}, in the checkpoint it is {before}, which is used: resume with "
+                "the same scheduler, or pass restore_schedule=False to ls.OptimizerConfig"
+            )
 
 
-def find_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Return the other differences from the training that saved a checkpoint, as sentences."""
+def find_differences(
+    saved: Mapping[str, Any], here: Mapping[str, Any], used: Mapping[str, str]
+) -> list[str]:
+    """Return the other differences from the training that saved a checkpoint, as sentences.
+
+    Args:
+        saved: The state of the checkpoint.
+        here: The same of this trainer, before the checkpoint was loaded.
+        used: The settings of the optimizers and schedulers, after it was loaded.
+    """
     found = []
     names = ("torch", "python", "processor", "instructions", "lockstep", "gpus")
     for name in names:
@@ -82,8 +100,14 @@ def find_differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[
             found.append(f"{name} is {now}, it was {before}: the bits may differ from now on")
     for entry in {**saved["settings"], **here["settings"]}:
         before, now = saved["settings"].get(entry), here["settings"].get(entry)
-        if before != now and not entry.startswith(FREE):
-            restored = " (the checkpoint's is used)" if "param_groups" in entry else ""
+        is_derived = re.match(r"scheduler(\[\d+\])?\._", entry)
+        if before != now and not entry.startswith(FREE) and not is_derived:
+            restored = " (the checkpoint's is used)" if used.get(entry) == before else ""
+            if restored and re.match(r"scheduler|.*\.(initial_)?lr$", entry):
+                restored = (
+                    " (the checkpoint's is used; restore_schedule=False in ls.OptimizerConfig "
+                    "uses the new one)"
+                )
             found.append(f"{entry} is {now}, it was {before}{restored}")
     for file in {**saved["sources"], **here["sources"]}:
         before, now = saved["sources"].get(file), here["sources"].get(file)
@@ -103,7 +127,7 @@ def describe_training(settings: Mapping[str, str]) -> dict[str, Any]:
 
 def _is_structure(entry: str) -> bool:
     """Return whether an entry of the settings decides which tensors a state has."""
-    if entry == "optimizer" or entry == "ema_decay" or ".params[" in entry:
+    if re.fullmatch(r"optimizer(\[\d+\])?|ema_decay", entry) or ".params[" in entry:
         return True
     is_attribute = "(" in entry or entry.endswith("requires_grad")
     return re.match(r"model\b", entry) is not None and not is_attribute

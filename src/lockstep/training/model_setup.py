@@ -100,13 +100,14 @@ def set_up_model(model: Model, arguments: TrainerArguments) -> ModelSetup:
         "the model of a Trainer", description, "build the same model on every rank"
     )
     _distribute_weights(module, parallel, partitioner, arguments.is_shared)
-    optimization = Optimization(module, arguments.optimizer, arguments.ema_decay)
+    optimization = Optimization(module, arguments.optimizers, arguments.ema_decay, parallel.device)
     of_optimizer = optimization.describe()
     require_same_settings(
         "the optimizer of a Trainer",
         of_optimizer,
         "give every rank the same optimizer, groups and scheduler",
     )
+    optimization.require_split(parallel.stages, arguments.is_shared)
     foreign = modules.keys() - {"model", "loss"}
     live_settings = LiveSettings(modules, foreign, optimization.optimizer, parallel.group)
     metrics = dict(arguments.metrics or {})

@@ -1,135 +1,149 @@
-"""The optimizer, its parameter groups, its learning-rate scheduler, and the weight average."""
+"""The optimizers, their parameter groups and learning-rate schedulers, and the weight average."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import LBFGS, SGD, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.checksum import name_optimizer_tensors
-from lockstep.errors import UsageError
+from lockstep.comm.sparse_gradients import sparse_weights
+from lockstep.errors import LayoutError, UsageError
 from lockstep.model.description import Description, describe_object, describe_optimizer
+from lockstep.training.combined_optimizer import CombinedOptimizer
+from lockstep.training.learning_rate_schedule import LearningRateSchedule
+from lockstep.training.optimizer_config import OptimizerConfig, make_optimizers
+from lockstep.training.optimizer_probe import (
+    find_foreign_code,
+    find_nested,
+    load_whole_state,
+    require_complete_state,
+    require_separate,
+)
 from lockstep.training.sharded_optimizer import ShardedOptimizer
 
 __all__ = [
     "Optimization",
-    "OptimizerConfig",
-    "OptimizerFactory",
-    "ParameterGroups",
-    "SchedulerFactory",
 ]
-
-OptimizerFactory = Callable[..., Optimizer]
-SchedulerFactory = Callable[[Optimizer], LRScheduler]
-ParameterGroups = Callable[[str, nn.Parameter], Mapping[str, Any]]
-"""A function of a parameter's name and the parameter that returns its optimizer options."""
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """An optimizer with parameter groups and a learning-rate scheduler.
-
-    Attributes:
-        factory: A function of the parameters, or of a list of parameter groups, that returns the
-            optimizer, such as `partial(torch.optim.SGD, lr=0.1)`. For `storage="shared"` the
-            optimizer must update each element of a parameter independently; a custom optimizer
-            declares this by the class attribute `lockstep_elementwise = True`.
-        parameter_groups: A function of a parameter's name and the parameter that returns its
-            optimizer options, such as `{"weight_decay": 0.0}`. Parameters with equal options form
-            a group. None: one group.
-        scheduler: A function of the optimizer that returns a learning-rate scheduler. None: no
-            scheduler.
-        scheduler_interval: When the scheduler steps: after every "step", after every "epoch" of
-            `Trainer.batches`, or only when your code calls `trainer.scheduler.step()` ("manual").
-            None: "epoch" for `ReduceLROnPlateau`, which then gets the mean training loss of the
-            epoch, and "step" for all others.
-    """
-
-    factory: OptimizerFactory
-    parameter_groups: ParameterGroups | None = None
-    scheduler: SchedulerFactory | None = None
-    scheduler_interval: Literal["step", "epoch", "manual"] | None = None
 
 
 class Optimization:
-    """The optimizer, the scheduler and the weight average of a trainer; equal on every rank.
+    """The optimizers, schedulers and weight average of a trainer; equal on every rank.
 
     Args:
         module: The model.
-        config: The optimizer with its groups and scheduler.
+        configs: The optimizers with their groups and schedulers.
         ema_decay: The decay of the exponential moving average of the weights; None: no average.
+        device: The device of the parameters.
     """
 
-    def __init__(self, module: nn.Module, config: OptimizerConfig, ema_decay: float | None) -> None:
-        factory, interval = config.factory, config.scheduler_interval
-        if isinstance(factory, Optimizer) or not callable(factory):
-            raise UsageError(
-                "pass a factory of the optimizer, such as partial(torch.optim.SGD, lr=0.1), not an "
-                "optimizer object"
-            )
-        if interval not in ("step", "epoch", "manual", None):
-            raise UsageError(
-                f'scheduler_interval must be "step", "epoch" or "manual", not {interval!r}'
-            )
+    def __init__(
+        self,
+        module: nn.Module,
+        configs: Sequence[OptimizerConfig],
+        ema_decay: float | None,
+        device: torch.device,
+    ) -> None:
         if ema_decay is not None and not 0 <= ema_decay < 1:
             raise UsageError(f"ema_decay={ema_decay}: expected a decay in [0, 1)")
-        self.optimizer = factory(_grouped(module.named_parameters(), config.parameter_groups))
-        if isinstance(self.optimizer, LBFGS):
-            raise UsageError(
-                "LBFGS computes the loss several times per step, which a trainer cannot repeat; "
-                "choose an optimizer that steps once"
-            )
-        _check_fused(self.optimizer)
-        self._guard = _StepGuard(id(self.optimizer))
-        self.optimizer.register_step_pre_hook(self._guard)
-        self.scheduler = config.scheduler(self.optimizer) if config.scheduler else None
+        self.module, self._device = module, device
+        self.optimizers = make_optimizers(configs, module)
+        self._names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
+        self._sparse = sparse_weights(module.modules())
+        for optimizer in self.optimizers:
+            require_complete_state(optimizer, self._names, self._sparse, device)
+        self.optimizer = (
+            self.optimizers[0] if len(configs) == 1 else CombinedOptimizer(self.optimizers)
+        )
+        self._guard = _StepGuard({id(each) for each in self.optimizers})
+        self._nested = [each for optimizer in self.optimizers for each in find_nested(optimizer)]
+        # Each rank steps some parameters, or pieces of them, so hooks would see only these.
+        self._is_split = False
+        self.schedules = [
+            LearningRateSchedule(config, optimizer)
+            for config, optimizer in zip(configs, self.optimizers, strict=True)
+        ]
+        for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(self._guard)
         self.average = None if ema_decay is None else _make_average(module, ema_decay)
-        is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
-        self.module, self._interval = module, interval or ("epoch" if is_plateau else "step")
-        is_maximum = getattr(self.scheduler, "mode", "min") == "max"
-        if is_plateau and (self._interval == "step" or (is_maximum and self._interval == "epoch")):
-            raise UsageError(
-                "ReduceLROnPlateau receives the mean training loss of each epoch: leave "
-                'scheduler_interval="step" and mode="max" out, or write '
-                'scheduler_interval="manual" and call trainer.scheduler.step(value) yourself'
-            )
         self.sharded: ShardedOptimizer | None = None
 
     @property
     def rate(self) -> float:
         """The learning rate of the first parameter group."""
-        return float(self.optimizer.param_groups[0]["lr"])
+        return float(self.optimizers[0].param_groups[0]["lr"])
+
+    def get_only_schedule(self, name: str) -> LearningRateSchedule:
+        """Return the optimizer with its scheduler; UsageError if there are several.
+
+        Args:
+            name: The attribute of the trainer that is read, for the message.
+        """
+        if len(self.schedules) > 1:
+            raise UsageError(
+                f"this trainer has {len(self.schedules)} optimizers: write "
+                f"trainer.{name}s[number] instead of trainer.{name}"
+            )
+        return self.schedules[0]
+
+    def require_split(self, stages: int, is_shared: bool) -> None:
+        """Raise LayoutError if the optimizers cannot step a part of the model on each rank."""
+        self._is_split = stages > 1 or is_shared
+        if is_shared and len(self.optimizers) > 1:
+            raise LayoutError(
+                'storage="shared" steps one optimizer, and this trainer has '
+                f'{len(self.optimizers)}: train with storage="replicated"'
+            )
+        if foreign := self.find_foreign_code():
+            raise LayoutError(foreign)
+        for optimizer in self.optimizers if stages > 1 else ():
+            require_separate(optimizer, self._names, self._sparse, self._device)
+
+    def find_foreign_code(self) -> str:
+        """Return a sentence about a hook or replaced step that this layout cannot run, or ""."""
+        found = find_foreign_code(self._nested) if self._is_split else ""
+        return found and (
+            f"{found} would get only the parameters, or the slices of them, that this rank "
+            "updates: clip with max_grad_norm=, change weights after trainer.step(batch), or train "
+            'without stages and with storage="replicated"; set its attribute lockstep_elementwise '
+            "= True if it needs no other elements"
+        )
 
     def options(self) -> dict[str, Any]:
-        """Return the class of the optimizer and its default options, without the learning rate.
+        """Return the classes of the optimizers and their default options, without learning rates.
 
         The record has the learning rate of every step.
         """
-        schedule = {} if self.scheduler is None else {"scheduler": type(self.scheduler).__name__}
+        schedulers = [each.scheduler for each in self.schedules if each.scheduler is not None]
+        schedule = {"scheduler": ", ".join(type(each).__name__ for each in schedulers)}
         plain = {
-            name: value
-            for name, value in self.optimizer.defaults.items()
+            name if len(self.optimizers) == 1 else f"{number}.{name}": value
+            for number, optimizer in enumerate(self.optimizers)
+            for name, value in optimizer.defaults.items()
             if name != "lr" and isinstance(value, (bool, int, float, str, tuple))
         }
-        return {"class": type(self.optimizer).__name__, **schedule, **plain}
+        names = ", ".join(type(each).__name__ for each in self.optimizers)
+        return {"class": names, **(schedule if schedulers else {}), **plain}
 
     def describe(self) -> Description:
-        """Describe the optimizer and the scheduler."""
-        names: dict[torch.Tensor, str] = {
-            each: name for name, each in self.module.named_parameters()
-        }
-        found = describe_optimizer("optimizer", self.optimizer, names)
-        if self.scheduler is None:
-            return found | {"scheduler": "None"}
-        return found | describe_object("scheduler", self.scheduler)
+        """Describe the optimizers and the schedulers."""
+        found: Description = {}
+        for number, schedule in enumerate(self.schedules):
+            suffix = "" if len(self.schedules) == 1 else f"[{number}]"
+            found |= describe_optimizer(f"optimizer{suffix}", schedule.optimizer, self._names)
+            if schedule.scheduler is None:
+                found[f"scheduler{suffix}"] = "None"
+            else:
+                found |= describe_object(f"scheduler{suffix}", schedule.scheduler)
+            found[f"restore_schedule{suffix}"] = str(schedule.is_restored)
+        return found
 
     @property
     def stateful(self) -> Optimizer | ShardedOptimizer:
@@ -154,13 +168,10 @@ class Optimization:
 
         The average of a parameter is named "conv.weight/average".
         """
-        names: dict[torch.Tensor, str] = {
-            each: name for name, each in self.module.named_parameters()
-        }
-        here = {name for each, name in names.items() if not each.is_meta}
+        here = {name for each, name in self._names.items() if not each.is_meta}
         found = {
             name: value
-            for name, value in self.tensors(names).items()
+            for name, value in self.tensors(self._names).items()
             if name.rpartition("/")[0] in here
         }
         if self.average is not None:
@@ -188,28 +199,28 @@ class Optimization:
                 self.optimizer.step()
         if self.average is not None:
             self.average.update_parameters(self.module)
-        if self.scheduler is not None and self._interval == "step":
-            self.scheduler.step()
+        for schedule in self.schedules:
+            if schedule.interval == "step":
+                schedule.step()
 
     def end_epoch(self, loss: float) -> None:
-        """Step a scheduler of interval "epoch"; `ReduceLROnPlateau` gets the loss."""
-        if self.scheduler is None or self._interval != "epoch":
-            return
+        """Step the schedulers of interval "epoch"; `ReduceLROnPlateau` gets the loss."""
         with warnings.catch_warnings():
             # In a resumed run the optimizer may have stepped only before the state was saved.
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            if isinstance(self.scheduler, ReduceLROnPlateau):
-                self.scheduler.step(loss)
-            else:
-                self.scheduler.step()
+            for schedule in self.schedules:
+                if schedule.interval == "epoch":
+                    schedule.step(loss)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of the optimizer, the scheduler and the average."""
-        return {
-            "optimizer": self.stateful.state_dict(),
-            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
-            "average": self.average.state_dict() if self.average else None,
-        }
+    def scheduler_state(self) -> dict[str, Any] | None:
+        """Return the state of the scheduler, or those of several; None without one."""
+        states = [
+            None if each.scheduler is None else each.scheduler.state_dict()
+            for each in self.schedules
+        ]
+        if len(states) == 1 or not any(states):
+            return states[0]
+        return {"schedulers": states}
 
     def loading(self) -> AbstractContextManager[None]:
         """Return the context in which parameters and state that ranks share may be written."""
@@ -219,11 +230,14 @@ class Optimization:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `state_dict` returned, except parts that are None or missing here."""
-        self.stateful.load_state_dict(state["optimizer"])
         if self.sharded is None:
-            _restore_scalars(self.optimizer, state["optimizer"])
-        if self.scheduler and state["scheduler"]:
-            self.scheduler.load_state_dict(state["scheduler"])
+            load_whole_state(self.optimizer, state["optimizer"])
+        else:
+            self.sharded.load_state_dict(state["optimizer"])
+        saved = state["scheduler"] or {}
+        states = saved.get("schedulers") or [saved] * len(self.schedules)
+        for schedule, scheduler in zip(self.schedules, states, strict=True):
+            schedule.load_state_dict(scheduler or {})
         if self.average and state["average"]:
             self.average.load_state_dict(state["average"])
 
@@ -269,11 +283,12 @@ class _StepGuard:
     It holds no reference, so that an optimizer is freed with its trainer.
 
     Attributes:
-        optimizer: The `id` of the optimizer; its hooks may also be called for its copies.
-        is_open: Whether the trainer is stepping the optimizer.
+        optimizers: The `id` of each optimizer; its hooks may also be called for its copies.
+        is_open: Whether the trainer is stepping the optimizers.
     """
 
-    optimizer: int
+    optimizers: Collection[int]
+    lockstep_elementwise = True
     is_open: bool = False
 
     @contextmanager
@@ -286,62 +301,9 @@ class _StepGuard:
             self.is_open = False
 
     def __call__(self, optimizer: Optimizer, arguments: object, options: object) -> None:
-        if id(optimizer) == self.optimizer and not self.is_open:
+        if id(optimizer) in self.optimizers and not self.is_open:
             raise UsageError(
                 "trainer.step(batch) and trainer.manual_step() step the optimizer themselves, and "
                 "trainer.optimizer.step() would step it once more with the same gradients: remove "
                 "this call"
             )
-
-
-def _restore_scalars(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Give the scalar tensors of a loaded state the dtype and value that they were saved with.
-
-    torch converts all but "step" to the parameter's dtype, so NAdam's product of momenta and
-    ASGD's averaging coefficients would be rounded for bfloat16 parameters.
-    """
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for parameter, number in zip(parameters, numbers, strict=True):
-        for key, value in saved["state"].get(number, {}).items():
-            if isinstance(value, torch.Tensor) and value.dim() == 0:
-                here = optimizer.state[parameter][key].device
-                optimizer.state[parameter][key] = value.detach().clone().to(here)
-
-
-def _check_fused(optimizer: Optimizer) -> None:
-    """Raise UsageError for a fused SGD of 16-bit parameters on the CPU.
-
-    Up to torch 2.13 it updates only the last few elements of a tensor, and leaves its momentum
-    uninitialized (pytorch/pytorch#191763).
-    """
-    for group in optimizer.param_groups if type(optimizer) is SGD else ():
-        for parameter in group["params"]:
-            half = parameter.dtype in (torch.bfloat16, torch.float16)
-            if group["fused"] and half and parameter.device.type != "cuda":
-                raise UsageError(
-                    "torch's SGD with fused=True does not update 16-bit parameters correctly on "
-                    "the CPU (pytorch/pytorch#191763), and no two runs give the same bits: use "
-                    "SGD without fused=True"
-                )
-
-
-def _grouped(
-    parameters: Iterable[tuple[str, nn.Parameter]], groups: ParameterGroups | None
-) -> list[nn.Parameter] | list[dict[str, Any]]:
-    """Return the parameters, grouped by equal options if `groups` is given.
-
-    Groups are in the order of their first parameters.
-    """
-    if groups is None:
-        return [parameter for _, parameter in parameters]
-    found: list[dict[str, Any]] = []
-    for name, parameter in parameters:
-        options = dict(groups(name, parameter))
-        for group in found:
-            if {key: value for key, value in group.items() if key != "params"} == options:
-                group["params"].append(parameter)
-                break
-        else:
-            found.append({"params": [parameter], **options})
-    return found

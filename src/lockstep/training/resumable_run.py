@@ -203,13 +203,12 @@ class ResumableRun:
         """Load a checkpoint's state and its log of calls; return the differences as sentences."""
         here = self._state.position_state() | self._training
         require_same_training(state, here)
-        differences = find_differences(state, here)
         with refusing_misfits("the state of the checkpoint"):
             self._log.load_state_dict(state["script"])
             self._samplers.load_state_dict(state["known_samplers"])
             self._state.load_local(state)
         self._restored = state
-        return differences
+        return find_differences(state, here, self._state.describe_optimization())
 
     def begin(self) -> None:
         """Begin the run with the script's first call, unless it is resumed."""

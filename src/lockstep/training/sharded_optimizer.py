@@ -37,6 +37,7 @@ from lockstep.comm.shared_memory import (
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.shards import PIECE, Piece, Shards
 from lockstep.errors import UsageError
+from lockstep.training.optimizer_probe import without_hooks
 from lockstep.training.shared_parameters import SharedParameters, allocate
 from lockstep.training.step_log import StepLog, count_saved_bytes, pass_point
 
@@ -55,6 +56,17 @@ class _Entry:
 
     kind: str
     dtype: torch.dtype
+
+
+def _require_own_state(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Refuse a state of whole parameters, which the trainer loads into the places of the pieces."""
+    sizes = [len(group["params"]) for group in state["param_groups"]]
+    if state["state"] or sizes != [len(group["params"]) for group in optimizer.param_groups]:
+        raise UsageError(
+            'with storage="shared" trainer.optimizer has only this rank\'s pieces of the '
+            "parameters: load a state with trainer.load_state_dict({**trainer.state_dict(), "
+            '"optimizer": state}) on every rank'
+        )
 
 
 class ShardedOptimizer:
@@ -82,6 +94,7 @@ class ShardedOptimizer:
         made = {number[each]: dict(state) for each, state in optimizer.state.items()}
         self._entries = [self._probe_state(g, made) for g in range(len(self._groups))]
         optimizer.state.clear()
+        optimizer.register_load_state_dict_pre_hook(_require_own_state)
         for each in optimizer.param_groups:
             each["params"] = []
         self.shared, self.log = SharedParameters(self._parameters, group), StepLog(group)
@@ -227,6 +240,7 @@ class ShardedOptimizer:
             probe.grad = torch.zeros_like(probe)
             twin = object.__new__(type(self._optimizer))
             twin.__dict__.update(self._optimizer.__dict__)
+            twin.__dict__.update({name: {} for name in vars(twin) if name.endswith("step_hooks")})
             twin.state = defaultdict(dict)
             for key, value in made.get(index, {}).items():
                 # Cloned, so that the step on the probe does not change the real state.
@@ -234,7 +248,8 @@ class ShardedOptimizer:
                 part = in_memory_order(value)[:3].clone() if whole else copy.deepcopy(value)
                 twin.state[probe][key] = part
             twin.param_groups = [{**self._optimizer.param_groups[group], "params": [probe]}]
-            type(twin).step(twin)
+            with without_hooks():
+                type(twin).step(twin)
             found[parameter.dtype] = {
                 key: self._describe_entry(key, value, probe)
                 for key, value in twin.state[probe].items()

@@ -22,6 +22,7 @@ from lockstep.data_parallel.gradient_reducer import BUCKET_BYTES, GradientReduce
 from lockstep.data_parallel.shards import Shards
 from lockstep.errors import LayoutError, UsageError
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.training.optimizer_probe import require_separate
 from lockstep.training.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["ELEMENTWISE", "require_elementwise", "share_parameters"]
@@ -36,9 +37,10 @@ ALIGNMENT = 64
 """The alignment in bytes of tensors in shared memory, as in memory that torch allocates."""
 
 
-def require_elementwise(optimizer: Optimizer) -> None:
+def require_elementwise(optimizer: Optimizer, device: torch.device) -> None:
     """Raise UsageError for an optimizer that may not be stepped in pieces."""
     if type(optimizer) in ELEMENTWISE or getattr(optimizer, "lockstep_elementwise", False):
+        require_separate(optimizer, {}, (), device, elements=True)
         return
     name = type(optimizer).__name__
     raise UsageError(
@@ -74,7 +76,7 @@ def share_parameters(
             change in shared memory.
         UsageError: The optimizer cannot step pieces, or a parameter has sparse gradients.
     """
-    require_elementwise(optimizer)
+    require_elementwise(optimizer, parallel.device)
     sparse = sparse_weights(each for called in modules for each in called.modules())
     for name, parameter in named:
         if parameter in sparse:

@@ -177,12 +177,11 @@ class TrainingState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state, which any layout can load."""
-        scheduler = self._optimization.scheduler
         return {
             "model": self.model_state(),
             "buffers": self.buffer_state(),
             "optimizer": self.optimizer_state(),
-            "scheduler": scheduler.state_dict() if scheduler else None,
+            "scheduler": self._optimization.scheduler_state(),
             "average": self.ema_state(),
             "module_settings": self._settings.state_dict(),
             **self.position_state(),
@@ -253,7 +252,7 @@ class TrainingState:
             {**group, "params": [order[index] for index in group["params"]]}
             for group in packed["param_groups"]
         ]
-        average, scheduler = self._optimization.average, self._optimization.scheduler
+        average = self._optimization.average
         buffers = self._unsaved_buffers()
         for group in ("model", "average"):
             buffers[group] = self._owned(buffers[group])
@@ -263,7 +262,7 @@ class TrainingState:
             "model": self._owned(self._module.state_dict()),
             "optimizer": self._owned({order[i]: each for i, each in packed["state"].items()}),
             "parameter_groups": groups,
-            "scheduler": scheduler.state_dict() if scheduler else None,
+            "scheduler": self._optimization.scheduler_state(),
             "ema": self._owned(average.module.state_dict()) if average else None,
             "ema_updates": average.n_averaged if average else None,
             "buffers": buffers,
@@ -286,6 +285,10 @@ class TrainingState:
         others = [each for module in self._parallel.extra_modules for each in module.parameters()]
         versions = [each._version for each in (*self._names, *others)]
         return [repr(options), versions, self._live_settings.describe()]
+
+    def describe_optimization(self) -> dict[str, str]:
+        """Return the settings of the optimizers and schedulers, as they are now."""
+        return self._optimization.describe()
 
     def load_local(self, state: Mapping[str, Any]) -> None:
         """Load this rank's tensors from the merged `local_state` of all ranks."""

@@ -374,7 +374,8 @@ class OptimizerStep:
         effects = self.executor.side_effects
         effects.finish()
         place = f"rank {self.parallel.rank}, step {step.number}"
-        side_effect, weights = effects.failure, effects.summary
+        side_effect = effects.failure or self.optimization.find_foreign_code()
+        weights = effects.summary
         if step.observer is not None and not step.stops_at_refusals:
             # lockstep check continues, to compare the layouts
             step.observer.record_refusal(side_effect)

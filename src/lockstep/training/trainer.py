@@ -40,7 +40,7 @@ from lockstep.training.epoch import Epoch
 from lockstep.training.history import Callback, History, describe_run
 from lockstep.training.microbatch_loop import ManualStep
 from lockstep.training.model_setup import set_up_model
-from lockstep.training.optimization import OptimizerConfig, OptimizerFactory
+from lockstep.training.optimizer_config import OptimizerConfig, OptimizerFactory, list_configs
 from lockstep.training.rank_status import StepTrace
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.rounds import RoundEntry
@@ -81,7 +81,8 @@ class Trainer:
             micro-batch as a scalar tensor, or their sum with `reduction="sum"`. None: the model
             returns its loss.
         optimizer: A factory of the optimizer, such as `partial(torch.optim.SGD, lr=0.1)`, or an
-            `OptimizerConfig` with parameter groups and a learning-rate scheduler.
+            `OptimizerConfig` with parameter groups and a learning-rate scheduler. For several
+            optimizers, a list of `OptimizerConfig`, each with `parameters`.
         microbatches: The number of micro-batches per global batch, at least the number of
             replicas. It affects the bits, so the default (8) does not depend on the number of
             ranks.
@@ -131,7 +132,7 @@ class Trainer:
         self,
         model: nn.Module | Sequence[BlockLike],
         loss: Callable[..., Any] | None,
-        optimizer: OptimizerFactory | OptimizerConfig,
+        optimizer: OptimizerFactory | OptimizerConfig | Sequence[OptimizerConfig],
         *,
         microbatches: int = 8,
         seed: int = 0,
@@ -150,11 +151,9 @@ class Trainer:
         progress: bool | None = None,
         fingerprints: str | None = None,
     ) -> None:
-        if not isinstance(optimizer, OptimizerConfig):
-            optimizer = OptimizerConfig(optimizer)
         arguments = TrainerArguments(
             loss=loss,
-            optimizer=optimizer,
+            optimizers=list_configs(optimizer),
             microbatches=microbatches,
             seed=seed,
             loss_weight=loss_weight,
@@ -430,8 +429,17 @@ class Trainer:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer that the factory returned. The trainer calls its `step` itself."""
-        return self._optimization.optimizer
+        """The optimizer that the factory returned. The trainer calls its `step` itself.
+
+        Raises:
+            UsageError: There are several: use `optimizers`.
+        """
+        return self._optimization.get_only_schedule("optimizer").optimizer
+
+    @property
+    def optimizers(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizers, in the order in which they were configured."""
+        return self._optimization.optimizers
 
     @property
     def steps(self) -> int:
@@ -450,8 +458,17 @@ class Trainer:
 
     @property
     def scheduler(self) -> Any:
-        """The learning-rate scheduler; None without one."""
-        return self._optimization.scheduler
+        """The learning-rate scheduler; None without one.
+
+        Raises:
+            UsageError: There are several optimizers: use `schedulers`.
+        """
+        return self._optimization.get_only_schedule("scheduler").scheduler
+
+    @property
+    def schedulers(self) -> tuple[Any, ...]:
+        """The scheduler of each optimizer, or None."""
+        return tuple(each.scheduler for each in self._optimization.schedules)
 
     @property
     def ema_model(self) -> nn.Module | None:

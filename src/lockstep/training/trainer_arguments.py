@@ -22,7 +22,7 @@ from lockstep.model.description import describe, describe_environment
 from lockstep.model.forward import Metric
 from lockstep.model.loss_weight import WeightFunction
 from lockstep.pipeline.partitioner import PipelineConfig
-from lockstep.training.optimization import OptimizerConfig
+from lockstep.training.optimizer_config import OptimizerConfig
 from lockstep.training.session import Session
 from lockstep.training.unit_recorder import StepSelection
 from lockstep.training.unsupported_modules import reject_unsupported_modules
@@ -44,7 +44,7 @@ class TrainerArguments:
     """
 
     loss: Callable[..., Any] | None
-    optimizer: OptimizerConfig
+    optimizers: Sequence[OptimizerConfig]
     microbatches: int
     seed: int
     loss_weight: WeightFunction | None
@@ -94,11 +94,13 @@ class TrainerArguments:
         values |= {
             "checkpoint": None if self.checkpoint is None else list(self.checkpoint.stateful),
             "fingerprints": self.fingerprints and self.fingerprints.text,
-            "scheduler_interval": self.optimizer.scheduler_interval or "step",
+            "scheduler_interval": ", ".join(
+                each.scheduler_interval or "step" for each in self.optimizers
+            ),
             **{f"pipeline.{name}": value for name, value in vars(self.pipeline).items()},
             **{f"compression.{name}": world().compression == name for name in ("bf16", "lossless")},
         }
-        del values["optimizer"], values["pipeline"]  # the optimizer is compared once it is made
+        del values["optimizers"], values["pipeline"]  # optimizers are compared once they are made
         return values
 
     def check(self) -> None:
