@@ -19,7 +19,7 @@ from grammar.layouts import Layout, draw_layout
 from grammar.loops import LOOPS
 from grammar.losses import Loss, draw_loss
 from grammar.models import Model, draw_model
-from grammar.optimization import Optimization, draw_optimization
+from grammar.optimization import Optimization, draw_additions, draw_optimization
 
 __all__ = ["Case", "Leg", "case"]
 
@@ -105,6 +105,7 @@ def case(seed: int) -> Case:
     hooked_late = draw.randrange(len(model.blocks)) if draw.chance(0.03) else None
     evaluates = draw.chance(0.2)
     change = draw.pick("freeze", "eval", "drop") if draw.chance(0.1) else None
+    optimization = draw_additions(draw, optimization, model.build(seed))
     more: Any = (precision, loop, tuple(legs), hooked_late, evaluates, change)
     return Case(seed, microbatches, model, loss, optimization, data, *more)
 

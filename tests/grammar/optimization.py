@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,40 @@ from grammar.drawing import Draw, described
 
 
 @dataclass(frozen=True)
+class Chosen:
+    """A function that returns whether a parameter has one of these names."""
+
+    names: Collection[str]
+
+    def __call__(self, name: str, parameter: nn.Parameter) -> bool:
+        """Return whether the parameter is chosen."""
+        return name in self.names
+
+
+class Several:
+    """Optimizers of one model that step one after the other, as a script in plain PyTorch does."""
+
+    def __init__(self, *optimizers: optim.Optimizer) -> None:
+        self.optimizers = optimizers
+        self.param_groups = optimizers[0].param_groups
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The states of all optimizers."""
+        return {key: value for each in self.optimizers for key, value in each.state.items()}
+
+    def step(self) -> None:
+        """Step every optimizer."""
+        for each in self.optimizers:
+            each.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Delete the gradients."""
+        for each in self.optimizers:
+            each.zero_grad(set_to_none)
+
+
+@dataclass(frozen=True)
 class Optimization:
     """What turns a gradient into new weights, as it was drawn."""
 
@@ -25,6 +59,12 @@ class Optimization:
     scheduler_each: str = "step"
     clip_norm: float | None = None
     average: float | None = None
+    first: partial[optim.Optimizer] | None = None
+    """Another optimizer, of the parameters `chosen`, which steps before the one of the rest."""
+    chosen: Chosen | None = None
+    first_scheduler: partial[Any] | None = None
+    is_hooked: bool = False
+    """Whether a hook on the optimizer of the rest changes the gradients, knowing all of them."""
 
     def __str__(self) -> str:
         """Describe it."""
@@ -34,6 +74,11 @@ class Optimization:
             parts.append(f"{described(self.scheduler)} each {self.scheduler_each}")
         parts += [f"clip_norm={self.clip_norm}"] if self.clip_norm else []
         parts += [f"average={self.average}"] if self.average is not None else []
+        parts += ["hooked"] if self.is_hooked else []
+        if self.first and self.chosen:
+            names = ", ".join(sorted(self.chosen.names))
+            parts.append(f"first {described(self.first)} of {names}")
+            parts += [described(self.first_scheduler)] if self.first_scheduler else []
         return ", ".join(parts)
 
     @property
@@ -47,20 +92,39 @@ class Optimization:
 
     def options(self) -> dict[str, Any]:
         """Return the trainer's options."""
+        config = ls.OptimizerConfig(self.make, self.groups, self.scheduler, self.scheduler_each)
+        both: Any = config
+        if self.first:
+            first = ls.OptimizerConfig(
+                self.first, scheduler=self.first_scheduler, parameters=self.chosen
+            )
+            both = [first, config]
         return {
-            "optimizer": ls.OptimizerConfig(
-                self.optimizer, self.groups, self.scheduler, self.scheduler_each
-            ),
+            "optimizer": both,
             "max_grad_norm": self.clip_norm,
             "ema_decay": self.average,
         }
 
+    def make(self, parameters: Any) -> optim.Optimizer:
+        """Return the optimizer of the rest, with its hook."""
+        made = self.optimizer(parameters)
+        if self.is_hooked:
+            made.register_step_pre_hook(average_over_parameters)
+        return made
+
+    def make_first(self, model: nn.Module) -> optim.Optimizer | None:
+        """Return the other optimizer, if there is one."""
+        if self.first is None or self.chosen is None:
+            return None
+        return self.first([p for n, p in model.named_parameters() if self.chosen(n, p)])
+
     def grouped(self, model: nn.Module) -> list[Any]:
-        """Return the parameters, or groups of those whose options are equal."""
+        """Return the parameters of the rest, or groups of those whose options are equal."""
+        named = [(n, p) for n, p in model.named_parameters() if not self._is_chosen(n, p)]
         if self.groups is None:
-            return list(model.parameters())
+            return [parameter for _, parameter in named]
         found: list[dict[str, Any]] = []
-        for name, parameter in model.named_parameters():
+        for name, parameter in named:
             options = dict(self.groups(name, parameter))
             same = [group for group in found if {**group, "params": 0} == {**options, "params": 0}]
             if same:
@@ -68,6 +132,16 @@ class Optimization:
             else:
                 found.append({"params": [parameter], **options})
         return found
+
+    def _is_chosen(self, name: str, parameter: nn.Parameter) -> bool:
+        return self.chosen is not None and self.chosen(name, parameter)
+
+
+def average_over_parameters(optimizer: optim.Optimizer, arguments: object, options: object) -> None:
+    """Divide the gradients by their number: a hook that knows all parameters."""
+    present = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+    for parameter in present:
+        parameter.grad.mul_(1 / len(present))
 
 
 def without_decay(name: str, parameter: nn.Parameter) -> dict[str, Any]:
@@ -104,6 +178,29 @@ def draw_optimization(draw: Draw, steps: int, epochs: int, complex_model: bool) 
         each if scheduler else "step",
         draw.pick(0.05, 0.5, 5.0) if draw.chance(0.3) else None,
         draw.pick(0.0, 0.5, 0.99) if draw.chance(0.25) else None,
+    )
+
+
+def draw_additions(draw: Draw, drawn: Optimization, model: nn.Module) -> Optimization:
+    """Draw a hook on the optimizer, and a second optimizer for some parameters of the model."""
+    drawn = replace(drawn, is_hooked=draw.chance(0.06))
+    layers = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    sparse = {id(each.weight) for each in layers if each.sparse}
+    named = dict(model.named_parameters())
+    matrices = {name for name, each in named.items() if each.dim() == 2 and not each.is_complex()}
+    halves = {name for number, name in enumerate(named) if number % 2}
+    if sparse:
+        kind, names = optim.SparseAdam, {n for n, each in named.items() if id(each) in sparse}
+        likely = 0.5
+    elif draw.chance(0.5):
+        kind, names, likely = optim.Muon, matrices, 0.15
+    else:
+        kind, names, likely = optim.AdamW, halves, 0.15
+    if not draw.chance(likely) or not names or len(names) == len(named):
+        return drawn
+    scheduler = draw.pick(None, partial(schedules.ExponentialLR, gamma=0.9))
+    return replace(
+        drawn, first=partial(kind, lr=0.01), chosen=Chosen(names), first_scheduler=scheduler
     )
 
 

@@ -16,6 +16,7 @@ from grammar import Case
 from grammar.datasets import dataset_of, order_of, tensors
 from grammar.loops import loop_of
 from grammar.models import accumulation_hooked
+from grammar.optimization import Several
 from grammar.outcome import Outcome
 
 EVALUATED = 11
@@ -60,11 +61,18 @@ def outcome_of(case: Case) -> Outcome:
     loss = case.loss.build(case.model.dtype)
     optimization = case.optimization
     made: list[Any] = []
+    first_schedulers: list[Any] = []
 
     def optimizer(parameters: Any) -> Any:
-        made.append(optimization.optimizer(optimization.grouped(model)))
+        made.append(optimization.make(optimization.grouped(model)))
         if optimization.scheduler:
             made.append(optimization.scheduler(made[0]))
+        first = optimization.make_first(model)
+        if first is None:
+            return made[0]
+        if optimization.first_scheduler:
+            first_schedulers.append(optimization.first_scheduler(first))
+        made[0] = Several(first, made[0])
         return made[0]
 
     inputs, targets = tensors(case.data, case.model, case.loss, case.microbatches, case.seed)
@@ -83,7 +91,7 @@ def outcome_of(case: Case) -> Outcome:
         weight=case.loss.weight,
         precision=case.precision,
         losses_of=loop_of(case.loop),
-        after_step=_after_step(case, model, made, average),
+        after_step=_after_step(case, model, made, first_schedulers, average),
     )
     evaluation = None
     if case.evaluates:
@@ -127,7 +135,7 @@ def change_model(case: Case, model: torch.nn.Module) -> None:
 
 
 def _after_step(
-    case: Case, model: Any, made: list[Any], average: Any
+    case: Case, model: Any, made: list[Any], first_schedulers: list[Any], average: Any
 ) -> Callable[[float, bool], None]:
     """Return what moves the average and the schedule, after each step or epoch."""
     sizes, done = case.data.sizes, []
@@ -139,6 +147,8 @@ def _after_step(
         if len(done) == 1:
             hook_late(case, model)
             change_model(case, model)
+        for scheduler in [] if is_skipped else first_schedulers:
+            scheduler.step()
         if len(made) < 2:
             return
         if case.optimization.scheduler_each == "step":

@@ -62,6 +62,8 @@ def _of_model(case: Case, layout: Layout) -> Iterator[str]:
         later = case.model.blocks[layout.balance[0] :]
         if "PythonNoise" in described(later):
             yield "a block draws from Python's or numpy's random numbers"
+    if case.optimization.is_hooked and (layout.stages > 1 or layout.shared):
+        yield "the hook average_over_parameters of"
     optimizer = case.optimization.optimizer
     if optimizer.func is optim.SGD and "fused" in optimizer.keywords and "bfloat16" in model:
         yield "use SGD without fused=True"
@@ -70,6 +72,8 @@ def _of_model(case: Case, layout: Layout) -> Iterator[str]:
 def _of_sharing(case: Case, layout: Layout) -> Iterator[str]:
     if not layout.shared:
         return
+    if case.optimization.first is not None:
+        yield 'storage="shared" steps one optimizer'
     if not case.optimization.is_elementwise:
         yield "is not known to update each element of a parameter independently"
     if "sparse=True" in str(case.model):

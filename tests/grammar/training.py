@@ -52,7 +52,7 @@ def outcome_of(case: Case, leg: Leg, folder: Path) -> Outcome:
         trainer.optimizer_digest(),
         None if average is None else ls.digest(average),
         evaluation,
-        float(trainer.optimizer.param_groups[0]["lr"]).hex(),
+        float(trainer.optimizers[0].param_groups[0]["lr"]).hex(),
     )
 
 
