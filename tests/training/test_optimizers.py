@@ -503,6 +503,36 @@ def test_a_longer_schedule_after_a_resume(ranks, kind):
     ranks(check, 1)
 
 
+@pytest.mark.parametrize(("before", "after"), [("cosine", "one cycle"), (None, "lambda")])
+def test_another_scheduler_after_a_resume(ranks, tmp_path, before, after):
+    def train(kind, steps, **options):
+        scheduler = LONGER[kind](12) if kind else None
+        config = ls.OptimizerConfig(SGD, scheduler=scheduler, **options)
+        checkpoint = ls.CheckpointConfig(every_steps=100)
+        trainer = trainer_of(config, loggers=tmp_path / "run", checkpoint=checkpoint)
+        trainer.resume()
+        while trainer.steps < steps:
+            trainer.step(batch(trainer.steps))
+        trainer.finish()
+        return trainer.optimizer.param_groups[0]["lr"]
+
+    def alone(steps):
+        trainer = trainer_of(ls.OptimizerConfig(SGD, scheduler=LONGER[after](12)))
+        for step in range(steps):
+            trainer.step(batch(step))
+        return trainer.optimizer.param_groups[0]["lr"]
+
+    ranks(train, 1, before, 3)
+    if before is not None:
+        with pytest.raises(
+            RankError, match=r"scheduler is .*OneCycleLR, in the .*restore_schedule"
+        ):
+            ranks(train, 1, after, 5)
+        assert ranks(partial(train, restore_schedule=False), 1, after, 5) == ranks(alone, 1, 5)
+    else:
+        assert ranks(train, 1, after, 5) == ranks(alone, 1, 2)
+
+
 def test_a_schedule_that_has_ended(ranks):
     def check():
         trainer = trainer_of(ls.OptimizerConfig(SGD, scheduler=LONGER["one cycle"](3)))

@@ -13,7 +13,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lockstep.errors import UsageError
 from lockstep.training.optimizer_config import OptimizerConfig
 
-__all__ = ["LearningRateSchedule"]
+__all__ = ["SCHEDULED", "LearningRateSchedule"]
+
+SCHEDULED = frozenset(
+    {"lr", "initial_lr", "max_lr", "min_lr", "momentum", "betas", "base_momentum", "max_momentum"}
+)
+"""The options of parameter groups that schedulers add or change."""
 
 
 class LearningRateSchedule:
@@ -85,9 +90,8 @@ class LearningRateSchedule:
 
     def _options(self) -> list[dict[str, Any]]:
         """Return the options of the groups that schedulers change."""
-        names = {"lr", "initial_lr", "max_lr", "min_lr"}
-        if getattr(self.scheduler, "cycle_momentum", False):
-            names |= {"momentum", "betas", "base_momentum", "max_momentum"}
+        cycles = getattr(self.scheduler, "cycle_momentum", False)
+        names = SCHEDULED if cycles else SCHEDULED - {"momentum", "betas"}
         return [
             {name: copy.deepcopy(group[name]) for name in names & group.keys()}
             for group in self.optimizer.param_groups

@@ -222,6 +222,13 @@ class Optimization:
             return states[0]
         return {"schedulers": states}
 
+    def pair_schedules(
+        self, saved: Mapping[str, Any] | None
+    ) -> list[tuple[LearningRateSchedule, Mapping[str, Any]]]:
+        """Return each schedule with its part of a `scheduler_state`, empty without a scheduler."""
+        states = (saved or {}).get("schedulers") or [saved] * len(self.schedules)
+        return [(each, part or {}) for each, part in zip(self.schedules, states, strict=True)]
+
     def loading(self) -> AbstractContextManager[None]:
         """Return the context in which parameters and state that ranks share may be written."""
         if self.sharded is None:
@@ -234,10 +241,8 @@ class Optimization:
             load_whole_state(self.optimizer, state["optimizer"])
         else:
             self.sharded.load_state_dict(state["optimizer"])
-        saved = state["scheduler"] or {}
-        states = saved.get("schedulers") or [saved] * len(self.schedules)
-        for schedule, scheduler in zip(self.schedules, states, strict=True):
-            schedule.load_state_dict(scheduler or {})
+        for schedule, scheduler in self.pair_schedules(state["scheduler"]):
+            schedule.load_state_dict(scheduler)
         if self.average and state["average"]:
             self.average.load_state_dict(state["average"])
 

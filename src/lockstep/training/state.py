@@ -18,6 +18,7 @@ from lockstep.model.step_context import Attempt
 from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_state
 from lockstep.pipeline.placement import Placement
 from lockstep.training.history import History
+from lockstep.training.learning_rate_schedule import SCHEDULED
 from lockstep.training.live_settings import LiveSettings
 from lockstep.training.module_settings import ModuleSettings
 from lockstep.training.optimization import Optimization
@@ -316,12 +317,20 @@ class TrainingState:
 
     def _require_alike(self, state: Mapping[str, Any]) -> None:
         """Raise FileError for options of torch's optimizer or scheduler that it cannot have."""
-        optimizer, scheduler = self._optimization.optimizer, self._optimization.scheduler
-        groups = [{**group, "params": []} for group in state["parameter_groups"]]
-        here = [{**group, "params": []} for group in optimizer.param_groups]
-        pairs: list[tuple[object, Any, Any]] = [(optimizer, groups, here)]
-        if scheduler and state["scheduler"] is not None:
-            pairs.append((scheduler, state["scheduler"], scheduler.state_dict()))
+        pairs: list[tuple[object, Any, Any]] = []
+        groups = list(state["parameter_groups"])
+        for schedule, scheduler in self._optimization.pair_schedules(state["scheduler"]):
+            here = schedule.optimizer.param_groups
+            theirs, groups = groups[: len(here)], groups[len(here) :]
+            has_same = schedule.is_restored and (scheduler or schedule.scheduler is None)
+            ignored = {"params"} if has_same else {"params", *SCHEDULED}
+            saved_options, options = (
+                [{k: v for k, v in group.items() if k not in ignored} for group in part]
+                for part in (theirs, here)
+            )
+            pairs.append((schedule.optimizer, saved_options, options))
+            if schedule.scheduler is not None and scheduler and schedule.is_restored:
+                pairs.append((schedule.scheduler, scheduler, schedule.scheduler.state_dict()))
         for owner, saved, current in pairs:
             if type(owner).__module__.startswith("torch.") and not is_alike(saved, current):
                 raise FileError(
