@@ -251,7 +251,9 @@ def test_differences_are_said_and_recorded(ranks, tmp_path, monkeypatch):
     (line,) = [line for line in lines if line["kind"] == "resume"]
     assert line["step"] == 3
     assert "max_grad_norm is 9.0, it was None" in line["differences"]
-    assert any("lr is 0.5, it was 0.1 (the checkpoint's is used)" in x for x in line["differences"])
+    assert any(
+        "lr is 0.5, it was 0.1 (the checkpoint's is used; " in x for x in line["differences"]
+    )
 
 
 # --- failures beside a checkpoint ---------------------------------------------------------------
