@@ -816,3 +816,35 @@ def test_gradients_that_are_lazily_conjugated_or_negated(ranks, backend):
     assert all(each == found[0] for each in found)
     (alone,), averaged = ranks(average, 1), ranks(average, 2, backend=backend)
     assert averaged == [alone, alone]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_functions_that_torchscript_compiled(ranks):
+    """They were optimized after their first calls, of which each rank makes another number."""
+
+    def gelu(x):
+        return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+    def loss(outputs, targets):
+        return F.cross_entropy(outputs * 1.1 + outputs * outputs * 0.01, targets)
+
+    class Activated(nn.Linear):
+        def __init__(self, function):
+            super().__init__(6, 64)
+            self.function = function
+
+        def forward(self, inputs):
+            return self.function(super().forward(inputs))
+
+    def train(compile_function):
+        torch.manual_seed(0)
+        model = nn.Sequential(Activated(compile_function(gelu)), nn.Linear(64, 3))
+        trainer = ls.Trainer(model, compile_function(loss), SGD)
+        for _ in range(4):
+            trainer.step(rows())
+            if ls.rank() == 0:  # a function is optimized for each process by itself
+                model(rows()[0]).sum().backward()
+        return trainer.digest()
+
+    plain = one_outcome(ranks, train, lambda function: function, widths=(1,))
+    assert one_outcome(ranks, train, torch.jit.script) == plain

@@ -134,7 +134,11 @@ def refused():
             "model.0 is compiled by TorchScript",
         ),
         ({"loss": torch.jit.script(nn.MSELoss())}, "loss is compiled by TorchScript"),
-        ({"loss": torch.jit.script(nn.functional.mse_loss)}, "loss is compiled by TorchScript"),
+        ({"model": nn.Embedding(4, 2, max_norm=1)}, "model has max_norm=1, "),
+        (
+            {"extra_modules": [nn.Sequential(nn.EmbeddingBag(4, 2, max_norm=2.0))]},
+            "extra_modules[0].0 has max_norm=2.0, ",
+        ),
         ({"model": with_parameter(BASE.expand(8, 4))}, "the parameter scale is an expanded tensor"),
         (
             {"model": nn.Sequential(with_buffer(BASE), with_buffer(BASE.expand(8, 4)))},

@@ -449,6 +449,9 @@ def _configure_torch(threads: int, device: torch.device) -> None:
         torch.use_deterministic_algorithms(True)
     else:
         _set_variable("TORCHINDUCTOR_DETERMINISTIC", "1")
+    # TorchScript would optimize a function after its first calls in this process, which changes the
+    # bits of gradients.
+    torch._C._set_graph_executor_optimize(False)
     # Otherwise torch fills every empty tensor: 68 us for 4 MiB, without an effect on results.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

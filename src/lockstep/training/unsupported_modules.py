@@ -2,7 +2,8 @@
 
 wrapped        DistributedDataParallel and similar wrappers average gradients a second time, over
                ranks that may compute different numbers of micro-batches
-TorchScript    a graph is optimized after its first calls, which changes the bits of gradients
+TorchScript    modules take no other buffers during a step, unlike functions that forward calls
+max_norm       a lookup writes to its weight, which only the optimizer may change
 lazy           parameters have no shape until the first batch
 sparse,        tensors are not plain elements in memory that ranks could compare, average and save
 quantized,
@@ -51,17 +52,24 @@ def reject_unsupported_modules(values: Mapping[str, Any]) -> None:
                     "keeps parameters and optimizer state once per host)"
                 )
             check_buffer_rules(path, part)
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
+                raise UsageError(
+                    f"{path} has max_norm={part.max_norm}, with which each lookup writes to the "
+                    "weight, and each rank looks up other rows: leave max_norm out, and scale the "
+                    "rows of the output in forward (torch.renorm), or the weight between steps"
+                )
             for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
                 if tensor is not None:
                     _reject_tensor(f"{path}.{name}", tensor, part)
 
 
 def _reject_torchscript(path: str, part: object) -> None:
-    if isinstance(part, (torch.jit.ScriptModule, torch.jit.ScriptFunction)):
+    if isinstance(part, torch.jit.ScriptModule):
         raise UsageError(
-            f"{path} is compiled by TorchScript, which optimizes a graph after its first calls, so "
-            "the bits of a gradient would depend on the number of ranks: pass the original module, "
-            "without torch.jit.script or torch.jit.trace, or use torch.compile"
+            f"{path} is compiled by TorchScript, and the Trainer cannot give such a module the "
+            "buffers and random numbers of each micro-batch: pass the original module, without "
+            "torch.jit.script or torch.jit.trace, or use torch.compile (functions that "
+            "torch.jit.script compiled may be called)"
         )
 
 
@@ -97,8 +105,6 @@ def _iterate_modules(values: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module
     for name, value in values.items():
         if isinstance(value, nn.Module):
             yield name, value
-        elif isinstance(value, torch.jit.ScriptFunction):  # a loss
-            _reject_torchscript(name, value)
         elif isinstance(value, (list, tuple)):
             yield from _iterate_modules(
                 {f"{name}[{number}]": each for number, each in enumerate(value)}
