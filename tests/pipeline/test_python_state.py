@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import UsageError
+from lockstep.pipeline.inspection import FIRST, BlockInspector
 from lockstep.pipeline.python_state import find_python_states
 
 TABLE = {}
@@ -97,6 +98,21 @@ def test_a_shared_object_that_changes_twice_is_named(blocks, path):
     with pytest.raises(UsageError, match=rf"here: block 0 \(\w+\) changes {path}, which block 1"):
         called(state, first, 1)
     TABLE.clear()
+
+
+def test_a_shared_object_is_compared_in_calls_that_are_not_inspected():
+    """A change after the first 16 calls was found in every 64th call."""
+    first, second = one_object()
+    state, _ = states_of(first, second)
+    inspector = BlockInspector(True, state, ["0"])
+    for number in range(FIRST + 1):
+        state.hold()
+        if number == FIRST // 2:
+            first.held["y"] = object()  # by the script, between two steps
+        inspector.call_blocks([nn.Identity()], torch.ones(1), "here", False)
+    inspector.call_blocks([first], torch.ones(1), "here", False)
+    with pytest.raises(UsageError, match=r"here: block 0 \(Block\) changes 0.held\['x'\], which"):
+        inspector.call_blocks([first], torch.zeros(1), "here", False)
 
 
 def test_what_one_stage_alone_refers_to_may_change():

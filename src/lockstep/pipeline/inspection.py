@@ -2,8 +2,8 @@
 
 In one process all blocks of a model share memory, Python objects, and the generators of Python
 and numpy; each stage has separate ones. Dependencies that stages cannot transfer raise an error:
-writes into shared memory are detected in every call, other dependencies in the first calls and
-in some later ones.
+writes into shared memory, and changes of objects that several stages refer to, are detected in
+every call, other dependencies in the first calls and in some later ones.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class BlockInspector:
         self._forwards += 1
         self._is_due = _is_inspected(self._forwards)
         if not self._is_due:
-            return self._call_in_turn(blocks, data, place), others or self._draws_others
+            value = self._call_in_turn(blocks, data, place)
+            self.state.check(place)
+            return value, others or self._draws_others
         contents, before = self.state.snapshot(), state_of_others()
         value = self._call_in_turn(blocks, data, place)
         self.state.record_changes(contents, place)

@@ -81,6 +81,41 @@ class PythonState:
         self._holders, self._users = dict(holders), dict(users)
         self._changes: Counter[Key] = Counter()
         self._assigned: dict[tuple[int, Any], tuple[dict[Any, Any], Any]] = {}
+        self._shared = {key: self._holders[key].value for key in self._users}
+        self._identities: list[Any] = []
+        self._contents: dict[Key, dict[Any, Any]] = {}
+        self.hold()
+
+    def hold(self) -> None:
+        """Take the shared objects as they are, such as at the beginning of a step."""
+        identities = self._identify()
+        if identities != self._identities or not self._contents:
+            self._identities = identities
+            self._contents = {key: _get_content(value) for key, value in self._shared.items()}
+
+    def check(self, place: str) -> None:
+        """Record which of the shared objects have changed since `hold`, or the last check."""
+        if self._identify() != self._identities:
+            before = self._contents
+            self.hold()
+            self._record(before, self._contents, place)
+
+    def _identify(self) -> list[Any]:
+        """Return what differs if shared objects do; the ids of attributes and entries, mostly.
+
+        No id is used again, because `_contents` refers to the values.
+        """
+        return [
+            each
+            for value in self._shared.values()
+            for each in (
+                map(id, vars(value).values())
+                if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)
+                else _get_content(value).values()
+                if isinstance(value, (torch.Tensor, torch.Generator, numpy.ndarray))
+                else map(id, _get_content(value).values())
+            )
+        ]
 
     def snapshot(self) -> dict[Key, dict[Any, Any]]:
         """Return the current content of the objects."""
@@ -116,7 +151,11 @@ class PythonState:
             UsageError: A forward changed, for the second time, an object that other stages refer
                 to.
         """
-        for key, after in self.snapshot().items():
+        self._record(before, self.snapshot(), place)
+        self.hold()
+
+    def _record(self, before: Mapping[Key, Any], contents: Mapping[Key, Any], place: str) -> None:
+        for key, after in contents.items():
             changed = _find_changes(before[key], after)
             if not changed:
                 continue

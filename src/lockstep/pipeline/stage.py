@@ -148,6 +148,7 @@ class Stage:
     def begin(self, buffers: Buffers) -> None:
         """Begin a step without gradients, not even of parameters that another stage owns."""
         self.buffers = buffers
+        self.inspector.state.hold()
         self.end()
 
     def end(self) -> None:
