@@ -52,11 +52,11 @@ class Codebook(nn.Module):
 class Bag(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(17, 4, max_norm=0.5)
+        self.embedding = nn.Embedding(17, 4)
 
     def forward(self, inputs):
-        rows = self.embedding((inputs.abs() * 5).long().clamp(max=16))
-        return rows.mean(dim=1)
+        rows = (inputs.abs() * 5).long().clamp(max=16)
+        return F.embedding(rows, self.embedding.weight, max_norm=0.5).mean(dim=1)
 
 
 class Drawing(nn.Module):
@@ -198,18 +198,124 @@ def test_generators_without_a_state_of_their_own_are_no_state():
     assert not effects.failure
 
 
-def test_only_the_first_steps_and_every_hundredth_are_checked():
-    module = Codebook()
+class Late(nn.Module):
+    """Begins to do something in its fifth step."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.linear, self.codes = nn.Linear(6, 4), nn.Parameter(torch.ones(7, 50))
+        self.generator, self.act, self.is_late = torch.Generator().manual_seed(0), act, False
+
+    def forward(self, inputs):
+        if self.is_late:
+            self.act(self)
+        return self.linear(inputs)
+
+
+def write_one_element(module):
+    with torch.no_grad():
+        module.codes[3, 7] += 1
+
+
+def write_by_data(module):
+    module.codes.data.mul_(0.9)
+
+
+def replace_memory(module):
+    module.codes.data = module.codes.data * 0.9
+
+
+def draw(module):
+    torch.rand(1, generator=module.generator)
+
+
+@pytest.mark.parametrize("act", [write_one_element, write_by_data, replace_memory, draw])
+def test_what_begins_in_a_later_step_is_found_in_that_step(act):
+    """It was found in the next hundredth step."""
+    module = Late(act)
     effects = SideEffects({"": module})
-    checked = []
-    for step in range(250):
+    for step in range(6):
+        module.is_late = step == 5
         effects.begin(step)
         module(torch.randn(2, 6))
         effects.finish()
-        assert bool(effects.failure) == bool(effects.summary)
-        if effects.failure:
-            checked.append(step)
-    assert checked == [0, 1, 2, 100, 200]
+        assert bool(effects.failure) == module.is_late
+    name = "the generator generator" if act is draw else "parameter codes"
+    assert effects.failure.startswith(f"{name} was ")
+
+
+def test_weights_that_differ_between_ranks_are_found_in_every_step(ranks):
+    def train():
+        torch.manual_seed(1)
+        model = nn.Linear(6, 4)
+        trainer = ls.Trainer(model, F.cross_entropy, SGD)
+        for step in range(7):
+            if step == 5 and ls.rank() == 1:
+                model.bias.data[3] += 1
+            trainer.step(batch())
+
+    def refused():
+        with pytest.raises(DisagreementError) as raised:
+            train()
+        return str(raised.value)
+
+    for said in ranks(refused, 2):
+        assert said.startswith("bias has other values on rank 1 than on rank 0 in step 5 ")
+
+
+class Recurrent(nn.Module):
+    """Keeps its hidden state in an attribute, alone or in a container, and activations."""
+
+    def __init__(self, wrap, unwrap):
+        super().__init__()
+        self.linear, self.wrap, self.unwrap = nn.Linear(6, 6), wrap, unwrap
+        self.hidden, self.attention, self.own = None, None, nn.Sequential(nn.Linear(6, 6))
+
+    def forward(self, inputs):
+        hidden = 0 if self.hidden is None else self.unwrap(self.hidden)
+        outputs = self.linear(inputs) + hidden
+        self.hidden = self.wrap(outputs.detach().mean())
+        self.attention = outputs.softmax(dim=1)
+        return self.own(outputs * self.attention)
+
+
+@pytest.mark.parametrize("over", [{}, {"pipeline": ls.PipelineConfig(stages=2, balance=[1, 1])}])
+def test_a_hidden_state_that_forward_replaces_is_named_in_a_warning(ranks, over):
+    def warned():
+        names = []
+        for wrap, unwrap in (
+            (lambda each: each, lambda each: each),
+            (lambda each: (each, 1), lambda each: each[0]),
+            (lambda each: {"x": each}, lambda each: each["x"]),
+        ):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                train(partial(Recurrent, wrap, unwrap), over)
+            names += [str(each.message).split()[6] for each in caught]
+        return names
+
+    for n in (2,) if over else (1, 2):
+        names = [name for each in ranks(warned, n) for name in each]
+        assert names == ["1.hidden"] * 3  # by one rank
+
+
+def test_what_is_read_after_it_was_replaced_is_no_state():
+    class Resetting(Recurrent):
+        def forward(self, inputs):
+            self.hidden = None  # the class also has a plain attribute that only stores
+            return super().forward(inputs)
+
+    module = Resetting(lambda each: each, lambda each: each)
+    kind, effects = type(module), SideEffects({"": module})
+    for step in range(FIRST):
+        effects.begin(step)
+        with effects.watching():
+            assert (type(module) is kind) == (step == 0)
+            effects.begin_microbatch()
+            module(torch.randn(3, 6))
+        assert type(module) is kind
+        effects.finish()
+        assert not effects.warnings
 
 
 @pytest.mark.parametrize("over", [{}, {"pipeline": ls.PipelineConfig(stages=2, balance=[1, 1])}])

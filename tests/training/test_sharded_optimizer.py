@@ -232,7 +232,8 @@ def test_there_is_one_copy_and_what_thaws_joins_it(ranks):
             if step == 2:  # a frozen parameter that somebody writes keeps what it was given
                 dist.barrier()
                 if dist.get_rank() == 0 or not shared:
-                    trainer.model[3].bias.data.fill_(0.5)
+                    with torch.no_grad():
+                        trainer.model[3].bias.fill_(0.5)
                 dist.barrier()
             trainer.model[3].requires_grad_(step > 2)
             trainer.step(labelled().tensors)

@@ -11,6 +11,7 @@ memory of 4, and no operation may write into it.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
@@ -19,7 +20,10 @@ from torch import nn
 
 from lockstep.errors import UsageError
 
-__all__ = ["allocate_repeated", "find_overlaps", "find_parameter_overlaps"]
+__all__ = ["allocate_repeated", "find_overlaps", "find_parameter_overlaps", "find_views"]
+
+OWN_REFERENCES = 2
+"""The references to the memory of a parameter: its own, and that of the storage object."""
 
 Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
 """The shape, the strides in elements, and the bytes per element."""
@@ -71,6 +75,24 @@ def find_parameter_overlaps(
         for one, other in find_overlaps(tensors)
         if isinstance(tensors[one], nn.Parameter) or isinstance(tensors[other], nn.Parameter)
     ]
+
+
+def find_views(model: nn.Module) -> list[str]:
+    """Return the names of the parameters to whose memory other tensors or arrays refer."""
+
+    def find() -> list[str]:
+        return [
+            name
+            for name, each in model.named_parameters()
+            # Not those of several parameters, such as the shared memory of an earlier trainer.
+            if (storage := each.untyped_storage()).nbytes() == each.numel() * each.element_size()
+            and torch._C._storage_Use_Count(storage._cdata) > OWN_REFERENCES
+        ]
+
+    if not find():
+        return []
+    gc.collect()  # of views in unreachable cycles
+    return find()
 
 
 @torch.no_grad()

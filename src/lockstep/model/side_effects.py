@@ -2,15 +2,18 @@
 
 Each rank computes some of the micro-batches of a batch. State that passes from one micro-batch
 to the next depends on the number of ranks, unless the trainer merges it, as it does with
-gradients and buffers. Therefore the state before and after the micro-batches is compared in the
-first three steps and in every hundredth step:
+gradients and buffers. Therefore the state before and after the micro-batches is compared:
 
     start of a step                                end of its micro-batches
-    checksums of parameters ──────── same? ──────> if written in forward:             StateError
+    parameters ───────────────────── same? ──────> if written in forward:             StateError
     states of private generators ─── same? ──────> if drawn from:                     StateError
     numbers in attributes ────────── same? ──────> if changed, such as a counter:     a warning
+    tensors in attributes ────────── same? ──────> if replaced, such as a hidden state, and read by
+                                                   the next micro-batch before:       a warning
 
-The ranks also compare the checksums, to verify that all of them train the same weights.
+Generators, and what `lockstep.model.held_parameters` compares of parameters, are compared in every
+step, checksums and attributes in the first three and in every hundredth step. The ranks also
+compare the checksums, to verify that all of them train the same weights.
 
 A number that changes in only one step may be a cache, such as the length of the longest
 sequence so far; a warning names it when it changes a second time. State in globals, closures
@@ -20,8 +23,10 @@ and other objects is not detected here: `lockstep check` compares whole runs.
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +40,7 @@ from lockstep.checksum import checksum
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.generators import generator_state, is_private_generator
 from lockstep.errors import DisagreementError
+from lockstep.model.held_parameters import HeldParameters, explain_write
 
 __all__ = ["SideEffects", "require_same_weights"]
 
@@ -43,6 +49,9 @@ FIRST, EVERY = 3, 100
 
 LARGEST = 1000
 """The largest number of entries of a container that is compared."""
+
+Watched = tuple[nn.Module, str, str]
+"""A module, an attribute of it, and the name of the attribute in messages."""
 
 MACHINERY = frozenset(vars(nn.Module()))
 """The attributes that torch sets in every module."""
@@ -60,6 +69,8 @@ class Snapshot:
     """The `repr` of numbers, strings, and containers of them."""
     arrays: dict[str, tuple[object, int]]
     """The tensors and arrays in plain attributes, with their checksums."""
+    tensors: dict[str, object]
+    """The values of plain attributes that are tensors or contain some."""
 
 
 class SideEffects:
@@ -71,14 +82,25 @@ class SideEffects:
     Args:
         modules: The model, or its blocks on this rank, and the other modules that a step
             calls, by their names in messages.
+        held: What the trainer holds; None: these modules.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self, modules: Mapping[str, nn.Module], held: HeldParameters | None = None
+    ) -> None:
         self._modules = dict(modules)
+        self.held = held or HeldParameters(modules)
         self._before: Snapshot | None = None
+        self._generators: dict[str, Any] = {}  # those that the last snapshot found
+        self._states: dict[str, Any] = {}  # and their states at the beginning of the step
         self._changes: Counter[str] = Counter()
         self._noted: list[str] = []  # names of changed attributes in this step
         self._checksums: dict[str, int] = {}
+        self._replaced: list[Watched] = []  # attributes with tensors that the last step replaced
+        self._read: set[str] = set()  # those that a micro-batch read before it replaced them
+        self._fresh: set[str] = set()  # those that the current micro-batch replaced
+        self._stranger = ""  # the failure of `check_graph` in this step
+        self._last_graph = -1  # the step of the last graph that was checked
         self.failure = ""
         """The reason why the results depend on the layout; "" if there is none."""
         self.warnings: list[str] = []
@@ -86,33 +108,94 @@ class SideEffects:
         self.summary = ""
         """A hash of all parameters and buffers before the step; "" if the step is not checked."""
 
+    @property
+    def is_checked(self) -> bool:
+        """Whether the current step is one of those whose whole state is compared."""
+        return self._before is not None
+
     def begin(self, step: int) -> None:
-        """Record the state before the first micro-batch, if the step is checked."""
-        self._before, self.failure, self.warnings, self.summary = None, "", [], ""
-        self._noted = []
+        """Record the state before the first micro-batch."""
+        self._before, self.warnings, self._noted, self._checksums = None, [], [], {}
+        self._stranger = ""
+        self.failure = self.held.begin()
+        self.summary = self.held.hash()
         if step >= FIRST and step % EVERY:
+            self._states = self._read_generators()
             return
         self._before = self._snapshot()
         self._checksums = self._before.parameters | self._checked(nn.Module.named_buffers)
         self.summary = xxhash.xxh3_64_hexdigest(repr(self._checksums).encode())
 
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note in the body, in some steps, which of the replaced attributes are read before.
+
+        Attributes that only keep activations are not read. Nothing is watched if something is
+        compiled, since other graphs may have other bits.
+        """
+        frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+        is_compiled = frames is not None and any(frames.cached_backends.values())
+        watched = self._replaced if self.is_checked and not is_compiled else []
+        kinds = {module: type(module) for module, _, _ in watched}
+        self._read.clear()
+        for module, kind in kinds.items():
+            entries = {
+                entry: _WatchedAttribute(entry, name, self._read, self._fresh)
+                for owner, entry, name in watched
+                if owner is module
+            }
+            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+            module.__class__ = type(kind.__name__, (kind,), entries | names)
+        try:
+            yield
+        finally:
+            for module, kind in kinds.items():
+                module.__class__ = kind
+
+    def begin_microbatch(self) -> None:
+        """Begin a micro-batch, for which all attributes are those of another one."""
+        self._fresh.clear()
+
+    def check_graph(self, root: torch.Tensor, place: tuple[int, int]) -> None:
+        """Compare the leaves of a graph with the parameters that trainers hold.
+
+        Args:
+            root: The loss, or an output of a stage.
+            place: The step and the micro-batch.
+        """
+        if not self._stranger and (self.is_checked or place[0] != self._last_graph):
+            self._last_graph = place[0]
+            self._stranger = self.held.check_graph(root, place)
+
     def finish(self) -> None:
         """Compare the state after the last micro-batch with the recorded one."""
+        self.failure = self.failure or self.held.finish() or self._stranger
+        self.warnings, self.held.warnings = self.held.warnings, []
         if self._before is None:
+            if self._generators:
+                self.failure = self.failure or _explain_draw(self._states, self._read_generators())
             return
         before, after = self._before, self._snapshot()
         self._before = None
-        self.failure = _failure(before, after)
+        for name in _differing(before.parameters, after.parameters):
+            self.failure = self.failure or explain_write(name)
+        self.failure = self.failure or _explain_draw(before.generators, after.generators)
         changed = [*_differing(before.numbers, after.numbers)]
         changed += [
             name
             for name, (array, content) in after.arrays.items()
-            # An array that is replaced in every step holds activations.
             if (old := before.arrays.get(name)) and old[0] is array and old[1] != content
+        ]
+        changed += self._read
+        places = {name: (part, entry) for part, entry, name, _ in self._iterate_attributes()}
+        self._replaced = [
+            (*places[name], name)
+            for name, value in after.tensors.items()
+            if before.tensors.get(name) is not value
         ]
         self._noted = changed
         self._changes.update(changed)
-        self.warnings = [_warning(name) for name in changed if self._changes[name] == 2]
+        self.warnings += [_warning(name) for name in changed if self._changes[name] == 2]
 
     def undo(self) -> None:
         """Discard the findings of `finish`, because the step is repeated."""
@@ -120,18 +203,19 @@ class SideEffects:
         self._noted = []
 
     def checksums(self) -> dict[str, int]:
-        """Return the checksums by name, of which `summary` is the hash."""
+        """Return the checksums of parameters and buffers by name, of which `summary` is a hash."""
+        if not self._checksums:
+            self._checksums = self._checked(nn.Module.named_parameters)
         return self._checksums
 
     def _snapshot(self) -> Snapshot:
-        attributes = dict(self._attributes())
+        attributes = {name: value for _, _, name, value in self._iterate_attributes()}
+        self._generators = {
+            name: value for name, value in attributes.items() if is_private_generator(value)
+        }
         return Snapshot(
             parameters=self._checked(nn.Module.named_parameters),
-            generators={
-                name: generator_state(value)
-                for name, value in attributes.items()
-                if is_private_generator(value)
-            },
+            generators=self._read_generators(),
             numbers={
                 name: text
                 for name, value in attributes.items()
@@ -142,7 +226,11 @@ class SideEffects:
                 for name, value in attributes.items()
                 if type(value) is torch.Tensor or _is_numeric_array(value)
             },
+            tensors={name: value for name, value in attributes.items() if _holds_tensor(value)},
         )
+
+    def _read_generators(self) -> dict[str, Any]:
+        return {name: generator_state(value) for name, value in self._generators.items()}
 
     def _checked(self, named: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> dict[str, int]:
         return {
@@ -151,12 +239,14 @@ class SideEffects:
             for name, tensor in named(module)
         }
 
-    def _attributes(self) -> Iterator[tuple[str, Any]]:
+    def _iterate_attributes(self) -> Iterator[tuple[nn.Module, str, str, Any]]:
+        """Yield modules with the names of their attributes, names for messages, and values."""
         for root, module in self._modules.items():
             for prefix, part in module.named_modules():
                 for name, value in vars(part).items():
                     if name not in MACHINERY:
-                        yield ".".join(each for each in (root, prefix, name) if each), value
+                        path = ".".join(filter(None, (root, prefix, name)))
+                        yield part, name, path, value
 
 
 def require_same_weights(
@@ -189,14 +279,8 @@ def require_same_weights(
             )
 
 
-def _failure(before: Snapshot, after: Snapshot) -> str:
-    for name in _differing(before.parameters, after.parameters):
-        return (
-            f"parameter {name} was written during forward or backward; each rank computes other "
-            "micro-batches, so the ranks would end with different weights: leave out options "
-            "such as max_norm, and update it after the step, on all ranks"
-        )
-    for name in _differing(before.generators, after.generators):
+def _explain_draw(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    for name in _differing(before, after):
         return (
             f"the generator {name} was used; its state continues from one micro-batch to the next, "
             "so its numbers depend on the number of ranks: draw from torch's default generator "
@@ -208,13 +292,46 @@ def _failure(before: Snapshot, after: Snapshot) -> str:
 def _warning(name: str) -> str:
     return (
         f"the attribute {name} changes from step to step; if forward also reads it, the bits "
-        "depend on the number of ranks: register a buffer for it, and run `lockstep check` on the "
-        "script"
+        "depend on the number of ranks: register a buffer for it, or keep its value by micro-batch "
+        "in a loop over step.microbatches(batch), and run `lockstep check` on the script"
     )
 
 
 def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
     return [name for name, value in after.items() if name in before and before[name] != value]
+
+
+class _WatchedAttribute:
+    """An attribute of one module, in its class: notes reads before the first write.
+
+    The value remains in the module.
+    """
+
+    def __init__(self, entry: str, name: str, read: set[str], fresh: set[str]) -> None:
+        self._entry, self._name, self._read, self._fresh = entry, name, read, fresh
+
+    def __get__(self, module: Any, owner: type) -> Any:
+        if module is None:
+            return self
+        if self._name not in self._fresh:
+            self._read.add(self._name)
+        if self._entry in vars(module):
+            return vars(module)[self._entry]
+        return getattr(super(type(module), module), self._entry)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        self._fresh.add(self._name)
+        vars(module)[self._entry] = value
+
+    def __delete__(self, module: Any) -> None:
+        del vars(module)[self._entry]
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    parts = value if isinstance(value, (list, tuple)) and len(value) <= LARGEST else (value,)
+    return any(isinstance(part, torch.Tensor) for part in parts)
 
 
 def _is_numeric_array(value: Any) -> bool:

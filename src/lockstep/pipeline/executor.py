@@ -19,6 +19,7 @@ from lockstep.model.buffers import Buffers
 from lockstep.model.deferred_init import named_tensors, release
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import Metric
+from lockstep.model.held_parameters import HeldParameters
 from lockstep.model.side_effects import SideEffects
 from lockstep.model.static_shapes import static_shapes
 from lockstep.model.step_context import StepContext
@@ -42,6 +43,7 @@ class PipelineExecutor:
         copies: Copies of the model, such as its average, which are partitioned in the same way.
         metrics: Functions of (outputs, targets) by name.
         seed: The seed of all random numbers.
+        held: What the trainer holds.
 
     Attributes:
         placement: The stages that hold each tensor; None before the model is partitioned.
@@ -57,9 +59,10 @@ class PipelineExecutor:
         copies: Sequence[nn.Module],
         metrics: Mapping[str, Metric],
         seed: int,
+        held: HeldParameters,
     ) -> None:
         self._partitioner, self._module, self._copies = partitioner, module, list(copies)
-        self._metrics, self._seed = metrics, seed
+        self._metrics, self._seed, self._held = metrics, seed, held
         self._pipeline: Pipeline | None = None
         self._running: ScheduleExecutor | None = None
         self.placement: Placement | None = None
@@ -151,7 +154,7 @@ class PipelineExecutor:
         """Build this rank's stages, and free the rest of the model."""
         placement = Placement.from_model(self._partitioner.parallel, plan.partition, self._module)
         pipeline = placement.build_pipeline(
-            self._module, self._seed, plan.schedule, plan.stages_per_rank
+            self._module, self._seed, plan.schedule, plan.stages_per_rank, self._held
         )
         pipeline.find_views(
             {
@@ -162,6 +165,7 @@ class PipelineExecutor:
         )
         for module in (self._module, *self._copies):
             release(module, placement.is_local)
+        self._held.take_memory()
         self.placement, self._composition, self._pipeline = placement, plan.composition, pipeline
         named = list(self._module.named_parameters())
         self.parameters = [each for name, each in named if placement.is_local(name)]

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.model.held_parameters import HeldParameters
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects
 from lockstep.pipeline.link_groups import make_groups
@@ -68,6 +69,7 @@ class Pipeline:
         name: The name of the schedule.
         stages_per_rank: Stages per rank; more than one only for the schedule "interleaved".
         ties: The tied parameters of all stages; each gets its links here.
+        held: What the trainer holds.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Pipeline:
         name: str,
         stages_per_rank: int,
         ties: Sequence[TiedParameters],
+        held: HeldParameters,
     ) -> None:
         self.parallel, self.name, self.stages_per_rank = parallel, name, stages_per_rank
         self.stages = {stage.number: stage for stage in stages}
@@ -86,7 +89,7 @@ class Pipeline:
         self._all_ties = list(ties)
         modules = {name: block for stage in stages for name, block in stage.blocks.items()}
         self.side_effects = SideEffects(
-            modules | (parallel.loss_module() if self.last in here else {})
+            modules | (parallel.loss_module() if self.last in here else {}), held
         )
         self.failure = ""
         """The reason why no step can be computed; "" if there is none."""

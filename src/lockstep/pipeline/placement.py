@@ -9,6 +9,7 @@ from torch import nn
 
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.model.held_parameters import HeldParameters
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.units import Units, find_units
 from lockstep.pipeline.partition import Partition
@@ -67,7 +68,12 @@ class Placement:
         return self.holders[name][0] % self.parallel.stages
 
     def build_pipeline(
-        self, model: nn.Module, seed: int, schedule: str, stages_per_rank: int
+        self,
+        model: nn.Module,
+        seed: int,
+        schedule: str,
+        stages_per_rank: int,
+        held: HeldParameters,
     ) -> Pipeline:
         """Build this rank's stages, and connect them to their neighbors."""
         parameters, sparse = dict(model.named_parameters()), sparse_weights(model.modules())
@@ -97,6 +103,7 @@ class Placement:
             schedule,
             stages_per_rank,
             find_tied_parameters(parameters, self.holders),
+            held,
         )
 
     def select_blocks(self, model: nn.Module, stage: int) -> dict[str, nn.Module]:

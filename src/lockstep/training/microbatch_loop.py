@@ -32,6 +32,7 @@ from lockstep.model.autograd_engine import run_backward
 from lockstep.model.batch_norm import explain_batch_norm, warn_of_batch_norm
 from lockstep.model.buffers import Buffers
 from lockstep.model.parallel_context import NOTHING
+from lockstep.model.side_effects import SideEffects
 from lockstep.model.step_context import ComputedMicrobatch, StepContext
 from lockstep.model.units import Units
 from lockstep.training.history import StepResult
@@ -50,11 +51,13 @@ class MicrobatchLoop:
         gradients: GradientReducer,
         checkpointing: ActivationCheckpointing,
         modules: Mapping[str, nn.Module],
+        effects: SideEffects,
     ) -> None:
         self.step = step
         self.result: StepResult | None = None
         self.buffers, self.gradients = buffers, gradients
         self._units, self._checkpointing, self._modules = units, checkpointing, modules
+        self._effects = effects
         self._iteration: Iterator[Any] | None = None
         self._current: ComputedMicrobatch | None = None
         self._place: str | None = None
@@ -115,6 +118,7 @@ class MicrobatchLoop:
                 continue
             self._current, self._place = ComputedMicrobatch(microbatch, step.shares[leaf]), None
             self.buffers.install_copies()
+            self._effects.begin_microbatch()
             self._units.begin_microbatch(step.number, leaf)
             data = parallel.move_to_device(microbatch.data)
             with parallel.autocast():
@@ -147,6 +151,8 @@ class MicrobatchLoop:
                 "call step.backward(loss) inside the loop over step.microbatches(batch)"
             )
         self.step.check_loss(loss, self.place)
+        place = self.step.number, self._current.microbatch.index
+        self._effects.check_graph(loss, place)
         self._current.losses.append(loss.detach())
         if metrics:
             self._current.metrics.update(metrics)

@@ -29,7 +29,12 @@ from lockstep.model.compilation import check_compilation, describe_compilation
 from lockstep.model.deferred_init import BlockLike, build, build_sequence, move_to_device
 from lockstep.model.description import describe_module
 from lockstep.model.forward import Metric
-from lockstep.model.memory_overlap import allocate_repeated, find_parameter_overlaps
+from lockstep.model.held_parameters import HeldParameters
+from lockstep.model.memory_overlap import (
+    allocate_repeated,
+    find_parameter_overlaps,
+    find_views,
+)
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.executor import PipelineExecutor
 from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
@@ -216,7 +221,12 @@ def _build_executor(
     if parallel.stages > 1:
         average = optimization.average
         copies = [] if average is None else [average.module]
-        return PipelineExecutor(partitioner, module, copies, metrics, seed)
+        held = HeldParameters(
+            {"": module} | parallel.loss_module(),
+            optimizer=optimization.optimizer,
+            blocks=partitioner.block_names,
+        )
+        return PipelineExecutor(partitioner, module, copies, metrics, seed, held)
     named = list(module.named_parameters())
     called = list(parallel.modules_with(model).values())
     if shared:
@@ -232,8 +242,15 @@ def _build_executor(
             sparse=sparse,
             compression=parallel.compression,
         )
+    modules = parallel.modules_with(module)
+    held = HeldParameters(
+        modules,
+        frozenset(modules.keys() - {"", *parallel.loss_module()}),
+        optimization.optimizer,
+        is_shared=shared,
+    )
     names = partitioner.block_names
-    return WholeModelExecutor(parallel, model, module, gradients, names, metrics, seed)
+    return WholeModelExecutor(parallel, model, module, gradients, names, metrics, seed, held)
 
 
 def _distribute_weights(
@@ -287,13 +304,21 @@ def _check_memory(
     which gives the same bits on any number of ranks.
     """
     pairs = find_parameter_overlaps(modules, attributes=shared)
+    if shared:
+        pairs += [(name, "") for name in find_views(modules[""])]
     mine, about = json.dumps(pairs).encode(), "comparing the memory of parameters"
     messages = gather_unless_equal(mine, about, parallel.group) or [mine]
     everyone = [[tuple(pair) for pair in json.loads(each)] for each in messages]
     found = sorted({pair for each in everyone for pair in each})
     if not found:
         return
-    first, second = found[0]
+    first, second = max(found, key=lambda pair: pair[1] != "")
+    if not second:
+        raise LayoutError(
+            f"something refers to the memory of {first}, such as {first}.data in a list or a "
+            "closure, a state_dict() or a numpy array, and would keep the old memory with storage="
+            '"shared": let it be a copy (.clone()), delete it, or make it after the Trainer'
+        )
     if shared or parallel.stages > 1:
         option = 'storage="shared"' if shared else f"stages={parallel.stages}"
         raise LayoutError(

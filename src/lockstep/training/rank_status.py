@@ -79,6 +79,8 @@ class RankStatus:
         side_effect: The forbidden write of forward, which stops the step, too; "" for none.
         weights: A hash of the parameters and buffers before the step; "" if not checked.
         settings: A hash of the settings of the step; see `lockstep.training.live_settings`.
+        writer: Whether this rank wrote shared parameters since the last step, or the writer is
+            unknown, and the name of one; None if they were not written.
         stopped: The reason why a stage could not continue, with its place; "" for none.
         idle: Seconds that a stage waited for its neighbours; not part of `compute`.
         spans: The rows of `make_span_row` for the rank's work; empty if the step is not traced.
@@ -102,6 +104,7 @@ class RankStatus:
     side_effect: str = ""
     weights: str = ""
     settings: str = ""
+    writer: tuple[bool, str] | None = None
     stopped: str = ""
     idle: float = 0.0
     spans: list[list[Any]] = field(default_factory=list)
@@ -158,6 +161,8 @@ class StatusSummary(NamedTuple):
         weights: For each position in a replica, the hash of the parameters and buffers.
         failure: The first rank that stops the step, as (rank, kind, sentence); the kind is the name
             of a field of `RankStatus`. None: no rank does.
+        writers: The first two ranks that wrote shared parameters since the last step, with the name
+            of one. The rank is -1 where the writer is unknown.
         non_finite: The loss of the first micro-batch that is not finite; None: there is none.
         gradients: For each position and part, the parameters that have a gradient on some rank.
         buffers: For each position and part, the results for the buffers.
@@ -177,6 +182,7 @@ class StatusSummary(NamedTuple):
     settings: str | None
     weights: dict[str, str | None]
     failure: tuple[int, str, str] | None
+    writers: list[tuple[int, str]]
     non_finite: NonFiniteLoss | None
     gradients: dict[str, list[str]]
     buffers: dict[str, list[BufferReport]]
@@ -197,7 +203,8 @@ class StatusSummary(NamedTuple):
             batch=_keep_equal(self.batch, other.batch),
             settings=_keep_equal(self.settings, other.settings),
             weights=_merge_by_name(self.weights, other.weights, _keep_equal),
-            failure=self.failure or other.failure,
+            failure=_choose_failure(self.failure, other.failure),
+            writers=_merge_writers(self.writers, other.writers),
             non_finite=_find_first(self.non_finite, other.non_finite),
             gradients=_merge_by_name(self.gradients, other.gradients, _merge_masks),
             buffers=_merge_by_name(self.buffers, other.buffers, _merge_buffers),
@@ -288,6 +295,7 @@ def _read_metrics(found: dict[str, Any]) -> dict[str, tuple[int, ExactSum]]:
 
 READERS: dict[str, Callable[[Any], Any]] = {
     "failure": tuple,
+    "writers": _make_tuples,
     "non_finite": lambda found: NonFiniteLoss(*found),
     "buffers": _read_buffers,
     "nodes": _make_tuples,
@@ -310,8 +318,9 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 def summarize(status: RankStatus, place: StatusPlace) -> StatusSummary:
     """Return the summary of the status of one rank."""
     results, rank, position = status.microbatches, place.rank, str(place.position)
+    writer = status.writer
     is_detailed = place.ranks <= DETAILED_RANKS
-    kinds = ("stopped", "failure", "side_effect")
+    kinds = ("side_effect", "stopped", "failure")
     failed = next((kind for kind in kinds if getattr(status, kind)), None)
     lost = [each for each in results if not math.isfinite(each.loss)]
     non_finite = None
@@ -330,6 +339,7 @@ def summarize(status: RankStatus, place: StatusPlace) -> StatusSummary:
         settings=status.settings,
         weights={position: status.weights},
         failure=None if failed is None else (rank, failed, getattr(status, failed)),
+        writers=[] if writer is None else [(rank if writer[0] else -1, writer[1])],
         non_finite=non_finite,
         gradients={position: status.gradients},
         buffers={position: [each.of_replica(place.replica) for each in status.buffers]},
@@ -412,6 +422,20 @@ def _merge_by_name(
     for name, value in right.items():
         found[name] = merge(found[name], value) if name in found else value
     return found
+
+
+def _choose_failure(
+    left: tuple[int, str, str] | None, right: tuple[int, str, str] | None
+) -> tuple[int, str, str] | None:
+    """Return the first failure, or the cause for which a stage stopped."""
+    is_cause = right is not None and right[1] == "side_effect"
+    return right if left is None or (left[1] == "stopped" and is_cause) else left
+
+
+def _merge_writers(
+    left: list[tuple[int, str]], right: list[tuple[int, str]]
+) -> list[tuple[int, str]]:
+    return sorted({*left, *right})[-2:] if left and right else left or right
 
 
 def _merge_masks(left: list[str], right: list[str]) -> list[str]:

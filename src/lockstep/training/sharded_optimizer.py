@@ -107,6 +107,7 @@ class ShardedOptimizer:
             [] for _ in range(dist.get_world_size(group))
         ]
         self._tensors: dict[tuple[int, int], list[torch.Tensor]] = {}  # by rank and chunk
+        self.was_loaded = False  # whether `loading` was entered since the last step
         self._known = 0  # the number of pieces, of all ranks, that have a place
         self._kept = made  # the states of parameters without pieces
         self.stepped = {*made}  # the parameters for which the optimizer has state
@@ -414,6 +415,7 @@ class ShardedOptimizer:
         """Return the context in which a rank may write any of the parameters and the state."""
         with self.shared.exclusive("loading a state"):
             yield
+            self.was_loaded = True
             self.log.mark_torn()  # undone below, unless a rank is lost before
         self.log.mark_whole()
 

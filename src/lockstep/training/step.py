@@ -42,6 +42,7 @@ from lockstep.elastic.membership import membership
 from lockstep.errors import (
     BufferMismatchError,
     GradientError,
+    LockstepError,
     LossError,
     StateError,
     StoppedError,
@@ -210,6 +211,9 @@ class OptimizerStep:
         """Compute (1) in the body; after an exception, restore buffers and gradients."""
         if (sharded := self.optimization.sharded) is not None:
             sharded.log.require_whole_state()
+            if sharded.was_loaded:
+                self.executor.side_effects.held.commit()
+                sharded.was_loaded = False
         step.begun = time.perf_counter()
         step.is_traced = self.trace is not None and self.trace.covers(step.number)
         require_deterministic(self.parallel.device)
@@ -225,10 +229,16 @@ class OptimizerStep:
             if step.observer is not None:
                 observing = step.observer.recording(step, self.executor.position)
             refusing = CollectiveCallGuard(partial(self._find_place, step))
+            noting = self.executor.side_effects.watching()
             opened = self.executor.open(step)
-            with static_shapes(self.model), opened as loop, observing, watching, refusing:
+            with static_shapes(self.model), noting, opened as loop, observing, watching, refusing:
                 yield loop
             has_failed = step.error is not None
+        except Exception as error:
+            failure = self.executor.side_effects.failure
+            if failure and not isinstance(error, LockstepError):
+                raise StateError(f"{self._where(step)}: {failure}") from error
+            raise
         finally:
             for gradients, buffers in self.executor.parts():
                 buffers.restore()
@@ -335,6 +345,7 @@ class OptimizerStep:
                 self.optimization.step()
         updated = reduced + prepared.updating + time.perf_counter() - started
         self._kept_buffers = []
+        self.executor.side_effects.held.commit()
         step.is_agreed = False
         arrived = status.data + status.compute + status.idle
         durations = Durations(arrived, exchanged - begun, reduced - exchanged, updated - reduced)
@@ -363,17 +374,22 @@ class OptimizerStep:
     def _status(self, step: StepContext) -> RankStatus:
         """Return the status of this rank: its micro-batches, or its failure."""
         settings = self.settings.finish()
+        effects = self.executor.side_effects
         if step.stopped:
-            return RankStatus(stopped=step.stopped, batch=step.label.batch, settings=settings)
+            return RankStatus(
+                stopped=step.stopped,
+                side_effect=effects.failure,
+                batch=step.label.batch,
+                settings=settings,
+            )
         if step.batch is None or not self.executor.is_complete:
             raise UsageError(
                 "the step was left before its last micro-batch: iterate over all of "
                 "step.microbatches(batch) inside `with trainer.manual_step() as step`"
             )
         compute = time.perf_counter() - step.begun - step.idle
-        effects = self.executor.side_effects
         effects.finish()
-        place = f"rank {self.parallel.rank}, step {step.number}"
+        place = self._where(step)
         side_effect = effects.failure or self.optimization.find_foreign_code()
         weights = effects.summary
         if step.observer is not None and not step.stops_at_refusals:
@@ -398,6 +414,7 @@ class OptimizerStep:
             side_effect=side_effect,
             weights=weights,
             settings=settings,
+            writer=effects.held.writer,
             idle=step.idle,
             batch=step.label.batch,
             is_checkpoint_due=step.is_checkpoint_due,
@@ -419,8 +436,10 @@ class OptimizerStep:
         """Raise, on every rank, the error that prevents the step, if there is one."""
         if summary.batch is None:
             step.label.require_same(self.parallel.group)
-        if step.error is not None and not isinstance(step.error, StoppedError):
+        is_stopped = isinstance(step.error, StoppedError) or self.executor.side_effects.failure
+        if step.error is not None and not is_stopped:
             raise step.error
+        self._check_writers(step, summary.writers)
         if summary.failure is not None:
             rank, kind, sentence = summary.failure
             if kind == "stopped":
@@ -459,6 +478,24 @@ class OptimizerStep:
         messages = messages or all_gather_bytes(mine, about, self.parallel.group)
         _, reason = max(tuple(json.loads(each)) for each in messages)
         raise BufferMismatchError(f"step {step.number}: {reason}")
+
+    def _check_writers(self, step: StepContext, writers: Sequence[tuple[int, str]]) -> None:
+        """Raise StateError if shared parameters were written by several ranks, or by unknown ones.
+
+        One rank may write them. The others see new values without a write of their own.
+        """
+        known = [writer for writer in writers if writer[0] >= 0]
+        if writers and len(known) != 1:
+            by = f"by ranks {known[0][0]} and {known[1][0]}" if known else "through .data"
+            raise StateError(
+                f"{self._where(step)}: the parameter {writers[-1][1]} was written {by} after the "
+                'step before, and with storage="shared" the ranks have one copy of it: write it on '
+                "one rank, between two barriers and not through .data, call "
+                "trainer.load_state_dict() on every rank, or train with replicated storage"
+            )
+
+    def _where(self, step: StepContext) -> str:
+        return f"rank {self.parallel.rank}, step {step.number}"
 
     # --- (4) reduce and (5) clip ---------------------------------------------------------------
 

@@ -31,6 +31,9 @@ from lockstep.training.weights_file import save_last_good
 
 __all__ = ["StepOperation"]
 
+_open_steps: list[set[int]] = []
+"""For each manual step that is open in this process, the ids of the modules that it calls."""
+
 
 class StepOperation:
     """The steps of one trainer, undone and repeated if a rank of an elastic run is lost.
@@ -64,10 +67,13 @@ class StepOperation:
         self._settings, self._run, self._record = settings, run, record
         self._history, self._is_in_session = history, is_in_session
         self._position = state.position
+        modules = parallel.modules_with(optimizer_step.model)
+        self._modules = {id(getattr(each, "_orig_mod", each)) for each in modules.values()}
         self.observer: TrainerObserver | None = None
 
     def take(self, batch: Any) -> float:
         """Take one step on a batch, and return its loss."""
+        self.require_closed("step()")
 
         def prepare() -> PreparedStep:
             step = self._begin()
@@ -92,6 +98,14 @@ class StepOperation:
             if not step.was_interrupted:
                 return
 
+    def require_closed(self, call: str) -> None:
+        """Raise UsageError if a manual step that calls one of the modules is open."""
+        if any(modules & self._modules for modules in _open_steps):
+            raise UsageError(
+                f"trainer.{call} was called inside of `with trainer.manual_step()`, where the "
+                "model has the buffers of this rank's micro-batch: call it after the block"
+            )
+
     def _require_whole_model(self) -> None:
         if self._parallel.stages > 1:
             raise UsageError(
@@ -109,7 +123,10 @@ class StepOperation:
                 process is replaced if a rank is lost.
         """
         member = membership()
+        self.require_closed("manual_step()")
         with ExitStack() as stack:
+            _open_steps.append(self._modules)
+            stack.callback(_open_steps.remove, self._modules)
             if member is not None:
                 stack.enter_context(member.inside(is_repeatable))
             step, prepared, decision = self._begin(), None, None

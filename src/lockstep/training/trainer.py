@@ -388,6 +388,7 @@ class Trainer:
         Raises:
             UsageError: `ema` without `ema_decay`, or an invalid option.
         """
+        self._steps.require_closed("evaluate()")
         copy = self._state.select_module() if ema else None
         options = {"seed": self.seed, **options}
         options = {"shuffle": False} | resolve_data(dataset, batch_size, options)
@@ -481,6 +482,7 @@ class Trainer:
 
         Call it on every rank if the trainer has pipeline stages. Equals `lockstep.digest(model)`.
         """
+        self._steps.require_closed("digest()")
         return self._run.call_digest("digest", self._state.digest)
 
     def optimizer_digest(self) -> str:
@@ -488,6 +490,7 @@ class Trainer:
 
         Call it on every rank if the trainer has pipeline stages.
         """
+        self._steps.require_closed("optimizer_digest()")
         return self._run.call_digest("optimizer_digest", self._state.optimizer_digest)
 
     def state_dict(self) -> dict[str, Any]:
@@ -502,6 +505,7 @@ class Trainer:
 
         All tensors are copies. Call it on every rank if the trainer has pipeline stages.
         """
+        self._steps.require_closed("state_dict()")
         return copy.deepcopy(self._state.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -512,6 +516,7 @@ class Trainer:
         Raises:
             UsageError: The state was saved with another seed or number of micro-batches.
         """
+        self._steps.require_closed("load_state_dict()")
         loaded = ("model", "buffers", "average")  # copied into the tensors that are there
         rest = {name: value for name, value in state.items() if name not in loaded}
         self._state.load_state_dict({**state, **copy.deepcopy(rest)})
@@ -529,6 +534,7 @@ class Trainer:
         Raises:
             FileError: The file could not be written; raised on every rank.
         """
+        self._steps.require_closed("save_weights()")
 
         def save() -> None:
             if not self._is_in_session:
@@ -553,6 +559,7 @@ class Trainer:
             UsageError: The trainer has no `checkpoint=`, or something else exists at `path`.
             FileError: The checkpoint could not be written; raised on every rank.
         """
+        self._steps.require_closed("save_checkpoint()")
         if not self._is_in_session:
             self._run.save_to(Path(path))
 

@@ -14,6 +14,7 @@ from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.model.buffers import Buffers
 from lockstep.model.evaluation import Evaluation, evaluate
 from lockstep.model.forward import Metric, forward
+from lockstep.model.held_parameters import HeldParameters
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects
 from lockstep.model.step_context import StepContext
@@ -35,6 +36,7 @@ class WholeModelExecutor:
         blocks: The names of its blocks, each of which has separate random numbers.
         metrics: Functions of (outputs, targets) by name.
         seed: The seed of all random numbers.
+        held: What the trainer holds.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class WholeModelExecutor:
         blocks: Sequence[str],
         metrics: Mapping[str, Metric],
         seed: int,
+        held: HeldParameters,
     ) -> None:
         self._parallel, self._called, self._module = parallel, called, module
         self._gradients, self._blocks = gradients, blocks
@@ -55,7 +58,7 @@ class WholeModelExecutor:
             {name: called.get_submodule(name) for name in blocks}
         )
         self._loop: MicrobatchLoop | None = None
-        self.side_effects = SideEffects(parallel.modules_with(module))
+        self.side_effects = SideEffects(parallel.modules_with(module), held)
         self.parameters = list(module.parameters())
         self.owned_parameters = self.parameters
         self.placement: Placement | None = None
@@ -84,6 +87,7 @@ class WholeModelExecutor:
             self._gradients,
             self._checkpointing,
             self._parallel.modules_with(self._called),
+            self.side_effects,
         )
         self._loop = loop
         with self._checkpointing.enable(buffers), self._units.seed_calls():

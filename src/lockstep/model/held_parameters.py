@@ -1,0 +1,417 @@
+"""Held parameters: what a trainer took when it was made, compared in every step.
+
+    before the micro-batches    the modules, the parameters, their memory and the optimizer's groups
+                                are those of the construction, or of the last step
+    after them                  so they are, and no parameter was written
+    in the graph of the loss    every leaf that requires a gradient belongs to a trainer
+
+All comparisons are loops in C over lists that were made before: identities, addresses, strides,
+the counters by which autograd notices writes, and up to three samples of 64 bytes of the memory of
+each parameter, since writes through `.data` change no counter. The ranks compare a hash of the
+samples.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
+from weakref import WeakSet, ref
+
+import torch
+import xxhash
+from torch import nn
+from torch.optim import Optimizer
+
+from lockstep.comm.memory_format import is_dense
+
+__all__ = ["HeldParameters", "explain_write"]
+
+SAMPLE = 64
+"""The bytes per sample of a parameter's memory."""
+
+PROPERTIES = ("shape", "dtype", "device", "strides")
+"""What must not change in a parameter."""
+
+INPUT = "input"
+"""The place of a leaf that no optimizer has."""
+
+_get_versions, _get_group = attrgetter("_version"), itemgetter("params")
+
+
+class Moment(NamedTuple):
+    """The parameters before or after the micro-batches of a step."""
+
+    identities: list[int]
+    pointers: list[int]
+    versions: list[int]
+    samples: bytes
+
+
+class HeldParameters:
+    """The modules and parameters that a trainer holds.
+
+    Args:
+        modules: The modules that a step calls, by their names in messages.
+        foreign: The names of those that another trainer may train, or the script.
+        optimizer: The optimizer of the other modules' parameters; None: it is not compared.
+        is_shared: Whether the memory of the parameters is shared by all ranks.
+        blocks: The names of the blocks, if stages hold them and their parameters by name.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        foreign: frozenset[str] = frozenset(),
+        optimizer: Optimizer | None = None,
+        *,
+        is_shared: bool = False,
+        blocks: Sequence[str] = (),
+    ) -> None:
+        self._roots, self._foreign, self._optimizer = dict(modules), foreign, optimizer
+        self._is_shared, self._blocks = is_shared, (*blocks,)
+        self._begun: Moment | None = None
+        self._committed: Moment | None = None
+        self._outside: list[tuple[ref[torch.Tensor], object]] = []
+        self._has_warned = False
+        self.warnings: list[str] = []
+        """Sentences about the current step."""
+        self.writer: tuple[bool, str] | None = None
+        """Whether this rank wrote shared parameters since the last step, and the name of one."""
+        self.take()
+        HOLDERS.add(self)
+
+    def take(self) -> None:
+        """Hold the modules and parameters as they are now."""
+        self._modules, self._parameters = self._find_modules(), self._find_parameters()
+        self._own = set(map(id, self._parameters.values()))
+        self._trained = set(map(id, self._roots[""].parameters())) if "" in self._roots else set()
+        foreign = self._find_parameters(is_foreign=True)
+        self._foreign_names = {id(each): name for name, each in foreign.items()}
+        every = [part for root in self._roots.values() for part in root.modules()]
+        self._entries: list[dict[str, Any]] = [
+            held for part in every for held in (part._modules, part._parameters)
+        ]
+        tensors = {id(each): each for each in chain(foreign.values(), self._parameters.values())}
+        self._tensors = [*tensors.values()]
+        own_names = {id(each): name for name, each in reversed(self._parameters.items())}
+        self._names = [(self._foreign_names | own_names)[number] for number in tensors]
+        self._identities, self._groups = self._find_identities(), self._find_groups()
+        self.take_memory()
+
+    def take_memory(self) -> None:
+        """Hold the memory of the parameters as it is now."""
+        self._counted = [each for each in self._tensors if not each.is_inference()]
+        self._pointers = [*map(torch.Tensor.data_ptr, self._tensors)]
+        self._strides = [*map(torch.Tensor.stride, self._tensors)]
+        self._layouts = [_describe_layout(each) for each in self._tensors]
+        self._samples = [[*_find_samples(each)] for each in self._tensors]
+        self._views = [*chain.from_iterable(self._samples)]
+
+    # --- around the micro-batches --------------------------------------------------------------
+
+    def begin(self) -> str:
+        """Compare with what is held; return why the step is impossible, "" if it is not."""
+        failure = ""
+        pointers = [*map(torch.Tensor.data_ptr, self._tensors)]
+        strides = [*map(torch.Tensor.stride, self._tensors)]
+        if has_changed := pointers != self._pointers or strides != self._strides:
+            failure = self._explain_memory(pointers)
+        identities = self._find_identities()
+        if identities != self._identities or self._find_groups() != self._groups:
+            failure = self._explain_structure() or self._explain_groups() or failure
+            has_changed = True
+        self._begun = None
+        if not failure:
+            self._note_writers(has_changed)
+            if has_changed:
+                self.take()
+                identities, pointers = self._identities, self._pointers
+            self._begun = Moment(identities, pointers, self._read_versions(), b"".join(self._views))
+        return failure
+
+    def finish(self) -> str:
+        """Compare with the beginning of the step; return what forward or backward changed."""
+        begun = self._begun
+        if begun is None or (now := self._read()) == begun:
+            return ""
+        if written := self._find_written(begun, now, {*map(id, self._tensors)}):
+            return explain_write(written)
+        if now.identities != begun.identities:
+            if failure := self._explain_structure():
+                return failure
+            self.take()
+        return ""
+
+    def commit(self) -> None:
+        """Note the parameters after the update, if all ranks can write them."""
+        if self._is_shared:
+            self._committed = self._read()
+
+    def hash(self) -> str:
+        """Return a hash of samples of the parameters at the beginning of the step."""
+        return "" if self._begun is None else xxhash.xxh3_64_hexdigest(self._begun.samples)
+
+    def _note_writers(self, has_changed: bool) -> None:
+        """Note who wrote shared parameters since the last step.
+
+        Args:
+            has_changed: Whether the model has changed. A parametrization counts as a write of its
+                parameter, whose values remain.
+        """
+        before, self._committed, self.writer = self._committed, None, None
+        if before is None or (now := self._read()) == before:
+            return
+        if has_changed:
+            before = before._replace(versions=now.versions)
+        if written := self._find_written(before, now, self._own):
+            self.writer = before.versions != now.versions, written
+
+    def _read(self) -> Moment:
+        pointers = [*map(torch.Tensor.data_ptr, self._tensors)]
+        is_there = pointers == self._pointers  # other memory may have been freed
+        return Moment(
+            self._find_identities(),
+            pointers,
+            self._read_versions(),
+            b"".join(self._views) if is_there else b"",
+        )
+
+    def _read_versions(self) -> list[int]:
+        return [*map(_get_versions, self._counted)]
+
+    # --- the graph of a loss -------------------------------------------------------------------
+
+    def check_graph(self, root: torch.Tensor, place: object) -> str:
+        """Return why a graph has a leaf that nobody trains alike on all ranks; "" if it has none.
+
+        A leaf that the script made for one micro-batch, such as a perturbation, is no state, nor is
+        an input that requires a gradient, unless an optimizer has it.
+
+        Args:
+            root: The loss, or an output of a stage.
+            place: The step and the micro-batch.
+        """
+        strangers = [
+            leaf
+            for leaf in _find_leaves(root)
+            if id(leaf) not in self._trained
+            and not any(id(leaf) in each._trained for each in HOLDERS)
+        ]
+        self._outside = [each for each in self._outside if each[0]() is not None]
+        for leaf in strangers:
+            if (name := self._foreign_names.get(id(leaf))) is not None:
+                self._note_untrained(name)
+                continue
+            known = next((each for each in self._outside if each[0]() is leaf), None)
+            if known is None:
+                self._outside.append((ref(leaf), place))
+            elif known[1] not in (place, INPUT):
+                if isinstance(leaf, nn.Parameter) or _has_optimizer(leaf):
+                    return explain_stranger(leaf)
+                self._outside.remove(known)
+                self._outside.append((ref(leaf), INPUT))
+        return ""
+
+    def _note_untrained(self, name: str) -> None:
+        if not self.warnings and not self._has_warned:
+            self._has_warned = True
+            self.warnings.append(
+                f"the parameter {name} of extra_modules gets a gradient, and no Trainer trains it: "
+                "call requires_grad_(False) on the module, make it a part of the model, or give it "
+                "a Trainer of its own"
+            )
+
+    def _find_identities(self) -> list[int]:
+        return [*map(id, chain.from_iterable(map(dict.values, self._entries)))]
+
+    def _find_groups(self) -> list[int]:
+        if self._optimizer is None:
+            return []
+        groups = self._optimizer.param_groups
+        if self._is_shared:  # whose groups hold pieces of parameters
+            return [len(groups)]
+        return [*map(id, chain.from_iterable(map(_get_group, groups)))]
+
+    def _find_modules(self) -> dict[str, nn.Module]:
+        return {
+            name: part
+            for root, module in self._roots.items()
+            if root not in self._foreign
+            for name, part in module.named_modules(prefix=root, remove_duplicate=False)
+        }
+
+    def _find_parameters(self, is_foreign: bool = False) -> dict[str, nn.Parameter]:
+        return {
+            name: parameter
+            for root, module in self._roots.items()
+            if (root in self._foreign) == is_foreign
+            for name, parameter in module.named_parameters(prefix=root, remove_duplicate=False)
+        }
+
+    # --- what has changed ----------------------------------------------------------------------
+
+    def _explain_structure(self) -> str:
+        """Name the first module or parameter that was added, replaced or removed; "" if legal."""
+        advice = (
+            "the Trainer trains the model that it was given: change the model before you make the "
+            "Trainer, or make another Trainer after the change"
+        )
+        modules, parameters = self._find_modules(), self._find_parameters()
+        now = {id(each) for each in parameters.values()}
+        for name, parameter in parameters.items():
+            if id(parameter) not in self._own:
+                verb = "replaced" if name in self._parameters else "added"
+                return f"the parameter {name} was {verb} after the Trainer was made; {advice}"
+        for name, module in self._modules.items():
+            if modules.get(name) is not module:
+                what = f"the module {name} ({type(module).__name__})"
+                verb = "replaced" if name in modules else "removed"
+                return f"{what} was {verb} after the Trainer was made; {advice}"
+        inside = tuple(f"{name}." for name in self._blocks)
+        for name, module in modules.items():
+            if name not in self._modules and inside and not name.startswith(inside):
+                what = f"the module {name} ({type(module).__name__})"
+                return f"{what} was added after the Trainer was made; {advice}"
+        for name, parameter in self._parameters.items():
+            if id(parameter) not in now or (inside and name not in parameters):
+                verb = "renamed" if id(parameter) in now else "removed"
+                return f"the parameter {name} was {verb} after the Trainer was made; {advice}"
+        return ""
+
+    def _explain_groups(self) -> str:
+        """Name a change of the optimizer's parameter groups that the Trainer cannot follow."""
+        assert self._optimizer is not None
+        if self._is_shared and self._find_groups() != self._groups:
+            return (
+                "trainer.optimizer got a parameter group after the Trainer was made, and with "
+                'storage="shared" its parameters would have no pieces: give the optimizer all '
+                "parameters when you make the Trainer, with requires_grad_(False) for those that "
+                'train later, or train with storage="replicated"'
+            )
+        return "" if self._is_shared else find_stranger(self._optimizer, self._own)
+
+    def _explain_memory(self, pointers: list[int]) -> str:
+        """Name a parameter whose memory changed in a way that the Trainer cannot follow."""
+        for number, parameter in enumerate(self._tensors):
+            name, held, now = (
+                self._names[number],
+                self._layouts[number],
+                _describe_layout(parameter),
+            )
+            if id(parameter) not in self._own:
+                continue
+            for what, old, new in zip(PROPERTIES, held, now, strict=True):
+                if old != new:
+                    return (
+                        f"the {what} of the parameter {name} changed from {old} to {new} after the "
+                        "Trainer was made: convert the model before you make the Trainer"
+                    )
+            if self._is_shared and pointers[number] != self._pointers[number]:
+                return (
+                    f"the parameter {name} was given other memory, such as by assigning to .data "
+                    'or by a second Trainer, and with storage="shared" the ranks read and update '
+                    "the shared memory: write into the parameter (copy_), or train with "
+                    'storage="replicated"'
+                )
+        return ""
+
+    def _find_written(self, before: Moment, after: Moment, among: Collection[int]) -> str:
+        """Return the name of a parameter that was written between two moments; "" for none.
+
+        Args:
+            before: The earlier moment.
+            after: The later moment.
+            among: The ids of the parameters that count.
+        """
+        versions = zip(self._counted, before.versions, after.versions, strict=True)
+        written = {id(each) for each, old, new in versions if old != new}
+        pointers = zip(self._tensors, before.pointers, after.pointers, strict=True)
+        written |= {id(each) for each, old, new in pointers if old != new}
+        place = 0
+        for each, views in zip(self._tensors, self._samples, strict=True):
+            begin, place = place, place + sum(map(len, views))
+            if before.samples[begin:place] != after.samples[begin:place] and after.samples:
+                written.add(id(each))
+        written &= {*among}
+        named = zip(self._names, self._tensors, strict=True)
+        return next((name for name, each in named if id(each) in written), "")
+
+
+HOLDERS: WeakSet[HeldParameters] = WeakSet()
+"""What the trainers of this process hold: the model of one may be called in a step of another."""
+
+
+def explain_write(name: str) -> str:
+    """Return the sentence about a parameter that forward or backward wrote."""
+    return (
+        f"parameter {name} was written during forward or backward; each rank computes other "
+        "micro-batches, so the ranks would end with different weights: update it after the step, "
+        "on all ranks"
+    )
+
+
+def explain_stranger(leaf: torch.Tensor) -> str:
+    """Return the sentence about a trainable tensor that is not the model's."""
+    kind = "parameter" if isinstance(leaf, nn.Parameter) else "tensor"
+    return (
+        f"a {kind} of shape {tuple(leaf.shape)} that is not in the model takes part in the loss "
+        "and requires a gradient, which the Trainer neither adds over the ranks nor applies: make "
+        "it a part of the model (an nn.Parameter in an attribute of a module), or call "
+        "requires_grad_(False) on it"
+    )
+
+
+def find_stranger(optimizer: Optimizer, own: Collection[int]) -> str:
+    """Return the sentence about a parameter of an optimizer that the model does not have."""
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in own:
+                return (
+                    f"param_groups[{number}] of the optimizer has a parameter of shape "
+                    f"{tuple(parameter.shape)} that is not in the model, so the Trainer would not "
+                    "add its gradient over the ranks: make it a part of the model before you make "
+                    "the Trainer"
+                )
+    return ""
+
+
+def _find_leaves(root: torch.Tensor) -> list[torch.Tensor]:
+    """Return the leaves of a graph that require a gradient."""
+    if root.grad_fn is None:
+        return [root] if root.requires_grad else []
+    found, seen, waiting = [], set(), [root.grad_fn]
+    while waiting:
+        for node, _ in waiting.pop().next_functions:
+            if node is not None and node not in seen:
+                seen.add(node)
+                if node.next_functions:
+                    waiting.append(node)
+                elif (leaf := getattr(node, "variable", None)) is not None:
+                    found.append(leaf)
+    return found
+
+
+def _describe_layout(parameter: torch.Tensor) -> tuple[Any, ...]:
+    device, shape = parameter.device, tuple(parameter.shape)
+    return shape, parameter.dtype, device, parameter.stride()
+
+
+def _find_samples(parameter: torch.Tensor) -> Iterator[memoryview]:
+    """Yield views of the memory of a parameter: its beginning, its middle and its end."""
+    size = parameter.numel() * parameter.element_size()
+    if parameter.device.type != "cpu" or not size or not is_dense(parameter):
+        return
+    length, begin = min(size, SAMPLE), parameter.data_ptr()
+    for offset in sorted({0, (size - length) // 2, size - length}):
+        yield memoryview((ctypes.c_char * length).from_address(begin + offset)).cast("B")
+
+
+def _has_optimizer(leaf: torch.Tensor) -> bool:
+    """Return whether an optimizer of this process has a tensor among its parameters."""
+    optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
+    groups = (group for each in optimizers for group in each.param_groups)
+    return any(leaf is each for group in groups for each in group["params"])
