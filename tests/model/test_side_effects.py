@@ -274,7 +274,7 @@ class Recurrent(nn.Module):
     def forward(self, inputs):
         hidden = 0 if self.hidden is None else self.unwrap(self.hidden)
         outputs = self.linear(inputs) + hidden
-        self.hidden = self.wrap(outputs.detach().mean())
+        self.hidden = self.wrap(outputs.detach().mean(0))  # such tensors have no truth value
         self.attention = outputs.softmax(dim=1)
         return self.own(outputs * self.attention)
 

@@ -61,7 +61,8 @@ Value = TypeVar("Value")
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as a vector of bytes."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # Torch calls a single element with any stride contiguous, and then cannot view its bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def message_device(group: dist.ProcessGroup | None = None) -> torch.device:

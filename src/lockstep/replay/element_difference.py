@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.comm.collectives import as_bytes
+
 __all__ = ["ElementDifference", "first_element_difference"]
 
 Number = bool | int | float | complex
@@ -98,7 +100,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> int | None:
 
 def _rank(value: torch.Tensor) -> int:
     """Return the position of a float among all values of its dtype; 0 for both zeros."""
-    data = value.contiguous().reshape(1).view(torch.uint8).tolist()
+    data = as_bytes(value.contiguous()).tolist()
     number = int.from_bytes(bytes(data), sys.byteorder)
     sign = 1 << (8 * len(data) - 1)
     return number if number < sign else sign - number

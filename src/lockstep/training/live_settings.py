@@ -40,7 +40,7 @@ __all__ = ["LiveSettings"]
 LARGEST = 64
 """The largest container whose changes are detected, in members."""
 
-VALUES = PLAIN | {str, tuple}
+DIRECT = PLAIN | {str}
 """Types whose values are compared directly, since they cannot be changed in place."""
 
 
@@ -168,8 +168,15 @@ class LiveSettings:
     def _read(self) -> list[Any]:
         """Return the values in the order of `_entries`."""
         values = [held.get(name, DELETED) for held, name in self._places.values()]
-        values = [each if type(each) in VALUES else _text(each) for each in values]
+        values = [each if _is_plain(each) else _text(each) for each in values]
         return values + [each.requires_grad for each in self._parameters.values()]
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether a value can be compared directly: a tuple may hold tensors later."""
+    if type(value) is tuple:
+        return all(type(member) in DIRECT for member in value)
+    return type(value) in DIRECT
 
 
 def _text(value: Any) -> Text:
@@ -180,4 +187,4 @@ def _is_comparable(value: Any) -> bool:
     """Return whether changes of an attribute are detected, given its initial value."""
     if type(value) in (list, dict, set):
         return len(value) <= LARGEST
-    return type(value) in VALUES and describe_value(value) == repr(value)
+    return (_is_plain(value) or type(value) is tuple) and describe_value(value) == repr(value)
