@@ -17,6 +17,7 @@ from lockstep.files import (
     make_folder,
     open_for_write,
     open_or_create,
+    remove_tree,
     replace_file,
     write_output,
 )
@@ -170,3 +171,32 @@ def test_no_other_module_invents_names_of_temporary_files():
         if PREDICTABLE.search(line) and "mkdtemp(" not in line  # which adds what nobody can guess
     ]
     assert not found
+
+
+@pytest.mark.parametrize("leads_to", ["a file", "nothing"])
+def test_an_output_replaces_a_link_and_not_the_file_that_it_leads_to(tmp_path, leads_to):
+    victim, output = tmp_path / "victim", tmp_path / "report.html"
+    if leads_to == "a file":
+        victim.write_bytes(b"precious")
+    output.symlink_to(victim)
+    write_output(output, "new")
+    assert (output.read_text(), output.is_symlink()) == ("new", False)
+    assert victim.exists() == (leads_to == "a file")
+    assert not victim.exists() or victim.read_bytes() == b"precious"
+
+
+def test_an_output_goes_through_a_link_to_a_pipe_or_device(tmp_path):
+    (tmp_path / "null").symlink_to("/dev/null")
+    write_output(tmp_path / "null", "new")
+    assert (tmp_path / "null").is_symlink()
+
+
+def test_a_removed_link_leaves_the_folder_that_it_leads_to(tmp_path):
+    (tmp_path / "archive").mkdir()
+    (tmp_path / "archive" / "file").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "archive")
+    remove_tree(tmp_path / "link")
+    assert [path.name for path in tmp_path.rglob("*")] == ["archive", "file"]
+    remove_tree(tmp_path / "archive")
+    remove_tree(tmp_path / "not there")
+    assert not [*tmp_path.iterdir()]

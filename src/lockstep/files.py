@@ -7,10 +7,11 @@
     write_output    a table of measurements         0600 if it is new
     replace_file    weights                         0600, replaced atomically
     read_json       a manifest, a state             refused unless it is what Lockstep writes
+    remove_tree     a checkpoint                    removed with all that is in it
 
 The modes are set when a file is created, so others can never open it in between, and no
 umask widens them. Existing folders and files keep their modes: use `chmod` to share one.
-A link is followed only if the user named it as output.
+Where something is removed or replaced, that is the link and never what it leads to.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import ctypes
 import json
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,6 +37,7 @@ __all__ = [
     "open_for_write",
     "open_or_create",
     "read_json",
+    "remove_tree",
     "replace_file",
     "sync_folder",
     "write_output",
@@ -84,7 +87,13 @@ def open_or_create(path: Path, flags: int) -> int:
 
 
 def open_for_write(path: Path) -> BinaryIO:
-    """Open an output that the user named, emptied if it exists; a device or pipe works too."""
+    """Open an output that the user named, emptied if it exists; a device or pipe works too.
+
+    A link to a file is replaced. The file that it leads to stays as it is.
+    """
+    is_of_system = path.absolute().parts[1:2] in (("dev",), ("proc",))  # such as /dev/stdout
+    if path.is_symlink() and not is_of_system and (path.is_file() or not path.exists()):
+        path.unlink()
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, FILE_MODE), "wb")
 
@@ -159,6 +168,15 @@ def _unique_entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number in JSON")
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder with all that is in it, as far as this user can; of a link only the link."""
+    if path.is_symlink():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def exchange_folders(first: Path, second: Path) -> bool:

@@ -324,3 +324,40 @@ def test_waiting_for_a_slow_disk_is_said(tmp_path, monkeypatch, capfd):
     writer.wait()
     assert said.is_set()
     assert verify(tmp_path / "step-1") == ""
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("kind", ["pruned", "saved again", "temporary", "left by a killed run"])
+def test_a_link_is_removed_and_never_what_it_leads_to(tmp_path, monkeypatch, kind, exchanges):
+    archive, folder = tmp_path / "archive", tmp_path / "checkpoints"
+    folder.mkdir()
+    write(CheckpointWriter(archive, 9), 1)
+    kept = {path: path.read_bytes() for path in archive.glob("step-1/*")}
+    if not exchanges:
+        monkeypatch.setattr(writer_module, "exchange_folders", lambda *_: False)
+    name = {"pruned": "step-1", "saved again": "mine", "temporary": ".step-2.0"}.get(
+        kind, ".step-3.7"
+    )
+    link = folder / name
+    link.symlink_to(archive / "step-1")
+    writer = CheckpointWriter(folder, 1)
+    remove_incomplete(folder, None if kind == "left by a killed run" else "other")
+    write(writer, 2, path=link if kind == "saved again" else None)
+    assert writer.latest.failure == ""
+    assert not link.is_symlink()
+    assert verify(writer.latest.path) == ""
+    assert kept
+    assert {path: path.read_bytes() for path in archive.glob("step-1/*")} == kept
+    assert sorted(path.name for path in folder.iterdir()) == [writer.latest.path.name]
+
+
+def test_a_link_to_a_folder_that_is_gone_is_in_nobodys_way(tmp_path):
+    for name in ("step-2", "mine"):
+        (tmp_path / name).symlink_to(tmp_path / "not mounted")
+    writer = CheckpointWriter(tmp_path, 1)
+    remove_incomplete(tmp_path)
+    write(writer, 2)
+    assert (writer.latest.failure, writer.latest.path.name) == ("", "step-2-2")
+    assert (tmp_path / "step-2").is_symlink()
+    write(writer, 2, 1, tmp_path / "mine")
+    assert (writer.latest.failure, verify(tmp_path / "mine")) == ("", "")

@@ -618,6 +618,13 @@ def test_the_old_name_that_a_killed_launcher_left_is_not_another_run(lockstep_ru
     assert lockstep_run("--resume", "auto", "train.py") == (0, ["mine", "1", "1"])
 
 
+def test_a_link_of_the_user_to_a_run_stays(lockstep_run):
+    name = interrupted(lockstep_run, "train.py")
+    Path("runs", "latest").symlink_to(name)
+    assert lockstep_run("--resume", "latest", "train.py") == (0, [name, "1", "1"])
+    assert Path("runs", "latest").is_symlink()
+
+
 # --- continuing a run ---------------------------------------------------------------------
 
 # Says what it was given, and ends with the status in the file "status".

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.files import remove_tree
 from lockstep.native.binding_folder import (
     get_cache_folder,
     list_bindings,
     lock_folder,
     publish,
     reason_not_trusted,
-    remove_folder,
     temporary_folder,
     write_key,
 )
@@ -114,7 +114,7 @@ def test_a_lock_that_was_removed_with_its_folder_is_not_taken_for_held(tmp_path)
     with lock_folder(folder, PATIENCE):
         thread.start()
         assert waits.wait(PATIENCE)
-        remove_folder(folder)
+        remove_tree(folder)
         assert not entered.is_set()
     thread.join(PATIENCE)
     assert entered.is_set()

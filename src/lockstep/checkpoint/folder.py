@@ -16,8 +16,8 @@ index in the format of Hugging Face's libraries.
 
 from __future__ import annotations
 
+import os
 import re
-import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -31,7 +31,7 @@ from lockstep.checkpoint.encoding import decode
 from lockstep.checkpoint.schema import MANIFEST_SCHEMA, STATE_SCHEMA, find_mismatch
 from lockstep.checkpoint.tensor_file import DTYPES, checksum_file
 from lockstep.errors import FileError, LockstepError, UsageError
-from lockstep.files import read_json
+from lockstep.files import read_json, remove_tree
 from lockstep.launcher.run_folder import CHECKPOINTS, RUNS
 
 __all__ = [
@@ -271,8 +271,9 @@ def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints."""
     for path in find_checkpoints(folder)[keep:]:
         # The manifest first, so that an interrupted removal leaves no complete checkpoint.
-        (path / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
+        if not path.is_symlink():
+            (path / MANIFEST).unlink(missing_ok=True)
+        remove_tree(path)
 
 
 def set_aside_newer(folder: Path, used: Path, step: int) -> list[Path]:
@@ -294,7 +295,7 @@ def set_aside_newer(folder: Path, used: Path, step: int) -> list[Path]:
     renamed = []
     for path in later:
         aside, number = path.with_name(f"{path.name}.{SUPERSEDED}"), 1
-        while aside.exists():
+        while os.path.lexists(aside):
             number += 1
             aside = path.with_name(f"{path.name}.{SUPERSEDED}-{number}")
         path.rename(aside)
@@ -311,9 +312,11 @@ def remove_incomplete(folder: Path, name: str | None = None) -> None:
     """
     aside = INCOMPLETE if name is None else re.compile(rf"\.{re.escape(name)}\.\d+")
     for path in list(folder.iterdir()) if folder.is_dir() else ():
-        unfinished = NAME.fullmatch(path.name) and not (path / MANIFEST).exists()
+        # A link may lead to a folder that is not mounted now.
+        is_own = NAME.fullmatch(path.name) and not path.is_symlink()
+        unfinished = is_own and not (path / MANIFEST).exists()
         if aside.fullmatch(path.name) or (name is None and unfinished):
-            shutil.rmtree(path, ignore_errors=True)
+            remove_tree(path)
 
 
 def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:

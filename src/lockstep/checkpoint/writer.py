@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,14 @@ from lockstep.checkpoint.tensor_file import write_tensors
 from lockstep.checksum import digest
 from lockstep.devices import is_accelerator, record_event
 from lockstep.errors import UsageError, WorkError
-from lockstep.files import create_file, exchange_folders, make_folder, replace_file, sync_folder
+from lockstep.files import (
+    create_file,
+    exchange_folders,
+    make_folder,
+    remove_tree,
+    replace_file,
+    sync_folder,
+)
 from lockstep.messages import say
 
 __all__ = ["CheckpointWriter", "SavedCheckpoint"]
@@ -208,6 +214,8 @@ class CheckpointWriter:
         try:
             for event in copied:
                 event.synchronize()
+            if aside.is_symlink():
+                remove_tree(aside)
             make_folder(aside)
             files = _write_files(aside, plain, tensors, part, check)
             size = sum(entry["bytes"] for entry in files.values())
@@ -219,12 +227,12 @@ class CheckpointWriter:
             else:
                 _write_file(aside / f"part-{part[0]}.json", json.dumps(files).encode())
         except _Abandoned:
-            shutil.rmtree(aside, ignore_errors=True)
+            remove_tree(aside)
             return
         except Exception as error:  # a failed checkpoint must not end the training
             said = error.strerror if isinstance(error, OSError) else str(error)
             failure = said or type(error).__name__
-            shutil.rmtree(aside, ignore_errors=True)
+            remove_tree(aside)
         seconds = time.perf_counter() - begun
         # Last, because a resuming process may need the checkpoint; nothing waits for the digest.
         is_whole = self.has_digests and part == (0, 1) and not failure
@@ -318,15 +326,15 @@ def _complete(
     _write_file(aside / MANIFEST, json.dumps(manifest, indent=1).encode())
     sync_folder(aside)
     check()
-    if path is not None and path.exists():  # saved twice: the new one takes its place
+    if path is not None and os.path.lexists(path):  # saved twice: the new one takes its place
         if not exchange_folders(aside, path):
-            shutil.rmtree(path)
+            remove_tree(path)
             os.rename(aside, path)
         sync_folder(path.parent)
-        shutil.rmtree(aside, ignore_errors=True)
+        remove_tree(aside)
         return path
     final, number = path or aside.parent / f"step-{step}", 1
-    while final.exists():
+    while os.path.lexists(final):
         number += 1
         final = aside.parent / f"step-{step}-{number}"
     os.rename(aside, final)

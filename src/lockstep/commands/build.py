@@ -13,6 +13,7 @@ from types import FrameType
 import click
 
 from lockstep.errors import FileError, UsageError, WorkError
+from lockstep.files import remove_tree
 from lockstep.formatting import format_bytes, format_duration
 from lockstep.messages import say
 from lockstep.native.binding import BindingError, find_bindings
@@ -21,7 +22,6 @@ from lockstep.native.binding_folder import (
     lock_folder,
     measure_folder,
     reason_not_trusted,
-    remove_folder,
 )
 from lockstep.native.binding_key import BindingKey, current_key
 from lockstep.native.build import build_binding
@@ -86,7 +86,7 @@ def _clean(cache: Path) -> None:
         return
     with lock_folder(cache, LOCK_TIMEOUT, _say_waiting):
         size = measure_folder(cache)
-        remove_folder(cache)
+        remove_tree(cache)
     if cache.exists():
         raise FileError(f"build: {cache} could not be removed completely: look at its permissions")
     with contextlib.suppress(OSError):  # the folder may hold other files of Lockstep

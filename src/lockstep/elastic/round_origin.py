@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.files import make_folder
+from lockstep.files import make_folder, remove_tree
 from lockstep.launcher.environment import HANDOVER, MIRROR, ROUND
 from lockstep.launcher.run_folder import CHECKPOINTS
 from lockstep.messages import say
@@ -147,7 +147,7 @@ class StateFolder:
                 shutil.copytree(state, copy)
                 copy.rename(path)  # fails if there is a checkpoint of this step
             except OSError as error:
-                shutil.rmtree(copy, ignore_errors=True)
+                remove_tree(copy)
                 if not path.exists():
                     say(f"{path} cannot be written: {error.strerror or error}")
             else:

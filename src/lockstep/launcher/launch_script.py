@@ -53,6 +53,7 @@ from lockstep.launcher.run_folder import (
     create_numbered_folder,
     describe_launch,
     find_linked_runs,
+    is_link_to_sibling,
     locate_renamed,
     name_run,
     release_run,
@@ -250,6 +251,8 @@ def _open_run_folder(config: LaunchConfig) -> RunFolder:
         if config.resumes_newest:
             say(f"--resume auto: {parent} has no run of this command to continue; a new one starts")
         return RunFolder(path, description=description)
+    if is_link_to_sibling(resumed):  # such as "latest", which is not this launch's to remove
+        resumed = locate_renamed(resumed)
     if config.resumes_newest:
         say(f"--resume auto: continuing {resumed}")
     # Several hosts may share the folder; host 0 writes.

@@ -17,14 +17,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from lockstep.files import make_folder, open_or_create
+from lockstep.files import make_folder, open_or_create, remove_tree
 from lockstep.native.binding_key import BindingKey
 from lockstep.native.compilation import ARCHIVE
 
@@ -38,7 +37,6 @@ __all__ = [
     "publish",
     "read_installation_reason",
     "reason_not_trusted",
-    "remove_folder",
     "temporary_folder",
     "write_key",
     "write_reason",
@@ -151,7 +149,7 @@ def lock_folder(
     descriptor = _lock(folder, deadline, before_waiting)
     try:
         for left_over in folder.glob(".build-*"):  # from builds that were killed
-            remove_folder(left_over)
+            remove_tree(left_over)
         yield
     finally:
         os.close(descriptor)
@@ -201,23 +199,18 @@ def temporary_folder(folder: Path) -> Iterator[Path]:
     try:
         yield made
     finally:
-        remove_folder(made)
+        remove_tree(made)
 
 
 def publish(complete: Path, destination: Path) -> None:
     """Rename a complete folder to `destination`; replace a folder that is already there."""
-    if destination.exists():
+    if os.path.lexists(destination):
         old = Path(tempfile.mkdtemp(prefix=".build-old-", dir=destination.parent))
         destination.rename(old / "replaced")
         complete.rename(destination)
-        remove_folder(old)
+        remove_tree(old)
     else:
         complete.rename(destination)
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove a folder and what it contains, as far as this user can."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def measure_folder(folder: Path) -> int:

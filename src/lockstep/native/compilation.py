@@ -292,6 +292,7 @@ class _Execution:
         self._stopped = threading.Event()
 
     def __enter__(self) -> _Execution:
+        self._log_path.unlink(missing_ok=True)
         self._log = open(self._log_path, "w", encoding="utf-8")
         return self
 
