@@ -14,7 +14,8 @@
 
 The server never computes and starts no thread, so it can fork safely. It watches the
 launcher: by end of file on the sockets, and by a pidfd where the system has them, because
-another child of the launcher may hold the sockets open. When the launcher is killed, the
+another child of the launcher may hold the sockets open. Before it serves, it looks whether the
+launcher still runs each time that it imports a module. When the launcher is killed, the
 server asks the ranks to stop, so that a training run can save a checkpoint. It kills the
 remaining processes after the grace period, and exits. Meanwhile it reads what the ranks print,
 because a write to a pipe without a reader would fail. A retired server (the first socket is
@@ -29,6 +30,7 @@ import ctypes
 import gc
 import importlib
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -37,10 +39,10 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import NoReturn
+from types import FrameType, SimpleNamespace
+from typing import Any, NoReturn
 
 from lockstep.comm import native_module
 from lockstep.launcher.channel import Channel, Message, open_channel
@@ -408,12 +410,45 @@ def main(descriptor: int, launcher: int, modules: Sequence[str]) -> NoReturn:
     handler = ignore_sigterm()
     ignore_requests()  # before the imports, which take a second
     gc.disable()  # during the imports, which create no garbage
-    import_for_ranks(modules)
-    with contextlib.suppress(ImportError):  # without one, each rank says why it uses Gloo
-        native_module.load()
+    with _exiting_with(launcher):
+        import_for_ranks(modules)
+        with contextlib.suppress(ImportError):  # without one, each rank says why it uses Gloo
+            native_module.load()
     gc.enable()
     gc.freeze()  # ranks neither traverse nor copy objects from before the fork
     serve(open_channel(descriptor), launcher, handler)
+
+
+@contextlib.contextmanager
+def _exiting_with(launcher: int) -> Iterator[None]:
+    """Exit as soon as the body imports another module and the launcher has exited.
+
+    On a busy machine the imports take many seconds, in which nothing is served.
+    """
+    try:
+        descriptor = os.pidfd_open(launcher)
+    except ProcessLookupError:
+        os._exit(0)
+    except (AttributeError, OSError):  # not Linux
+        descriptor = -1
+
+    def exit_if_alone(*_: object) -> None:
+        has_exited = (
+            os.getppid() != launcher
+            if descriptor < 0
+            else bool(select.select([descriptor], [], [], 0)[0])
+        )
+        if has_exited:
+            os._exit(0)
+
+    finder: Any = SimpleNamespace(find_spec=exit_if_alone)  # finds no module
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def import_for_ranks(modules: Sequence[str]) -> None:
