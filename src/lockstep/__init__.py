@@ -7,9 +7,11 @@ so that a command that needs no torch does not wait for it.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # without importing typing, which a command would wait for
 if TYPE_CHECKING:
+    from typing import Any
+
     from lockstep.checkpoint.schedule import CheckpointConfig as CheckpointConfig
     from lockstep.checksum import digest as digest
     from lockstep.comm.shared_memory import empty_shared as empty_shared

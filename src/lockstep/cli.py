@@ -6,17 +6,51 @@ torch.
 
 from __future__ import annotations
 
-import importlib
+import os
 import signal
-import sys
-import traceback
 
-import click
+TYPE_CHECKING = False  # importing typing takes a third of the time until Ctrl-C is handled
+if TYPE_CHECKING:
+    from types import FrameType
 
-from lockstep.errors import LockstepError
-from lockstep.launcher.target import check_working_directory
-from lockstep.launcher.tracebacks import is_full
-from lockstep.messages import escape_control, say
+
+def _exit_at_once(number: int, frame: FrameType | None) -> None:
+    os._exit(128 + number)
+
+
+class _ExitingOnInterrupt:
+    """Makes Ctrl-C exit at once while the body imports modules, which some do not survive."""
+
+    def __enter__(self) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            try:
+                signal.signal(signal.SIGINT, _exit_at_once)
+            except ValueError:  # in another thread than the main one
+                return
+
+    def __exit__(self, *exception: object) -> None:
+        if signal.getsignal(signal.SIGINT) is _exit_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+with _ExitingOnInterrupt():
+    import importlib
+    import sys
+    import traceback
+
+    import click
+
+    from lockstep.errors import LockstepError
+    from lockstep.launcher.target import check_working_directory
+    from lockstep.launcher.tracebacks import is_full
+    from lockstep.messages import (
+        LOST,
+        discard_if_lost,
+        escape_control,
+        keep_printing,
+        open_missing_streams,
+        say,
+    )
 
 COMMANDS = {
     "run": "run a script or module on N ranks",
@@ -48,7 +82,8 @@ class Commands(click.Group):
         """Import and return one subcommand."""
         if cmd_name not in COMMANDS:
             return None
-        command = importlib.import_module(f"lockstep.commands.{cmd_name}").command
+        with _ExitingOnInterrupt():
+            command = importlib.import_module(f"lockstep.commands.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
 
@@ -72,18 +107,56 @@ def main() -> None:
 def run(command: click.Command) -> None:
     """Run a command; print the message of an error without a traceback, and exit."""
     try:
+        open_missing_streams()
+        keep_printing()
+        status = _run(command)
+        sys.stdout.flush()
+    except (click.Abort, KeyboardInterrupt):  # Ctrl-C
+        status = 128 + signal.SIGINT
+    except OSError as error:
+        status = _explain_lost_stream(error)
+    sys.exit(status)
+
+
+def _run(command: click.Command) -> int:
+    """Run a command; print the message of an error, and return the exit status."""
+    try:
         check_working_directory()
         status = command.main(standalone_mode=False)
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        return end.code or 0
     except click.ClickException as error:
         error.show()
-        sys.exit(error.exit_code)
-    except click.Abort:  # Ctrl-C
-        sys.exit(128 + signal.SIGINT)
+        return error.exit_code
     except LockstepError as error:
         if is_full():
             traceback.print_exception(error)
         for note in getattr(error, "__notes__", ()):  # a rank's traceback
             click.echo(escape_control(note), err=True)
         say(str(error))
-        sys.exit(error.exit_status)
-    sys.exit(status if isinstance(status, int) else 0)  # of --help, for example
+        return error.exit_status
+    return status if isinstance(status, int) else 0  # of --help, for example
+
+
+def _explain_lost_stream(error: OSError) -> int:
+    """Explain that standard output, or /dev/null, cannot be used; return the exit status.
+
+    Raises:
+        OSError: The error is another one.
+    """
+    if error.filename == os.devnull:
+        say(f"{os.devnull} cannot be opened ({error.strerror}): mount /dev")
+        return 1
+    if error.errno not in LOST or error.filename is not None:
+        raise error
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as again:  # otherwise the interpreter fails when it exits
+            discard_if_lost(stream, again)
+    if isinstance(error, BrokenPipeError):  # as in: lockstep runs | head -1
+        return 128 + signal.SIGPIPE
+    say(f"the output cannot be written: {error.strerror}")
+    return 1

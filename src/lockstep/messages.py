@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 import sys
 from typing import IO, Any
 
-__all__ = ["JSON_HELP", "discard_if_lost", "escape_control", "say"]
+__all__ = [
+    "JSON_HELP",
+    "discard_if_lost",
+    "escape_control",
+    "keep_printing",
+    "open_missing_streams",
+    "say",
+]
 
 JSON_HELP = "Print one JSON object as the last line of stdout; text goes to stderr."
 """The help text of `--json` in every command that measures or compares one thing."""
@@ -25,6 +33,10 @@ CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
     r"\ud800-\udfff\ufeff\ufffe\uffff]"
 )
+
+
+LOST = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The errors after which nothing can be written to a standard stream."""
 
 
 def escape_control(text: str) -> str:
@@ -43,8 +55,61 @@ def say(sentence: str) -> None:
         discard_if_lost(sys.stderr, error)
 
 
+class _LossyStream(io.TextIOWrapper):
+    """A stream that drops what it cannot write, unless the reader of a pipe has exited."""
+
+    def write(self, text: str) -> int:
+        """Write to the stream."""
+        try:
+            return super().write(text)
+        except OSError as error:
+            self._discard(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        try:
+            super().flush()
+        except OSError as error:
+            self._discard(error)
+
+    def _discard(self, error: OSError) -> None:
+        if isinstance(error, BrokenPipeError) or not discard_if_lost(self, error):
+            raise error
+
+
+def keep_printing() -> None:
+    """Let no message on standard error end a command, because its terminal or disk is lost."""
+    before = sys.stderr
+    is_own = sys.__stderr__ is before
+    if before is not None and is_own:
+        file = open(before.fileno(), "wb", closefd=False)  # noqa: SIM115
+        sys.stderr = _LossyStream(file, before.encoding, before.errors, line_buffering=True)
+
+
+def open_missing_streams() -> None:
+    """Open the standard streams that are closed: nothing to read, and what is printed is dropped.
+
+    Otherwise the files that are opened next get their numbers, and what is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        file: str | int = os.devnull  # if another file has the number already
+        try:
+            os.fstat(number)
+        except OSError:
+            file = os.open(os.devnull, os.O_RDWR)  # gets this number, the lowest free one
+            os.set_inheritable(file, True)
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            is_new = file == os.devnull
+            stream = open(file, mode, encoding="utf-8", errors="replace", closefd=is_new)  # noqa: SIM115
+            setattr(sys, name, stream)
+
+
 def discard_if_lost(stream: IO[Any], error: OSError) -> bool:
-    """Discard what is written to `stream` from now on if its reader or terminal is gone.
+    """Discard what is written to `stream` from now on if nothing can be written to it.
+
+    That is so if its reader or terminal is gone, or if its disk is full.
 
     Otherwise the interpreter fails at exit, with another exit status, when it flushes the stream.
 
@@ -53,9 +118,9 @@ def discard_if_lost(stream: IO[Any], error: OSError) -> bool:
         error: The error that writing to it raised.
 
     Returns:
-        Whether the reader or terminal is gone.
+        Whether nothing can be written to it.
     """
-    if error.errno not in (errno.EPIPE, errno.EIO):
+    if error.errno not in LOST:
         return False
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import stat
@@ -24,6 +25,7 @@ from lockstep.commands.runs import list_runs
 from lockstep.errors import FileError, LaunchEnvironmentError, RankError, UsageError
 from lockstep.launcher import hang_monitor, run_folder
 from lockstep.launcher import launch_script as launch_script_module
+from lockstep.launcher.fork_server import check_open_files
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import launch_script
 from lockstep.launcher.listening_socket import DEFAULT_PORT
@@ -150,6 +152,108 @@ def test_a_launch_ends_when_nobody_reads_its_output_any_more(tmp_path):
         launcher.stdout.close()
         assert launcher.wait(60) == 128 + signal.SIGPIPE
         assert launcher.stderr.read() == b"lockstep: SIGPIPE: ending rank 0\n"
+
+
+CLOSED = """
+import os, sys
+for number in map(int, sys.argv.pop(1)):
+    os.close(number)
+    name = ("stdin", "stdout", "stderr")[number]
+    setattr(sys, name, None)
+    setattr(sys, f"__{name}__", None)
+from lockstep.cli import main; main()
+"""  # as a shell does: lockstep run train.py >&-
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "012"])
+def test_a_launch_goes_on_without_its_streams(tmp_path, closed):
+    (tmp_path / "train.py").write_text("import sys; print('out'); print('error', file=sys.stderr)")
+    command = [sys.executable, "-c", CLOSED, closed, "run", "-n", "2", "train.py"]
+    done = warm.run(command, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0, done
+    assert b"Traceback" not in done.stderr + done.stdout
+    printed = {
+        path.name: sorted(path.read_text().split()) for path in tmp_path.glob("runs/*/*.log")
+    }
+    assert printed == {f"rank-{rank}.log": ["error", "out"] for rank in range(2)}
+
+
+@pytest.mark.parametrize("full", ["stdout", "stderr"])
+def test_a_launch_goes_on_when_a_stream_is_on_a_full_disk(tmp_path, full):
+    (tmp_path / "train.py").write_text("import sys; print('out'); print('error', file=sys.stderr)")
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with open("/dev/full", "wb") as disk:
+        command = [*CLI, "run", "-n", "2", "train.py"]
+        with warm.Popen(command, cwd=tmp_path, **{**streams, full: disk}) as launcher:
+            _, errors = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0, errors
+    if full == "stdout":
+        assert b"standard output cannot be written (No space left on device)" in errors
+        assert b"Traceback" not in errors
+    printed = {
+        path.name: sorted(path.read_text().split()) for path in tmp_path.glob("runs/*/*.log")
+    }
+    assert printed == {f"rank-{rank}.log": ["error", "out"] for rank in range(2)}
+
+
+def test_a_function_is_launched_without_streams(tmp_path):
+    """In a real interpreter, whose sockets and files get the numbers of the streams."""
+    (tmp_path / "launch.py").write_text("""
+import lockstep as ls
+def double(number):
+    print("printed")
+    return 2 * number
+if __name__ == "__main__":
+    open("result", "w").write(str(ls.launch(double, (21,), nprocs=2)))
+""")
+    command = f"exec {shlex.quote(sys.executable)} launch.py <&- >&- 2>&-"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, timeout=120, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "result").read_text() == "[42, 42]"
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["schedule", "1f1b"]])
+def test_a_result_that_cannot_be_printed_is_one_sentence(tmp_path, arguments):
+    with open("/dev/full", "wb") as disk:
+        command = [*CLI, *arguments]
+        with warm.Popen(command, cwd=tmp_path, stdout=disk, stderr=subprocess.PIPE) as shown:
+            _, errors = shown.communicate(timeout=60)
+    assert shown.returncode == 1
+    assert errors == b"lockstep: the output cannot be written: No space left on device\n"
+
+
+def test_a_message_that_cannot_be_printed_changes_no_status(tmp_path):
+    command = [*CLI, "run", "nothing.py"]
+    with (
+        open("/dev/full", "wb") as disk,
+        warm.Popen(command, cwd=tmp_path, stderr=disk) as launcher,
+    ):
+        assert launcher.wait(60) == 2
+
+
+@pytest.mark.parametrize("module", ["lockstep.cli", "lockstep.commands.runs"])
+def test_ctrl_c_during_the_imports_of_a_command_is_quiet(tmp_path, module):
+    program = f"""
+import os, signal, sys
+from types import SimpleNamespace
+def interrupt(name, *_):
+    if name == "lockstep.messages" or name == "lockstep.commands.runs":
+        os.kill(os.getpid(), signal.SIGINT)
+for name in ("lockstep.cli", "lockstep.messages", "lockstep.commands.runs"):
+    if name == {module!r} or {module!r} == "lockstep.cli":
+        sys.modules.pop(name, None)
+sys.meta_path.insert(0, SimpleNamespace(find_spec=interrupt))
+from lockstep.cli import main
+main()
+"""
+    done = warm.run([sys.executable, "-c", program, "runs"], cwd=tmp_path, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, b"", b"")
+
+
+def test_ranks_without_dev_null_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "devnull", str(tmp_path / "null"))
+    with pytest.raises(UsageError, match=r"null cannot be opened \(No such file or directory\)"):
+        check_open_files(1)
 
 
 def test_only_rank_0_reads_standard_input(tmp_path):

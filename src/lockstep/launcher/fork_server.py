@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import os
 import resource
 import signal
@@ -147,13 +148,20 @@ def get_fork_server(*, for_training: bool = False) -> ForkServer:
 
 
 def check_open_files(nprocs: int) -> None:
-    """Check that this process may open enough files to start `nprocs` ranks.
+    """Check that this process may open enough files to start `nprocs` ranks, and /dev/null.
 
     Otherwise a rank, or torch in it, fails in the middle of its start.
 
     Raises:
-        UsageError: The limit is too low.
+        UsageError: The limit is too low, or there is no /dev/null.
     """
+    try:
+        os.close(os.open(os.devnull, os.O_RDWR))
+    except OSError as error:
+        raise UsageError(
+            f"{os.devnull} cannot be opened ({error.strerror}), but ranks without a terminal read "
+            f"from it: mount /dev, or create it (mknod -m 666 {os.devnull} c 1 3)"
+        ) from None
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     opened = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     needed = opened + OPEN_FILES + OPEN_FILES_PER_RANK * nprocs
@@ -202,18 +210,21 @@ def spawn_fork_server(
         for_training: Whether it imports what optimizers and trainers need.
     """
     ours, theirs = open_pair()
-    number = theirs.fileno()
+    number = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)  # 0 to 2 may have been closed
     finds = f"sys.path[:] = {list(path)!r}" if path else f"sys.path.append({PACKAGES!r})"
     module = call.partition("(")[0].rpartition(".")[0]
     code = f"import sys; {finds}; import {module}; {call.format(number)}"
     process = subprocess.Popen(
         [sys.executable, *interpreter_flags(), "-c", code],
         stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL if sys.__stdout__ is None else None,
+        stderr=subprocess.DEVNULL if sys.__stderr__ is None else None,
         pass_fds=[number],
         start_new_session=True,
         env=environ,
     )
     process.returncode = 0  # ForkServer reaps it; otherwise Popen would warn
+    os.close(number)
     theirs.close()
     return ForkServer(ours, process.pid, for_training=for_training)
 

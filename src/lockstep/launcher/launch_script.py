@@ -466,7 +466,8 @@ def _show_last_lines(ranks: RankSupervisor, rank: int) -> None:
     if len(ranks.outcomes) > 1 and lines:
         say(f"the last lines of {ranks.noun} {rank}:")
         sys.stderr.flush()
-        sys.stderr.buffer.write(b"".join(b"    " + line + b"\n" for line in lines))
+        with contextlib.suppress(OSError):  # a full disk
+            sys.stderr.buffer.write(b"".join(b"    " + line + b"\n" for line in lines))
         sys.stderr.flush()
 
 

@@ -186,6 +186,12 @@ class RankOutput:
         except OSError as error:
             if not discard_if_lost(stream.console, error) or error.errno == errno.EPIPE:
                 raise
+            if error.errno != errno.EIO:  # a closed terminal, which shows no sentence either
+                name = "standard output" if stream is self.streams[0] else "standard error"
+                rest = "" if self.log is None else "; the logs are complete"
+                say(
+                    f"{name} cannot be written ({error.strerror}), and is dropped from now on{rest}"
+                )
 
     def _prefix(self, console: BinaryIO) -> bytes:
         if not self._prefixed:

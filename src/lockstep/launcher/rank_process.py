@@ -49,7 +49,7 @@ from lockstep.launcher.tracebacks import (
     format_user_frames,
     is_own_error,
 )
-from lockstep.messages import say
+from lockstep.messages import open_missing_streams, say
 from lockstep.native.binding_folder import get_cache_folder
 
 __all__ = [
@@ -286,6 +286,7 @@ def _set_up_interpreter(message: Message) -> None:
         native_module.choose_again()
     sys.path[:] = _path(message)
     sys.argv[:] = message["argv"]
+    open_missing_streams()  # after a fork of a program without them
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     threads = os.environ.get("OMP_NUM_THREADS", "")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import sys
 from collections.abc import Iterator
 
 __all__ = ["StandardStreams"]
@@ -46,6 +47,9 @@ class StandardStreams:
 
 
 def _is_open(descriptor: int) -> bool:
+    """Return whether a stream is open; if Python found it closed, another file has its number."""
+    if (sys.__stdin__, sys.__stdout__, sys.__stderr__)[descriptor] is None:
+        return False
     with contextlib.suppress(OSError):
         return bool(os.fstat(descriptor))
     return False

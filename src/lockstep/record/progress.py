@@ -36,6 +36,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from lockstep.formatting import format_duration, format_loss, format_metric, format_number
+from lockstep.messages import discard_if_lost
 from lockstep.record.live_region import (
     LiveRegion,
     NotebookRegion,
@@ -88,6 +89,7 @@ class Progress:
         is_live: bool = True,
     ) -> None:
         self.title = title
+        quiet = quiet or stream is sys.stderr is None  # without one, rich uses standard output
         self.quiet = quiet
         self.meter = ProgressMeter(epochs, steps, clock())
         self._clock = clock
@@ -225,7 +227,10 @@ class Progress:
         if self._live is not None:
             self._live.print(Text(line, style=style))
         else:
-            print(line, file=self._console.file, flush=True)
+            try:
+                print(line, file=self._console.file, flush=True)
+            except OSError as error:  # a closed terminal, a full disk
+                discard_if_lost(self._console.file, error)
 
     def _line(self, now: float) -> list[str]:
         meter = self.meter
