@@ -35,7 +35,10 @@ FULL = int(os.environ.get("FULL", "0"))
 if MEMBER == os.environ.get("WAITS"):  # before it joins the others
     Path("stopped").touch()
     time.sleep(600)
-ls.init(timeout=60)
+if MEMBER == os.environ.get("STUCK"):  # a thread that Gloo does not wake
+    from lockstep.comm.hosts.group import HostGroup
+    HostGroup.explain = lambda *_: time.sleep(600)
+ls.init(timeout=600)
 torch.manual_seed(1)
 
 
@@ -326,6 +329,17 @@ def test_the_number_of_ranks_is_that_of_all_hosts(start, digest):
     assert {each[0] for each in find_places(output, 12)} == {0, 1}
     assert {each[0] for each in find_places(of_b, 12)} == {2, 3}
     assert find_digests(output) | find_digests(of_b) == {digest}
+
+
+def test_a_member_that_goes_on_waiting_for_a_lost_one_is_replaced(start, digest):
+    launch = start("--max", "4", STOPS="2", STUCK="1")
+    launch.wait_until_stopped()
+    launch.net.b.kill()
+    status, output = launch.finish("a")
+    assert status == 0, output
+    assert "member 1 still waits for member " in output
+    assert "member 1 was killed by SIGKILL" in output
+    assert find_digests(output) == {digest}
 
 
 @pytest.mark.stress
