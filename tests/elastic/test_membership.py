@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import DistBackendError  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistBackendError,
+    DistNetworkError,
+)
 
 from lockstep.comm import backend
 from lockstep.elastic import membership as module
@@ -242,6 +245,14 @@ def test_ranks_that_cannot_be_connected_give_up(harness: Harness) -> None:
     for number in range(module.ATTEMPTS):
         harness.answer(number=number)
     with pytest.raises(RendezvousError, match="not connected"):
+        harness.run()
+
+
+def test_a_store_that_is_gone_is_one_sentence(harness: Harness) -> None:
+    harness.barriers = [LOST]
+    harness.joins = [DistNetworkError("failed to recv, got 0 bytes. Connection was likely closed")]
+    harness.answer()
+    with pytest.raises(WorkError, match=r"^member 1: the store of the run does not answer"):
         harness.run()
 
 

@@ -852,8 +852,8 @@ def test_a_run_is_continued_with_another_command(lockstep_run):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("--resume none", "--resume none: there is no run runs/none and no folder none"),
-        ("--resume a/b", "--resume a/b: there is no run a/b and no folder runs/a/b"),
+        ("--resume none", "--resume none: there is no run runs/none and no folder none;"),
+        ("--resume a/b", "--resume a/b: there is no run a/b and no folder runs/a/b;"),
         ("--resume empty", "empty has no launch.json, so its command is not known; give it again: "
          "lockstep run --resume empty SCRIPT"),
         ("--resume broken", "broken/launch.json is damaged, so the command of this run is not "

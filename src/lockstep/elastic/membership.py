@@ -40,7 +40,12 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistNetworkError,
+    DistStoreError,
+    PrefixStore,
+    Store,
+)
 
 from lockstep.comm.backend import refuse_calls
 from lockstep.comm.collectives import gather_unless_equal
@@ -411,6 +416,11 @@ class Membership:
                 failures += 1
                 if failures == ATTEMPTS:
                     raise
+            except (DistNetworkError, DistStoreError) as error:
+                raise WorkError(
+                    f"member {self.number}: the store of the run does not answer, so no further "
+                    f"round can begin: continue the run with lockstep run --resume, on every host"
+                ) from error
             except Exception as error:
                 if not is_lost_peer(error):
                     raise

@@ -249,10 +249,16 @@ def find_run(name: str, parent: Path, who: str = "--resume") -> Path:
     if os.sep in name:
         places.reverse()
     found = [place for place in places if place.is_dir()]
+    hint = ""
+    if who == "--resume":
+        hint = (
+            "; a run that was killed before its folder existed has nothing to continue: start it "
+            "again without --resume (lockstep run --resume auto SCRIPT does so by itself)"
+        )
     if not found:
         raise UsageError(
             f"{who} {name}: there is no run {os.fspath(places[0])} and no folder "
-            f"{os.fspath(places[1])}"
+            f"{os.fspath(places[1])}{hint}"
         )
     described = [place for place in found if (place / DESCRIPTION_FILE).exists()]
     return (described or found)[0]
