@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.comm.activity import Activity
 from lockstep.elastic.round_plan import Report
 
 __all__ = ["CurrentRound"]
+
+STUCK = 10.0  # seconds that a member waits for a lost one before it counts as stuck
+WAITS_FOR = re.compile(r"waiting for rank (\d+)\b")
 
 
 @dataclass
@@ -44,6 +50,24 @@ class CurrentRound:
         self.reports.pop(member, None)
         if self.noticed is None:
             self.noticed = time.time()
+
+    def find_stuck(
+        self, members: Iterable[int], read_activity: Callable[[int], Activity]
+    ) -> Iterator[tuple[int, int]]:
+        """Yield members that go on waiting for a lost one, each with that one.
+
+        If Gloo finds that a connection is closed while it writes a message, it forgets the message
+        and never wakes the thread that waits for it.
+        """
+        if self.noticed is None or time.time() - self.noticed < STUCK:
+            return
+        for member in set(members) - self.reports.keys():
+            activity = read_activity(member)
+            waits = WAITS_FOR.search(activity.wait)
+            awaited = self.members[int(waits[1]) :][:1] if waits else ()
+            is_lost = not self.lost.keys().isdisjoint(awaited)
+            if is_lost and time.monotonic() - activity.wait_since >= STUCK:
+                yield member, awaited[0]
 
     @property
     def unended(self) -> list[int]:

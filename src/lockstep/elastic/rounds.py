@@ -34,7 +34,6 @@ round; any other failure ends the run.
 
 from __future__ import annotations
 
-import re
 import signal
 import time
 from collections import Counter
@@ -80,7 +79,6 @@ LEAVE_TIMEOUT = 5.0  # seconds that a member has to exit after the message "leav
 # cannot be closed, ranks go on waiting for a rank that has reported. The first is for members that
 # are not needed, because others can hand over the state.
 REPORT_SETTLE, REPORT_TIMEOUT = 0.5, 10.0
-WAITS_FOR = re.compile(r"waiting for rank (\d+)\b")
 SETTLE = 2.0  # seconds in which the death of a member explains that others lost a connection
 MAX_ROUNDS = 5  # in a row that saved nothing, or ended although no member had died
 
@@ -323,22 +321,10 @@ class Rounds:
                 self._ranks.end_ranks([member], signal.SIGKILL)
 
     def _kill_stuck_members(self) -> None:
-        """Kill members of this host that still wait for a lost one, so that they are replaced.
-
-        If Gloo finds that a connection is closed while it writes a message, it forgets the message
-        and never wakes the thread that waits for it.
-        """
-        noticed = self._round.noticed
-        if noticed is None or time.time() - noticed < REPORT_TIMEOUT:
-            return
-        for member in set(self._alive) - self._round.reports.keys() - self._stuck:
-            activity = self._ranks.probes.read_activity(member)
-            waits = WAITS_FOR.search(activity.wait)
-            rank = int(waits[1]) if waits else len(self.members)
-            is_lost = rank < len(self.members) and self.members[rank] in self._round.lost
-            if is_lost and time.monotonic() - activity.wait_since >= REPORT_TIMEOUT:
+        for member, lost in self._round.find_stuck(self._alive, self._ranks.probes.read_activity):
+            if member not in self._stuck:
                 self._stuck.add(member)
-                say(f"member {member} still waits for member {self.members[rank]}: it is replaced")
+                say(f"member {member} still waits for member {lost}: it is replaced")
                 self._ranks.send_signal(member, signal.SIGKILL)
 
     def _read_request(self) -> None:
