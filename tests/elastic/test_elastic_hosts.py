@@ -37,7 +37,14 @@ if MEMBER == os.environ.get("WAITS"):  # before it joins the others
     time.sleep(600)
 if MEMBER == os.environ.get("STUCK"):  # a thread that Gloo does not wake
     from lockstep.comm.hosts.group import HostGroup
-    HostGroup.explain = lambda *_: time.sleep(600)
+    describe, trainer = HostGroup.describe_wait, None
+
+    def note_wait(group, peer):
+        if trainer is not None and trainer.steps == 5:
+            Path("waiting").touch()
+        return describe(group, peer)
+
+    HostGroup.describe_wait, HostGroup.explain = note_wait, lambda *_: time.sleep(600)
 ls.init(timeout=600)
 torch.manual_seed(1)
 
@@ -334,6 +341,7 @@ def test_the_number_of_ranks_is_that_of_all_hosts(start, digest):
 def test_a_member_that_goes_on_waiting_for_a_lost_one_is_replaced(start, digest):
     launch = start("--max", "4", STOPS="2", STUCK="1")
     launch.wait_until_stopped()
+    until((launch.folder / "waiting").exists, "member 1 does not wait", TIMEOUT)
     launch.net.b.kill()
     status, output = launch.finish("a")
     assert status == 0, output
