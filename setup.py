@@ -22,7 +22,8 @@ SOURCE = Path(__file__).parent / "src"
 # The package is not installed yet. These modules need the standard library only.
 sys.path.insert(0, str(SOURCE))
 
-from lockstep.native.binding_folder import lock_folder, remove_folder, write_reason  # noqa: E402
+from lockstep.files import remove_tree  # noqa: E402
+from lockstep.native.binding_folder import lock_folder, write_reason  # noqa: E402
 from lockstep.native.binding_key import current_key  # noqa: E402
 from lockstep.native.build import build_binding, build_core  # noqa: E402
 from lockstep.native.compilation import CompilationError, find_compiler  # noqa: E402
@@ -63,7 +64,7 @@ class BuildBinding(Command):
         parent = SOURCE if self.editable_mode else Path(str(self.build_lib))
         folder = parent / "lockstep" / "bindings"
         if not self.editable_mode:
-            remove_folder(folder)  # by an earlier build of this folder, perhaps of other sources
+            remove_tree(folder)  # by an earlier build of this folder, perhaps of other sources
         folder.mkdir(parents=True, exist_ok=True)
         reason = reason_to_skip()
         if reason is None:

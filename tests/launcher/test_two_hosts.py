@@ -14,7 +14,7 @@ import warm
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "two-hosts.md").read_text()
 SCRIPT = re.search(r'```python title="train.py"\n(.*?)```', PAGE, re.DOTALL)[1]
-COMMANDS = re.findall(r"^ *\$ lockstep (run .*--nnodes 2 .*)$", PAGE, re.MULTILINE)
+COMMANDS = re.findall(r"^ *\$ lockstep (run .*--nnodes 2 .*train\.py.*)$", PAGE, re.MULTILINE)
 WAIT = "import sys, lockstep\nlockstep.init(timeout=float(sys.argv[1]))\n"
 
 

@@ -72,7 +72,7 @@ def test_the_first_step_says_which_batch_will_fail(samples, options, named):
 @pytest.mark.parametrize("skips", [False, True])
 def test_the_first_manual_step_warns_of_the_batch_that_will_fail(skips):
     """It is no error, since the loop may skip that batch, or call other samples then."""
-    judge, generator = nn.Linear(3, 1), network()
+    judge, generator = nn.Linear(3, 1), network().requires_grad_(False)
     trainer = ls.Trainer(judge, None, SGD, microbatches=4, extra_modules=[generator])
 
     def run_epoch():

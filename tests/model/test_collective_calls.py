@@ -112,7 +112,7 @@ def test_calls_between_micro_batches_and_of_the_trainer_are_permitted():
                     step.backward(loss, final=True)
                     seen += len(inputs)
                 dist.all_reduce(seen)
-                trainer.digest()
+            trainer.digest()
             dist.barrier()
         digest = trainer.digest()
         ls.shutdown()

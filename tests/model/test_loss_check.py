@@ -4,6 +4,7 @@ import copy
 import re
 import warnings
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -111,6 +112,8 @@ def test_a_loss_that_is_no_mean_over_samples_is_named_once(loss, words, samples)
 
 class Centred(nn.Module):
     """Counts its calls, moves a center and is called with it."""
+
+    lockstep_buffer_rules: ClassVar = {"center": "mean"}
 
     def __init__(self):
         super().__init__()

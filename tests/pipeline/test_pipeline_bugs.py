@@ -2,6 +2,7 @@
 
 import random
 from functools import partial
+from typing import ClassVar
 
 import pytest
 import torch
@@ -552,6 +553,8 @@ class Add(nn.Module):
 
 class Remembering(nn.Module):
     """Hands on a buffer beside its input."""
+
+    lockstep_buffer_rules: ClassVar = {"seen": "mean"}
 
     def __init__(self):
         super().__init__()

@@ -182,6 +182,7 @@ def trainings(draw):
                 memory=draw(st.integers(0, 99)),
                 is_checkpoint_due=draw(st.booleans()),
                 admits=draw(st.integers(-1, 2)),
+                writer=draw(st.sampled_from([None, (True, "v"), (False, "w")])),
                 **fields,
             )
         )

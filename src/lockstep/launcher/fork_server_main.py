@@ -462,6 +462,8 @@ def import_for_ranks(modules: Sequence[str]) -> None:
     if "torch._dynamo" in modules:
         with contextlib.suppress(ImportError):  # no part of older versions of torch
             importlib.import_module("torch.profiler._cupti_monitor")  # by the first optimizer step
+        with contextlib.suppress(ImportError):
+            importlib.import_module("torch._subclasses.schema_check_mode")  # by copies of the loss
         with contextlib.suppress(AttributeError):  # by init_process_group
             sys.modules["torch._dynamo.trace_rules"].clear_lru_cache()
         find_module_files()  # by each run that is recorded

@@ -161,7 +161,7 @@ class StatusSummary(NamedTuple):
         weights: For each position in a replica, the hash of the parameters and buffers.
         failure: The first rank that stops the step, as (rank, kind, sentence); the kind is the name
             of a field of `RankStatus`. None: no rank does.
-        writers: The first two ranks that wrote shared parameters since the last step, with the name
+        writers: The last two ranks that wrote shared parameters since the last step, with the name
             of one. The rank is -1 where the writer is unknown.
         non_finite: The loss of the first micro-batch that is not finite; None: there is none.
         gradients: For each position and part, the parameters that have a gradient on some rank.
@@ -427,9 +427,9 @@ def _merge_by_name(
 def _choose_failure(
     left: tuple[int, str, str] | None, right: tuple[int, str, str] | None
 ) -> tuple[int, str, str] | None:
-    """Return the first failure, or the cause for which a stage stopped."""
-    is_cause = right is not None and right[1] == "side_effect"
-    return right if left is None or (left[1] == "stopped" and is_cause) else left
+    """Return the first side effect, which may be why a stage stopped, or else the first failure."""
+    failures = [failure for failure in (left, right) if failure is not None]
+    return min(failures, key=lambda failure: failure[1] != "side_effect", default=None)
 
 
 def _merge_writers(
