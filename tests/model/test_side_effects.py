@@ -322,6 +322,16 @@ def test_what_is_read_after_it_was_replaced_is_no_state(monkeypatch):
         assert not effects.warnings
 
 
+def test_graphs_are_read_in_the_first_steps_and_in_some_later_ones():
+    effects = SideEffects({"": nn.Linear(1, 1)})
+    steps = []
+    for step in range(61):
+        effects.begin(step)
+        steps += [step] if effects.reads_graphs else []
+        effects.finish()
+    assert steps == [0, 1, 2, 20, 40, 60]
+
+
 @pytest.mark.parametrize("over", [{}, {"pipeline": ls.PipelineConfig(stages=2, balance=[1, 1])}])
 def test_weights_that_one_rank_changed_by_itself_are_named(ranks, over):
     def train():

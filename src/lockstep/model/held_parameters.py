@@ -45,7 +45,6 @@ _get_versions, _get_group = attrgetter("_version"), itemgetter("params")
 class Moment(NamedTuple):
     """The parameters before or after the micro-batches of a step."""
 
-    identities: list[int]
     pointers: list[int]
     versions: list[int]
     samples: bytes
@@ -120,8 +119,8 @@ class HeldParameters:
         strides = [*map(torch.Tensor.stride, self._tensors)]
         if has_changed := pointers != self._pointers or strides != self._strides:
             failure = self._explain_memory(pointers)
-        identities = self._find_identities()
-        if identities != self._identities or self._find_groups() != self._groups:
+        is_same = self._find_identities() == self._identities
+        if not is_same or self._find_groups() != self._groups:
             failure = self._explain_structure() or self._explain_groups() or failure
             has_changed = True
         self._begun = None
@@ -129,8 +128,8 @@ class HeldParameters:
             self._note_writers(has_changed)
             if has_changed:
                 self.take()
-                identities, pointers = self._identities, self._pointers
-            self._begun = Moment(identities, pointers, self._read_versions(), b"".join(self._views))
+                pointers = self._pointers
+            self._begun = Moment(pointers, self._read_versions(), b"".join(self._views))
         return failure
 
     def finish(self) -> str:
@@ -138,13 +137,8 @@ class HeldParameters:
         begun = self._begun
         if begun is None or (now := self._read()) == begun:
             return ""
-        if written := self._find_written(begun, now, {*map(id, self._tensors)}):
-            return explain_write(written)
-        if now.identities != begun.identities:
-            if failure := self._explain_structure():
-                return failure
-            self.take()
-        return ""
+        written = self._find_written(begun, now, {*map(id, self._tensors)})
+        return explain_write(written) if written else ""
 
     def commit(self) -> None:
         """Note the parameters after the update, if all ranks can write them."""
@@ -174,7 +168,6 @@ class HeldParameters:
         pointers = [*map(torch.Tensor.data_ptr, self._tensors)]
         is_there = pointers == self._pointers  # other memory may have been freed
         return Moment(
-            self._find_identities(),
             pointers,
             self._read_versions(),
             b"".join(self._views) if is_there else b"",

@@ -7,7 +7,7 @@ If it is not, neither is the loss of the batch that of its micro-batches, and th
 those of the batch: the loss adds its samples up, divides by something else than their number, or
 compares them with each other.
 
-The check runs in the first three steps and in every hundredth, before the loss itself. It changes
+The check runs in the first three steps and in every thousandth, before the loss itself. It changes
 nothing that the step depends on, and has no verdict where it cannot be certain: if the loss draws
 random numbers, changes buffers, calls a module of the trainer or raises, or if outputs or targets
 are not one row per sample. Micro-batches of one sample are joined in pairs.
@@ -43,7 +43,7 @@ from lockstep.randomness import isolated, state_of_others, state_of_torch
 
 __all__ = ["NOT_ADDITIVE", "LossCheck", "is_due"]
 
-FIRST, EVERY = 3, 100
+FIRST, EVERY = 3, 1000
 """The steps that are checked: the first FIRST steps, and each multiple of EVERY."""
 
 TOLERANCE = 1e-3

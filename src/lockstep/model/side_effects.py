@@ -47,6 +47,9 @@ __all__ = ["SideEffects", "require_same_weights"]
 FIRST, EVERY = 3, 100
 """The steps that are checked: the first FIRST steps, and each multiple of EVERY."""
 
+GRAPHS_EVERY = 20
+"""The graphs of losses are also read in each multiple of this step."""
+
 LARGEST = 1000
 """The largest number of entries of a container that is compared."""
 
@@ -100,7 +103,10 @@ class SideEffects:
         self._read: set[str] = set()  # those that a micro-batch read before it replaced them
         self._fresh: set[str] = set()  # those that the current micro-batch replaced
         self._stranger = ""  # the failure of `check_graph` in this step
-        self._last_graph = -1  # the step of the last graph that was checked
+        self.is_checked = False
+        """Whether the current step is one of those whose whole state is compared."""
+        self.reads_graphs = False
+        """Whether the graphs of the current step are given to `check_graph`."""
         self.failure = ""
         """The reason why the results depend on the layout; "" if there is none."""
         self.warnings: list[str] = []
@@ -108,18 +114,15 @@ class SideEffects:
         self.summary = ""
         """A hash of all parameters and buffers before the step; "" if the step is not checked."""
 
-    @property
-    def is_checked(self) -> bool:
-        """Whether the current step is one of those whose whole state is compared."""
-        return self._before is not None
-
     def begin(self, step: int) -> None:
         """Record the state before the first micro-batch."""
         self._before, self.warnings, self._noted, self._checksums = None, [], [], {}
         self._stranger = ""
         self.failure = self.held.begin()
         self.summary = self.held.hash()
-        if step >= FIRST and step % EVERY:
+        self.is_checked = step < FIRST or step % EVERY == 0
+        self.reads_graphs = self.is_checked or step % GRAPHS_EVERY == 0
+        if not self.is_checked:
             self._states = self._read_generators()
             return
         self._before = self._snapshot()
@@ -163,9 +166,7 @@ class SideEffects:
             root: The loss, or an output of a stage.
             place: The step and the micro-batch.
         """
-        if not self._stranger and (self.is_checked or place[0] != self._last_graph):
-            self._last_graph = place[0]
-            self._stranger = self.held.check_graph(root, place)
+        self._stranger = self._stranger or self.held.check_graph(root, place)
 
     def finish(self) -> None:
         """Compare the state after the last micro-batch with the recorded one."""

@@ -171,11 +171,13 @@ class ScheduleExecutor:
                 graph_input,
             )
         loss = self._make_loss(stage, microbatch, place) if links.outputs is None else None
-        self.pipeline.side_effects.begin_microbatch()
+        effects = self.pipeline.side_effects
+        if effects.is_checked:
+            effects.begin_microbatch()
         with self._parallel.autocast():
             made = stage.forward(self.step.number, leaf, given, place, loss)
-        for root in made.tensors:
-            self.pipeline.side_effects.check_graph(root, (self.step.number, leaf))
+        for root in made.tensors if effects.reads_graphs else ():
+            effects.check_graph(root, (self.step.number, leaf))
         if links.outputs is not None:
             links.outputs.send(
                 made.structure, made.tensors, self.step.attempt.number, leaf, made.rng_state

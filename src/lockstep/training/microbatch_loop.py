@@ -118,7 +118,8 @@ class MicrobatchLoop:
                 continue
             self._current, self._place = ComputedMicrobatch(microbatch, step.shares[leaf]), None
             self.buffers.install_copies()
-            self._effects.begin_microbatch()
+            if self._effects.is_checked:
+                self._effects.begin_microbatch()
             self._units.begin_microbatch(step.number, leaf)
             data = parallel.move_to_device(microbatch.data)
             with parallel.autocast():
@@ -151,8 +152,9 @@ class MicrobatchLoop:
                 "call step.backward(loss) inside the loop over step.microbatches(batch)"
             )
         self.step.check_loss(loss, self.place)
-        place = self.step.number, self._current.microbatch.index
-        self._effects.check_graph(loss, place)
+        if self._effects.reads_graphs:
+            place = self.step.number, self._current.microbatch.index
+            self._effects.check_graph(loss, place)
         self._current.losses.append(loss.detach())
         if metrics:
             self._current.metrics.update(metrics)

@@ -15,6 +15,7 @@ from lockstep.model.buffers import Buffers
 from lockstep.model.evaluation import Evaluation, evaluate
 from lockstep.model.forward import Metric, forward
 from lockstep.model.held_parameters import HeldParameters
+from lockstep.model.loss_check import is_due
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects
 from lockstep.model.step_context import StepContext
@@ -101,10 +102,12 @@ class WholeModelExecutor:
     def compute(self, batch: Any) -> None:
         """Compute every micro-batch of this rank with the trainer's loss."""
         assert self._loop is not None
-        loop = self._loop
+        loop, function = self._loop, self._parallel.loss
+        is_watched = function is not None and is_due(loop.step.number)
         modules = partial(self._parallel.modules_with, self._called)
         for data in loop.microbatches(batch):
-            function = loop.step.watch_loss(loop.microbatch, data, modules)
+            if is_watched:
+                function = loop.step.watch_loss(loop.microbatch, data, modules)
             loss, metrics = forward(self._called, function, self._metrics, data, loop.place)
             loop.backward(loss, metrics=metrics, final=True)
 
