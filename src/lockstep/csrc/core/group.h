@@ -27,8 +27,8 @@ struct GroupInfo {
   std::vector<int> global_ranks;  // in the group's order; empty: 0, 1, ...
   std::function<std::string(int dtype)> dtype_name;
   std::function<uint64_t(int dtype)> dtype_bytes;  // of an element
-  std::function<std::string()> locate;  // where this rank is in its own code
-  std::function<void()> poll_signals;   // throws what a signal handler raised
+  std::function<std::string()> locate;             // where this rank is in its own code
+  std::function<void()> poll_signals;              // throws what a signal handler raised
 };
 
 const char* op_name(Op op);
