@@ -121,7 +121,7 @@ class HeldParameters:
             failure = self._explain_memory(pointers)
         is_same = self._find_identities() == self._identities
         if not is_same or self._find_groups() != self._groups:
-            failure = self._explain_structure() or self._explain_groups() or failure
+            failure = self.explain_structure() or self._explain_groups() or failure
             has_changed = True
         self._begun = None
         if not failure:
@@ -247,7 +247,7 @@ class HeldParameters:
 
     # --- what has changed ----------------------------------------------------------------------
 
-    def _explain_structure(self) -> str:
+    def explain_structure(self) -> str:
         """Name the first module or parameter that was added, replaced or removed; "" if legal."""
         advice = (
             "the Trainer trains the model that it was given: change the model before you make the "

@@ -170,7 +170,9 @@ class SideEffects:
 
     def finish(self) -> None:
         """Compare the state after the last micro-batch with the recorded one."""
-        self.failure = self.failure or self.held.finish() or self._stranger
+        self.failure = self.failure or self.held.finish()
+        if self._stranger and not self.failure:  # perhaps forward has added it to the model
+            self.failure = self.held.explain_structure() or self._stranger
         self.warnings, self.held.warnings = self.held.warnings, []
         if self._before is None:
             if self._generators:
