@@ -654,6 +654,24 @@ def test_a_buffer_that_another_stage_writes_is_refused_by_name(ranks):
         assert "shares its memory with a buffer, or the targets" in said
 
 
+class Recurrent(nn.Module):
+    """Has a layer that also keeps its weights in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x):
+        return self.layer(x.unsqueeze(1))[0].squeeze(1)
+
+
+def test_lists_of_weights_in_other_stages_are_not_compared(ranks):
+    """Ranks of other stages were told that their lists hold other things."""
+    make = {"make": lambda: chain(Recurrent, layer, Recurrent, layer)}
+    expected, found = in_every_schedule(ranks, 4, lists=make)
+    assert found == expected
+
+
 class Reusing(nn.Module):
     """Returns a mask that it writes anew for each micro-batch, in the same memory."""
 

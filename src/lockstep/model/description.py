@@ -393,7 +393,8 @@ def _text(value: Any, depth: int) -> str:
     for base in (int, float, complex):
         if isinstance(value, base):
             return base.__repr__(value)
-    if type(value) in (torch.Tensor, nn.Parameter):
+    is_released = isinstance(value, torch.Tensor) and value.is_meta  # in another stage
+    if type(value) in (torch.Tensor, nn.Parameter) or is_released:
         return _tensor_text(value, depth)
     if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
         content = xxhash.xxh3_64_hexdigest(value.tobytes())
