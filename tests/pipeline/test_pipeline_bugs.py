@@ -672,6 +672,30 @@ def test_lists_of_weights_in_other_stages_are_not_compared(ranks):
     assert found == expected
 
 
+class Reminded(nn.Module):
+    """Refers to a block of another stage, and does not call it."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.layer, self.known = nn.Linear(4, 4), [known]
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def seeded_reminded():
+    torch.manual_seed(1)
+    first = nn.Linear(4, 4)
+    return nn.Sequential(first, nn.Tanh(), Reminded(first), nn.Linear(4, 4))
+
+
+def test_a_block_that_another_stage_refers_to_is_called_in_every_step(ranks):
+    """The hook with which a unit is called counted as a change of the block."""
+    make = {"make": seeded_reminded, "batches": random_batches(steps=5)}
+    expected, found = in_every_schedule(ranks, 4, shared=make)
+    assert found == expected
+
+
 class Reusing(nn.Module):
     """Returns a mask that it writes anew for each micro-batch, in the same memory."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -99,3 +100,25 @@ def test_tensors_of_another_stage_are_named_by_the_block_or_loss_that_reads_them
         for said, source in zip(results, (1, 0, 1, 1, 1), strict=True):
             stopped = f"rank {number} stopped because rank {source}"
             assert said.startswith((f"rank {source}, ", stopped)), said
+
+
+def test_models_whose_blocks_are_in_other_stages_can_be_copied(ranks):
+    def copied():
+        torch.manual_seed(1)
+        stages = ls.world_size()
+        trainer = ls.Trainer(
+            nn.Sequential(*(nn.BatchNorm1d(4, momentum=None) for _ in range(4))),
+            F.cross_entropy,
+            partial(torch.optim.SGD, lr=0.1),
+            microbatches=4,
+            pipeline=ls.PipelineConfig(stages, balance=[4 // stages] * stages),
+            ema_decay=0.5,
+            loggers=[],
+        )
+        trainer.step(BATCH)
+        copy.deepcopy(trainer.ema_model)
+        trainer.load_state_dict(trainer.state_dict())
+        return trainer.digest()
+
+    (alone,) = ranks(copied, 1)
+    assert ranks(copied, 2) == [alone, alone]

@@ -245,6 +245,11 @@ class Released(torch.Tensor):
         with torch._C._DisableTorchDispatch():
             return function(*args, **(kwargs or {}))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Released:
+        """Return another released tensor, for copies of the model."""
+        memo[id(self)] = copy = make_released(self, self.path)
+        return copy
+
 
 class ReleasedParameter(Released, nn.Parameter):
     """A released parameter."""

@@ -38,7 +38,7 @@ __all__ = ["Assigned", "PythonState", "find_python_state", "find_python_states"]
 LARGEST, MOST = 1000, 20_000
 """The maximum number of entries of a container and of objects of a block that are inspected."""
 
-HIDDEN = MACHINERY | {"forward"}
+HIDDEN = MACHINERY | {"forward", "_compiled_call_impl"}  # replaced while a step is computed
 """Attributes that torch or activation checkpointing keeps in every module."""
 
 ATOMS = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
