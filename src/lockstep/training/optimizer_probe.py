@@ -70,7 +70,7 @@ def without_hooks() -> Iterator[None]:
 
 
 def find_foreign_code(optimizers: Sequence[Optimizer]) -> str:
-    """Describe code that a step calls besides the optimizer's class; "" if there is none.
+    """Describe code that a step calls in addition to the optimizer's class; "" if there is none.
 
     Such code is a hook, or a `step` that was replaced on the object. torch's own hooks, and those
     with the attribute `lockstep_elementwise`, are permitted.
