@@ -410,7 +410,7 @@ class Centred(nn.Module):
 
 
 def summed(outputs, targets):
-    """A loss of one's own: a sum over the samples, which says so."""
+    """A custom loss: a sum over the samples, with the attribute that says so."""
     return (outputs.softmax(dim=1) - F.one_hot(targets, outputs.shape[1])).square().sum()
 
 
