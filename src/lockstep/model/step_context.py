@@ -335,18 +335,21 @@ class StepContext:
         self.shares, self.samples = self._shares(whole, batch)
         return self.batch
 
+    @property
+    def checks_loss(self) -> bool:
+        """Whether the trainer's loss is checked in this step."""
+        return self.parallel.loss is not None and is_due(self.number)
+
     def watch_loss(
         self, microbatch: Microbatch, data: Any, modules: Callable[[], Mapping[str, nn.Module]]
     ) -> Callable[..., Any] | None:
-        """Return the trainer's loss; in some steps, it is checked when it is called.
+        """Return the trainer's loss, which is checked when it is called, if `checks_loss`.
 
         Args:
             microbatch: The micro-batch that is being computed.
             data: Its data on the device.
             modules: A function that returns the modules that the step calls.
         """
-        if not is_due(self.number) or self.parallel.loss is None:
-            return self.parallel.loss
         if any(IGNORED_TARGETS in each for each in self.warnings):
             return self.parallel.loss  # there is a warning already
         if self._loss_check is None:

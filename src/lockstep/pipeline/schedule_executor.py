@@ -194,8 +194,10 @@ class ScheduleExecutor:
                 loss = extract_loss(outputs, place)
             else:
                 data = self._parallel.move_to_device(microbatch.data)
-                modules = partial(self._get_modules, stage)
-                function = self.step.watch_loss(microbatch, data, modules)
+                function: Callable[..., Any] | None = self._parallel.loss
+                if self.step.checks_loss:
+                    modules = partial(self._get_modules, stage)
+                    function = self.step.watch_loss(microbatch, data, modules)
                 assert function is not None
                 targets = split_targets(data, place)[1]
                 loss, metrics = compute_loss(function, self._metrics, outputs, targets, place)

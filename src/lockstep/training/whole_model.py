@@ -15,7 +15,6 @@ from lockstep.model.buffers import Buffers
 from lockstep.model.evaluation import Evaluation, evaluate
 from lockstep.model.forward import Metric, forward
 from lockstep.model.held_parameters import HeldParameters
-from lockstep.model.loss_check import is_due
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects
 from lockstep.model.step_context import StepContext
@@ -103,10 +102,10 @@ class WholeModelExecutor:
         """Compute every micro-batch of this rank with the trainer's loss."""
         assert self._loop is not None
         loop, function = self._loop, self._parallel.loss
-        is_watched = function is not None and is_due(loop.step.number)
         modules = partial(self._parallel.modules_with, self._called)
+        checks_loss = loop.step.checks_loss
         for data in loop.microbatches(batch):
-            if is_watched:
+            if checks_loss:
                 function = loop.step.watch_loss(loop.microbatch, data, modules)
             loss, metrics = forward(self._called, function, self._metrics, data, loop.place)
             loop.backward(loss, metrics=metrics, final=True)
