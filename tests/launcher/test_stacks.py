@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.launcher import rendezvous_check
+from lockstep.launcher import rendezvous_check, stacks
 from lockstep.launcher.stacks import describe_location, is_waiting
 from stack_dumps import DUMP
 
@@ -28,3 +28,25 @@ def test_the_last_dump_counts():
     assert describe_location(DUMP + later) == "at train.py:7"
     assert not is_waiting(DUMP + later)
     assert describe_location("") == ""
+
+
+def test_a_rank_that_gets_no_processor_has_more_time_to_write_its_stack(tmp_path, monkeypatch):
+    monkeypatch.setattr(stacks, "TIMEOUT", 0.0)
+    with open(tmp_path / "stack", "w+b") as file:
+        asked = []
+
+        def is_starved(rank):
+            asked.append(rank)
+            if len(asked) == 3:  # it runs at last
+                file.write(DUMP.encode())
+                file.flush()
+            return True
+
+        assert stacks.read_stacks({5: file.fileno()}, is_starved) == {5: DUMP}
+        assert asked == [5, 5, 5]
+
+
+def test_a_rank_that_runs_and_does_not_answer_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(stacks, "TIMEOUT", 0.0)
+    with open(tmp_path / "stack", "w+b") as file:
+        assert stacks.read_stacks({5: file.fileno()}, lambda rank: False) == {5: ""}

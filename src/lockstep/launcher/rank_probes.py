@@ -16,6 +16,8 @@ from lockstep.launcher.stacks import describe_location, read_stacks
 
 __all__ = ["RankProbes", "group_exists"]
 
+ANSWER_SECONDS = 0.1  # processor time after which a rank that executes signal handlers has answered
+
 
 class RankProbes:
     """The probes of the ranks of one launch.
@@ -57,10 +59,16 @@ class RankProbes:
     def dump_stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         """Return the stacks of the main threads of ranks; empty for those that do not answer."""
         files = {rank: self._stacks[rank] for rank in ranks if rank in self._stacks}
+        used = {rank: self.cpu_seconds(rank) for rank in files}
         for rank, file in files.items():
             os.ftruncate(file, 0)  # removes an earlier answer
             self._ask(rank)
-        return {**dict.fromkeys(ranks, ""), **read_stacks(files)}
+
+        def is_starved(rank: int) -> bool:
+            is_runnable = read_stat(self._pids.get(rank, 0))[:1] == ["R"]
+            return is_runnable and self.cpu_seconds(rank) - used[rank] < ANSWER_SECONDS
+
+        return {**dict.fromkeys(ranks, ""), **read_stacks(files, is_starved)}
 
     def remove(self, rank: int) -> None:
         """Close the files of a rank that has exited."""

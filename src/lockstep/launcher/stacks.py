@@ -15,7 +15,7 @@ import re
 import signal
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 __all__ = [
     "NOT_USER_CODE",
@@ -33,6 +33,8 @@ __all__ = [
 STACK_SIGNAL = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
 
 TIMEOUT = 1.0  # seconds that ranks have to write their stacks
+# Seconds that a rank has which could run but got no processor: machines share theirs with others.
+STARVED_TIMEOUT = 15.0
 POLL = 0.005  # seconds between two checks of what they have written
 MAX_STACK = 1 << 16  # bytes that are read of a stack
 
@@ -49,18 +51,23 @@ MAY_WAIT = ("torch/autograd/",)
 WAIT_CALL = ".wait("
 
 
-def read_stacks(files: Mapping[int, int]) -> dict[int, str]:
+def read_stacks(files: Mapping[int, int], is_starved: Callable[[int], bool]) -> dict[int, str]:
     """Return what ranks write into files within a second after the signal; "" for no answer.
 
     Args:
         files: The descriptor of each rank's file, which is empty.
+        is_starved: Whether a rank could run, but has had no processor since the signal. Such a
+            rank has 15 seconds.
     """
-    deadline = time.monotonic() + TIMEOUT
+    began = time.monotonic()
     sizes: dict[int, int] = {}
-    while time.monotonic() < deadline:
+    while (waited := time.monotonic() - began) < STARVED_TIMEOUT:
         before, sizes = sizes, {rank: os.fstat(file).st_size for rank, file in files.items()}
-        if sizes == before and all(sizes.values()):
+        silent = [rank for rank, size in sizes.items() if size == 0]
+        if sizes == before and not silent:
             break  # all have answered, and none is still writing
+        if waited >= TIMEOUT and not any(is_starved(rank) for rank in silent):
+            break
         time.sleep(POLL)
     return {
         rank: os.pread(file, MAX_STACK, 0).decode(errors="replace") for rank, file in files.items()
