@@ -24,6 +24,7 @@ LAYERS = [
         "checksum",
         "messages",
         "redaction",
+        "version",
     },
     {"transport"},
     {"native"},
@@ -171,3 +172,15 @@ def test_no_file_is_longer_than_500_lines_without_its_docstrings():
         if count > 500:
             long[str(path.relative_to(SOURCE))] = count
     assert not long
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_module_imports_the_package_itself(module):
+    # The package's names lead back up, to all of its modules.
+    names = {
+        alias.name
+        for node in ast.walk(ast.parse(MODULES[module].read_text()))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    assert "lockstep" not in names

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 
+from lockstep.version import VERSION
+
 TYPE_CHECKING = False  # without importing typing, which a command would wait for
 if TYPE_CHECKING:
     from typing import Any
@@ -63,7 +65,7 @@ PUBLIC = {
     "LockstepError": "errors",
 }
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [*PUBLIC, "__version__"]
 
 

@@ -22,18 +22,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-import lockstep
 from lockstep.bench.worker import SOCKET, START_BARRIER, torch_main
 from lockstep.bench.workload import StartBarrier
 from lockstep.comm.mpi.library import is_installed
 from lockstep.errors import LockstepError, RankError, UsageError, WorkError
+from lockstep.launcher.launch import launch
 
 __all__ = ["MpiRunner", "Rendezvous", "Runner", "TorchRunner", "mpi_python"]
 
 MPI_PYTHON = "LOCKSTEP_MPI_PYTHON"
 START_TIMEOUT = 60.0  # seconds until all ranks of a runner have connected
 END_TIMEOUT = 10.0  # seconds until they have exited
-PACKAGES = str(Path(lockstep.__file__).parent.parent)
+PACKAGES = str(Path(__file__).parents[2])
 
 Answer = dict[str, Any]
 Main = Callable[[str, str, str, float], None]
@@ -160,7 +160,7 @@ class TorchRunner(ProcessRunner):
     def __init__(self, name: str, rendezvous: Rendezvous, main: Main = torch_main) -> None:
         super().__init__(name, rendezvous)
         arguments = (name, rendezvous.folder, self._key, rendezvous.timeout)
-        self._launched = lockstep.launch(main, arguments, rendezvous.ranks, join=False, daemon=True)
+        self._launched = launch(main, arguments, rendezvous.ranks, join=False, daemon=True)
         try:
             self.wait_for_ranks()
         except BaseException:

@@ -30,9 +30,9 @@ class TorchLibrary:
         dtype = dtype_of(workload)
         if not workload.shared_memory:
             return torch.zeros(count, dtype=dtype)
-        import lockstep
+        from lockstep.comm.shared_memory import empty_shared
 
-        tensor: torch.Tensor = lockstep.empty_shared(count, dtype=dtype)
+        tensor: torch.Tensor = empty_shared(count, dtype=dtype)
         return tensor.zero_()
 
     def convert(self, values: Values, workload: Workload) -> torch.Tensor:

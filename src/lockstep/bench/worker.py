@@ -45,14 +45,13 @@ def torch_main(backend: str, folder: str, key: str, timeout: float) -> None:
     """Run a rank of `torch.distributed` on `backend`."""
     import torch
 
-    import lockstep
     from lockstep.bench.torch_library import TorchLibrary
+    from lockstep.launcher.world import init, shutdown
 
-    lockstep.init(backend=backend, timeout=timeout, device="cpu")
+    world = init(backend=backend, timeout=timeout, device="cpu")
     named = f"torch {torch.__version__}"
-    world = lockstep.world()
     run_worker(TorchLibrary(), world.rank, world.world_size, folder, key, timeout, named)
-    lockstep.shutdown()
+    shutdown()
 
 
 def mpi4py_main() -> None:

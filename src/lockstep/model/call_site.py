@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.autograd import graph as autograd_graph
 
-import lockstep
 from lockstep.model.units import is_in_backward
 
 __all__ = ["CallSite", "CallSites", "describe_line", "find_source", "is_user_code"]
@@ -30,7 +29,7 @@ MODULE_CALL = nn.Module._call_impl.__code__
 BACKWARD = autograd_graph._engine_run_backward.__code__
 
 TORCH = str(Path(torch.__file__).parent)
-LOCKSTEP = str(Path(lockstep.__file__).parent)
+LOCKSTEP = str(Path(__file__).parents[1])
 STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 PACKAGES = ("site-packages", "dist-packages")
 """The subfolders of the standard library's folder that contain other packages."""

@@ -61,14 +61,14 @@ def describe_environment() -> dict[str, Any]:
     import psutil
     import torch
 
-    import lockstep
     from lockstep.devices import device_names
     from lockstep.launcher.world import variables_set
+    from lockstep.version import VERSION
 
     own = variables_set()
     variables = recorded_variables(os.environ)
     return {
-        "lockstep": lockstep.__version__,
+        "lockstep": VERSION,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),

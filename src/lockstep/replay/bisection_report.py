@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lockstep
 from lockstep.formatting import format_quantity
 from lockstep.model.operator_call import OperatorCall
 from lockstep.record.columns import as_dict
@@ -25,6 +24,7 @@ from lockstep.replay.recorded_run import RecordedRun, find_source_differences
 from lockstep.report.chart import difference_charts
 from lockstep.report.comparison import find_setting_differences, settings_sentences
 from lockstep.report.page import draw_panel, render_template
+from lockstep.version import VERSION
 
 __all__ = [
     "Module",
@@ -409,5 +409,5 @@ def bisection_html(found: Bisection) -> str:
         modules=outline_model(found),
         settings=find_setting_differences(runs),
         commands=suggest_commands(found),
-        version=lockstep.__version__,
+        version=VERSION,
     )

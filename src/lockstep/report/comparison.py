@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-import lockstep
 from lockstep.errors import FileError
 from lockstep.formatting import (
     format_duration,
@@ -46,6 +45,7 @@ from lockstep.report.summary_text import (
     format_setting,
     learning_rate_text,
 )
+from lockstep.version import VERSION
 
 if TYPE_CHECKING:
     import torch
@@ -381,7 +381,7 @@ def comparison_html(comparison: Comparison) -> str:
         rows=rows,
         remarks=[remark for run in comparison.runs for remark in run.remarks],
         panels=[draw_panel(chart) for chart in charts],
-        version=lockstep.__version__,
+        version=VERSION,
     )
 
 

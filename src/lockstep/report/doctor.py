@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import lockstep
 from lockstep.messages import escape_control
 from lockstep.record.environment import recorded_variables
 from lockstep.redaction import redact
@@ -26,6 +25,7 @@ from lockstep.report.checks import (
     software,
 )
 from lockstep.report.markdown import fenced_block
+from lockstep.version import VERSION
 
 __all__ = ["CHECKS", "clean", "issue_block", "run_checks"]
 
@@ -92,7 +92,7 @@ def _clean(found: CheckResult) -> CheckResult:
 
 def issue_block(results: Iterable[CheckResult]) -> str:
     """Return the results as Markdown for an issue, with "~" for the home folder."""
-    lines = [f"lockstep {lockstep.__version__} doctor", ""]
+    lines = [f"lockstep {VERSION} doctor", ""]
     lines += [f"{one.verdict:<5} {one.subject}: {one.what}" for one in results]
     found = recorded_variables(os.environ)
     lines += [f"      {name}={value}" for name, value in found.items()]

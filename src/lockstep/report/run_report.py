@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import lockstep
 from lockstep.formatting import (
     format_duration,
     format_loss,
@@ -60,6 +59,7 @@ from lockstep.report.summary_text import (
     warning_sentence,
 )
 from lockstep.report.timeline import layout_timelines
+from lockstep.version import VERSION
 
 __all__ = ["report_html", "report_markdown"]
 
@@ -114,7 +114,7 @@ def report_html(run: Run, simulated: Timeline | None = None) -> str:
         reproduction=repeated,
         replay_columns=REPLAY_COLUMNS,
         settings=settings_groups(run),
-        version=lockstep.__version__,
+        version=VERSION,
         path=str(Path(run.folder.name) / RECORD_FILE),
     )
 

@@ -326,9 +326,9 @@ def _measure_all_reduce(name: str) -> AllReduceResult:
     import torch
     import torch.distributed as dist
 
-    import lockstep
+    from lockstep.launcher.world import init, shutdown
 
-    world = lockstep.init(backend=name, timeout=RANKS_TIMEOUT / 2)
+    world = init(backend=name, timeout=RANKS_TIMEOUT / 2)
     try:
         is_for_cpu = "cpu" in dist.Backend.backend_capability.get(name, ["cpu"])
         device = torch.device("cpu") if is_for_cpu else world.device
@@ -338,7 +338,7 @@ def _measure_all_reduce(name: str) -> AllReduceResult:
         latency, _ = _time_all_reduce(values[:1])
         return AllReduceResult(int(torch.ne(total, expected).sum()), seconds, latency)
     finally:
-        lockstep.shutdown()
+        shutdown()
 
 
 def _time_all_reduce(values: torch.Tensor) -> tuple[float, torch.Tensor]:

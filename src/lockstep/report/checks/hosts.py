@@ -17,10 +17,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-import lockstep
 from lockstep.formatting import format_duration
 from lockstep.messages import escape_control
 from lockstep.report.checks import CheckResult, bad, good, note
+from lockstep.version import VERSION
 
 __all__ = ["HostFacts", "compare_hosts", "gather_facts"]
 
@@ -81,14 +81,15 @@ def gather_facts() -> list[HostFacts]:
     from lockstep.comm.clock_offset import clock_offset
     from lockstep.comm.collectives import all_gather_bytes
     from lockstep.devices import device_names
+    from lockstep.launcher.world import init, shutdown
     from lockstep.model.description import describe_environment
 
-    world = lockstep.init(timeout=TIMEOUT)
+    world = init(timeout=TIMEOUT)
     facts = HostFacts(
         host=socket.gethostname(),
         python=platform.python_version(),
         torch=torch.__version__,
-        lockstep=lockstep.__version__,
+        lockstep=VERSION,
         instructions=torch.backends.cpu.get_cpu_capability(),
         vendor=describe_environment()["processor vendor"],
         backend=backend.reason_unavailable() or "",
@@ -97,7 +98,7 @@ def gather_facts() -> list[HostFacts]:
     )
     mine = json.dumps(asdict(facts)).encode() if world.local_rank == 0 else b""
     messages = all_gather_bytes(mine, "comparing the hosts")
-    lockstep.shutdown()
+    shutdown()
     return [HostFacts(**json.loads(message)) for message in messages if message]
 
 

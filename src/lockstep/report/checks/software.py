@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import lockstep
 from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
 from lockstep.formatting import format_bytes
 from lockstep.native.compilation import CompilationError, find_compiler
@@ -209,7 +208,7 @@ def check_mpi4py(requirements: Requirements) -> Iterator[CheckResult]:
     program = shutil.which("mpiexec")
     if program is None or not is_mpi4py_installed():
         return
-    sources = str(Path(lockstep.__file__).parent.parent)
+    sources = str(Path(__file__).parents[3])
     answer = _run([program, "-n", "2", sys.executable, "-c", MPI_PROGRAM, sources])
     if isinstance(answer, str):
         yield note("mpi4py", answer, "only init(backend='mpi4py') needs it")
