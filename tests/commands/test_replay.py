@@ -58,7 +58,6 @@ def test_other_bits_than_the_recorded_ones_are_status_1(run, tmp_path):
     assert result.exit_code == 1
     assert "step 41: different: gradient norm: recorded 0x" in result.stdout
     assert "replaying step 41 of edited on 1 rank" in result.stderr
-    assert "was changed after it was written: line" in result.stderr
 
 
 def test_a_step_in_which_the_run_died_is_computed_and_not_compared(run, tmp_path):
@@ -71,7 +70,6 @@ def test_a_step_in_which_the_run_died_is_computed_and_not_compared(run, tmp_path
     assert result.exit_code == 1
     said = "step 41: computed, but not compared: the run died before it recorded the results of"
     assert said in result.stderr
-    assert "Lines are missing at the end of the record" in result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
     assert (found["equal"], found["compared"], found["recorded_loss"]) == (False, [], None)
     assert found["loss"] > 0

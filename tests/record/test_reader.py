@@ -355,7 +355,7 @@ def test_a_round_may_say_which_epochs_count(tmp_path):
 
 @pytest.mark.parametrize("torn", ["", '{"kind": "step", "t": 0.5, "lo'])
 def test_the_line_at_which_rank_0_was_killed_is_no_remark_before_a_round(tmp_path, torn):
-    """The next rank 0 goes on in the same file and the same chain."""
+    """The next rank 0 goes on in the same file."""
     with Recorder(tmp_path) as recorder:
         recorder.write("run", layout={"world_size": 2})
         for number in range(4):
@@ -371,7 +371,6 @@ def test_the_line_at_which_rank_0_was_killed_is_no_remark_before_a_round(tmp_pat
     run = read_run(tmp_path)
     assert run.steps.loss.tolist() == [1.0] * 3 + [2.0] * 3
     assert (run.state, run.remarks) == ("done", [])
-    assert "chain" not in run.rounds[0]
 
 
 def test_a_round_without_a_step_is_placed_by_the_next_one(tmp_path):

@@ -50,9 +50,6 @@ def test_an_exported_file_says_the_same_of_each_step(run, tmp_path):
     assert exported.name == str(file)
     assert b"ranks" not in file.read_bytes()
     assert read_run(file).remarks == []
-    file.write_bytes(file.read_bytes().replace(b"0x1.8p+1", b"0x1.9p+1", 1))
-    (remark,) = read_run(file).remarks
-    assert "was changed after it was written" in remark
     with file.open("ab") as damaged:
         damaged.write(b'{"kind":"fingerprint","step":1}\n')
     with pytest.raises(FileError, match=r"a.fingerprints is damaged: not a fingerprint"):

@@ -1,6 +1,5 @@
 """Recorded fingerprints of units: the same hashes in every layout, and no other bits."""
 
-import json
 from functools import partial
 
 import pytest
@@ -300,16 +299,10 @@ def test_steps_of_an_abandoned_attempt_do_not_count(world_of_one, tmp_path):
     assert list(read_unit_fingerprints(tmp_path / "run").steps) == [0, 1, 3]
 
 
-def test_changes_of_a_file_are_said(world_of_one, tmp_path):
+def test_damaged_lines_of_a_file_are_skipped(world_of_one, tmp_path):
     train(tmp_path, steps=3)
     path = tmp_path / FOLDER / "rank-0.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    line = json.loads(lines[2])
-    edited = lines[2].replace(line["losses"]["0"], (0.5).hex())
-    path.write_text("".join([*lines[:2], edited, lines[3]]))
-    (remark,) = read_unit_fingerprints(tmp_path).remarks
-    assert remark.startswith(f"{FOLDER}/rank-0.jsonl: The record was changed")
-    assert "line 3 does not follow" in remark
     path.write_text("".join([*lines[:2], "[]\n{}\n", '{"kind":"step","step":0}\n', *lines[2:]]))
     found = read_unit_fingerprints(tmp_path)
     assert "3 lines could not be read" in found.remarks[-1]

@@ -4,12 +4,11 @@
                                       {"kind":"step","step":100,"data":{...},"calls":[...],...}
     RUN/fingerprints/rank-1.jsonl     ...
 
-Each rank appends to its own file, in lines that are chained like those of the record. When a run is
-resumed from a step, the fingerprints that earlier launches recorded of later steps no longer count,
-even if the resumed run records none. "resumes" is the number of lines "resume" in the record when
-the launch began; later lines "resume" rewind the launch's fingerprints. Checksums are written in
-hexadecimal form, because many programs round JSON numbers of 64 bits. This module does not import
-torch.
+Each rank appends to its own file. When a run is resumed from a step, the fingerprints that earlier
+launches recorded of later steps no longer count, even if the resumed run records none. "resumes" is
+the number of lines "resume" in the record when the launch began; later lines "resume" rewind the
+launch's fingerprints. Checksums are written in hexadecimal form, because many programs round JSON
+numbers of 64 bits. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ import orjson
 from lockstep.errors import FileError, UsageError
 from lockstep.files import make_folder, open_or_create
 from lockstep.model.fingerprint import Call, StepFingerprint
-from lockstep.record.chain import ChainCheck, add_link, find_last_link
 from lockstep.record.columns import as_float
 from lockstep.record.reader import read_ends
 
@@ -47,7 +45,6 @@ __all__ = [
 FOLDER = "fingerprints"
 FILE = re.compile(r"rank-(\d+)\.jsonl")
 STEP_HEAD = re.compile(rb'\{"kind":"step","trainer":\d+,"step":(\d+),')
-TAIL_BYTES = 1 << 20  # of a file, searched for its last line
 NAMED = ("before", "parameters", "gradients", "state", "optimizer")  # checksums by name
 BY_MICROBATCH = ("leaf_gradients", "leaf_buffers")  # checksums by micro-batch and name
 
@@ -83,13 +80,8 @@ class FingerprintFile:
         descriptor = open_or_create(self.path, os.O_RDWR | os.O_APPEND)
         with open(descriptor, "r+b", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            content = file.read()
-            if not find_last_link(content.split(b"\n")):  # the last line is longer
-                file.seek(0)
-                content = file.read()
-            self._link = find_last_link(content.split(b"\n"))
-            if content and not content.endswith(b"\n"):
+            file.seek(max(0, size - 1))
+            if file.read() not in (b"", b"\n"):
                 file.write(b"\n")  # ends the line of a rank that was killed while writing
 
     def write(self, kind: str, **fields: Any) -> None:
@@ -98,13 +90,12 @@ class FingerprintFile:
         Raises:
             OSError: The line cannot be written.
         """
-        text = orjson.dumps({"kind": kind, **fields}, option=orjson.OPT_NON_STR_KEYS)
-        line, link = add_link(text, self._link)
+        option = orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+        line = orjson.dumps({"kind": kind, **fields}, option=option)
         descriptor = open_or_create(self.path, os.O_WRONLY | os.O_APPEND)
         with open(descriptor, "ab", buffering=0) as file:
             if file.write(line) < len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self._link = link
 
 
 def encode_fingerprint(found: StepFingerprint) -> dict[str, Any]:
@@ -294,11 +285,9 @@ def _read_file(
     decode: Callable[[dict[str, Any]], Decoded],
 ) -> list[str]:
     """Add the lines of a file to `launches`; return remarks."""
-    check = ChainCheck()
     launch: _Launch[Decoded] | None = None
     unread, was_unread = 0, False
     for text in _read_lines(path):
-        check.check([text])
         try:
             line = parse(text)
             if line["kind"] == "begin":
@@ -312,10 +301,9 @@ def _read_file(
             was_unread = False
         except (ValueError, TypeError, KeyError, OverflowError):
             unread, was_unread = unread + 1, True
-    remarks = [f"{FOLDER}/{path.name}: {check.describe()}"] if check.breaks else []
-    if unread:
-        remarks.append(f"{FOLDER}/{path.name}: {unread} lines could not be read and were skipped.")
-    return remarks
+    if not unread:
+        return []
+    return [f"{FOLDER}/{path.name}: {unread} lines could not be read and were skipped."]
 
 
 def _read_lines(path: Path) -> Iterator[bytes]:

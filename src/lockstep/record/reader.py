@@ -32,7 +32,6 @@ import orjson
 
 from lockstep.errors import FileError, UsageError
 from lockstep.messages import escape_control
-from lockstep.record.chain import ChainCheck, find_missing_end
 from lockstep.record.columns import (
     Line,
     StepBlock,
@@ -242,11 +241,9 @@ class RecordParser:
         self.num_good = 0
         self.num_bad = 0
         self.is_truncated = False
-        self._chain: ChainCheck | None = ChainCheck()
 
     def parse_ends(self, file: BinaryIO) -> None:
         """Parse the first line of `file`, its lines "resume" and the lines in its last bytes."""
-        self._chain = None  # the check of the chain needs all lines
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         tail = size - TAIL_BYTES
@@ -274,8 +271,6 @@ class RecordParser:
             if not lines[-1].endswith(b"\n") and not _is_json(lines[-1]):
                 self.is_truncated = True
                 lines.pop()
-            if self._chain is not None:
-                self._chain.check(lines)
             self._add(self._load(lines))
 
     def _load(self, lines: list[bytes]) -> list[Any]:
@@ -410,7 +405,7 @@ class RecordParser:
             warnings=self.warnings,
             end=self.end,
             state=state,
-            remarks=list(self._remarks(state, folder)),
+            remarks=list(self._remarks(state)),
             timelines=self.timelines,
             checkpoints=self.checkpoints,
             resumes=self.resumes,
@@ -435,7 +430,7 @@ class RecordParser:
             return "running"
         return "died"
 
-    def _remarks(self, state: State, folder: Path) -> Iterator[str]:
+    def _remarks(self, state: State) -> Iterator[str]:
         version = self.header.get("version", RECORD_VERSION)
         if isinstance(version, (int, float)) and version > RECORD_VERSION:
             yield (
@@ -448,17 +443,10 @@ class RecordParser:
             yield "The last line of the record is truncated and was skipped."
         if self.num_bad:
             yield f"{self.num_bad} lines of the record could not be read and were skipped."
-        if self._chain is not None and (sentence := self._chain.describe()):
-            yield sentence
-        if state == "died":
-            steps = [block.scalars["step"][-1] for block in self.blocks if len(block.ranks)]
-            if sentence := find_missing_end(folder, steps[-1] if steps else -1):
-                yield sentence
 
 
 def _clean(line: Line) -> Line:
     found: Line = _escape(redact(line))
-    found.pop("chain", None)
     return found
 
 

@@ -39,7 +39,6 @@ from lockstep.files import create_file, make_folder
 from lockstep.launcher.launch import calls_in_this_process
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import say
-from lockstep.record.chain import add_link, find_last_link
 from lockstep.record.rank_summary import STATISTICS
 from lockstep.record.sources import SourceFolder
 from lockstep.redaction import redact
@@ -108,13 +107,13 @@ class Recorder:
         """The message that was printed when the record could not be written any more."""
         self.is_continued = False
         """Whether the record continues that of an earlier process."""
-        passed, self._link = 0.0, 0
+        passed = 0.0
         resume = is_resuming() if resume is None else resume
         self._descriptor = -1
         if calls_in_this_process():  # a check or a replay, perhaps of the run in this folder
             self._sources = None
         elif resume and self.path.exists():
-            self._descriptor, last, self._link = _open_file(self.path)
+            self._descriptor, last = _open_file(self.path)
             self.is_continued, passed = last is not None, last or 0.0
         else:
             self._descriptor = _create_file(self.path)
@@ -148,7 +147,7 @@ class Recorder:
             text = orjson.dumps(line, _to_json, JSON_OPTIONS)
         except TypeError:  # an integer of more than 64 bits, a cycle of containers, ...
             text = json.dumps(_stringify_unsupported(line)).encode()
-        text, self._link = add_link(text, self._link)
+        text += b"\n"
         try:
             written = os.write(self._descriptor, text)
             while written < len(text):  # an almost full disk may accept only a part
@@ -253,12 +252,11 @@ def _create_file(path: Path) -> int:
     return descriptor
 
 
-def _open_file(path: Path) -> tuple[int, float | None, int]:
+def _open_file(path: Path) -> tuple[int, float | None]:
     """Open and lock the file of a record that is continued, and end its last line.
 
     Returns:
-        The descriptor; the `t` of the last line, None if there is no complete line; and the link
-        of the last line.
+        The descriptor, and the `t` of the last line; None if there is no complete line.
     """
     try:
         flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -274,7 +272,7 @@ def _open_file(path: Path) -> tuple[int, float | None, int]:
             earlier.close()  # a cell of a notebook was run again
         _lock(descriptor, path)
         with open(descriptor, "rb", closefd=False) as file:
-            last, link, has_newline = _read_last(file)
+            last, has_newline = _read_last(file)
         if last is None:
             os.ftruncate(descriptor, 0)  # killed while its first line was written
         elif not has_newline:
@@ -285,7 +283,7 @@ def _open_file(path: Path) -> tuple[int, float | None, int]:
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor, last, link
+    return descriptor, last
 
 
 def _lock(descriptor: int, path: Path) -> None:
@@ -311,8 +309,8 @@ def _lock(descriptor: int, path: Path) -> None:
         return
 
 
-def _read_last(file: BinaryIO) -> tuple[float | None, int, bool]:
-    """Return the last `t`, the link of the last line, and whether the file ends with a newline.
+def _read_last(file: BinaryIO) -> tuple[float | None, bool]:
+    """Return the last `t`, and whether the file ends with a newline.
 
     The time is 0 if no line has a `t`, and None if the file has no complete line. The final newline
     is missing only if the process was killed.
@@ -323,12 +321,11 @@ def _read_last(file: BinaryIO) -> tuple[float | None, int, bool]:
         file.seek(begin)
         tail = file.read()
         lines = tail.split(b"\n")[1 if begin else 0 :]
-        parsed = [(text, line) for text in lines if (line := _parse_line(text)) is not None]
-        times = [line["t"] for _, line in parsed if isinstance(line.get("t"), (int, float))]
+        parsed = [line for text in lines if (line := _parse_line(text)) is not None]
+        times = [line["t"] for line in parsed if isinstance(line.get("t"), (int, float))]
         if times or begin == 0:
             found = float(times[-1]) if times else 0.0
-            link = find_last_link([text for text, _ in parsed])
-            return found if parsed else None, link, tail.endswith(b"\n")
+            return found if parsed else None, tail.endswith(b"\n")
         begin = 0  # a line is longer than the tail
 
 

@@ -27,7 +27,6 @@ from lockstep.model.fingerprint_file import (
     encode_fingerprint,
     read_unit_fingerprints,
 )
-from lockstep.record.chain import add_link
 from lockstep.record.columns import as_dict
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.record.reader import Run, open_record, read_run
@@ -206,12 +205,8 @@ def find_source_differences(a: RecordedRun, b: RecordedRun, step: int) -> list[s
 
 def export_fingerprints(run: RecordedRun) -> bytes:
     """Return the content of an exported file: the lines and fields that identify a run's steps."""
-    lines, link = [], 0
-    for fields in _exported_lines(run):
-        text = orjson.dumps(fields, option=orjson.OPT_NON_STR_KEYS)
-        line, link = add_link(text, link)
-        lines.append(line)
-    return b"".join(lines)
+    option = orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
+    return b"".join(orjson.dumps(fields, option=option) for fields in _exported_lines(run))
 
 
 def _exported_lines(run: RecordedRun) -> Iterator[dict[str, Any]]:
@@ -219,7 +214,6 @@ def _exported_lines(run: RecordedRun) -> Iterator[dict[str, Any]]:
         for line in map(_parse, file):
             kind = str((line or {}).get("kind"))
             if line is not None and kind in EXPORTED:
-                line.pop("chain", None)
                 fields = EXPORTED[kind]
                 yield {name: line[name] for name in line if fields is None or name in fields}
     for step in run.fingerprints.values():
