@@ -119,7 +119,7 @@ def test_help_imports_click_only(arguments):
 @pytest.mark.parametrize(
     ("statement", "expected"),
     [
-        ("import lockstep", {"lockstep"}),
+        ("import lockstep", {"lockstep", "lockstep.version"}),
         (  # by entry points `import torch` imports these two
             "import lockstep.comm.backend",
             {
@@ -128,11 +128,13 @@ def test_help_imports_click_only(arguments):
                 "lockstep.comm.activity",
                 "lockstep.comm.backend",
                 "lockstep.comm.native_module",
+                "lockstep.version",
             },
         ),
         (
             "import lockstep.launcher.mpi_rendezvous",
             {"lockstep", "lockstep.comm", "lockstep.comm.mpi", "lockstep.comm.mpi.backend"}
+            | {"lockstep.version"}
             | {"lockstep.launcher", "lockstep.launcher.mpi_rendezvous"},
         ),
     ],
