@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from lockstep.comm import backend
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 __all__ = ["require_available", "unavailable"]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import lockstep as ls
 from lockstep.checksum import _pieces, checksum, name_optimizer_tensors
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 VALUES = torch.arange(12, dtype=torch.float32).reshape(3, 4)
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 import lockstep
 from lockstep import files
-from lockstep.errors import FileError
 from lockstep.files import (
     create_file,
     make_folder,
@@ -21,6 +20,7 @@ from lockstep.files import (
     replace_file,
     write_output,
 )
+from lockstep.kernel.errors import FileError
 from lockstep.training.weights_file import save_weights
 
 

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import UsageError
 from lockstep.formatting import (
     format_bytes,
     format_duration,
@@ -19,6 +18,7 @@ from lockstep.formatting import (
     parse_sizes,
     size_range,
 )
+from lockstep.kernel.errors import UsageError
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ SOURCE = Path(lockstep.__file__).parent
 
 # From the bottom up; a module imports from its own line and from the lines before.
 LAYERS = [
+    {"kernel"},
     {
         "errors",
         "files",

@@ -14,8 +14,8 @@ from benchmarks.hosts.simulation import measure
 from benchmarks.hosts.table import call_lines, train_lines
 from lockstep.cli import run
 from lockstep.commands.bench_collective import command_line, describe_machine
-from lockstep.errors import UsageError, WorkError
 from lockstep.files import write_output
+from lockstep.kernel.errors import UsageError, WorkError
 
 __all__ = ["command"]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import WorkError
+from lockstep.kernel.errors import WorkError
 
 __all__ = ["PLACEMENTS", "measure"]
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import lockstep as ls
 from lockstep.comm.bucket import plan
 from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
-from lockstep.comm.tree import nodes_of, total
-from lockstep.data.microbatch import Hosts, assign_microbatches, on_one_host
+from lockstep.kernel.splitting import Hosts, assign_microbatches, on_one_host
+from lockstep.kernel.tree import nodes_of, total
 
 __all__ = ["main"]
 

@@ -11,8 +11,8 @@ import click
 from benchmarks.progress import Progress, about
 from lockstep.cli import run
 from lockstep.commands.bench_collective import command_line, describe_machine, status
-from lockstep.errors import UsageError, WorkError
 from lockstep.files import write_output
+from lockstep.kernel.errors import UsageError, WorkError
 
 if TYPE_CHECKING:
     from benchmarks.pipeline.case import Case

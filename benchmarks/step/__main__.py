@@ -18,9 +18,9 @@ from lockstep.commands.bench_collective import (
     parse_rank_counts,
     status,
 )
-from lockstep.errors import UsageError, WorkError
 from lockstep.files import write_output
 from lockstep.formatting import format_size
+from lockstep.kernel.errors import UsageError, WorkError
 
 if TYPE_CHECKING:
     from benchmarks.step.comparison import Outcome

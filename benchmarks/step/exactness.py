@@ -25,9 +25,9 @@ from lockstep.comm.reproducible_all_reduce import (
     in_memory_order,
     reproducible_all_reduce,
 )
-from lockstep.comm.tree import Node, nodes_of
-from lockstep.data.microbatch import split_evenly
 from lockstep.data_parallel.gradient_reducer import BUCKET_BYTES
+from lockstep.kernel.splitting import split_evenly
+from lockstep.kernel.tree import Node, nodes_of
 
 __all__ = ["Exactness", "exactness"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.recipes.resnet import resnet50
 
 __all__ = ["NETWORKS", "OPTIMIZERS", "Network", "blocks", "chosen", "count"]

@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 __all__ = ["checksum", "digest", "name_optimizer_tensors"]
 

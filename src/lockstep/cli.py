@@ -40,7 +40,7 @@ with _ExitingOnInterrupt():
 
     import click
 
-    from lockstep.errors import LockstepError
+    from lockstep.kernel.errors import LockstepError
     from lockstep.launcher.target import check_working_directory
     from lockstep.launcher.tracebacks import is_full
     from lockstep.messages import (

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from lockstep.errors import FileError
+from lockstep.kernel.errors import FileError
 
 __all__ = [
     "FOLDER_MODE",

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 __all__ = [
     "format_bytes",

@@ -13,7 +13,7 @@ from PIL import Image
 from lockstep.bench.interleaved import Contender, Result
 from lockstep.bench.plot import check_format, draw, save
 from lockstep.bench.workload import Workload
-from lockstep.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError, UsageError
 
 
 class Nobody:

@@ -22,7 +22,7 @@ from lockstep.bench.runners import (
     mpiexec,
 )
 from lockstep.bench.workload import Workload
-from lockstep.errors import RankError, UsageError, WorkError
+from lockstep.kernel.errors import RankError, UsageError, WorkError
 from lockstep.launcher.world import cpu_backend
 from lockstep.record.environment import count_usable_cores
 

@@ -4,7 +4,7 @@ import pytest
 
 import records
 from lockstep.check.chaos import read_baseline
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 
 def test_the_baseline_is_a_run_that_came_to_its_end(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 import records
 from lockstep.check.record_follower import RecordFollower
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.record.recorder import RECORD_FILE
 from processes import until
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lockstep.checkpoint.encoding import MAPPINGS, SEQUENCES, decode, encode
 from lockstep.checkpoint.tensor_file import DTYPES
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 
 def round_trip(value):

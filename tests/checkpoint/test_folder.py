@@ -21,7 +21,7 @@ from lockstep.checkpoint.folder import (
 )
 from lockstep.checkpoint.tensor_file import DTYPES
 from lockstep.checkpoint.writer import CheckpointWriter
-from lockstep.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError, UsageError
 
 STATE = tensors(4)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lockstep.checkpoint.schedule import CheckpointConfig, CheckpointSchedule
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 
 def due(config, steps, saved=True):

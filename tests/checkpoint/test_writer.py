@@ -22,7 +22,7 @@ from lockstep.checkpoint.folder import (
     verify,
 )
 from lockstep.checkpoint.writer import CheckpointWriter
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 DEADLINE = 30.0
 

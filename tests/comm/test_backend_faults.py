@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from lockstep.comm import backend
-from lockstep.errors import RankError
+from lockstep.kernel.errors import RankError
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 

@@ -31,7 +31,7 @@ from lockstep.comm.shared_memory import (
     is_shared,
     map_peer_tensor,
 )
-from lockstep.errors import LayoutError, RankError, WorkError
+from lockstep.kernel.errors import LayoutError, RankError, WorkError
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 

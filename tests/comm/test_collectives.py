@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lockstep.comm import backend as native
 from lockstep.comm import collectives
 from lockstep.comm.collectives import PAGE, all_gather_bytes, as_bytes, broadcast_tensors
-from lockstep.errors import DisagreementError
+from lockstep.kernel.errors import DisagreementError
 from pytest_lockstep import assert_same_bits
 
 

@@ -21,7 +21,7 @@ import pytest_lockstep
 from contract import rounding
 from contract.every import GROUPS, PATIENCE, PLACEMENTS, run_all
 from contract.limits import GUARANTEE_TREE, LIMITS
-from lockstep.errors import LockstepError
+from lockstep.kernel.errors import LockstepError
 from lockstep.launcher.fork_server import get_fork_server
 
 WIDTHS = (1, 2, 3, 4)

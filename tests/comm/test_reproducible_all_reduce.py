@@ -14,8 +14,8 @@ from lockstep.comm.reproducible_all_reduce import (
     in_memory_order,
     reproducible_all_reduce,
 )
-from lockstep.comm.tree import Fold, nodes_of, total
-from lockstep.data.microbatch import split_evenly
+from lockstep.kernel.splitting import split_evenly
+from lockstep.kernel.tree import TreeAccumulator, nodes_of, total
 
 BACKENDS = ("gloo", "lockstep") if native.available() else "gloo"
 SHAPES = [(3, 5), (0,), (129,), (2, 3, 4, 5), (1,), (7, 11), (1000,)]
@@ -58,7 +58,7 @@ def sums_on_a_rank(leaves, dtype, capacity, absent, divisor=1):
     """Return the bits of every sum, twice, as this rank sees them."""
     owned = split_evenly(leaves, dist.get_world_size())
     values = leaf_values(leaves, dtype, absent)
-    fold = Fold(leaves, add_lists)
+    fold = TreeAccumulator(leaves, add_lists)
     for leaf in owned[dist.get_rank()]:
         fold.put((leaf, leaf + 1), [None if v is None else v.clone() for v in values[leaf]])
     holders = [nodes_of(each, leaves) for each in owned]

@@ -12,7 +12,7 @@ from lockstep.bench.interleaved import Contender, Result
 from lockstep.bench.workload import Workload
 from lockstep.comm import backend
 from lockstep.commands import bench, bench_collective
-from lockstep.errors import UsageError, WorkError
+from lockstep.kernel.errors import UsageError, WorkError
 
 FIELDS = {"backend", "collective", "size_bytes", "dtype", "nprocs", "median_us", "p10_us", "p90_us",
           "algbw_gbps", "busbw_gbps", "wrong", "machine", "command"}  # fmt: skip

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from lockstep.commands import bench_startup
 from lockstep.commands.bench_startup import StartTimes, command, measure
-from lockstep.errors import FileError, UsageError, WorkError
+from lockstep.kernel.errors import FileError, UsageError, WorkError
 
 
 def test_a_start_of_each_launcher_is_timed_and_written(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 import records
 from lockstep.cli import cli
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 CONTRACT = {
     "equal", "step", "microbatch", "unit", "direction", "operator", "source", "first_element",

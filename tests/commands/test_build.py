@@ -18,7 +18,7 @@ from compilers import Recorder, install_recorder
 from lockstep.cli import cli
 from lockstep.comm import backend
 from lockstep.commands import build as command
-from lockstep.errors import FileError, WorkError
+from lockstep.kernel.errors import FileError, WorkError
 from lockstep.native.binding import find_bindings
 from lockstep.native.binding_folder import lock_folder
 from lockstep.native.binding_key import current_key

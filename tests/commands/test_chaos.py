@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 import records
 from lockstep.cli import cli
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.record.reader import read_run
 from lockstep.report.rounds import CHAOS_FILE, summarize_rounds
 

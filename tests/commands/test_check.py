@@ -12,7 +12,7 @@ import warm
 from lockstep.check import comparison
 from lockstep.check.layouts import Layout, layouts
 from lockstep.cli import cli
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 PLAIN = [Layout(1, "lockstep"), Layout(2, "lockstep"), Layout(3, "gloo")]
 STAGES = [

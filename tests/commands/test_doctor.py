@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.cli import cli
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.report import doctor
 from lockstep.report.checks import bad, good, note
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.cli import cli
-from lockstep.errors import FileError, LayoutError, UsageError
+from lockstep.kernel.errors import FileError, LayoutError, UsageError
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from PIL import Image
 
 import records
 from lockstep.cli import cli
-from lockstep.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError, UsageError
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from lockstep.cli import cli
 from lockstep.commands import scale
 from lockstep.elastic.scale_request import SCALE_FILE, request_ranks, take_request
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import describe_launch, write_description
 
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import records
 from lockstep.cli import cli
-from lockstep.errors import FileError, LayoutError, UsageError
+from lockstep.kernel.errors import FileError, LayoutError, UsageError
 
 
 def invoke(*arguments):

@@ -24,7 +24,7 @@ import warm
 from lockstep import cli
 from lockstep.commands.train import _list_words, command
 from lockstep.data.datasets import digits
-from lockstep.errors import LockstepError, RankError
+from lockstep.kernel.errors import LockstepError, RankError
 from lockstep.launcher import fork_server, run_folder
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import launch_script

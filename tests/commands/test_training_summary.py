@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lockstep.commands.training_summary import print_summary
-from lockstep.errors import FileError
+from lockstep.kernel.errors import FileError
 
 SUMMARY = {
     "recipe": "vit", "world_size": 2, "epochs": 3, "steps": 12, "samples": 48, "accuracy": 0.5,

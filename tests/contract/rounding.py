@@ -18,7 +18,7 @@ from contract import reduction
 from contract.check import Ledger, Wrong, same
 from contract.plain import FLOATS, name
 
-from lockstep.comm.tree import total  # isort: skip
+from lockstep.kernel.tree import total  # isort: skip
 
 
 def rounding(run: Ledger, sizes: Sequence[int], guarantees_tree: bool) -> None:

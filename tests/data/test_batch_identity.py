@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.data.consistency import BatchIdentity, require_same_batch
-from lockstep.errors import DisagreementError
+from lockstep.kernel.errors import DisagreementError
 
 LOADED = BatchIdentity(epoch=2, position=5, order="ab12")
 WHOLE = BatchIdentity(checksum="cd34")

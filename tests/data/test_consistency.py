@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.data.consistency import DIFFERENCES, EpochSummary, require_same_epoch
-from lockstep.errors import DisagreementError
+from lockstep.kernel.errors import DisagreementError
 
 HERE = EpochSummary(1, 1000, 32, 0, 8, 7, 2, 0, 32, bytes(range(16)))
 whole = st.integers(-1, 2**63 - 1)

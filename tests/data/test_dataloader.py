@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Batches
-from lockstep.errors import DatasetError, UsageError
+from lockstep.kernel.errors import DatasetError, UsageError
 
 
 class Noisy(Dataset[Any]):

@@ -22,7 +22,7 @@ from lockstep.data.datasets import (
     mnist,
     read_images_and_labels,
 )
-from lockstep.errors import FileError
+from lockstep.kernel.errors import FileError
 
 
 def write_mnist(folder: Path, part: str, count: int, suffix: str = "") -> dict[str, str]:

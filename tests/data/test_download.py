@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.data.download import download
-from lockstep.errors import FileError
+from lockstep.kernel.errors import FileError
 
 BODY = random.Random(0).randbytes(700_000)
 SHA256 = hashlib.sha256(BODY).hexdigest()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lockstep.data.epoch_order import EpochOrder, epoch_permutation
 from lockstep.data.partition import partition_sizes
-from lockstep.errors import DatasetError
+from lockstep.kernel.errors import DatasetError
 from lockstep.randomness import key
 
 weights = st.lists(st.integers(0, 1000), min_size=1, max_size=8).filter(

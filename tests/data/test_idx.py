@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.data.datasets import find_idx, read_idx, read_images_and_labels
-from lockstep.errors import FileError
+from lockstep.kernel.errors import FileError
 
 PIXELS = bytes(range(24))
 

@@ -5,7 +5,7 @@ import pytest
 
 from folders import write_pictures
 from lockstep.data.image_folder import read_image_folder
-from lockstep.errors import DatasetError
+from lockstep.kernel.errors import DatasetError
 
 
 def named(files):

@@ -10,7 +10,7 @@ from lockstep.data.image_folder import read_image_folder
 from lockstep.data.image_transforms import center_crop_box, crop_and_resize, normalize
 from lockstep.data.images import ImageDataset, SyntheticImages
 from lockstep.data.loader import Batches
-from lockstep.errors import FileError, SampleError
+from lockstep.kernel.errors import FileError, SampleError
 from lockstep.randomness import key, state_of_others
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.data.loader import Batches
-from lockstep.errors import DatasetError, SampleError
+from lockstep.kernel.errors import DatasetError, SampleError
 
 # Three workers on two cores are meant here.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")

@@ -23,7 +23,7 @@ from torch.utils.data import (
 from lockstep.data.epoch_order import epoch_permutation
 from lockstep.data.loader import Batches
 from lockstep.data.microbatch import ALIGNMENT, Batch, map_tensors
-from lockstep.errors import DatasetError, DisagreementError, LayoutError, SampleError
+from lockstep.kernel.errors import DatasetError, DisagreementError, LayoutError, SampleError
 from lockstep.randomness import key
 
 

@@ -9,13 +9,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from lockstep.data.loader import Batches
-from lockstep.data.microbatch import (
-    ReplicaShare,
-    clone_tensors,
-    map_tensors,
-    on_one_host,
-    split_batch,
-)
+from lockstep.data.microbatch import clone_tensors, map_tensors, split_batch
+from lockstep.kernel.splitting import ReplicaShare, on_one_host
 
 Pair = namedtuple("Pair", "inputs targets")
 

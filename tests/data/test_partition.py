@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lockstep as ls
-from lockstep.errors import DatasetError
+from lockstep.kernel.errors import DatasetError
 
 weights = st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(lambda parts: sum(parts) > 0)
 

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, ge
 from lockstep.data import repeatability
 from lockstep.data.loader import Batches
 from lockstep.data.repeatability import check_samples, select_positions
-from lockstep.errors import DatasetError, DisagreementError, SampleError
+from lockstep.kernel.errors import DatasetError, DisagreementError, SampleError
 from lockstep.randomness import key
 
 

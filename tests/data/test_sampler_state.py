@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, RandomSampler, TensorDataset, Weighte
 
 from lockstep.data.loader import Batches
 from lockstep.data.samplers import SamplerStates
-from lockstep.errors import DatasetError
+from lockstep.kernel.errors import DatasetError
 
 DATA = TensorDataset(torch.arange(40))
 

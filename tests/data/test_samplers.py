@@ -12,7 +12,7 @@ from torch.utils.data import (
 )
 
 from lockstep.data.samplers import KnownSamplers, draw_batches, draw_indices, validate_sampler
-from lockstep.errors import DatasetError
+from lockstep.kernel.errors import DatasetError
 
 
 class Mixed:

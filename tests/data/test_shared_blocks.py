@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from lockstep.data import shared_blocks
 from lockstep.data.loader import Batches
 from lockstep.data.shared_blocks import BLOCKS, BlockReader
-from lockstep.errors import SampleError
+from lockstep.kernel.errors import SampleError
 
 
 class Rows(Dataset):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from lockstep.data.loader import Batches
-from lockstep.errors import DatasetError, SampleError
+from lockstep.kernel.errors import DatasetError, SampleError
 
 
 class Numbers(Dataset[Any]):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 from averaging import expected_gradients, inputs_of, net, same, uses_some
-from lockstep.errors import RankError, UsageError
+from lockstep.kernel.errors import RankError, UsageError
 
 RANKS = 2
 

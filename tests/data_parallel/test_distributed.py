@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lockstep as ls
 from averaging import expected_gradients, inputs_of, local_gradients, net, same, uses_some
-from lockstep.errors import RankError, UsageError
+from lockstep.kernel.errors import RankError, UsageError
 from pytest_lockstep import assert_same_bits
 
 MIB = 1 << 20

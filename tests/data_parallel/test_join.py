@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lockstep as ls
 from averaging import inputs_of
 from lockstep.comm import backend
-from lockstep.errors import RankError
+from lockstep.kernel.errors import RankError
 
 
 class Counting(nn.Module):

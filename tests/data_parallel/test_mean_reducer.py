@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import lockstep as ls
 from averaging import inputs_of, net, same, tree_mean, uses_some
 from lockstep.comm.shared_memory import is_shared
-from lockstep.errors import GradientError
+from lockstep.kernel.errors import GradientError
 
 RANKS = 3
 MIB = 1 << 20

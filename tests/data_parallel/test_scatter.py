@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.microbatch import count_microbatches, split_evenly
 from lockstep.data_parallel.scatter import GatheredTensor, count_samples, list_tensors, scatter
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
+from lockstep.kernel.splitting import count_microbatches, split_evenly
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ import averaging
 import lockstep as ls
 import models
 import reference
-from lockstep.errors import GradientError, LayoutError, LossError, StateError, UsageError
+from lockstep.kernel.errors import GradientError, LayoutError, LossError, StateError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 LOSS = nn.CrossEntropyLoss()

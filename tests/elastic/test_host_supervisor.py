@@ -11,7 +11,7 @@ import pytest
 from lockstep.elastic import host_supervisor
 from lockstep.elastic.host_connection import PURPOSE, HostConnection
 from lockstep.elastic.host_supervisor import HostSupervisor
-from lockstep.errors import RendezvousError
+from lockstep.kernel.errors import RendezvousError
 from lockstep.launcher.channel import Message, open_pair
 from lockstep.launcher.failure_attribution import describe_end
 from lockstep.launcher.hang_monitor import HangPolicy

@@ -17,7 +17,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from lockstep.comm import backend
 from lockstep.elastic import membership as module
 from lockstep.elastic.membership import HandOverOrder, Membership, Round
-from lockstep.errors import RendezvousError, WorkError
+from lockstep.kernel.errors import RendezvousError, WorkError
 
 LOST = DistBackendError("rank 0: barrier #3 on group default failed: rank 2 died (process 7 ...)")
 

@@ -21,7 +21,7 @@ from lockstep.elastic import rounds as rounds_module
 from lockstep.elastic.elastic_launch import launch_elastic
 from lockstep.elastic.rounds import Rounds
 from lockstep.elastic.scale_request import request_ranks
-from lockstep.errors import LockstepError
+from lockstep.kernel.errors import LockstepError
 from lockstep.launcher import supervisor
 from lockstep.launcher.failure_attribution import Outcome
 from lockstep.launcher.fork_server import get_fork_server_pid

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher import device_choice
 from lockstep.launcher.device_choice import (
     choose_device,

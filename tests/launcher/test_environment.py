@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import LaunchEnvironmentError
+from lockstep.kernel.errors import LaunchEnvironmentError
 from lockstep.launcher.environment import (
     RankEnvironment,
     RankInfo,

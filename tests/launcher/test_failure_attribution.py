@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.errors import LostError, StoppedError
+from lockstep.kernel.errors import LostError, StoppedError
 from lockstep.launcher import failure_attribution
 from lockstep.launcher.failure_attribution import (
     Outcome,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.comm.activity import Activity, State
-from lockstep.errors import RankError
+from lockstep.kernel.errors import RankError
 from lockstep.launcher import hang_monitor, supervisor
 from lockstep.launcher.failure_attribution import Outcome
 from lockstep.launcher.hang_monitor import (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import LaunchEnvironmentError
+from lockstep.kernel.errors import LaunchEnvironmentError
 from lockstep.launcher.host_list import expand_host_list
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 import warm
-from lockstep.errors import LaunchEnvironmentError, RankError, UsageError
+from lockstep.kernel.errors import LaunchEnvironmentError, RankError, UsageError
 from lockstep.launcher.environment import OF_ELASTIC
 
 

@@ -22,7 +22,7 @@ import warm
 from lockstep import cli
 from lockstep.commands.run import command, make_config
 from lockstep.commands.runs import list_runs
-from lockstep.errors import FileError, LaunchEnvironmentError, RankError, UsageError
+from lockstep.kernel.errors import FileError, LaunchEnvironmentError, RankError, UsageError
 from lockstep.launcher import hang_monitor, run_folder
 from lockstep.launcher import launch_script as launch_script_module
 from lockstep.launcher.fork_server import check_open_files

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.listening_socket import (
     find_obstacle,
     listen,

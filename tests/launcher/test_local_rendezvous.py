@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
-from lockstep.errors import LockstepError, RendezvousError
+from lockstep.kernel.errors import LockstepError, RendezvousError
 from lockstep.launcher.local_rendezvous import RendezvousFile, attach_store, create_store
 
 

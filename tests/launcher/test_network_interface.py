@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import warm
-from lockstep.errors import RendezvousError
+from lockstep.kernel.errors import RendezvousError
 from lockstep.launcher import listening_socket, network_interface
 from lockstep.launcher.environment import RankInfo
 from lockstep.launcher.network_interface import find_interface, find_served_address

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from lockstep.errors import LaunchEnvironmentError, RendezvousError
+from lockstep.kernel.errors import LaunchEnvironmentError, RendezvousError
 from lockstep.launcher import rendezvous, rendezvous_check
 from lockstep.launcher.environment import RankInfo
 from lockstep.launcher.listening_socket import listen

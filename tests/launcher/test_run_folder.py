@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher import run_folder
 from lockstep.launcher.run_folder import (
     create_run_folder,
@@ -27,7 +27,7 @@ from lockstep.record.recorder import Recorder
 # Runs `code` with `folder` in scope, says so, and stays until its standard input is closed.
 USER = """
 import os, sys
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import *
 folder = sys.argv[1]
 {code}

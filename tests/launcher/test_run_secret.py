@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import warm
-from lockstep.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher import run_secret
 from lockstep.launcher.run_secret import SECRET, SECRET_FILE, make_secret, read_secret
 

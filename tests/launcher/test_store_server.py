@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.secret_store import SecretStore
 from lockstep.launcher.store_server import PURPOSE, StoreServer, StoreTable, decode, encode

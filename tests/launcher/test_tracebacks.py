@@ -15,7 +15,7 @@ from traitlets.config import Config
 import lockstep as ls
 import warm
 from lockstep.comm.backend import ArgumentError
-from lockstep.errors import SampleError, UsageError
+from lockstep.kernel.errors import SampleError, UsageError
 from lockstep.launcher import tracebacks
 from lockstep.launcher.tracebacks import find_location, find_user_location, format_user_frames
 

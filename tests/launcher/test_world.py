@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.comm import backend
-from lockstep.errors import LockstepError, RankError, RendezvousError, UsageError
+from lockstep.kernel.errors import LockstepError, RankError, RendezvousError, UsageError
 from lockstep.launcher import rendezvous, rendezvous_check
 from lockstep.launcher.environment import JOIN, RankInfo, read_rank_info
 from lockstep.launcher.world import (

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import lockstep as ls
-from lockstep.errors import LayoutError, UsageError
+from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.buffers import Buffers
 from lockstep.model.units import is_in_backward

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, TensorDataset
 
 import lockstep as ls
 from lockstep.data.microbatch import Batch
-from lockstep.errors import LockstepError, UsageError
+from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.model.batch_norm import check_batch_norm
 
 SGD = partial(torch.optim.SGD, lr=0.1)

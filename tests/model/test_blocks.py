@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from lockstep.errors import LayoutError
+from lockstep.kernel.errors import LayoutError
 from lockstep.model.blocks import find_block_names
 
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep as ls
-from lockstep.comm.tree import nodes_of
-from lockstep.data.microbatch import split_evenly
-from lockstep.errors import BufferMismatchError, DisagreementError, UsageError
+from lockstep.kernel.errors import BufferMismatchError, DisagreementError, UsageError
+from lockstep.kernel.splitting import split_evenly
+from lockstep.kernel.tree import nodes_of
 from lockstep.model.buffers import Buffers, merge_reports
 
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 import pytest_lockstep
-from lockstep.errors import LockstepError
+from lockstep.kernel.errors import LockstepError
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

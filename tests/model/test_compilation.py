@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep as ls
-from lockstep.errors import LayoutError, RankError, UsageError
+from lockstep.kernel.errors import LayoutError, RankError, UsageError
 from lockstep.model.compilation import (
     check_blocks_of,
     check_compilation,

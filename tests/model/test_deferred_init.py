@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.checksum import digest
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.model.deferred_init import (
     build,
     build_sequence,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep as ls
-from lockstep.errors import LossError
+from lockstep.kernel.errors import LossError
 
 CLASS_WEIGHTS = torch.linspace(0.2, 2.0, 4)
 SGD = partial(torch.optim.SGD, lr=0.1)

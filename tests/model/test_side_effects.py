@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep as ls
-from lockstep.errors import DisagreementError, LayoutError, StateError
+from lockstep.kernel.errors import DisagreementError, LayoutError, StateError
 from lockstep.model.side_effects import FIRST, SideEffects
 
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.activity import publish, read_own_activity
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.model.static_shapes import static_shapes
 
 

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
-from lockstep.errors import LayoutError, LockstepError
+from lockstep.kernel.errors import LayoutError, LockstepError
 from lockstep.pipeline.composition import Composition
 
 SGD = partial(torch.optim.SGD, lr=0.1)

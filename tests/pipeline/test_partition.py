@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from lockstep.errors import LayoutError
+from lockstep.kernel.errors import LayoutError
 from lockstep.pipeline.partition import Partition
 
 

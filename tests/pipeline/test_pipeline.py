@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.errors import LossError, RankError
+from lockstep.kernel.errors import LossError, RankError
 from lockstep.model.units import is_in_backward
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

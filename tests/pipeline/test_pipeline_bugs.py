@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.errors import LayoutError, LockstepError, RankError
+from lockstep.kernel.errors import LayoutError, LockstepError, RankError
 
 BATCH = (torch.ones(8, 4), torch.zeros(8, dtype=torch.long))
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.pipeline.inspection import FIRST, BlockInspector
 from lockstep.pipeline.python_state import find_python_states
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep as ls
-from lockstep.errors import LockstepError
+from lockstep.kernel.errors import LockstepError
 
 BATCH = (torch.arange(32.0).reshape(8, 4) % 7 - 3, torch.arange(8) % 4)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import LayoutError
+from lockstep.kernel.errors import LayoutError
 from lockstep.pipeline.schedule_planner import (
     choose_schedule,
     make_ranges,

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import LayoutError
+from lockstep.kernel.errors import LayoutError
 from lockstep.pipeline import schedules
 from lockstep.pipeline.schedules import (
     NAMES,

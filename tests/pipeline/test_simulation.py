@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import records
-from lockstep.errors import LayoutError
+from lockstep.kernel.errors import LayoutError
 from lockstep.pipeline.schedules import NAMES, Action, build_schedule, gpipe, one_f_one_b
 from lockstep.pipeline.simulation import (
     Costs,

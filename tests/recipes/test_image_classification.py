@@ -10,7 +10,7 @@ import lockstep as ls
 from folders import write_pictures
 from lockstep import cli
 from lockstep.data.loader import Batches
-from lockstep.errors import LockstepError
+from lockstep.kernel.errors import LockstepError
 from lockstep.recipes.catalog import IMAGE_NAMES, NAMES, find_recipe
 from lockstep.recipes.classification import EMA_WEIGHTS, WEIGHTS, Options
 from lockstep.recipes.classification import evaluate as evaluation_job

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.recipes.learning_rate import WarmupSchedule
 
 

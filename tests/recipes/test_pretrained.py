@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import lockstep as ls
-from lockstep.errors import FileError, LockstepError, UsageError
+from lockstep.kernel.errors import FileError, LockstepError, UsageError
 from lockstep.recipes.pretrained import load_weights, read_weights
 from lockstep.recipes.resnet import BasicBlock, ResNet
 from lockstep.recipes.vision_transformer import VisionTransformer

@@ -5,7 +5,7 @@ import math
 import pytest
 
 import records
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 
 

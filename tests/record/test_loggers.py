@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import lockstep as ls
 import records
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.record.loggers import collect_scalars
 
 STEP = {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import records
-from lockstep.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.record import reader
 from lockstep.record.reader import read_ends, read_run
 from lockstep.record.recorder import RECORD_FILE, TIME_CATEGORIES, Recorder

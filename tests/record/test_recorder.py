@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher import world
 from lockstep.launcher.launch import launch_in_this_process
 from lockstep.record import recorder as recorder_module

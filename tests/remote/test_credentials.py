@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.remote.credentials import KEY_VARIABLE, make_key, read_key
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import lockstep as ls
-from lockstep.errors import LossError, RankError, UsageError
+from lockstep.kernel.errors import LossError, RankError, UsageError
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 import processes
-from lockstep.errors import RankError
+from lockstep.kernel.errors import RankError
 from lockstep.remote.future import Future
 from lockstep.remote.hang_recovery import COMMUNICATION, HangRecovery
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 import warm
-from lockstep.errors import RankError, RendezvousError
+from lockstep.kernel.errors import RankError, RendezvousError
 from lockstep.remote.credentials import KEY_VARIABLE, make_key
 from lockstep.transport.connection import requires_secret
 from lockstep.transport.listener import REPORT_INTERVAL

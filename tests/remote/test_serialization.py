@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.remote.objects import ObjectAddress, RemoteObject
 from lockstep.remote.serialization import deserialize, serialize
 

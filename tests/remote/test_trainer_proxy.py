@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.data.microbatch import ReplicaShare, on_one_host, split_batch
-from lockstep.errors import LayoutError, LossError, UsageError
+from lockstep.data.microbatch import split_batch
+from lockstep.kernel.errors import LayoutError, LossError, UsageError
+from lockstep.kernel.splitting import ReplicaShare, on_one_host
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 BLOCKS = [

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import lockstep as ls
 import processes
 import warm
-from lockstep.errors import RankError, UsageError
+from lockstep.kernel.errors import RankError, UsageError
 from lockstep.transport.connection import connect
 from lockstep.transport.credentials import Credentials, Identity, Role
 from lockstep.transport.frame import Frame, FrameSocket

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 
-from lockstep.errors import RankError
+from lockstep.kernel.errors import RankError
 from lockstep.replay.bisection import bisect_runs
 from lockstep.replay.bisection_report import (
     bisection_json,

@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints import complete
 from lockstep.checkpoint.writer import CheckpointWriter
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import describe_launch, write_description
 from lockstep.record.environment import describe_environment
 from lockstep.record.program import describe_data

@@ -3,7 +3,7 @@
 import pytest
 
 import records
-from lockstep.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.record.reader import read_run
 from lockstep.replay.record_difference import first_record_difference
 from lockstep.replay.recorded_run import (

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import warm
 from lockstep.check.layouts import Layout
 from lockstep.cli import cli
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.record.reader import read_run
 from lockstep.replay.program import find_base, find_obstacles, read_program

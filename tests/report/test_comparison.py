@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 import records
-from lockstep.errors import FileError
+from lockstep.kernel.errors import FileError
 from lockstep.record.reader import read_run
 from lockstep.report import comparison
 from lockstep.report.comparison import common_weights_file, compare_runs, first_weights_difference

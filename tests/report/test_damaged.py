@@ -10,7 +10,7 @@ from click.testing import CliRunner
 import records
 from checkpoints import draw_damage
 from lockstep.cli import cli
-from lockstep.errors import LockstepError
+from lockstep.kernel.errors import LockstepError
 from lockstep.record.reader import read_run
 from lockstep.replay.program import find_base, find_obstacles, read_program
 from lockstep.replay.recorded_run import export_fingerprints, read_recorded_run

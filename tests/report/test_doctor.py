@@ -11,7 +11,7 @@ import types
 import pytest
 
 import mpi_ranks
-from lockstep.errors import RankError
+from lockstep.kernel.errors import RankError
 from lockstep.native.binding import BindingError
 from lockstep.report import doctor
 from lockstep.report.checks import (

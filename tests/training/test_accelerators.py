@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import averaging
 import lockstep as ls
 import models
-from lockstep.data_parallel.gradient_norm import BLOCK
+from lockstep.kernel.norm import BLOCK
 from simulated import ranks as simulated
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)

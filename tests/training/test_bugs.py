@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.errors import DisagreementError, LayoutError, LossError, RankError, UsageError
+from lockstep.kernel.errors import DisagreementError, LayoutError, LossError, RankError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -528,7 +528,7 @@ def test_class_weights_with_soft_targets_and_with_a_label_out_of_range(ranks):
 
 
 def test_a_loss_made_by_partial_is_understood():
-    from lockstep.model.loss_weight import infer_weight_function, is_sum
+    from lockstep.kernel.loss_weights import infer_weight_function, is_sum
 
     assert is_sum(partial(F.cross_entropy, reduction="sum"))
     assert infer_weight_function(partial(F.cross_entropy, ignore_index=0)) is not None

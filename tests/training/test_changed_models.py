@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 import lockstep as ls
-from lockstep.errors import LayoutError, StateError, UsageError
+from lockstep.kernel.errors import LayoutError, StateError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 SHARED = {"storage": "shared"}

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.training.compatibility import (
     describe_sources,
     find_differences,

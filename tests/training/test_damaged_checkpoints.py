@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 from checkpoints import draw_damage, rewrite
 from lockstep.checkpoint.folder import count_steps, find_checkpoints
-from lockstep.errors import LockstepError
+from lockstep.kernel.errors import LockstepError
 
 ADAM = partial(torch.optim.Adam, lr=0.1)
 PROGRESS = {"stateful", "parameter_groups", "scheduler", "environment", "settings", "sources"}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
-from lockstep.errors import GradientError
+from lockstep.kernel.errors import GradientError
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

@@ -9,7 +9,7 @@ from torch.autograd import Variable
 from torch.nn import functional as F
 
 import lockstep as ls
-from lockstep.errors import RankError
+from lockstep.kernel.errors import RankError
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 STEPS = 4

@@ -16,7 +16,7 @@ import lockstep as ls
 import pytest_lockstep
 from lockstep.comm import backend
 from lockstep.comm.hosts.all_reduce import HostAllReduce
-from lockstep.errors import LayoutError
+from lockstep.kernel.errors import LayoutError
 from placed import join
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")

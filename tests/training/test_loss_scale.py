@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import lockstep as ls
-from lockstep.errors import DisagreementError, GradientError, UsageError
+from lockstep.kernel.errors import DisagreementError, GradientError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=1e-4, momentum=0.9)
 STEPS = 12

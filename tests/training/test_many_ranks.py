@@ -16,7 +16,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.comm import collectives
-from lockstep.errors import DisagreementError, LossError, RankError
+from lockstep.kernel.errors import DisagreementError, LossError, RankError
 from lockstep.record import rank_summary
 from lockstep.record.reader import read_run
 from lockstep.training import rank_status

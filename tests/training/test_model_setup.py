@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep as ls
-from lockstep.errors import DisagreementError, LayoutError, UsageError
+from lockstep.kernel.errors import DisagreementError, LayoutError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.errors import LayoutError, LossError, UsageError
+from lockstep.kernel.errors import LayoutError, LossError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STAGES: dict[str, Any] = {"pipeline": ls.PipelineConfig(stages=2, balance=[1, 1])}

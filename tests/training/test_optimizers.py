@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler as schedulers
 from torch.optim import optimizer as torch_optimizer
 
 import lockstep as ls
-from lockstep.errors import LayoutError, RankError, StateError, UsageError
+from lockstep.kernel.errors import LayoutError, RankError, StateError, UsageError
 from lockstep.training.optimizer_probe import (
     require_complete_state,
     require_separate,

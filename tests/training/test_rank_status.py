@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.comm import collectives
-from lockstep.comm.tree import total
-from lockstep.data.microbatch import split_evenly
+from lockstep.kernel.splitting import split_evenly
+from lockstep.kernel.tree import total
 from lockstep.model.buffers import BufferReport
 from lockstep.model.step_context import IGNORED_TARGETS, MicrobatchResult, StepLabel
 from lockstep.record.rank_summary import DETAILED_RANKS

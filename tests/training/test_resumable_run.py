@@ -23,7 +23,7 @@ import lockstep as ls
 from lockstep.checkpoint import writer as writer_module
 from lockstep.checkpoint.folder import find_checkpoints
 from lockstep.checkpoint.stop_request import StoppedOnRequest
-from lockstep.errors import LockstepError
+from lockstep.kernel.errors import LockstepError
 from lockstep.record.reader import read_run
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

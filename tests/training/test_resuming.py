@@ -26,7 +26,7 @@ from lockstep.checkpoint import writer as writer_module
 from lockstep.checkpoint.folder import find_checkpoints
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data_parallel.gradient_reducer import GradientReducer
-from lockstep.errors import RankError
+from lockstep.kernel.errors import RankError
 from lockstep.record.reader import read_run
 from lockstep.training import step as step_module
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import RandomSampler, TensorDataset
 
 import lockstep as ls
-from lockstep.errors import DatasetError
+from lockstep.kernel.errors import DatasetError
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 EPOCHS = 4

@@ -12,7 +12,7 @@ from torch import nn
 
 import lockstep as ls
 import warm
-from lockstep.errors import LossError, RankError
+from lockstep.kernel.errors import LossError, RankError
 from lockstep.record.reader import read_run
 from lockstep.training import run_end
 

@@ -8,7 +8,7 @@ import pytest
 from lockstep.checkpoint.folder import MANIFEST
 from lockstep.checkpoint.schedule import CheckpointConfig
 from lockstep.commands.runs import list_runs
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import (
     CHECKPOINTS,
     find_linked_runs,

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lockstep as ls
-from lockstep.errors import DisagreementError
+from lockstep.kernel.errors import DisagreementError
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 BAD = 99.0

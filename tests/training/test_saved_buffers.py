@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep as ls
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 ADAM = partial(torch.optim.Adam, lr=0.05)
 LAYOUTS = [

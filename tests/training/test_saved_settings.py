@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from processes import restoring_handlers
 
 ADAM = partial(torch.optim.Adam, lr=0.02)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lockstep.checkpoint.encoding import decode, encode
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.training.script_log import ScriptLog
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import lockstep as ls
-from lockstep.errors import DisagreementError, RankError, UsageError
+from lockstep.kernel.errors import DisagreementError, RankError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 

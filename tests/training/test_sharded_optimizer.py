@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 from lockstep.comm import backend as native
 from lockstep.comm.shared_memory import atomic_load
-from lockstep.errors import LayoutError, LossError, RankError, UsageError, WorkError
+from lockstep.kernel.errors import LayoutError, LossError, RankError, UsageError, WorkError
 from lockstep.training import step_log
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="not built")

@@ -9,7 +9,7 @@ from torch import nn
 import lockstep as ls
 import pytest_lockstep
 import reference
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 SIZES = [19, 16, 3, 19, 1]
 ROWS = 11

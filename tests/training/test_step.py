@@ -9,7 +9,8 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 from lockstep.comm import collectives
 from lockstep.comm.native_all_reduce import NativeAllReduce
-from lockstep.data_parallel import gradient_norm, gradient_places
+from lockstep.data_parallel import gradient_places
+from lockstep.kernel import norm as gradient_norm
 from lockstep.record.fingerprints import read_step_fingerprints
 
 INPUTS = torch.arange(28.0).reshape(7, 4).cos()

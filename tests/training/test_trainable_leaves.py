@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep as ls
-from lockstep.errors import StateError
+from lockstep.kernel.errors import StateError
 from lockstep.model.side_effects import GRAPHS_EVERY
 
 SGD = partial(torch.optim.SGD, lr=0.1)

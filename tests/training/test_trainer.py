@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import lockstep as ls
 from lockstep.check.layouts import Layout
 from lockstep.check.session import CheckSession
-from lockstep.errors import (
+from lockstep.kernel.errors import (
     DisagreementError,
     FileError,
     LayoutError,

@@ -8,7 +8,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.checksum import checksum
-from lockstep.errors import StateError, UsageError
+from lockstep.kernel.errors import StateError, UsageError
 from lockstep.model.fingerprint_file import (
     FOLDER,
     list_unit_fingerprints,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import lockstep as ls
-from lockstep.errors import DatasetError, DisagreementError
+from lockstep.kernel.errors import DatasetError, DisagreementError
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

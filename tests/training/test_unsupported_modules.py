@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 
 import lockstep as ls
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

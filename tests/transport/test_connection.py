@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from lockstep.errors import RendezvousError, UsageError
+from lockstep.kernel.errors import RendezvousError, UsageError
 from lockstep.launcher.listening_socket import listen
 from lockstep.transport import connection
 from lockstep.transport.connection import connect

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from lockstep.errors import RendezvousError, UsageError
+from lockstep.kernel.errors import RendezvousError, UsageError
 from lockstep.launcher.listening_socket import listen
 from lockstep.transport.frame import ForgedFrame
 from lockstep.transport.message_connection import MessageListener, connect_to

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from lockstep.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.transport.secret import create_secret_file, read_secret_file
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lockstep.comm.tree import Fold, Node, nodes_of, split
-from lockstep.data.microbatch import split_evenly
+from lockstep.kernel.splitting import split_evenly
+from lockstep.kernel.tree import Node, TreeAccumulator, nodes_of, split
 from lockstep.report.picture import Box, Line
 from tools.drawings.shapes import EDGE, INK, LEFT, MUTED, RANKS, RIGHT, SOFT, SUM, WASH, Card
 
@@ -91,7 +91,7 @@ def draw_tree() -> Card:
 
 def draw_binary_counter() -> Card:
     """Draw which partial sums a rank holds after each of 8 micro-batches."""
-    fold: Fold[str] = Fold(M, lambda left, right: f"({left}+{right})")
+    fold: TreeAccumulator[str] = TreeAccumulator(M, lambda left, right: f"({left}+{right})")
     row, top, left = 27, 62, 84
     picture = Card(top + M * row + 46, "The partial sums that one rank holds")
     picture.add_text(LEFT, 20, "Partial sums held after each micro-batch", 13, bold=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.data.microbatch import split_evenly
+from lockstep.kernel.splitting import split_evenly
 from lockstep.report.picture import Box
 from tools.drawings.shapes import EDGE, INK, LEFT, MUTED, RANKS, RIGHT, SOFT, SUM, WASH, Card
 

@@ -18,9 +18,9 @@ import numpy as np
 
 from lockstep.bench.collectives import COLLECTIVES
 from lockstep.bench.results import Result
-from lockstep.errors import UsageError
 from lockstep.files import write_output
 from lockstep.formatting import format_bytes, format_duration, format_size
+from lockstep.kernel.errors import UsageError
 from lockstep.report.chart import Axis, log_axis
 from lockstep.report.picture import Dot, Label, Line, Picture, Point, text_width
 

@@ -25,7 +25,7 @@ from typing import IO, Any, Protocol
 from lockstep.bench.worker import SOCKET, START_BARRIER, torch_main
 from lockstep.bench.workload import StartBarrier
 from lockstep.comm.mpi.library import is_installed
-from lockstep.errors import LockstepError, RankError, UsageError, WorkError
+from lockstep.kernel.errors import LockstepError, RankError, UsageError, WorkError
 from lockstep.launcher.launch import launch
 
 __all__ = ["MpiRunner", "Rendezvous", "Runner", "TorchRunner", "mpi_python"]

@@ -19,7 +19,7 @@ from lockstep.check.killer import Killer
 from lockstep.check.record_follower import RecordFollower, Report
 from lockstep.elastic.elastic_launch import launch_elastic
 from lockstep.elastic.rounds import Rounds
-from lockstep.errors import LockstepError, UsageError
+from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import RunFolder, launch_script, start_ranks
 from lockstep.launcher.supervisor import RankSupervisor

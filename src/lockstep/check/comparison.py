@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.check.difference import Difference, first_difference
 from lockstep.check.layouts import Layout, layouts
 from lockstep.check.runner import Run, run_layout
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.target import check_target
 
 __all__ = ["Comparison", "Verdict", "compare_layouts"]

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import orjson
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import find_linked_runs
 from lockstep.record.columns import as_dict
 from lockstep.record.recorder import RECORD_FILE

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lockstep.check.difference import RankFingerprint
 from lockstep.check.layouts import Layout
-from lockstep.errors import RankError
+from lockstep.kernel.errors import RankError
 from lockstep.launcher.fork_server import get_fork_server
 from lockstep.launcher.launch import launch, launch_in_this_process
 from lockstep.launcher.rank_process import run_code

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.check.layouts import Layout
-from lockstep.data.microbatch import split_evenly
+from lockstep.kernel.splitting import split_evenly
 from lockstep.model.blocks import find_block_names
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 from lockstep.model.fingerprinter import Fingerprinter

@@ -25,7 +25,7 @@ import torch
 
 from lockstep.checkpoint.schema import FRACTION
 from lockstep.checkpoint.tensor_file import DTYPES
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 __all__ = ["decode", "encode"]
 

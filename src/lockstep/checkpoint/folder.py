@@ -30,8 +30,8 @@ from safetensors import safe_open
 from lockstep.checkpoint.encoding import decode
 from lockstep.checkpoint.schema import MANIFEST_SCHEMA, STATE_SCHEMA, find_mismatch
 from lockstep.checkpoint.tensor_file import DTYPES, checksum_file
-from lockstep.errors import FileError, LockstepError, UsageError
 from lockstep.files import read_json, remove_tree
+from lockstep.kernel.errors import FileError, LockstepError, UsageError
 from lockstep.launcher.run_folder import CHECKPOINTS, RUNS
 
 __all__ = [

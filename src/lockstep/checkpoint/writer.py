@@ -30,7 +30,6 @@ from lockstep.checkpoint.folder import FORMAT, KINDS, MANIFEST, REST, name_part,
 from lockstep.checkpoint.tensor_file import write_tensors
 from lockstep.checksum import digest
 from lockstep.devices import is_accelerator, record_event
-from lockstep.errors import UsageError, WorkError
 from lockstep.files import (
     create_file,
     exchange_folders,
@@ -39,6 +38,7 @@ from lockstep.files import (
     replace_file,
     sync_folder,
 )
+from lockstep.kernel.errors import UsageError, WorkError
 from lockstep.messages import say
 
 __all__ = ["CheckpointWriter", "SavedCheckpoint"]

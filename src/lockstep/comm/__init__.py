@@ -1,1 +1,1 @@
-"""Communication between ranks: the reduction tree, reproducible all-reduce, shared memory."""
+"""Communication between ranks: reproducible all-reduce, shared memory."""

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from lockstep.comm import backend
 from lockstep.comm.activity import Waiting
 from lockstep.comm.message_tree import Packet, Receive, Send, run_along_tree
-from lockstep.errors import DisagreementError
+from lockstep.kernel.errors import DisagreementError
 
 __all__ = [
     "all_gather_bytes",

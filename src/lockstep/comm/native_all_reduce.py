@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from lockstep.comm import backend, native_module
 from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, slice_length
-from lockstep.comm.memory_format import in_memory_order
 from lockstep.comm.shared_memory import empty_shared
-from lockstep.comm.tree import Node
+from lockstep.kernel.norm import in_memory_order
+from lockstep.kernel.tree import Node
 
 __all__ = [
     "ABSENT",

@@ -6,11 +6,21 @@ import functools
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from types import CodeType, FrameType, ModuleType
+from typing import Any
 
 from lockstep.comm import activity
 
-__all__ = ["ArgumentError", "callers", "choose_again", "load", "reason_unavailable", "where"]
+__all__ = [
+    "ArgumentError",
+    "callers",
+    "choose_again",
+    "compute_norms",
+    "load",
+    "reason_unavailable",
+    "where",
+]
 
 MIN_FILE_SIZE = 1 << 30
 """The least usable limit of the size of files (ulimit -f), which applies to shared memory too, in
@@ -66,6 +76,14 @@ def reason_unavailable() -> str | None:
             "(ulimit -f)"
         )
     return None
+
+
+def compute_norms(vectors: Sequence[Any]) -> list[float] | None:
+    """Return the 2-norm of each tensor in a fifth of torch's time; None if torch has to do it."""
+    if reason_unavailable() is not None:
+        return None
+    norms: list[float] | None = load().compute_norms(vectors)
+    return norms
 
 
 def where(thread: int) -> str:

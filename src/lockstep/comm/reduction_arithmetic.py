@@ -8,7 +8,7 @@ import torch
 
 from lockstep.comm import native_module
 from lockstep.comm.hosts.reduction_plan import Term
-from lockstep.comm.tree import Node
+from lockstep.kernel.tree import Node
 
 __all__ = ["Reduction"]
 

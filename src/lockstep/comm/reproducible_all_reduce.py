@@ -37,7 +37,7 @@ from lockstep.comm.activity import Waiting
 from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, pieces, slice_length
 from lockstep.comm.collectives import all_gather_single, as_bytes, has_many_ranks
 from lockstep.comm.hosts.all_reduce import HostAllReduce
-from lockstep.comm.memory_format import in_format_of, in_layout_of, in_memory_order
+from lockstep.comm.memory_format import in_format_of, in_layout_of
 from lockstep.comm.native_all_reduce import (
     ABSENT,
     NEW,
@@ -46,7 +46,8 @@ from lockstep.comm.native_all_reduce import (
     is_supported,
     native_backend,
 )
-from lockstep.comm.tree import Node, total
+from lockstep.kernel.norm import in_memory_order
+from lockstep.kernel.tree import Node, total
 
 __all__ = [
     "ReproducibleAllReduce",

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import backend
-from lockstep.errors import LayoutError, WorkError
+from lockstep.kernel.errors import LayoutError, WorkError
 
 __all__ = [
     "HANDLE_LENGTH",

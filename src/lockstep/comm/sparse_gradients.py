@@ -23,8 +23,9 @@ from lockstep.comm.collectives import (
     all_gather_single,
     as_bytes,
 )
-from lockstep.comm.memory_format import in_layout_of, in_memory_order
-from lockstep.comm.tree import Node, total
+from lockstep.comm.memory_format import in_layout_of
+from lockstep.kernel.norm import in_memory_order
+from lockstep.kernel.tree import Node, total
 
 __all__ = ["add_sparse", "average_sparse_gradients", "sparse_weights", "sum_sparse_gradients"]
 

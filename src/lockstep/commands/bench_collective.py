@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.bench.collectives import COLLECTIVES, COPY, Collective
-from lockstep.errors import UsageError, WorkError
 from lockstep.files import write_output
 from lockstep.formatting import format_size, parse_size, parse_sizes, size_range
+from lockstep.kernel.errors import UsageError, WorkError
 from lockstep.messages import say
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from typing import Any
 import click
 
 from lockstep.commands.bench_collective import RANKS_HELP, parse_rank_counts
-from lockstep.errors import UsageError, WorkError
 from lockstep.files import write_output
+from lockstep.kernel.errors import UsageError, WorkError
 from lockstep.launcher.launch import launch
 from lockstep.record.environment import count_usable_cores, processor_name
 

@@ -12,7 +12,7 @@ import click
 
 from lockstep.commands.replay import ReplayProgress
 from lockstep.commands.report import find_run, save
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.messages import JSON_HELP, escape_control, say
 
 if TYPE_CHECKING:

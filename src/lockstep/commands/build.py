@@ -12,9 +12,9 @@ from types import FrameType
 
 import click
 
-from lockstep.errors import FileError, UsageError, WorkError
 from lockstep.files import remove_tree
 from lockstep.formatting import format_bytes, format_duration
+from lockstep.kernel.errors import FileError, UsageError, WorkError
 from lockstep.messages import say
 from lockstep.native.binding import BindingError, find_bindings
 from lockstep.native.binding_folder import (

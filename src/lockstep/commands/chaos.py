@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.errors import UsageError
 from lockstep.files import replace_file
 from lockstep.formatting import format_duration, format_quantity
+from lockstep.kernel.errors import UsageError
 from lockstep.messages import JSON_HELP, escape_control, say
 
 if TYPE_CHECKING:

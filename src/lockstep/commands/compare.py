@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.commands.report import find_run, format_of, open_in_browser, save
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.messages import JSON_HELP, escape_control
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from itertools import chain
 
 import click
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.messages import JSON_HELP
 from lockstep.report.checks import CheckResult, Requirements
 

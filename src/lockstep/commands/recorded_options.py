@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from lockstep.errors import UsageError
 from lockstep.files import replace_file
+from lockstep.kernel.errors import UsageError
 from lockstep.recipes.catalog import NAMES
 
 if TYPE_CHECKING:

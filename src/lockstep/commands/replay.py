@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.commands.report import find_run
-from lockstep.errors import LayoutError, UsageError
 from lockstep.formatting import format_duration
+from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.messages import JSON_HELP, discard_if_lost, escape_control, say
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.errors import FileError, UsageError
 from lockstep.files import make_folder, open_for_write, replace_file
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.messages import escape_control, say
 
 if TYPE_CHECKING:

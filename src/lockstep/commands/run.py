@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from lockstep.elastic.elastic_launch import launch_elastic
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.environment import SECRET_FILE, RankInfo, read_rank_info
 from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.launch_config import HOST_TIMEOUT, LaunchConfig

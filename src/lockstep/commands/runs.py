@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.errors import LockstepError, UsageError
+from lockstep.kernel.errors import LockstepError, UsageError
 
 if TYPE_CHECKING:
     from lockstep.report.summary import Summary

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from lockstep.elastic.scale_request import request_ranks
-from lockstep.errors import FileError, UsageError
 from lockstep.formatting import format_quantity
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.run_folder import RUNS, find_run, read_description
 from lockstep.messages import say
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from lockstep.commands.report import save
-from lockstep.errors import FileError, LayoutError, UsageError
 from lockstep.formatting import format_bytes, format_duration, format_number, format_percent
+from lockstep.kernel.errors import FileError, LayoutError, UsageError
 from lockstep.pipeline.schedules import NAMES
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from lockstep.commands.recorded_options import (
     store_options,
 )
 from lockstep.commands.training_summary import print_summary
-from lockstep.errors import FileError, LayoutError, UsageError
 from lockstep.files import replace_file
+from lockstep.kernel.errors import FileError, LayoutError, UsageError
 from lockstep.launcher.environment import read_rank_info
 from lockstep.launcher.rank_process import get_task
 from lockstep.messages import JSON_HELP, say

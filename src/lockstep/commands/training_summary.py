@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from lockstep.errors import FileError
 from lockstep.formatting import format_loss, format_quantity
+from lockstep.kernel.errors import FileError
 
 __all__ = ["print_summary"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.listening_socket import parse_endpoint
 
 __all__ = ["command"]

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from lockstep.errors import DisagreementError
+from lockstep.kernel.errors import DisagreementError
 
 __all__ = [
     "BatchIdentity",

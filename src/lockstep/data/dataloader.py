@@ -24,7 +24,7 @@ from torch.utils.data import (
 )
 
 from lockstep.data.samplers import sampler_chain
-from lockstep.errors import DatasetError, UsageError
+from lockstep.kernel.errors import DatasetError, UsageError
 
 __all__ = ["resolve_data"]
 

@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from lockstep.data.download import Progress, download
-from lockstep.errors import FileError
+from lockstep.kernel.errors import FileError
 
 __all__ = ["digits", "find_idx", "mnist", "read_idx", "read_images_and_labels"]
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import IO
 from urllib.error import HTTPError
 
-from lockstep.errors import FileError
 from lockstep.files import replace_file
+from lockstep.kernel.errors import FileError
 
 __all__ = ["Progress", "download"]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from lockstep.errors import DatasetError
+from lockstep.kernel.errors import DatasetError
 from lockstep.randomness import key
 
 __all__ = ["EpochOrder", "epoch_permutation", "hash_indices"]

@@ -21,7 +21,7 @@ from PIL import Image, UnidentifiedImageError
 
 from lockstep.data.epoch_order import epoch_permutation
 from lockstep.data.partition import partition_sizes
-from lockstep.errors import DatasetError
+from lockstep.kernel.errors import DatasetError
 
 __all__ = ["ImageFiles", "read_image_folder"]
 

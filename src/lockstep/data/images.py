@@ -22,7 +22,7 @@ from lockstep.data.image_transforms import (
     random_flip,
     upright_size,
 )
-from lockstep.errors import FileError
+from lockstep.kernel.errors import FileError
 from lockstep.randomness import key
 
 __all__ = ["ImageDataset", "ImageSource", "SyntheticImages"]

@@ -27,10 +27,10 @@ from lockstep.data.map_dataset import (
     LoadFailure,
     collate_samples,
 )
-from lockstep.data.microbatch import ReplicaShare
 from lockstep.data.repeatability import collate_and_check, describe_sample, select_positions
 from lockstep.data.worker_info import hidden_worker_info
-from lockstep.errors import DatasetError
+from lockstep.kernel.errors import DatasetError
+from lockstep.kernel.splitting import ReplicaShare
 from lockstep.randomness import key, seed_all
 
 __all__ = ["IterableSource"]

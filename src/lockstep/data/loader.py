@@ -38,14 +38,7 @@ from lockstep.data.map_dataset import (
     MapSource,
     TensorSource,
 )
-from lockstep.data.microbatch import (
-    Batch,
-    Hosts,
-    Microbatch,
-    ReplicaShare,
-    count_microbatches,
-    on_one_host,
-)
+from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.data.repeatability import count_samples, note_checked, was_checked
 from lockstep.data.samplers import (
     SamplerStates,
@@ -57,8 +50,9 @@ from lockstep.data.samplers import (
 )
 from lockstep.data.workers import Items, load_in_process, load_in_workers, load_isolated
 from lockstep.devices import find_accelerator
-from lockstep.errors import DatasetError
 from lockstep.formatting import format_quantity
+from lockstep.kernel.errors import DatasetError
+from lockstep.kernel.splitting import Hosts, ReplicaShare, count_microbatches, on_one_host
 from lockstep.randomness import key
 
 __all__ = ["Agree", "Batches"]

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from lockstep.data.epoch_order import EpochOrder
-from lockstep.data.microbatch import ReplicaShare, clone_tensors
+from lockstep.data.microbatch import clone_tensors
 from lockstep.data.repeatability import (
     COUNT,
     check_samples,
@@ -33,7 +33,8 @@ from lockstep.data.repeatability import (
     select_positions,
 )
 from lockstep.data.worker_info import hidden_worker_info
-from lockstep.errors import DatasetError, LockstepError, SampleError
+from lockstep.kernel.errors import DatasetError, LockstepError, SampleError
+from lockstep.kernel.splitting import ReplicaShare
 from lockstep.randomness import key, seed_all, seed_torch
 
 __all__ = [

@@ -1,21 +1,6 @@
-"""The split of a batch into M micro-batches, and of the micro-batches over the replicas.
+"""Batches and micro-batches as data: cut, copied, aligned and joined.
 
-    batch of B = 11 samples, M = 4      0 1 2 | 3 4 5 | 6 7 8 | 9 10
-    three replicas                      replica 0     | replica 1 | replica 2
-                                        m = 0, 1      | m = 2     | m = 3
-
-Both splits follow the same rule: parts are contiguous, their sizes differ by at most one, and
-larger parts come first. A batch of fewer than M samples has fewer micro-batches, none of which is
-empty.
-
-Micro-batches follow hosts: replicas on one host compute neighboring micro-batches, so that the host
-has whole subtrees of the tree and sends fewer sums to other hosts:
-
-    replicas 0, 2 on host A, 1, 3 on host B      replica 0 | replica 2 | replica 1 | replica 3
-    M = 8                                        m = 0, 1  | m = 2, 3  | m = 4, 5  | m = 6, 7
-
-Which replica computes a micro-batch changes no bit. The functions are pure and do not depend on
-processes.
+`lockstep.kernel.splitting` decides which samples are a micro-batch and which replica computes it.
 """
 
 from __future__ import annotations
@@ -24,7 +9,6 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -32,159 +16,22 @@ import numpy
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from lockstep.comm.tree import Node, nodes_of
 from lockstep.data.consistency import BatchIdentity
-from lockstep.errors import DatasetError, LayoutError, UsageError
+from lockstep.kernel.errors import DatasetError, UsageError
+from lockstep.kernel.splitting import ReplicaShare, count_microbatches, split_evenly
 
 __all__ = [
     "Batch",
-    "Hosts",
     "Microbatch",
-    "ReplicaShare",
     "align_tensors",
-    "assign_microbatches",
-    "assign_nodes",
     "clone_tensors",
-    "count_microbatches",
     "halve_samples",
     "join_samples",
     "map_tensors",
-    "on_one_host",
     "split_batch",
-    "split_evenly",
 ]
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
-
-
-def split_evenly(total: int, parts: int) -> list[range]:
-    """Split `range(total)` into `parts` contiguous ranges, the larger ones first.
-
-    Sizes differ by at most one; with `total < parts` the last ranges are empty.
-    """
-    if total < 0 or parts < 1:
-        raise ValueError(f"cannot split {total} items into {parts} parts")
-    small, larger = divmod(total, parts)
-    starts = [part * small + min(part, larger) for part in range(parts + 1)]
-    return [range(lo, hi) for lo, hi in pairwise(starts)]
-
-
-def count_microbatches(samples: int, microbatches: int) -> int:
-    """Return the number of non-empty micro-batches of a batch: the leaves of its tree."""
-    return min(samples, microbatches)
-
-
-Hosts = tuple[tuple[int, ...], ...]
-"""The replicas of each host."""
-
-
-def on_one_host(replicas: int) -> Hosts:
-    """Return the hosts of replicas that are all on one host."""
-    return (tuple(range(replicas)),)
-
-
-@lru_cache(maxsize=64)
-def assign_microbatches(leaves: int, hosts: Hosts) -> tuple[range, ...]:
-    """Assign `leaves` micro-batches to replicas; return the micro-batches of each replica.
-
-    Each host gets a contiguous range, and each of its replicas a part of it. The numbers of
-    micro-batches of any two replicas differ by at most one. Of all such ranges, those are chosen
-    that have the fewest nodes of the tree: one per host, where the numbers allow it.
-    """
-    replicas = sum(len(each) for each in hosts)
-    small, larger = divmod(leaves, replicas)
-    assigned = [range(0)] * replicas
-    start = 0
-    for ranks, extra in zip(hosts, _spread(leaves, small, larger, hosts), strict=True):
-        stop = start + len(ranks) * small + extra
-        for replica, span in zip(ranks, split_evenly(stop - start, len(ranks)), strict=True):
-            assigned[replica] = range(start + span.start, start + span.stop)
-        start = stop
-    return tuple(assigned)
-
-
-@lru_cache(maxsize=16)
-def assign_nodes(leaves: int, hosts: Hosts) -> Sequence[Sequence[Node]]:
-    """Return, for each replica, the nodes of the tree that cover its micro-batches.
-
-    The result is kept, because every step needs it and it is as long as the number of replicas.
-    """
-    return tuple(tuple(nodes_of(span, leaves)) for span in assign_microbatches(leaves, hosts))
-
-
-def _spread(leaves: int, small: int, larger: int, hosts: Hosts) -> list[int]:
-    """Return how many replicas of each host compute `small + 1` micro-batches, `larger` in total.
-
-    A dynamic program over the hosts. It considers cuts near the even ones only, so that its time is
-    linear in the number of hosts.
-    """
-    replicas, widest = sum(len(each) for each in hosts), max(len(each) for each in hosts)
-    if len(hosts) == 1 or not larger:
-        return [larger] + [0] * (len(hosts) - 1)
-    # For each number of larger replicas so far: nodes, distance from the even cuts, the choices.
-    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
-    before = 0
-    for ranks in hosts:
-        count = before + len(ranks)
-        even = larger * count // replicas
-        lowest = max(0, larger - (replicas - count), even - widest)
-        highest = min(larger, count, even + widest)
-        found: dict[int, tuple[int, int, list[int]]] = {}
-        for total in range(lowest, highest + 1):
-            for extra in range(len(ranks) + 1):
-                if total - extra not in best:
-                    continue
-                nodes, distance, chosen = best[total - extra]
-                span = range(before * small + total - extra, count * small + total)
-                cost = nodes + len(nodes_of(span, leaves))
-                option = (cost, distance + abs(total - even), [*chosen, extra])
-                found[total] = min(found.get(total, option), option)
-        best, before = found, count
-    return best[larger][2]
-
-
-@dataclass(frozen=True)
-class ReplicaShare:
-    """The micro-batches of one replica.
-
-    Attributes:
-        microbatches: The number of micro-batches of a batch.
-        hosts: The replicas of each host.
-        replica: The replica.
-    """
-
-    microbatches: int
-    hosts: Hosts
-    replica: int
-
-    def __post_init__(self) -> None:
-        """Raise LayoutError if the replica has no micro-batches, or does not exist."""
-        if not 0 <= self.replica < self.replicas:
-            raise LayoutError(f"replica {self.replica} of {self.replicas} does not exist")
-        if self.replicas > self.microbatches:
-            raise LayoutError(
-                f"{self.replicas} replicas cannot share {self.microbatches} micro-batches; "
-                f"use at least {self.replicas} micro-batches, or fewer replicas"
-            )
-
-    @property
-    def replicas(self) -> int:
-        """The number of replicas."""
-        return sum(len(each) for each in self.hosts)
-
-    def pieces(self, samples: int) -> tuple[tuple[int, range], ...]:
-        """Return (index, positions) of this replica's micro-batches in a batch of `samples`."""
-        return _pieces(samples, self)
-
-
-@lru_cache(maxsize=256)
-def _pieces(samples: int, share: ReplicaShare) -> tuple[tuple[int, range], ...]:
-    if samples == 0:
-        return ()
-    leaves = count_microbatches(samples, share.microbatches)
-    cuts = split_evenly(samples, leaves)
-    owned = assign_microbatches(leaves, share.hosts)[share.replica]
-    return tuple((index, cuts[index]) for index in owned)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lockstep.data.epoch_order import epoch_permutation
-from lockstep.errors import DatasetError
+from lockstep.kernel.errors import DatasetError
 
 __all__ = ["partition", "partition_sizes"]
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from lockstep.data.content_hash import hash_content, hash_sample
 from lockstep.data.generators import generator_state, private_generators
-from lockstep.errors import DatasetError
+from lockstep.kernel.errors import DatasetError
 
 __all__ = [
     "COUNT",

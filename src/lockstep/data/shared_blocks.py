@@ -34,7 +34,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from lockstep.data.iterable_dataset import IterableSource
 from lockstep.data.map_dataset import Item, LoadedBatch, LoadFailure, MapSource
 from lockstep.data.microbatch import ALIGNMENT
-from lockstep.errors import SampleError
+from lockstep.kernel.errors import SampleError
 
 __all__ = ["BlockReader", "BlockWriter", "SharedMapSource", "SharedStream", "remedy", "share"]
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from lockstep.data.map_dataset import Item
 from lockstep.data.microbatch import align_tensors, map_tensors
 from lockstep.data.shared_blocks import BlockReader, remedy, share
-from lockstep.errors import SampleError
+from lockstep.kernel.errors import SampleError
 from lockstep.messages import say
 from lockstep.randomness import isolated
 

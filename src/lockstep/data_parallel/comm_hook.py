@@ -17,9 +17,9 @@ import torch
 
 from lockstep.comm.activity import Waiting
 from lockstep.comm.bucket import Bucket, parts
-from lockstep.comm.memory_format import in_memory_order
 from lockstep.comm.shared_memory import empty_shared
-from lockstep.comm.tree import Node
+from lockstep.kernel.norm import in_memory_order
+from lockstep.kernel.tree import Node
 
 __all__ = ["CommHook", "CommHookReduction", "GradBucket"]
 

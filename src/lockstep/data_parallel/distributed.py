@@ -25,7 +25,7 @@ from lockstep.data_parallel.gradient_reducer import BUCKET_BYTES
 from lockstep.data_parallel.join import DDPJoinHook, exchange_iteration, find_last_joiner
 from lockstep.data_parallel.mean_reducer import MeanReducer
 from lockstep.data_parallel.state_prefix import hide_prefix
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.world import world
 from lockstep.model.agreement import broadcast_weights, require_same_settings
 from lockstep.model.description import describe_tensors

@@ -49,14 +49,14 @@ from lockstep.comm.reproducible_all_reduce import (
     reproducible_all_reduce,
 )
 from lockstep.comm.sparse_gradients import add_sparse, sum_sparse_gradients
-from lockstep.comm.tree import Fold, Node
-from lockstep.data.microbatch import Hosts, assign_nodes
 from lockstep.data_parallel.gradient_places import GradientPlaces, gets_place
 from lockstep.data_parallel.gradient_streams import GradientStreams
 from lockstep.data_parallel.readiness import GradientReadiness, GradientState
 from lockstep.data_parallel.shards import Shards
 from lockstep.devices import is_accelerator
-from lockstep.errors import GradientError, LayoutError
+from lockstep.kernel.errors import GradientError, LayoutError
+from lockstep.kernel.splitting import Hosts, assign_nodes
+from lockstep.kernel.tree import Node, TreeAccumulator
 
 __all__ = ["BUCKET_BYTES", "GradientReducer"]
 
@@ -106,7 +106,7 @@ class GradientReducer:
         self.sums: dict[int, torch.Tensor] = {}
         # This step: its micro-batches, this rank's partial sums, the nodes of every rank.
         self._leaves = 0
-        self._partial_sums: Fold[GradientList] | None = None
+        self._partial_sums: TreeAccumulator[GradientList] | None = None
         self._nodes_by_rank: Sequence[Sequence[Node]] = ()
         self._announce: Callable[[], object] | None = None
         # The micro-batch that is being accumulated: its left siblings in the tree, and the node and
@@ -168,7 +168,7 @@ class GradientReducer:
         """
         self.clear()
         self._leaves, self._announce = leaves, announce
-        self._partial_sums = Fold(leaves, add_lists)
+        self._partial_sums = TreeAccumulator(leaves, add_lists)
         self._nodes_by_rank = assign_nodes(leaves, hosts)
         if self._is_planned:
             self._prepare(self._expected)
@@ -215,7 +215,7 @@ class GradientReducer:
         """Begin to accumulate the gradients of `microbatch`, unless this has begun already."""
         if self._siblings is None:
             assert self._partial_sums is not None
-            self._siblings, self._node = self._partial_sums.meet(microbatch)
+            self._siblings, self._node = self._partial_sums.pop_left_siblings(microbatch)
             self._values = [None] * len(self._parameters)
 
     def _accumulate_together(self) -> bool:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
 from lockstep.comm.collectives import gather_unless_equal
-from lockstep.errors import DisagreementError
+from lockstep.kernel.errors import DisagreementError
 
 __all__ = ["DDPJoinHook", "Iteration", "exchange_iteration", "find_last_joiner"]
 

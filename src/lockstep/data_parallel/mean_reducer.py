@@ -33,7 +33,7 @@ from lockstep.comm.sparse_gradients import average_sparse_gradients
 from lockstep.data_parallel.comm_hook import CommHook, CommHookReduction
 from lockstep.data_parallel.gradient_streams import GradientStreams
 from lockstep.data_parallel.readiness import GradientReadiness, GradientState
-from lockstep.errors import GradientError
+from lockstep.kernel.errors import GradientError
 
 __all__ = ["MeanReducer"]
 

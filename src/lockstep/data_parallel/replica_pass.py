@@ -19,7 +19,6 @@ from torch import nn
 
 from lockstep.comm.reproducible_all_reduce import add_present
 from lockstep.comm.sparse_gradients import add_sparse
-from lockstep.comm.tree import Fold, Node, nodes_of, total
 from lockstep.data_parallel.device_threads import (
     Task,
     ThreadSettings,
@@ -35,7 +34,8 @@ from lockstep.data_parallel.unit_turns import (
     RandomOperators,
     UnitTurns,
 )
-from lockstep.errors import GradientError, StateError, UsageError
+from lockstep.kernel.errors import GradientError, StateError, UsageError
+from lockstep.kernel.tree import Node, TreeAccumulator, nodes_of, total
 from lockstep.model.buffers import Buffers
 from lockstep.model.units import Units, find_units
 from lockstep.randomness import (
@@ -240,7 +240,7 @@ class ReplicaPass:
         self, gradients: Sequence[torch.Tensor | None], keeps_graph: bool
     ) -> dict[Node, Gradients]:
         """Run backward on one thread per device; autograd alone would use one for all."""
-        folds: dict[ReplicaRun, Fold[Gradients]] = {}  # one per device, so per thread
+        folds: dict[ReplicaRun, TreeAccumulator[Gradients]] = {}  # one per device, so per thread
         for queue in self._queues:
             folds |= dict.fromkeys(queue, self._make_fold())
 
@@ -297,8 +297,8 @@ class ReplicaPass:
         self._drawing.is_known = True
         return self._fold_in_order()
 
-    def _make_fold(self) -> Fold[Gradients]:
-        return Fold(self._leaves, _add_gradients)
+    def _make_fold(self) -> TreeAccumulator[Gradients]:
+        return TreeAccumulator(self._leaves, _add_gradients)
 
     def _fold_in_order(self) -> dict[Node, Gradients]:
         nodes: dict[Node, Gradients] = {}

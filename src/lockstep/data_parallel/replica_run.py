@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lockstep.data_parallel.scatter import GatheredTensor, Part, list_tensors
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.model.batch_norm import explain_batch_norm
 from lockstep.model.buffers import Buffers
 from lockstep.model.forward import check_scalar, compute_loss

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from lockstep.comm.reproducible_all_reduce import add_present
-from lockstep.comm.tree import Node, total
 from lockstep.data.microbatch import map_tensors
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
+from lockstep.kernel.tree import Node, total
 
 __all__ = ["GatheredTensor", "Part", "count_samples", "list_tensors", "scatter"]
 

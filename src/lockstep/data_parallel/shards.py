@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 
 from lockstep.comm.bucket import Bucket, plan
-from lockstep.data_parallel.gradient_norm import BLOCK
+from lockstep.kernel.norm import BLOCK
 
 __all__ = ["PIECE", "Piece", "Shards", "find_cuts"]
 

@@ -18,13 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lockstep.data.microbatch import (
-    assign_microbatches,
-    count_microbatches,
-    map_tensors,
-    on_one_host,
-    split_evenly,
-)
+from lockstep.data.microbatch import map_tensors
 from lockstep.data_parallel.distributed import DistributedDataParallel
 from lockstep.data_parallel.replica import make_leaves, move_tensors, replicate
 from lockstep.data_parallel.replica_pass import ReplicaPass
@@ -33,18 +27,24 @@ from lockstep.data_parallel.scatter import Part, count_samples, list_tensors, sc
 from lockstep.data_parallel.state_prefix import hide_prefix
 from lockstep.data_parallel.unit_turns import DrawingUnits
 from lockstep.devices import count_devices, find_accelerator, is_accelerator
-from lockstep.errors import LayoutError, LossError, UsageError
 from lockstep.formatting import format_quantity
-from lockstep.model.blocks import find_block_names
-from lockstep.model.buffers import Buffers
-from lockstep.model.compilation import is_compiled
-from lockstep.model.loss_weight import (
+from lockstep.kernel.errors import LayoutError, LossError, UsageError
+from lockstep.kernel.loss_weights import (
     WeightFunction,
     compute_shares,
     infer_weight_function,
     is_sum,
     loss_name,
 )
+from lockstep.kernel.splitting import (
+    assign_microbatches,
+    count_microbatches,
+    on_one_host,
+    split_evenly,
+)
+from lockstep.model.blocks import find_block_names
+from lockstep.model.buffers import Buffers
+from lockstep.model.compilation import is_compiled
 
 __all__ = ["DataParallel"]
 

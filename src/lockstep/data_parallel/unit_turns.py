@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.devices import default_generator
-from lockstep.errors import StateError
+from lockstep.kernel.errors import StateError
 from lockstep.model.units import is_in_backward
 from lockstep.randomness import seed_torch, set_state_of_torch, state_of_others, state_of_torch
 

@@ -17,7 +17,7 @@ from lockstep.elastic.host_connection import PURPOSE
 from lockstep.elastic.host_plan import RankPlace
 from lockstep.elastic.host_supervisor import HostSupervisor
 from lockstep.elastic.rounds import Rounds
-from lockstep.errors import LockstepError
+from lockstep.kernel.errors import LockstepError
 from lockstep.launcher.environment import SECRET_FILE
 from lockstep.launcher.failure_attribution import STOPPED
 from lockstep.launcher.launch_config import LaunchConfig

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from lockstep.elastic.host_connection import PURPOSE, ConnectionLost, HostConnection
 from lockstep.elastic.host_messages import TO_AGENT, is_well_formed
 from lockstep.elastic.last_state import LastState
-from lockstep.errors import RankError, RendezvousError, UsageError
+from lockstep.kernel.errors import RankError, RendezvousError, UsageError
 from lockstep.launcher.channel import Channel, Message
 from lockstep.launcher.failure_attribution import STOPPED, signal_name
 from lockstep.launcher.hang_monitor import HangPolicy

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from lockstep.elastic.host_connection import ConnectionLost, HostConnection
 from lockstep.elastic.host_messages import FROM_AGENT, FROM_MEMBER, is_well_formed
-from lockstep.errors import RankError, RendezvousError
 from lockstep.formatting import format_numbered
+from lockstep.kernel.errors import RankError, RendezvousError
 from lockstep.launcher.channel import Channel, Message
 from lockstep.launcher.failure_attribution import Outcome
 from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy

@@ -51,7 +51,7 @@ from lockstep.comm.backend import refuse_calls
 from lockstep.comm.collectives import gather_unless_equal
 from lockstep.elastic.launcher_inbox import LauncherInbox
 from lockstep.elastic.round_origin import find_round_origin
-from lockstep.errors import RendezvousError, WorkError
+from lockstep.kernel.errors import RendezvousError, WorkError
 from lockstep.launcher.channel import Message
 from lockstep.launcher.environment import ELASTIC, JOIN, MEMBER, is_elastic_on_hosts
 from lockstep.launcher.failure_attribution import is_lost_peer

@@ -62,8 +62,8 @@ from lockstep.elastic.round_plan import (
 )
 from lockstep.elastic.running_hand_over import RunningHandOver
 from lockstep.elastic.scale_request import take_request
-from lockstep.errors import RankError, UsageError
 from lockstep.formatting import format_numbered, format_quantity
+from lockstep.kernel.errors import RankError, UsageError
 from lockstep.launcher.channel import Message
 from lockstep.launcher.environment import ELASTIC, JOIN, MEMBER, RankEnvironment
 from lockstep.launcher.failure_attribution import Outcome, describe_end, is_consequence

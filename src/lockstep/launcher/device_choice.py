@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.devices import count_devices, find_accelerator, is_accelerator
-from lockstep.errors import UsageError
 from lockstep.formatting import format_quantity
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.environment import RankInfo
 
 __all__ = [

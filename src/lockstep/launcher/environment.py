@@ -29,7 +29,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lockstep.errors import LaunchEnvironmentError
+from lockstep.kernel.errors import LaunchEnvironmentError
 from lockstep.launcher import master_address
 from lockstep.launcher.listening_socket import strip_brackets
 

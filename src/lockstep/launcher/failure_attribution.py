@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import LostError, RankError, StoppedError
 from lockstep.formatting import format_numbered
+from lockstep.kernel.errors import LostError, RankError, StoppedError
 from lockstep.launcher.tracebacks import BACKEND_ERRORS
 
 __all__ = [

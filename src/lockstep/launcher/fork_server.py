@@ -18,7 +18,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.channel import Channel, open_pair
 
 __all__ = [

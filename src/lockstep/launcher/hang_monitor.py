@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Protocol
 
 from lockstep.comm.activity import Activity
-from lockstep.errors import RankError
 from lockstep.files import replace_file
 from lockstep.formatting import format_duration, format_numbered
+from lockstep.kernel.errors import RankError
 from lockstep.launcher.failure_attribution import Outcome
 from lockstep.launcher.stacks import (
     describe_location,

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from lockstep.errors import LaunchEnvironmentError
+from lockstep.kernel.errors import LaunchEnvironmentError
 
 __all__ = ["expand_host_list"]
 

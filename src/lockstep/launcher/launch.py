@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Literal, TypeVar, overload
 
-from lockstep.errors import RankError, UsageError
 from lockstep.formatting import format_numbered
+from lockstep.kernel.errors import RankError, UsageError
 from lockstep.launcher.channel import Message, write_memfd
 from lockstep.launcher.environment import OF_ELASTIC, RankEnvironment, read_rank_info
 from lockstep.launcher.failure_attribution import STOPPED

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.listening_socket import LOOPBACK
 from lockstep.launcher.run_folder import RUNS

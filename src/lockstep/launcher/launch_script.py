@@ -22,8 +22,8 @@ from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
-from lockstep.errors import FileError, LockstepError, RankError
 from lockstep.formatting import format_numbered
+from lockstep.kernel.errors import FileError, LockstepError, RankError
 from lockstep.launcher.channel import Channel, Message
 from lockstep.launcher.environment import OF_ELASTIC, RankEnvironment
 from lockstep.launcher.failure_attribution import (

@@ -13,7 +13,7 @@ import ipaddress
 import re
 import socket
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 __all__ = [
     "DEFAULT_PORT",

@@ -27,8 +27,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.errors import RendezvousError
 from lockstep.files import FOLDER_MODE, create_file
+from lockstep.kernel.errors import RendezvousError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

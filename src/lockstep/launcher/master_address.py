@@ -19,7 +19,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 
-from lockstep.errors import LaunchEnvironmentError
+from lockstep.kernel.errors import LaunchEnvironmentError
 from lockstep.launcher.host_list import expand_host_list
 from lockstep.launcher.listening_socket import DEFAULT_PORT, parse_endpoint, strip_brackets
 

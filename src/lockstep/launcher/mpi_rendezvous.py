@@ -200,7 +200,7 @@ def _connect(rank_info: RankInfo, served: list[Any], deadline: float) -> Met:
     """Connect to the store that rank 0 serves, at the first of its addresses that answers."""
     import dataclasses
 
-    from lockstep.errors import LockstepError
+    from lockstep.kernel.errors import LockstepError
     from lockstep.launcher.secret_store import SecretStore
 
     secret, port, *addresses = served
@@ -242,6 +242,6 @@ def _finish(mpi: Any, request: Any, deadline: float, who: str) -> None:
 
 
 def _error(rank: int, reason: str) -> Exception:
-    from lockstep.errors import RendezvousError
+    from lockstep.kernel.errors import RendezvousError
 
     return RendezvousError(f"rank {rank}: {reason}")

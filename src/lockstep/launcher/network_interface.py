@@ -30,7 +30,7 @@ from pathlib import Path
 import psutil
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lockstep.errors import RendezvousError
+from lockstep.kernel.errors import RendezvousError
 from lockstep.launcher.environment import RankInfo
 from lockstep.launcher.listening_socket import (
     LOOPBACK,

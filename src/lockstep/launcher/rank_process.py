@@ -39,7 +39,7 @@ from types import CodeType, FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from lockstep.comm import activity, native_module
-from lockstep.errors import LockstepError
+from lockstep.kernel.errors import LockstepError
 from lockstep.launcher.channel import Channel, Message, open_channel, read_memfd, write_memfd
 from lockstep.launcher.hang_monitor import describe_state, take_snapshot
 from lockstep.launcher.stacks import STACK_SIGNAL

@@ -35,7 +35,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from lockstep.errors import LockstepError, RendezvousError
+from lockstep.kernel.errors import LockstepError, RendezvousError
 from lockstep.launcher import rendezvous_check
 from lockstep.launcher.environment import (
     ELASTIC,

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
-from lockstep.errors import LaunchEnvironmentError, RendezvousError
+from lockstep.kernel.errors import LaunchEnvironmentError, RendezvousError
 from lockstep.launcher.environment import RankInfo, is_elastic_on_hosts
 from lockstep.launcher.late_ranks import NoteTimer, advise, describe_ranks, format_start
 from lockstep.launcher.listening_socket import is_loopback

@@ -33,8 +33,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import FileError, UsageError
 from lockstep.files import make_folder, open_or_create, replace_file
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.environment import LAUNCHER, read_rank_info
 from lockstep.launcher.failure_attribution import read_stat
 from lockstep.redaction import redact

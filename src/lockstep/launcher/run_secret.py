@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.environment import SECRET_FILE
 from lockstep.transport.secret import create_secret_file, parse_secret, read_secret_file
 

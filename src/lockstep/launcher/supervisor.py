@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from lockstep.errors import RankError
 from lockstep.formatting import format_numbered
+from lockstep.kernel.errors import RankError
 from lockstep.launcher.channel import Channel, Message, open_pair, read_memfd
 from lockstep.launcher.failure_attribution import (
     Outcome,

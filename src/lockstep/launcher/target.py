@@ -8,7 +8,7 @@ import sys
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 __all__ = ["check_target", "check_working_directory", "find_source"]
 

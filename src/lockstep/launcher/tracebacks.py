@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
-from lockstep.errors import LockstepError
+from lockstep.kernel.errors import LockstepError
 from lockstep.launcher.stacks import PACKAGE, is_user_code
 
 __all__ = [

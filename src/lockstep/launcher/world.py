@@ -26,7 +26,7 @@ from lockstep.comm import backend as comm
 from lockstep.comm.hosts.compression import check_compression
 from lockstep.comm.hosts.identity import declare_world
 from lockstep.comm.mpi import backend as mpi_backend
-from lockstep.errors import RendezvousError, UsageError
+from lockstep.kernel.errors import RendezvousError, UsageError
 from lockstep.launcher import mpi_rendezvous, rendezvous
 from lockstep.launcher.backend_choice import BackendChoice, choose_backend
 from lockstep.launcher.device_choice import (

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from lockstep.errors import LayoutError, UsageError
+from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.model.buffers import Buffers
 from lockstep.model.compilation import is_compiled, is_compiled_in_place
 from lockstep.randomness import isolated, remembered

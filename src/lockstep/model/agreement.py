@@ -23,7 +23,7 @@ from lockstep.comm.collectives import (
     gather_unless_equal,
     send_tensors,
 )
-from lockstep.errors import DisagreementError, UsageError
+from lockstep.kernel.errors import DisagreementError, UsageError
 from lockstep.model.deferred_init import materialize, named_tensors
 from lockstep.model.description import find_difference
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.data.microbatch import Batch
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.model.compilation import is_compiled
 
 __all__ = [

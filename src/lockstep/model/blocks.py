@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.errors import LayoutError
+from lockstep.kernel.errors import LayoutError
 from lockstep.model.compilation import check_blocks_of, is_compiled
 
 __all__ = ["BlockSequence", "Blocks", "find_block_names", "is_sequence"]

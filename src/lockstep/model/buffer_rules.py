@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 __all__ = ["ATTRIBUTE", "check_buffer_rules", "describe_buffer_rules", "find_rule"]
 

@@ -40,8 +40,8 @@ from lockstep.comm.reproducible_all_reduce import (
     add_lists,
     reproducible_all_reduce,
 )
-from lockstep.comm.tree import Fold, Node
-from lockstep.errors import BufferMismatchError
+from lockstep.kernel.errors import BufferMismatchError
+from lockstep.kernel.tree import Node, TreeAccumulator
 from lockstep.model.buffer_rules import ATTRIBUTE, find_rule
 from lockstep.model.deferred_init import make_released
 
@@ -471,7 +471,7 @@ class Buffers:
             return
         slots = [self._slots[number].tensor for number in folded]
         dtypes = [_get_accumulation_dtype(tensor.dtype) for tensor in slots]
-        fold: Fold[list[torch.Tensor | None]] = Fold(leaves, add_lists)
+        fold: TreeAccumulator[list[torch.Tensor | None]] = TreeAccumulator(leaves, add_lists)
         rank = dist.get_rank(group) if len(holders) > 1 else 0
         for lo, hi in holders[rank]:
             for leaf in range(lo, hi):

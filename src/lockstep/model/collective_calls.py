@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.model.call_site import LOCKSTEP, TORCH, describe_line, is_user_code
 from lockstep.model.units import is_in_backward
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.errors import LayoutError, UsageError
+from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.model.description import describe_value
 
 __all__ = [

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.model.blocks import BlockSequence
 from lockstep.randomness import isolated, key, seed_all
 

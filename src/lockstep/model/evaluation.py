@@ -14,11 +14,11 @@ from torch import nn
 from lockstep.comm.collectives import all_reduce_messages
 from lockstep.comm.exact_sum import ExactSum, add_exactly
 from lockstep.data.microbatch import Batch, Microbatch
-from lockstep.errors import LossError, StoppedError, UsageError
+from lockstep.kernel.errors import LossError, StoppedError, UsageError
+from lockstep.kernel.loss_weights import is_sum
 from lockstep.model.buffers import Buffers
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.forward import Metric, check_scalar, forward
-from lockstep.model.loss_weight import is_sum
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.static_shapes import static_shapes
 from lockstep.model.units import Units, find_units

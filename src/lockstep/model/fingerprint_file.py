@@ -24,8 +24,8 @@ from typing import Any, Generic, TypeVar
 
 import orjson
 
-from lockstep.errors import FileError, UsageError
 from lockstep.files import make_folder, open_or_create
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.model.fingerprint import Call, StepFingerprint
 from lockstep.record.columns import as_float
 from lockstep.record.reader import read_ends

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import LockstepError, LossError, UsageError
+from lockstep.kernel.errors import LockstepError, LossError, UsageError
+from lockstep.kernel.loss_weights import loss_name
 from lockstep.model.batch_norm import explain_batch_norm
-from lockstep.model.loss_weight import loss_name
 from lockstep.model.static_shapes import TOO_MANY_SHAPES, is_limit_error
 
 __all__ = [

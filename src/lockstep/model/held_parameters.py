@@ -26,7 +26,7 @@ import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.comm.memory_format import is_dense
+from lockstep.kernel.norm import is_dense
 
 __all__ = ["HeldParameters", "explain_write"]
 

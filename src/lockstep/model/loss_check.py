@@ -29,15 +29,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lockstep.data.microbatch import (
-    Microbatch,
-    halve_samples,
-    join_samples,
-    map_tensors,
-    split_evenly,
-)
+from lockstep.data.microbatch import Microbatch, halve_samples, join_samples, map_tensors
+from lockstep.kernel.loss_weights import is_sum, loss_name
+from lockstep.kernel.splitting import split_evenly
 from lockstep.model.forward import compute_loss, split_targets
-from lockstep.model.loss_weight import is_sum, loss_name
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.randomness import isolated, state_of_others, state_of_torch
 

@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 __all__ = ["allocate_repeated", "find_overlaps", "find_parameter_overlaps", "find_views"]
 

@@ -16,20 +16,14 @@ from torch.nn.utils.rnn import PackedSequence
 from lockstep.comm import backend
 from lockstep.data.consistency import BatchIdentity
 from lockstep.data.content_hash import hash_content
-from lockstep.data.microbatch import (
-    Batch,
-    Hosts,
-    ReplicaShare,
-    map_tensors,
-    on_one_host,
-    split_batch,
-)
-from lockstep.errors import LayoutError, UsageError
+from lockstep.data.microbatch import Batch, map_tensors, split_batch
+from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.kernel.loss_scale import LossScale
+from lockstep.kernel.loss_weights import WeightFunction, infer_weight_function
+from lockstep.kernel.splitting import Hosts, ReplicaShare, on_one_host
 from lockstep.launcher.world import World
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.collective_calls import wrap_collective_calls
-from lockstep.model.loss_scale import LossScale
-from lockstep.model.loss_weight import WeightFunction, infer_weight_function
 
 __all__ = ["ParallelContext"]
 

@@ -39,7 +39,7 @@ from torch import nn
 from lockstep.checksum import checksum
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.generators import generator_state, is_private_generator
-from lockstep.errors import DisagreementError
+from lockstep.kernel.errors import DisagreementError
 from lockstep.model.held_parameters import HeldParameters, explain_write
 
 __all__ = ["SideEffects", "require_same_weights"]

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from lockstep.comm.activity import publish, read_own_activity
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.model.compilation import count_compiled
 
 __all__ = ["TOO_MANY_SHAPES", "is_limit_error", "static_shapes"]

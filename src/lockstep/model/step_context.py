@@ -36,12 +36,13 @@ from lockstep.comm.collectives import (
     has_many_ranks,
 )
 from lockstep.data.consistency import require_same_batch
-from lockstep.data.microbatch import Batch, Microbatch, split_evenly
-from lockstep.errors import LossError
+from lockstep.data.microbatch import Batch, Microbatch
+from lockstep.kernel.errors import LossError
+from lockstep.kernel.loss_weights import compute_shares, count_ignored_targets, is_sum
+from lockstep.kernel.splitting import split_evenly
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.forward import check_scalar
 from lockstep.model.loss_check import LossCheck, is_due
-from lockstep.model.loss_weight import compute_shares, count_ignored_targets, is_sum
 from lockstep.model.operator_call import Phase
 from lockstep.model.parallel_context import NOTHING, ParallelContext
 

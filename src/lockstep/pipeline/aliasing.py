@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.model.memory_overlap import find_overlaps
 from lockstep.pipeline.boundary import Aliases, Structure, get_aliases
 

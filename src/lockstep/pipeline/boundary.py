@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import LayoutError
+from lockstep.kernel.errors import LayoutError
 
 __all__ = [
     "Aliases",

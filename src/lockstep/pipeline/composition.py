@@ -31,7 +31,7 @@ from torch._C._dynamo.guards import GlobalStateGuard
 from torch.nn.modules import module as module_hooks
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from lockstep.errors import LayoutError
+from lockstep.kernel.errors import LayoutError
 from lockstep.model.blocks import BlockSequence, is_sequence
 from lockstep.model.call_site import find_source
 from lockstep.pipeline.python_state import find_python_state

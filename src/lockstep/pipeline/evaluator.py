@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.data.microbatch import Batch, Microbatch
-from lockstep.errors import LostError, StoppedError
+from lockstep.kernel.errors import LostError, StoppedError
 from lockstep.model.buffers import Buffers
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.evaluation import (

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from lockstep.errors import LossError, UsageError
+from lockstep.kernel.errors import LossError, UsageError
 from lockstep.model.deferred_init import Released
 from lockstep.model.forward import call_model
 from lockstep.pipeline.aliasing import ReceivedTensors, find_overlapping

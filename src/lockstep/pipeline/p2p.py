@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from lockstep.comm.activity import Waiting
-from lockstep.errors import LostError, StoppedError, WorkError
+from lockstep.kernel.errors import LostError, StoppedError, WorkError
 from lockstep.pipeline.boundary import (
     Structure,
     TensorMeta,

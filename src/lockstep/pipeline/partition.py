@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.errors import LayoutError
+from lockstep.kernel.errors import LayoutError
 
 __all__ = ["Partition"]
 

@@ -23,7 +23,7 @@ from torch import nn
 
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import LayoutError
+from lockstep.kernel.errors import LayoutError
 from lockstep.model.activation_checkpointing import check_blocks
 from lockstep.model.blocks import Blocks, is_sequence
 from lockstep.model.compilation import is_compiled

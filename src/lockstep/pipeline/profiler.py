@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from lockstep.data.microbatch import map_tensors
-from lockstep.errors import LayoutError
+from lockstep.kernel.errors import LayoutError
 from lockstep.model.batch_norm import freeze_batch_norm
 from lockstep.model.buffers import Buffers
 from lockstep.model.forward import call_model

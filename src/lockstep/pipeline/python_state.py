@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from lockstep.data.generators import generator_state, is_private_generator
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.model.side_effects import MACHINERY
 
 __all__ = ["Assigned", "PythonState", "find_python_state", "find_python_states"]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lockstep.data.microbatch import Microbatch
-from lockstep.errors import LayoutError, LostError, StoppedError
+from lockstep.kernel.errors import LayoutError, LostError, StoppedError
 from lockstep.model.buffers import Buffers
 from lockstep.model.forward import Metric, compute_loss, extract_loss, split_targets
 from lockstep.model.step_context import ComputedMicrobatch, Span, StepContext

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from lockstep.errors import LayoutError
+from lockstep.kernel.errors import LayoutError
 from lockstep.pipeline.schedules import Schedule, build_schedule
 from lockstep.pipeline.simulation import Costs, Simulation, group_costs, simulate
 

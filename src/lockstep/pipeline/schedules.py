@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from lockstep.errors import LayoutError
+from lockstep.kernel.errors import LayoutError
 
 __all__ = [
     "NAMES",

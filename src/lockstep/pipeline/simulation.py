@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import get_args
 
-from lockstep.errors import LayoutError
+from lockstep.kernel.errors import LayoutError
 from lockstep.pipeline.schedules import (
     Action,
     Kind,

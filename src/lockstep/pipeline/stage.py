@@ -23,7 +23,7 @@ from torch import nn
 
 from lockstep.data.microbatch import Microbatch, map_tensors
 from lockstep.data_parallel.gradient_reducer import GradientReducer
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.buffers import Buffers, PausedBuffers
 from lockstep.model.forward import split_targets

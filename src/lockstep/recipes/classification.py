@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lockstep.checkpoint.schedule import CheckpointConfig
-from lockstep.errors import FileError
+from lockstep.kernel.errors import FileError
 from lockstep.launcher.world import init
 from lockstep.launcher.world import world as current_world
 from lockstep.model.evaluation import Evaluation

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lockstep.checkpoint.folder import read_checkpoint, verify
-from lockstep.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError, UsageError
 
 __all__ = ["load_weights", "read_weights"]
 

@@ -36,8 +36,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep.errors import UsageError
 from lockstep.files import replace_file
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import RUN, is_resuming
 from lockstep.messages import say
 

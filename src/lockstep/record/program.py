@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.rank_process import get_launch_number, get_task
 from lockstep.launcher.run_folder import find_launch_folder, read_description
 from lockstep.launcher.stacks import INSTALLED

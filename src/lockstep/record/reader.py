@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import orjson
 
-from lockstep.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.messages import escape_control
 from lockstep.record.columns import (
     Line,

@@ -34,8 +34,8 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from lockstep.errors import FileError, UsageError
 from lockstep.files import create_file, make_folder
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.launch import calls_in_this_process
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import say

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.failure_attribution import Outcome
 from lockstep.remote.future import Future, Wait
 from lockstep.remote.objects import ObjectAddress, RemoteObject, TokenCounter

@@ -13,7 +13,7 @@ import os
 import secrets
 from pathlib import Path
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.transport.secret import (
     SECRET_SIZE,
     create_secret_file,

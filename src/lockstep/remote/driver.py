@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.launch import calls_in_this_process
 from lockstep.launcher.listening_socket import LOOPBACK, parse_endpoint
 from lockstep.launcher.target import check_working_directory

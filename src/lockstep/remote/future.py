@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from lockstep.errors import LockstepError, RankError
+from lockstep.kernel.errors import LockstepError, RankError
 from lockstep.launcher.failure_attribution import Outcome, is_consequence, make_rank_error
 
 __all__ = ["SETTLE", "Future", "gather"]

@@ -19,7 +19,7 @@ import time
 from functools import partial
 from typing import Any
 
-from lockstep.errors import RendezvousError, UsageError
+from lockstep.kernel.errors import RendezvousError, UsageError
 from lockstep.launcher.channel import write_memfd
 from lockstep.launcher.failure_attribution import describe_end
 from lockstep.launcher.fork_server import get_fork_server

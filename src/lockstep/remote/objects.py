@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.remote.future import Future
 
 __all__ = ["ObjectAddress", "ObjectStore", "RemoteMethod", "RemoteObject", "TokenCounter"]

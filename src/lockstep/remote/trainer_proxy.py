@@ -16,12 +16,13 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
-from lockstep.data.microbatch import Batch, Hosts, ReplicaShare, split_batch
-from lockstep.errors import UsageError
+from lockstep.data.microbatch import Batch, split_batch
+from lockstep.kernel.errors import UsageError
+from lockstep.kernel.loss_weights import infer_weight_function
+from lockstep.kernel.splitting import Hosts, ReplicaShare
 from lockstep.launcher.world import rank, world
 from lockstep.model.deferred_init import Blocks, materialize_block
 from lockstep.model.evaluation import Evaluation
-from lockstep.model.loss_weight import infer_weight_function
 from lockstep.remote.objects import RemoteObject
 from lockstep.remote.worker_pool import WorkerPool
 from lockstep.training.history import EpochResult, StepResult

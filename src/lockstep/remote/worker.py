@@ -30,7 +30,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from lockstep.errors import LockstepError, RankError
+from lockstep.kernel.errors import LockstepError, RankError
 from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.rank_process import describe_error
 from lockstep.launcher.run_secret import give_secret

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from lockstep.errors import LockstepError, RankError, RendezvousError, UsageError
+from lockstep.kernel.errors import LockstepError, RankError, RendezvousError, UsageError
 from lockstep.launcher.environment import RankEnvironment
 from lockstep.launcher.failure_attribution import describe_end
 from lockstep.launcher.fork_server import get_fork_server

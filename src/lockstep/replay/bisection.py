@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.errors import LockstepError
+from lockstep.kernel.errors import LockstepError
 from lockstep.model.fingerprint import StepFingerprint
 from lockstep.replay.element_difference import ElementDifference, first_element_difference
 from lockstep.replay.finding import (

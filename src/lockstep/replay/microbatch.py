@@ -31,8 +31,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.checkpoint.tensor_file import DTYPES, write_tensors
 from lockstep.data.microbatch import Batch
-from lockstep.errors import UsageError
 from lockstep.files import create_file, make_folder
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.stacks import is_user_code
 from lockstep.messages import say
 from lockstep.model.deferred_init import named_tensors

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.folder import MANIFEST, find_checkpoints, verify
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import CHECKPOINTS, read_description
 from lockstep.record.columns import as_dict, as_float
 from lockstep.record.environment import describe_environment

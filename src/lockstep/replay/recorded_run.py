@@ -19,8 +19,8 @@ from typing import Any
 
 import orjson
 
-from lockstep.errors import FileError, UsageError
 from lockstep.formatting import format_quantity
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.model.fingerprint import StepFingerprint
 from lockstep.model.fingerprint_file import (
     decode_fingerprint,

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from lockstep.check.runner import describe_failure, is_refusal, redirect_output
-from lockstep.errors import RankError
+from lockstep.kernel.errors import RankError
 from lockstep.launcher.fork_server import get_fork_server
 from lockstep.launcher.launch import launch, launch_in_this_process
 from lockstep.launcher.rank_process import run_code

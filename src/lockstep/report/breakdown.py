@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.comm.tree import nodes_of
 from lockstep.formatting import (
     format_bytes,
     format_duration,
@@ -21,6 +20,7 @@ from lockstep.formatting import (
     format_number,
     format_percent,
 )
+from lockstep.kernel.tree import nodes_of
 from lockstep.record.columns import Column, as_dict
 from lockstep.record.reader import Run
 from lockstep.record.recorder import TIME_CATEGORIES

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from lockstep.errors import FileError
 from lockstep.formatting import (
     format_duration,
     format_loss,
@@ -28,6 +27,7 @@ from lockstep.formatting import (
     format_number,
     format_percent,
 )
+from lockstep.kernel.errors import FileError
 from lockstep.messages import escape_control
 from lockstep.record.columns import as_dict
 from lockstep.record.reader import Run

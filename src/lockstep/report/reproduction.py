@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 
-from lockstep.errors import FileError
 from lockstep.formatting import format_bytes, format_duration, format_quantity
+from lockstep.kernel.errors import FileError
 from lockstep.messages import escape_control
 from lockstep.model.fingerprint_file import FOLDER, list_unit_fingerprints
 from lockstep.record.columns import as_dict

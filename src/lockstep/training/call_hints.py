@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from functools import wraps
 from typing import Any, NoReturn, TypeVar
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 __all__ = ["explain_calls"]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 __all__ = ["CombinedOptimizer"]
 

@@ -19,8 +19,8 @@ import xxhash
 
 from lockstep.checkpoint.folder import find_checkpoints
 from lockstep.elastic.round_origin import RoundOrigin, find_mirror
-from lockstep.errors import UsageError
 from lockstep.formatting import format_numbered
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import CHECKPOINTS, find_launch_folder
 from lockstep.messages import say
 from lockstep.record.environment import describe_environment

@@ -29,7 +29,7 @@ from lockstep.checkpoint.schedule import Stateful
 from lockstep.checkpoint.writer import CheckpointWriter
 from lockstep.elastic.membership import Membership
 from lockstep.elastic.round_origin import RoundOrigin
-from lockstep.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.randomness import global_states
 from lockstep.training.run_checkpoints import RunCheckpoints, collect_objects
 from lockstep.training.state import TrainingState

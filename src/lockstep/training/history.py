@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import orjson
 import torch
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import command_words
 from lockstep.launcher.world import World
 from lockstep.model.evaluation import Evaluation

@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.training.optimizer_config import OptimizerConfig
 
 __all__ = ["SCHEDULED", "LearningRateSchedule"]

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.elastic.membership import membership
-from lockstep.errors import DisagreementError
+from lockstep.kernel.errors import DisagreementError
 from lockstep.model.description import (
     PLAIN,
     describe_options,

@@ -26,7 +26,7 @@ from torch import nn
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.autograd_engine import run_backward
 from lockstep.model.batch_norm import explain_batch_norm, warn_of_batch_norm

@@ -21,7 +21,7 @@ from torch import nn
 from lockstep.comm.collectives import gather_unless_equal
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.gradient_reducer import GradientReducer
-from lockstep.errors import DisagreementError, LayoutError, UsageError
+from lockstep.kernel.errors import DisagreementError, LayoutError, UsageError
 from lockstep.launcher.world import world
 from lockstep.model.agreement import broadcast_weights, require_same_settings
 from lockstep.model.blocks import find_block_names

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.checkpoint.tensor_file import DTYPES
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.messages import say
 from lockstep.model.description import (
     PLAIN,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 __all__ = [
     "OptimizerConfig",

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from lockstep.checksum import checksum
-from lockstep.errors import LayoutError, UsageError
+from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.launcher.world import world
 from lockstep.messages import say
 from lockstep.randomness import isolated, seed_all, state_of_others, state_of_torch

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from lockstep.comm.collectives import all_gather_bytes, all_reduce_messages, has_many_ranks
 from lockstep.comm.exact_sum import ExactSum, add_exactly
-from lockstep.comm.tree import Fold
+from lockstep.kernel.tree import TreeAccumulator
 from lockstep.model.buffers import BufferReport, merge_reports
 from lockstep.model.loss_check import NOT_ADDITIVE
 from lockstep.model.step_context import IGNORED_TARGETS, MicrobatchResult, Span, StepLabel
@@ -265,7 +265,7 @@ class StatusSummary(NamedTuple):
         The losses of the micro-batches, times their shares, are added in float64 along the tree.
         Micro-batches that were not computed add 0.
         """
-        fold: Fold[float] = Fold(self.leaves, add)
+        fold: TreeAccumulator[float] = TreeAccumulator(self.leaves, add)
         begin = 0
         for lo, hi, value in [*sorted(self.nodes), (self.leaves, self.leaves, 0.0)]:
             for leaf in range(begin, lo):
@@ -466,7 +466,7 @@ def _add_nodes(
     known: Iterable[tuple[int, int, float]], more: Iterable[tuple[int, int, float]], leaves: int
 ) -> list[tuple[int, int, float]]:
     """Add nodes of the tree to nodes that are known, as far as siblings are."""
-    fold: Fold[float] = Fold(leaves, add)
+    fold: TreeAccumulator[float] = TreeAccumulator(leaves, add)
     fold.nodes = {(lo, hi): value for lo, hi, value in known}
     for lo, hi, value in more:
         fold.put((lo, hi), value)

@@ -32,7 +32,7 @@ from lockstep.data.microbatch import Batch
 from lockstep.data.samplers import KnownSamplers
 from lockstep.elastic.membership import Membership, membership
 from lockstep.elastic.round_origin import RoundOrigin, find_round_origin
-from lockstep.errors import FileError, LockstepError, UsageError
+from lockstep.kernel.errors import FileError, LockstepError, UsageError
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import say

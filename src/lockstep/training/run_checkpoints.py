@@ -43,8 +43,8 @@ from lockstep.checksum import checksum
 from lockstep.comm.collectives import broadcast_bytes
 from lockstep.elastic.membership import exchange, membership, operate
 from lockstep.elastic.round_origin import find_mirror
-from lockstep.errors import FileError, UsageError
 from lockstep.files import make_folder
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.run_folder import hold_run, is_resuming, wait_until_free
 from lockstep.messages import say
 from lockstep.model.parallel_context import ParallelContext

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.elastic.membership import membership
-from lockstep.errors import FileError
+from lockstep.kernel.errors import FileError
 from lockstep.launcher.failure_attribution import STOPPED
 from lockstep.launcher.rank_process import get_exit_code
 from lockstep.record.loggers import Logger

@@ -32,7 +32,7 @@ from lockstep.checkpoint.folder import find_checkpoints, locate_checkpoint
 from lockstep.checkpoint.schedule import CheckpointConfig
 from lockstep.comm.collectives import broadcast_bytes
 from lockstep.elastic.round_origin import find_round_origin
-from lockstep.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.run_folder import (
     CHECKPOINTS,
     DESCRIPTION_FILE,

@@ -23,7 +23,7 @@ from typing import Any
 
 import xxhash
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 __all__ = ["OpenEpoch", "ScriptLog"]
 

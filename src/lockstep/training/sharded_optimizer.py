@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.comm.memory_format import in_format_of, in_layout_of, in_memory_order
+from lockstep.comm.memory_format import in_format_of, in_layout_of
 from lockstep.comm.native_all_reduce import DTYPES
 from lockstep.comm.shared_memory import (
     HANDLE_LENGTH,
@@ -36,7 +36,8 @@ from lockstep.comm.shared_memory import (
 )
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.shards import PIECE, Piece, Shards
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
+from lockstep.kernel.norm import in_memory_order
 from lockstep.training.optimizer_probe import without_hooks
 from lockstep.training.shared_parameters import SharedParameters, allocate
 from lockstep.training.step_log import StepLog, count_saved_bytes, pass_point

@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from lockstep.comm.bucket import ALIGNMENT
 from lockstep.comm.collectives import broadcast_bytes
-from lockstep.comm.memory_format import in_layout_of, in_memory_order
+from lockstep.comm.memory_format import in_layout_of
 from lockstep.comm.shared_memory import create_group_tensor
+from lockstep.kernel.norm import in_memory_order
 
 __all__ = ["SharedParameters", "allocate"]
 

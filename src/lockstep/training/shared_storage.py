@@ -15,12 +15,12 @@ from torch import nn, optim
 from torch.optim import Optimizer
 
 from lockstep.comm.backend import host_group_of
-from lockstep.comm.memory_format import is_dense
 from lockstep.comm.native_all_reduce import native_backend
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.gradient_reducer import BUCKET_BYTES, GradientReducer
 from lockstep.data_parallel.shards import Shards
-from lockstep.errors import LayoutError, UsageError
+from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.kernel.norm import is_dense
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.optimizer_probe import require_separate
 from lockstep.training.sharded_optimizer import ShardedOptimizer

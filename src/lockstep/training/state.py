@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.checkpoint.schema import is_alike
 from lockstep.checksum import digest
 from lockstep.data.samplers import SamplerStates
-from lockstep.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.step_context import Attempt
 from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_state

@@ -34,12 +34,12 @@ from torch import nn
 
 from lockstep.checkpoint.stop_request import StopRequest
 from lockstep.comm.collectives import all_gather_bytes, all_reduce_messages
-from lockstep.comm.tree import Node
-from lockstep.data.microbatch import Batch, assign_nodes
-from lockstep.data_parallel import gradient_norm
+from lockstep.comm.native_module import compute_norms
+from lockstep.data.microbatch import Batch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.elastic.membership import membership
-from lockstep.errors import (
+from lockstep.kernel import norm as gradient_norm
+from lockstep.kernel.errors import (
     BufferMismatchError,
     GradientError,
     LockstepError,
@@ -48,6 +48,8 @@ from lockstep.errors import (
     StoppedError,
     UsageError,
 )
+from lockstep.kernel.splitting import assign_nodes
+from lockstep.kernel.tree import Node
 from lockstep.launcher.device_choice import require_deterministic
 from lockstep.model.batch_norm import check_batch_norm
 from lockstep.model.buffers import Buffers
@@ -536,20 +538,20 @@ class OptimizerStep:
     def _compute_norm(self, step: StepContext, present: Sequence[torch.Tensor]) -> float:
         """Return the norm of the whole gradient, of which this rank has the tensors `present`."""
         replica, replicas = self.parallel.replica, self.parallel.replicas
-        owners = self.executor.owned_parameters
+        owners, counted = self.executor.owned_parameters, present
         if self.optimization.sharded is not None:
-            squares = gradient_norm.compute_squares(present)
+            replica, replicas = 0, 1
         elif owners is not self.executor.parameters:  # stages
-            squares = gradient_norm.compute_squares(_stored_gradients(owners), replica, replicas)
+            counted = _stored_gradients(owners)
         elif sum(each.numel() for each in present) < gradient_norm.SHARED_ELEMENTS:
-            return gradient_norm.compute_norm(gradient_norm.compute_squares(present))
-        else:
-            squares = gradient_norm.compute_squares(present, replica, replicas)
+            squares = gradient_norm.compute_squares(present, measure=compute_norms)
+            return gradient_norm.compute_norm(squares)
+        squares = gradient_norm.compute_squares(counted, replica, replicas, compute_norms)
         sums = all_reduce_messages(
             gradient_norm.compute_partial_sums(squares),
             gradient_norm.merge_partial_sums,
-            _encode_floats,
-            _decode_floats,
+            lambda values: array("d", values).tobytes(),
+            lambda message: array("d", message).tolist(),
             f"at the norm of the gradient {step.label.about}",
             self.parallel.group,
         )
@@ -593,11 +595,3 @@ def _stored_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Return the stored elements of the existing gradients."""
     gradients = [each.grad for each in parameters if each.grad is not None]
     return [gradient_norm.stored_values(each) for each in gradients]
-
-
-def _encode_floats(values: Sequence[float]) -> bytes:
-    return array("d", values).tobytes()
-
-
-def _decode_floats(message: bytes) -> list[float]:
-    return array("d", message).tolist()

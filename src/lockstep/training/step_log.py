@@ -52,7 +52,7 @@ from lockstep.comm.shared_memory import (
     create_group_tensor,
 )
 from lockstep.elastic.membership import membership
-from lockstep.errors import WorkError
+from lockstep.kernel.errors import WorkError
 from lockstep.launcher.failure_attribution import is_lost_peer
 from lockstep.launcher.world import get_timeout
 

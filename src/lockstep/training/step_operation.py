@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lockstep.elastic.membership import membership, operate
-from lockstep.errors import GradientError, LossError, UsageError
+from lockstep.kernel.errors import GradientError, LossError, UsageError
 from lockstep.launcher.failure_attribution import is_lost_peer
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.step_context import Attempt, StepContext

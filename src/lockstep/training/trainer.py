@@ -25,12 +25,12 @@ from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Agree, Batches
 from lockstep.data.samplers import keep_sampler
 from lockstep.elastic.membership import exchange, membership, operate
+from lockstep.kernel.loss_weights import WeightFunction
 from lockstep.launcher.world import world
 from lockstep.messages import say
 from lockstep.model.deferred_init import BlockLike
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import Metric
-from lockstep.model.loss_weight import WeightFunction
 from lockstep.model.step_context import begin_attempts
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.record.loggers import Logger

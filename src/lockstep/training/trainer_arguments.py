@@ -14,13 +14,13 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.schedule import CheckpointConfig
-from lockstep.errors import LayoutError, UsageError
+from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.kernel.loss_weights import WeightFunction
 from lockstep.launcher.world import world
 from lockstep.model.agreement import require_same_settings
 from lockstep.model.deferred_init import BlockLike
 from lockstep.model.description import describe, describe_environment
 from lockstep.model.forward import Metric
-from lockstep.model.loss_weight import WeightFunction
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.training.optimizer_config import OptimizerConfig
 from lockstep.training.session import Session

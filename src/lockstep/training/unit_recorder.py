@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.comm.collectives import all_gather_bytes
-from lockstep.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.messages import say
 from lockstep.model.fingerprint_file import (
     FingerprintFile,

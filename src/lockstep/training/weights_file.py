@@ -12,8 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import save
 
 from lockstep.comm.collectives import broadcast_bytes
-from lockstep.errors import FileError
 from lockstep.files import replace_file
+from lockstep.kernel.errors import FileError
 from lockstep.launcher.run_folder import RUNS, create_run_folder
 from lockstep.messages import say
 

@@ -7,7 +7,7 @@ import secrets
 import socket
 import time
 
-from lockstep.errors import RendezvousError, UsageError
+from lockstep.kernel.errors import RendezvousError, UsageError
 from lockstep.transport.credentials import Credentials, Identity, Role
 from lockstep.transport.frame import FrameSocket, receive_exactly
 from lockstep.transport.handshake import Agreement, Refused, Status, Steps, call

@@ -11,8 +11,8 @@ import re
 import secrets
 from pathlib import Path
 
-from lockstep.errors import FileError, UsageError
 from lockstep.files import create_file
+from lockstep.kernel.errors import FileError, UsageError
 
 __all__ = ["SECRET_SIZE", "create_secret_file", "parse_secret", "read_secret_file"]
 

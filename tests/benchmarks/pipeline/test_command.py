@@ -9,7 +9,7 @@ from benchmarks.pipeline import __main__ as program
 from benchmarks.pipeline.case import Case
 from benchmarks.pipeline.comparison import Outcome
 from lockstep.comm import backend
-from lockstep.errors import UsageError, WorkError
+from lockstep.kernel.errors import UsageError, WorkError
 
 
 def run(*flags):

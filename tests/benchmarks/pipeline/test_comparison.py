@@ -18,7 +18,7 @@ from benchmarks.pipeline.comparison import (
     start_participants,
 )
 from benchmarks.pipeline.contenders import ALONE, CONTENDERS, COPIES
-from lockstep.errors import RankError
+from lockstep.kernel.errors import RankError
 from lockstep.launcher.fork_server import get_fork_server
 
 CASE = Case("tiny", 4, 8, 32)

@@ -12,7 +12,7 @@ from benchmarks.step import __main__ as program
 from benchmarks.step.contenders import Case
 from benchmarks.step.widths import Digests
 from lockstep.comm import backend
-from lockstep.errors import UsageError, WorkError
+from lockstep.kernel.errors import UsageError, WorkError
 
 FIELDS = {"contender", "network", "parameters", "optimizer", "nprocs", "samples", "microbatches",
           "median_ms", "p10_ms", "p90_ms", "beyond_ms", "memory_rank_bytes", "memory_host_bytes",

@@ -8,7 +8,7 @@ from benchmarks.step import comparison
 from benchmarks.step.answers import LIMIT
 from benchmarks.step.comparison import ALONE, Outcome, StepParticipant, measure_case, take_turns
 from benchmarks.step.contenders import CONTENDERS, Case
-from lockstep.errors import RankError
+from lockstep.kernel.errors import RankError
 
 CASE = Case("tiny", "adamw", 6, 3)
 

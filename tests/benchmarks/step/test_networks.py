@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.step.networks import NETWORKS, OPTIMIZERS, blocks, chosen, count
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 
 @pytest.mark.parametrize("name", NETWORKS)

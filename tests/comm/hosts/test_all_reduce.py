@@ -12,8 +12,8 @@ from lockstep.comm.hosts import reduction
 from lockstep.comm.hosts.all_reduce import HostAllReduce
 from lockstep.comm.hosts.reduction import HostReducer
 from lockstep.comm.hosts.reduction_pipeline import Agreement
-from lockstep.comm.tree import Fold, nodes_of, total
-from lockstep.data.microbatch import split_evenly
+from lockstep.kernel.splitting import split_evenly
+from lockstep.kernel.tree import TreeAccumulator, nodes_of, total
 from placed import simulated_hosts
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="not built")
@@ -65,7 +65,7 @@ def check_sums(group, reducer, dtype, leaves, has_absent, scatter=False):
     divisor = 1 if has_absent else 3
     expected = [None if each is None else each / divisor for each in expected]
     owned = split_evenly(leaves, ranks)
-    fold = Fold(leaves, add_rows)
+    fold = TreeAccumulator(leaves, add_rows)
     for leaf in owned[rank]:
         fold.put((leaf, leaf + 1), values[leaf])
     holders = [nodes_of(each, leaves) for each in owned]

@@ -26,7 +26,7 @@ import pytest_lockstep
 from lockstep.comm import backend
 from lockstep.comm.activity import read_own_activity
 from lockstep.comm.hosts.identity import IDENTITY
-from lockstep.errors import RankError, RendezvousError
+from lockstep.kernel.errors import RankError, RendezvousError
 from placed import join
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")

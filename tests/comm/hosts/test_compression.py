@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep.comm.hosts.compression import check_compression, make_codec
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from lockstep.comm.hosts.map import HostMap
 from lockstep.comm.hosts.reduction_plan import plan_reduction, slice_bounds
-from lockstep.comm.tree import nodes_of, total
-from lockstep.data.microbatch import split_evenly
+from lockstep.kernel.splitting import split_evenly
+from lockstep.kernel.tree import nodes_of, total
 
 CONTIGUOUS, ALTERNATING = HostMap(((0, 1), (2, 3))), HostMap(((0, 2), (1, 3)))
 

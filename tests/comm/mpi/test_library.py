@@ -7,7 +7,7 @@ import types
 import pytest
 
 from lockstep.comm.mpi import library as mpi_library
-from lockstep.errors import LaunchEnvironmentError, UsageError
+from lockstep.kernel.errors import LaunchEnvironmentError, UsageError
 
 MPICH, OPEN = "MPICH 5.0.2", "Open MPI v5.0.11"
 

@@ -28,7 +28,7 @@ from lockstep.comm.hosts.reduction_plan import plan_reduction
 from lockstep.comm.native_all_reduce import ABSENT, NEW, NativeAllReduce
 from lockstep.comm.reduction_arithmetic import Reduction
 from lockstep.comm.shared_memory import HANDLE_LENGTH, get_memory_handle
-from lockstep.comm.tree import Node
+from lockstep.kernel.tree import Node
 
 __all__ = ["HostAllReduce"]
 

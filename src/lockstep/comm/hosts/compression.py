@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 __all__ = ["COMPRESSIONS", "Codec", "check_compression", "make_codec"]
 

@@ -23,7 +23,7 @@ from lockstep.comm.bucket import round_up
 from lockstep.comm.hosts.compression import Codec
 from lockstep.comm.hosts.reduction_plan import ReductionPlan, Term
 from lockstep.comm.reduction_arithmetic import Reduction
-from lockstep.comm.tree import Node
+from lockstep.kernel.tree import Node
 
 __all__ = ["COMPARED", "SLOTS", "Agreement", "Pipeline", "Values"]
 

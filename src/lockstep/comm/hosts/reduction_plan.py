@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from lockstep.comm.bucket import ALIGNMENT, round_up
 from lockstep.comm.hosts.map import HostMap
-from lockstep.comm.tree import Fold, Node
+from lockstep.kernel.tree import Node, TreeAccumulator
 
 __all__ = ["ReductionPlan", "Term", "plan_reduction", "slice_bounds"]
 
@@ -185,7 +185,9 @@ def plan_reduction(
 
 def _combine(held: Sequence[tuple[Node, int, int]], leaves: int) -> tuple[Term, ...]:
     """Return the terms of a host: the largest nodes that cover only leaves on it."""
-    fold: Fold[list[tuple[Node, int, int]]] = Fold(leaves, lambda left, right: left + right)
+    fold: TreeAccumulator[list[tuple[Node, int, int]]] = TreeAccumulator(
+        leaves, lambda left, right: left + right
+    )
     for entry in held:
         fold.put(entry[0], [entry])
     return tuple(

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.errors import LaunchEnvironmentError, UsageError
+from lockstep.kernel.errors import LaunchEnvironmentError, UsageError
 
 __all__ = ["check_ranks", "is_installed", "library_name", "load"]
 

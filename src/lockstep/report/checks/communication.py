@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from lockstep.comm import backend as native
 from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
-from lockstep.errors import LockstepError
 from lockstep.formatting import format_bytes, format_duration
+from lockstep.kernel.errors import LockstepError
 from lockstep.launcher.backend_choice import choose_backend
 from lockstep.native.binding import BindingError
 from lockstep.native.binding_folder import read_installation_reason

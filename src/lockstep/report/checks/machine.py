@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.errors import LockstepError
 from lockstep.formatting import (
     format_bytes,
     format_duration,
@@ -21,6 +20,7 @@ from lockstep.formatting import (
     format_percent,
     format_quantity,
 )
+from lockstep.kernel.errors import LockstepError
 from lockstep.record.environment import count_usable_cores, processor_name
 from lockstep.report.checks import CheckResult, Requirements, bad, good, note
 

@@ -1,4 +1,4 @@
-"""Loss weights: the share of each micro-batch in the loss of a batch.
+"""Rule 2, loss weights: the share of each micro-batch in the loss of a batch.
 
 The loss of micro-batch m is a mean over its n_m samples. Scaled by n_m / B, the losses of the M
 micro-batches add up to the mean over the B samples of the batch, whether or not M divides B.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import UsageError
+from lockstep.kernel.errors import UsageError
 
 __all__ = [
     "compute_shares",
@@ -127,7 +127,7 @@ def infer_weight_function(loss: object) -> WeightFunction | None:
 def _inner_losses(loss: object) -> list[Any]:
     """Return the losses inside a loss module that are means over their targets."""
     parts = loss.modules() if isinstance(loss, nn.Module) else ()
-    return [each for each in parts if _is_classification(each)]
+    return [part for part in parts if _is_classification(part)]
 
 
 def count_ignored_targets(loss: object, data: Any) -> int:

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.errors import LossError, UsageError
-from lockstep.model.loss_weight import (
+from lockstep.kernel.errors import LossError, UsageError
+from lockstep.kernel.loss_weights import (
     compute_shares,
     count_ignored_targets,
     infer_weight_function,

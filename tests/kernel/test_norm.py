@@ -1,4 +1,4 @@
-"""Clipping: the norm over all gradients, whoever adds which blocks of it."""
+"""Rule 6: the norm of the whole gradient, from the blocks of any ranks, and clipping by it."""
 
 import math
 from fractions import Fraction
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lockstep.comm import native_module
-from lockstep.data_parallel.gradient_norm import (
+from lockstep.kernel.norm import (
     clip_gradients_,
     compute_norm,
     compute_partial_sums,
@@ -57,22 +57,15 @@ def test_each_block_has_the_bits_of_its_own_norm(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("permuted", [False, True])
-def test_short_gradients_have_the_same_bits_without_the_native_module(monkeypatch, dtype, permuted):
+def test_short_gradients_have_the_same_bits_with_the_native_module(dtype, permuted):
     shapes = [(1,), (10,), (64, 64), (10, 64), (3, 5, 7), (65_536,)]
     short = [torch.randn(shape).to(dtype) for shape in shapes]
-    if permuted:
+    if permuted:  # which the native module leaves to torch
         short[2] = short[2].t()
-    native, calls = native_module.load().compute_norms, []
-    monkeypatch.setattr(
-        native_module.load(), "compute_norms", lambda given: calls.append(1) or native(given)
-    )
-    found = compute_squares(short)
-    assert calls
-    assert (native(short) is None) == permuted
-    assert found == [float(torch.linalg.vector_norm(each)) ** 2 for each in short]
-    monkeypatch.setattr(native_module, "reason_unavailable", lambda: "not built")
-    assert compute_squares(short) == found
-    assert len(calls) == 1
+    assert (native_module.compute_norms(short) is None) == permuted
+    expected = [float(torch.linalg.vector_norm(gradient)) ** 2 for gradient in short]
+    assert compute_squares(short, measure=native_module.compute_norms) == expected
+    assert compute_squares(short) == expected
 
 
 @pytest.mark.parametrize("parts", [2, 3, 4, 20])
@@ -118,7 +111,7 @@ def test_nothing_has_the_norm_zero():
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
-def test_a_norm_that_is_no_number_is_returned_and_nothing_is_scaled(value):
+def test_a_non_finite_norm_is_returned_and_nothing_is_scaled(value):
     first, second = gradients([[value], [1.0]])
     norm = compute_norm(compute_partial_sums(compute_squares([first, second])))
     assert not math.isfinite(norm)

@@ -1,4 +1,4 @@
-"""The tree: the order in which values are added, the same on any number of ranks.
+"""Rule 4, the tree: the order in which values are added, the same on any number of ranks.
 
     node(lo, hi) = node(lo, mid) + node(mid, hi)
     mid - lo     = the largest power of two below hi - lo
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Generic, TypeVar
 
-__all__ = ["Fold", "Node", "nodes_of", "split", "total"]
+__all__ = ["Node", "TreeAccumulator", "nodes_of", "split", "total"]
 
 Node = tuple[int, int]
 """A node (lo, hi) covers the leaves lo, lo + 1, ..., hi - 1."""
@@ -63,7 +63,7 @@ def nodes_of(owned: range, leaves: int) -> list[Node]:
     return list(visit(0, leaves)) if owned else []
 
 
-class Fold(Generic[Value]):
+class TreeAccumulator(Generic[Value]):
     """Adds values along the tree as they arrive, as soon as both siblings are known.
 
     If leaves arrive in order, at most log2(leaves) + 1 partial sums are held at a time, like the
@@ -89,7 +89,7 @@ class Fold(Generic[Value]):
             node = parent
         self.nodes[node] = value
 
-    def meet(self, leaf: int) -> tuple[list[Value], Node]:
+    def pop_left_siblings(self, leaf: int) -> tuple[list[Value], Node]:
         """Remove and return the left siblings to which a leaf is added, innermost first.
 
         This is for callers that add without `put`. Leaves must arrive in order.
@@ -97,19 +97,19 @@ class Fold(Generic[Value]):
         Returns:
             The values of the siblings, and the node of the sum.
         """
-        node, met = (leaf, leaf + 1), []
+        node, siblings = (leaf, leaf + 1), []
         while node in self._parents and self._parents[node][0] in self.nodes:
             sibling, parent = self._parents[node]
             assert sibling < node, "leaves arrive in order"
-            met.append(self.nodes.pop(sibling))
+            siblings.append(self.nodes.pop(sibling))
             node = parent
-        return met, node
+        return siblings, node
 
 
 def total(values: Mapping[Node, Value], leaves: int, add: Callable[[Value, Value], Value]) -> Value:
     """Return the sum, along the tree, of nodes that together cover all leaves."""
-    fold = Fold(leaves, add)
+    sums = TreeAccumulator(leaves, add)
     for node in sorted(values):
-        fold.put(node, values[node])
-    (result,) = fold.nodes.values()
+        sums.put(node, values[node])
+    (result,) = sums.nodes.values()
     return result

@@ -1,4 +1,4 @@
-"""Gradient clipping by the total norm, computed block by block.
+"""Rule 6, the norm of the whole gradient and clipping by it, computed block by block.
 
     gradient, in memory order   | block 0: 65,536 elements | block 1 | ... | the rest |
     per block                   norm in its own dtype, squared in float64
@@ -14,12 +14,9 @@ nor on the rank that computes them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-
-from lockstep.comm import native_module
-from lockstep.comm.memory_format import in_memory_order
 
 __all__ = [
     "BLOCK",
@@ -28,6 +25,8 @@ __all__ = [
     "compute_norm",
     "compute_partial_sums",
     "compute_squares",
+    "in_memory_order",
+    "is_dense",
     "merge_partial_sums",
     "stored_values",
 ]
@@ -42,6 +41,26 @@ Of fewer, each computes all of them, in less time than a message takes.
 """
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements fill a block of memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor as a vector in memory order, without a copy.
+
+    For a tensor with gaps or overlaps, the vector is a copy in logical order.
+    """
+    if tensor.is_contiguous() or not is_dense(tensor):
+        return tensor.reshape(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
 def stored_values(gradient: torch.Tensor) -> torch.Tensor:
     """Return the elements that a gradient stores: all, or the rows of a sparse gradient."""
     return gradient._values() if gradient.is_sparse else gradient
@@ -49,7 +68,10 @@ def stored_values(gradient: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def compute_squares(
-    gradients: Sequence[torch.Tensor], part: int = 0, parts: int = 1
+    gradients: Sequence[torch.Tensor],
+    part: int = 0,
+    parts: int = 1,
+    measure: Callable[[Sequence[torch.Tensor]], list[float] | None] | None = None,
 ) -> list[float]:
     """Return the squared 2-norm of each block of the gradients, in order.
 
@@ -57,13 +79,13 @@ def compute_squares(
         gradients: The gradients; blocks are in memory order.
         part: The number of the part of the blocks to compute.
         parts: The number of parts into which all blocks are divided evenly and in order.
+        measure: A function that returns the norms of gradients of one block each, with the same
+            bits as torch; None, or a result of None, for those of torch.
     """
     counts = [-(-gradient.numel() // BLOCK) for gradient in gradients]
     whole = sum(counts)
     if parts == 1 and counts.count(1) == whole > 0 and len({each.dtype for each in gradients}) == 1:
-        norms_of_all = None
-        if native_module.reason_unavailable() is None:  # in a fifth of the time
-            norms_of_all = native_module.load().compute_norms(gradients)
+        norms_of_all = None if measure is None else measure(gradients)
         if norms_of_all is None:
             norms_of_all = _read(_compute_short_norms([*map(in_memory_order, gradients)]))
         return [each * each for each in norms_of_all]

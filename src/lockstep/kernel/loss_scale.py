@@ -1,4 +1,4 @@
-"""The loss scale of float16 autocast, which multiplies losses so that gradients do not underflow.
+"""Rule 6, the loss scale: it multiplies the losses of float16 autocast against underflow.
 
     backward    begins at loss x scale
     reduce      gradients are added along the tree, and then divided by the scale

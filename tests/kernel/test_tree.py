@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.tree import Fold, nodes_of, split, total
-from lockstep.data.microbatch import split_evenly
+from lockstep.kernel.splitting import split_evenly
+from lockstep.kernel.tree import TreeAccumulator, nodes_of, split, total
 
 LEAVES = st.integers(1, 40)
 
@@ -26,7 +26,7 @@ def test_eight_leaves_on_three_ranks_as_the_page_about_the_guarantee_says() -> N
 
 
 def written(node: tuple[int, int]) -> str:
-    """Write a node out by the definition, independently of `Fold`."""
+    """Write a node out by the definition, independently of `TreeAccumulator`."""
     lo, hi = node
     if hi - lo == 1:
         return str(lo)
@@ -42,7 +42,7 @@ def added(left: str, right: str) -> str:
 def test_any_holders_add_along_the_same_tree(leaves: int, ranks: int) -> None:
     held: dict[tuple[int, int], str] = {}
     for owned in split_evenly(leaves, ranks):
-        fold = Fold(leaves, added)
+        fold = TreeAccumulator(leaves, added)
         for leaf in owned:
             fold.put((leaf, leaf + 1), str(leaf))
         assert sorted(fold.nodes) == nodes_of(owned, leaves)
@@ -54,7 +54,7 @@ def test_any_holders_add_along_the_same_tree(leaves: int, ranks: int) -> None:
 def test_leaves_may_arrive_in_any_order(leaves: int, random: object) -> None:
     order = list(range(leaves))
     random.shuffle(order)  # type: ignore[attr-defined]
-    fold = Fold(leaves, added)
+    fold = TreeAccumulator(leaves, added)
     for leaf in order:
         fold.put((leaf, leaf + 1), str(leaf))
     assert fold.nodes == {(0, leaves): written((0, leaves))}
@@ -62,7 +62,7 @@ def test_leaves_may_arrive_in_any_order(leaves: int, random: object) -> None:
 
 @given(LEAVES)
 def test_leaves_in_order_leave_few_partial_sums(leaves: int) -> None:
-    fold = Fold(leaves, added)
+    fold = TreeAccumulator(leaves, added)
     for leaf in range(leaves):
         fold.put((leaf, leaf + 1), str(leaf))
         assert len(fold.nodes) <= leaves.bit_length()

@@ -1,0 +1,11 @@
+"""The determinism guarantee, readable alone: its rules as files, in this order.
+
+    splitting       rule 1: a batch is split into M micro-batches, and these over the replicas
+    loss_weights    rule 2: the share of a micro-batch in the loss of the batch
+    tree            rule 4: the order of all additions
+    norm            rule 6: the norm of the whole gradient, and clipping by it
+    loss_scale      rule 6: the scale of float16 losses
+    errors          the errors that the rules raise
+
+The files import torch, the standard library and each other.
+"""

@@ -1,0 +1,129 @@
+"""The classes of Lockstep's errors.
+
+LockstepError                     the message says who, what, where, and what to do
+├── UsageError                    exit status 2: usage error; nothing was started
+│   ├── LaunchEnvironmentError    environment variables that contradict each other
+│   ├── LayoutError               ranks, replicas and micro-batches that do not fit together
+│   └── DatasetError              a dataset that cannot be used as requested
+└── WorkError                     exit status 1: the work failed
+    ├── RankError                 a rank raised, exited or was killed
+    ├── RendezvousError           ranks that did not connect in time
+    ├── DisagreementError         ranks hold different models, data or settings
+    ├── FileError                 a damaged data file, or a file that cannot be read or written
+    ├── SampleError               the dataset raised while a sample was loaded
+    ├── LossError                 a loss that is not a scalar, is not finite, or raised an error
+    ├── GradientError             a gradient that cannot be added exactly
+    ├── BufferMismatchError       a buffer whose results cannot be merged
+    ├── StateError                a step wrote parameters or drew from private generators
+    ├── StoppedError              another rank of a pipeline failed and reported it
+    └── LostError                 another rank of a pipeline cannot be reached
+"""
+
+__all__ = [
+    "BufferMismatchError",
+    "DatasetError",
+    "DisagreementError",
+    "FileError",
+    "GradientError",
+    "LaunchEnvironmentError",
+    "LayoutError",
+    "LockstepError",
+    "LossError",
+    "LostError",
+    "RankError",
+    "RendezvousError",
+    "SampleError",
+    "StateError",
+    "StoppedError",
+    "UsageError",
+    "WorkError",
+]
+
+
+class LockstepError(Exception):
+    """The base class of Lockstep's errors; `exit_status` is the exit status of a command."""
+
+    exit_status = 1
+
+
+class UsageError(LockstepError, ValueError):
+    """Lockstep was used in a way that cannot work."""
+
+    exit_status = 2
+
+
+class LaunchEnvironmentError(UsageError):
+    """The environment variables of this rank are missing, invalid or contradict each other."""
+
+
+class LayoutError(UsageError):
+    """The numbers of ranks, replicas, stages and micro-batches do not fit together."""
+
+
+class DatasetError(UsageError):
+    """A dataset cannot be used as requested: it is empty, or its length or partition is wrong."""
+
+
+class WorkError(LockstepError, RuntimeError):
+    """The work started and failed."""
+
+
+class RankError(WorkError):
+    """A rank raised, exited with a status, or was killed by a signal.
+
+    `rank` is the rank that failed first, `status` its exit status (negative for a signal), and
+    `exception` the class name of the error that it raised. Each is None if it is not known.
+    """
+
+    rank: int | None = None
+    status: int | None = None
+    exception: str | None = None
+
+
+class RendezvousError(WorkError):
+    """The ranks did not connect to each other before the timeout."""
+
+
+class DisagreementError(WorkError):
+    """The ranks hold different models, data or settings."""
+
+
+class FileError(WorkError):
+    """A data file is damaged, or a file or folder cannot be read or written."""
+
+
+class SampleError(WorkError):
+    """The dataset raised while a sample was loaded; the message names its index."""
+
+
+class LossError(WorkError):
+    """A loss is not a scalar, is not finite, or its function raised an error.
+
+    `microbatch` is the first micro-batch whose loss is not finite; None for other failures.
+    """
+
+    microbatch: int | None = None
+
+
+class GradientError(WorkError):
+    """A gradient is not finite, or cannot be added, as when its dtype is not its parameter's."""
+
+
+class BufferMismatchError(WorkError):
+    """A buffer's results differ between micro-batches and cannot be merged."""
+
+
+class StateError(WorkError):
+    """A step changed state that ranks cannot merge: a parameter, or a private generator."""
+
+
+class StoppedError(WorkError):
+    """Another rank of the pipeline failed and reported it."""
+
+
+class LostError(WorkError):
+    """Another rank of the pipeline cannot be reached."""
+
+
+for _name in __all__:
+    globals()[_name].__module__ = "lockstep.errors"  # from where users import them
