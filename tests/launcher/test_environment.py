@@ -78,6 +78,7 @@ def test_open_mpi_and_mpich_use_a_file_on_one_host():
 
 
 RECORDED = Path(__file__).parent / "environments"
+UNREAD_LAUNCHERS = ("blaunch", "jsrun", "kubeflow-trainer", "skypilot")
 AGREED = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 # Of each launch: the launcher, and local rank, number of ranks on the host and index of the host of
 # each rank; None where the launcher gives no such number.
@@ -98,10 +99,6 @@ PLACES: dict[str, tuple[str, list[tuple[int, int, int | None]]]] = {
     "srun-2-hosts-cyclic": ("srun", [(0, 3, 0), (0, 1, 1), (1, 3, 0), (2, 3, 0)]),
     "srun-pmi2-2-hosts": ("srun", [(0, 3, 0), (1, 3, 0), (2, 3, 0), (0, 1, 1)]),
     "pytorchjob": ("environment", [(None, None, None)] * 3),
-    "kubeflow-trainer": ("kubernetes", [(0, 1, 0), (0, 1, 1)]),
-    "skypilot": ("skypilot", [(0, 1, 0), (0, 1, 1)]),
-    "jsrun": ("jsrun", [(0, 2, None), (1, 2, None), (0, 2, None), (1, 2, None)]),
-    "blaunch": ("blaunch", [(None, None, None)] * 4),
     "ray-train": ("environment", [(0, 2, 0), (1, 2, 0), (0, 2, 1), (1, 2, 1)]),
 }  # fmt: skip
 
@@ -126,8 +123,27 @@ def test_recorded_environments(name):
 
 
 def test_every_recorded_environment_is_read():
-    assert {path.stem for path in RECORDED.iterdir()} == {*PLACES, "sbatch-shell"}
+    assert {path.stem for path in RECORDED.iterdir()} == {
+        *PLACES,
+        *UNREAD_LAUNCHERS,
+        "sbatch-shell",
+    }
     assert read_rank_info(read_recorded("sbatch-shell")[0]) == RankInfo()
+
+
+@pytest.mark.parametrize("name", UNREAD_LAUNCHERS)
+def test_a_process_of_another_launcher_is_an_error_and_not_a_world_of_one(name):
+    for environ in read_recorded(name):
+        with pytest.raises(LaunchEnvironmentError, match=r"lockstep run|MASTER_ADDR"):
+            read_rank_info(environ)
+        own = {"RANK": "0", "WORLD_SIZE": "1"}
+        assert read_rank_info({**environ, **own}).launcher == "environment"
+
+
+@pytest.mark.parametrize("nnodes", ["", "1", "1:1"])
+def test_a_single_pod_is_a_world_of_one(nnodes):
+    environ = {"PET_NNODES": nnodes, "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "4"}
+    assert read_rank_info(environ) == RankInfo()
 
 
 @pytest.mark.parametrize(
@@ -140,10 +156,6 @@ def test_every_recorded_environment_is_read():
         ("mpich-1-host", None, None),
         ("intel-mpi-1-host", None, None),
         ("pytorchjob", "train-master-0", [23456]),
-        ("kubeflow-trainer", "train-node-0-0.train", [29500]),
-        ("skypilot", "10.0.0.1", range(20000, 32000)),
-        ("jsrun", "h41n08", range(20000, 32000)),
-        ("blaunch", "hostA", range(20000, 32000)),
     ],
 )
 def test_the_address_of_the_store_follows_from_the_variables(name, address, port):
@@ -169,26 +181,10 @@ def test_mpiexec_on_several_hosts_needs_an_address(name):
 
 def test_mpiexec_in_a_batch_job_uses_its_first_host():
     environ = read_recorded("mpich-2-hosts")[2]
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[07-09]"}
-    lsf = {"LSB_JOBID": "7", "LSB_MCPU_HOSTS": "hostA 2 hostB 2", "LSB_HOSTS": "hostA hostA hostB"}
-    for variables, address in ((slurm, "gpu07"), (lsf, "hostA")):
-        first = read_rank_info({**environ, **variables})
-        assert first.master_addr == address
-        assert first.master_port == read_rank_info({**environ, **variables}).master_port
-        again = read_rank_info({**environ, **variables, "SLURM_JOB_ID": "8", "LSB_JOBID": "8"})
-        assert first.master_port != again.master_port
-
-
-@pytest.mark.parametrize("nnodes", ["", "1", "1:1"])
-def test_a_single_pod_is_a_world_of_one(nnodes):
-    environ = {"PET_NNODES": nnodes, "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "4"}
-    assert read_rank_info(environ) == RankInfo()
-
-
-def test_the_address_of_a_pod_may_be_an_endpoint():
-    environ = read_recorded("kubeflow-trainer")[1] | {"PET_RDZV_ENDPOINT": "head:30000"}
-    assert read_rank_info(environ).master_addr == "head"
-    assert read_rank_info(environ).master_port == 30000
+    job = {**environ, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[07-09]"}
+    first, again = read_rank_info(job), read_rank_info({**job, "SLURM_JOB_ID": "8"})
+    assert first.master_addr == again.master_addr == "gpu07"
+    assert first.master_port == read_rank_info(job).master_port != again.master_port
 
 
 SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "7", "SLURM_LOCALID": "1",
@@ -203,10 +199,6 @@ def test_srun_uses_the_first_host_and_a_port_of_the_job():
     assert found.master_addr == "gpu03"
     assert found.master_port == read_rank_info({**SRUN, "SLURM_PROCID": "0"}).master_port
     assert found.master_port != read_rank_info({**SRUN, "SLURM_JOB_ID": "78"}).master_port
-
-
-POD = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "head"}
-SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2"}
 
 
 @pytest.mark.parametrize("step", [None, "4294967290", "4294967291", "4294967292"])
@@ -252,21 +244,6 @@ def test_variables_of_lockstep_take_precedence_over_those_of_srun():
         ({**SRUN, "SLURM_LOCALID": "3"}, ["SLURM_LOCALID is 3", "has 3 of the 7 ranks"]),
         ({**SRUN, "SLURM_STEP_NODELIST": "gpu[1-"}, ["'gpu[1-'", "list of hosts"]),
         ({**SRUN, "SLURM_STEP_NODELIST": ""}, ["SLURM_STEP_NODELIST are not set"]),
-        ({**POD, "PET_NPROC_PER_NODE": "8"}, ["PET_NPROC_PER_NODE is 8", "lockstep run"]),
-        ({**POD, "PET_MASTER_PORT": "x"}, ["PET_MASTER_PORT is 'x'"]),
-        ({**POD, "PET_RDZV_ENDPOINT": "a:70000"}, ["PET_RDZV_ENDPOINT is 'a:70000'"]),
-        ({"PET_NNODES": "2"}, ["PET_NNODES is '2'", "PET_NODE_RANK is not set"]),
-        ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, ["on several hosts", "Kubeflow's trainer"]),
-        ({**SKY, "SKYPILOT_NODE_IPS": "10.0.0.1"}, ["names 1 hosts", "NUM_NODES is 2"]),
-        (
-            {"LSF_PM_TASKID": "5", "LSB_DJOB_NUMPROC": "4", "LSB_JOBID": "1"},
-            ["LSF_PM_TASKID is 5", "from 1 to 4", "blaunch"],
-        ),
-        ({"LSF_PM_TASKID": "1", "LSB_JOBID": "1"}, ["LSB_DJOB_NUMPROC is not set"]),
-        (
-            {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "2", "JSM_NAMESPACE_LOCAL_SIZE": "1"},
-            ["on several hosts", "no variable of jsrun"],
-        ),
     ],
 )
 def test_contradictions_name_variable_value_and_launcher(environ, words):

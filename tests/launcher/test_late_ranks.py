@@ -41,7 +41,7 @@ def test_what_to_check_depends_on_the_launcher():
     assert advise([1], RankInfo(0, 2, 0, 2, launcher="srun")).startswith("check their logs")
 
 
-@pytest.mark.parametrize("launcher", ["lockstep", "srun", "mpiexec", "kubernetes", "environment"])
+@pytest.mark.parametrize("launcher", ["lockstep", "srun", "mpiexec", "environment"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_one_rank_speaks_for_each_terminal(launcher, size):
     ranks = [

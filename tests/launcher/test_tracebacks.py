@@ -99,8 +99,9 @@ def test_a_notebook_shows_its_own_frames_and_keeps_its_own_handler(capsys, monke
     tracebacks.install()
     shown = show_cell("main()")
     assert shown.endswith(f"UsageError: {SENTENCE}\n")
-    assert "----> 3     ls.world()" in shown
+    assert "in main\n    ls.world()\n" in shown
     assert "world.py" not in shown
+    assert "IPython" not in shown
     assert "world.py" in "".join(traceback.format_tb(sys.last_traceback))
 
     chained = (

@@ -99,15 +99,15 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     type=int,
     default=None,
     help="Index of this host, from 0. Default: 0 on the host with the address of --master-addr; "
-    "1 on the other one of two; with more hosts required, unless srun, mpiexec, SkyPilot or "
-    "Kubeflow started this command once on each.",
+    "1 on the other one of two; with more hosts required, unless srun or mpiexec started this "
+    "command once on each.",
 )
 @option(
     "master-addr",
     metavar="HOST",
     default="",
-    help="Name or address of host 0. Required with several hosts, unless srun, SkyPilot or "
-    "Kubeflow started this command once on each. Default on a single host: 127.0.0.1.",
+    help="Name or address of host 0. Required with several hosts, unless srun started this command "
+    "once on each. Default on a single host: 127.0.0.1.",
 )
 @option(
     "master-port",
@@ -353,12 +353,14 @@ def _choose_nprocs(options: dict[str, Any], nnodes: int) -> tuple[int, int | Non
 
 
 def _read_task(options: dict[str, Any], nnodes: int) -> RankInfo | None:
-    """Return this task of srun, mpiexec and others, if they started this command on each host."""
-    if nnodes == 1 or {"RANK", "WORLD_SIZE"} & os.environ.keys():  # PyTorchJob: see PET_ variables
+    """Return this task of srun or mpiexec, if it started this command once on each host."""
+    has_address = bool(options["master_addr"] or options["rdzv_endpoint"])
+    is_complete = has_address and options["node_rank"] is not None
+    # PyTorchJob sets RANK, and the PET_ variables that are options of this command.
+    if nnodes == 1 or is_complete or {"RANK", "WORLD_SIZE"} & os.environ.keys():
         return None
-    # Variables that begin with PET_ are options of this command, which count as such.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}
-    if options["master_addr"] or options["rdzv_endpoint"]:
+    if has_address:
         environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(DEFAULT_PORT)}  # not needed then
     task = read_rank_info(environ)
     return task if task.world_size == nnodes else None

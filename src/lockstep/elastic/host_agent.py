@@ -66,7 +66,6 @@ class HostAgent(RankSupervisor):
     ) -> None:
         super().__init__(channel, range(0), hang_policy=hang_policy, noun="member")
         self.start: StartMember = lambda member, local_rank, variables: None
-        self.settle_killed = 0.0
         self.on_report = self._on_member_report
         self._hello, self._address, self._port, self._secret = hello, address, port, secret
         self._connection: HostConnection | None = None

@@ -132,7 +132,6 @@ class Rounds:
         self._backend: dict[str, str] = {}  # the variable that selects it, on several hosts
         self._error: RankError | None = None
         self._has_ended = False
-        ranks.settle_killed = 0.0
         ranks.after_events, ranks.before_end = self.advance, self.dismiss_waiting
         ranks.before_close = self._states.keep_unread
         ranks.on_report = self._on_report

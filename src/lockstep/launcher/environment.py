@@ -4,22 +4,18 @@
     lockstep run,      RANK                  WORLD_SIZE            LOCAL_RANK          GROUP_RANK
     torchrun, Ray,
     manual
-    jsrun (LSF)        JSM_NAMESPACE_RANK    JSM_NAMESPACE_SIZE    JSM_NAMESPACE_      -
-                                                                   LOCAL_RANK
     mpiexec (Open)     OMPI_COMM_WORLD_RANK  OMPI_COMM_WORLD_SIZE  OMPI_COMM_WORLD_    -
                                                                    LOCAL_RANK
     mpiexec (MPICH,    PMI_RANK              PMI_SIZE              MPI_LOCALRANKID     -
     Intel MPI)
     srun               SLURM_PROCID          SLURM_STEP_NUM_TASKS  SLURM_LOCALID       SLURM_NODEID
-    Kubeflow           PET_NODE_RANK         PET_NNODES            one rank per pod
-    SkyPilot           SKYPILOT_NODE_RANK    SKYPILOT_NUM_NODES    one rank per host
-    blaunch (LSF)      LSF_PM_TASKID - 1     LSB_DJOB_NUMPROC      -                   -
     python             none: a world of one
 
 The first row with a variable that is set applies, so a rank started by `lockstep run`
 under `srun` belongs to `lockstep run`. A row that is only partly set is an error: a guess
-could start a second world beside the intended one. What a launcher does not give ("-") is found
-out when the ranks have met (`placement.py`). This module opens no socket.
+could start a second world beside the intended one; so are several processes of a launcher in
+UNREAD. What a launcher does not give ("-") is found out when the ranks have met
+(`placement.py`). This module opens no socket.
 """
 
 from __future__ import annotations
@@ -30,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep.kernel.errors import LaunchEnvironmentError
-from lockstep.launcher import master_address
+from lockstep.launcher import slurm
 from lockstep.launcher.listening_socket import strip_brackets
 
 __all__ = ["RankEnvironment", "RankInfo", "read_rank_info"]
@@ -63,9 +59,14 @@ def is_elastic_on_hosts(environ: Mapping[str, str]) -> bool:
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-# Slurm gives steps that srun did not start (batch script, interactive shell, extern) the
-# highest numbers: a shell inside an allocation has step variables, but is not a rank.
-FIRST_SPECIAL_STEP = 0xFFFF_FFF0
+# Launchers that set variables of their own, by the variable that numbers their processes: the one
+# with their number, and the launcher's name. Their processes need the variables of torchrun.
+UNREAD = {
+    "PET_NODE_RANK": ("PET_NNODES", "Kubeflow's trainer"),
+    "SKYPILOT_NODE_RANK": ("SKYPILOT_NUM_NODES", "SkyPilot"),
+    "JSM_NAMESPACE_RANK": ("JSM_NAMESPACE_SIZE", "jsrun"),
+    "LSF_PM_TASKID": ("LSB_DJOB_NUMPROC", "blaunch"),
+}
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class RankInfo:
         master_addr: Address of the store; None if the environment names none.
         master_port: Port of the store; None if the environment names none.
         launcher: "lockstep", "torchrun", "environment" (variables set by hand, Ray), "mpiexec",
-            "srun", "jsrun", "blaunch", "kubernetes", "skypilot" or "python" (alone).
+            "srun" or "python" (alone).
         store: Address of a private store that replaces the one at `master_addr`
             (`local_rendezvous.py`); None if there is none.
         unknown: Which of `local_rank`, `local_world_size` and `host` the environment does not
@@ -132,8 +133,7 @@ class RankInfo:
 class VariableNames:
     """The variables that one kind of launcher sets; `setter` is its name in messages.
 
-    A name is empty if the launcher sets no such variable. Numbers of ranks are counted from
-    `first`. With `is_one_per_host` the launcher starts one process on each host.
+    A name is empty if the launcher sets no such variable.
     """
 
     launcher: str
@@ -143,8 +143,6 @@ class VariableNames:
     local_rank: str = ""
     local_world_size: str = ""
     host: str = ""
-    first: int = 0
-    is_one_per_host: bool = False
 
 
 TORCH = VariableNames(
@@ -155,14 +153,6 @@ TORCH = VariableNames(
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
     "GROUP_RANK",
-)
-JSRUN = VariableNames(
-    "jsrun",
-    "jsrun",
-    "JSM_NAMESPACE_RANK",
-    "JSM_NAMESPACE_SIZE",
-    "JSM_NAMESPACE_LOCAL_RANK",
-    "JSM_NAMESPACE_LOCAL_SIZE",
 )
 OPEN_MPI = VariableNames(
     "mpiexec",
@@ -188,21 +178,6 @@ SLURM = VariableNames(
     "SLURM_LOCALID",
     host="SLURM_NODEID",
 )
-KUBEFLOW = VariableNames(
-    "kubernetes",
-    "Kubeflow's trainer",
-    "PET_NODE_RANK",
-    "PET_NNODES",
-    is_one_per_host=True,
-)
-SKYPILOT = VariableNames(
-    "skypilot",
-    "SkyPilot",
-    "SKYPILOT_NODE_RANK",
-    "SKYPILOT_NUM_NODES",
-    is_one_per_host=True,
-)
-BLAUNCH = VariableNames("blaunch", "blaunch", "LSF_PM_TASKID", "LSB_DJOB_NUMPROC", first=1)
 
 
 def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
@@ -218,8 +193,8 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
 
 def _choose_names(environ: Mapping[str, str]) -> VariableNames | None:
     """Return the variables of the launcher that started this process; None for plain python."""
-    is_step = _is_in_srun(environ)
-    for names in (TORCH, JSRUN, OPEN_MPI, HYDRA):
+    is_step = slurm.is_in_step(environ)
+    for names in (TORCH, OPEN_MPI, HYDRA):
         # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE, but no local rank: its own row says more.
         if names is HYDRA and is_step and HYDRA.local_rank not in environ:
             continue
@@ -227,26 +202,19 @@ def _choose_names(environ: Mapping[str, str]) -> VariableNames | None:
             return names
     if is_step:
         return SLURM
-    if environ.get("PET_NNODES", "1").strip() not in ("", "1", "1:1"):
-        return KUBEFLOW
-    if "SKYPILOT_NODE_RANK" in environ:
-        return SKYPILOT
-    if "LSF_PM_TASKID" in environ and "LSB_JOBID" in environ:
-        return BLAUNCH
+    for name, (size, setter) in UNREAD.items():
+        if name in environ and environ.get(size, "1").strip() not in ("", "1", "1:1"):
+            raise LaunchEnvironmentError(
+                f"{size} is {environ[size]}: {setter} started this process as one of several, "
+                f"whose ranks Lockstep does not read; start the script with lockstep run on each "
+                f"host, set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or unset {name} to run "
+                f"alone"
+            )
     return None
-
-
-def _is_in_srun(environ: Mapping[str, str]) -> bool:
-    step = environ.get("SLURM_STEP_ID", "")
-    return "SLURM_PROCID" in environ and step.isdigit() and int(step) < FIRST_SPECIAL_STEP
 
 
 def _read(names: VariableNames, environ: Mapping[str, str]) -> RankInfo:
     rank, world_size = _read_rank(names, environ)
-    if names is KUBEFLOW:
-        _check_ranks_per_pod(environ)
-    if names is SKYPILOT:
-        _check_addresses(world_size, environ)
     location = None
     given = strip_brackets(environ.get("MASTER_ADDR", "")) or None, _read_port(environ)
     local = _read_local(names, rank, world_size, given[0], environ)
@@ -292,7 +260,7 @@ def _name_launcher(names: VariableNames, environ: Mapping[str, str]) -> str:
 
 
 def _read_rank(names: VariableNames, environ: Mapping[str, str]) -> tuple[int, int]:
-    rank = _read_required(names, names.rank, names.world_size, environ) - names.first
+    rank = _read_required(names, names.rank, names.world_size, environ)
     world_size = _read_required(names, names.world_size, names.rank, environ)
     if world_size < 1:
         raise LaunchEnvironmentError(
@@ -300,10 +268,9 @@ def _read_rank(names: VariableNames, environ: Mapping[str, str]) -> tuple[int, i
             f"it is set by {names.setter} to the number of processes"
         )
     if not 0 <= rank < world_size:
-        first = names.first
         raise LaunchEnvironmentError(
-            f"{names.rank} is {rank + first}, but {names.world_size} is {world_size}: ranks count "
-            f"from {first} to {world_size - 1 + first}; both are set by {names.setter}: unset or "
+            f"{names.rank} is {rank}, but {names.world_size} is {world_size}: ranks count "
+            f"from 0 to {world_size - 1}; both are set by {names.setter}: unset or "
             f"correct the one set by hand"
         )
     return rank, world_size
@@ -345,15 +312,13 @@ def _read_local(
     environ: Mapping[str, str],
 ) -> dict[str, int | None]:
     """Return local rank, number of ranks on this host, and index of the host; None if unknown."""
-    if names.is_one_per_host:
-        return {"local_rank": 0, "local_world_size": 1, "host": rank}
     local_rank = _read_number(names, names.local_rank, environ)
     host = _read_number(names, names.host, environ)
     if names is TORCH and host is None:
         host = _read_number(names, "NODE_RANK", environ)  # Ray Train
     local_world_size = _read_number(names, names.local_world_size, environ)
     if names is SLURM:
-        local_world_size = _read_slurm_local_world_size(world_size, environ)
+        local_world_size = slurm.count_local_tasks(world_size, host or 0, environ)
     if local_world_size is None and (world_size == 1 or master_addr in LOOPBACK):
         local_world_size = world_size
     if local_world_size == world_size:
@@ -362,36 +327,6 @@ def _read_local(
     if local_world_size is not None:
         _check_local(names, local_rank or 0, local_world_size, world_size)
     return {"local_rank": local_rank, "local_world_size": local_world_size, "host": host}
-
-
-def _read_slurm_local_world_size(world_size: int, environ: Mapping[str, str]) -> int:
-    """Read SLURM_STEP_TASKS_PER_NODE, such as "4(x2),3", at this host's index."""
-    text = environ.get("SLURM_STEP_TASKS_PER_NODE")
-    if text is None:
-        return world_size
-    groups = [re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part) for part in text.split(",")]
-    counts = [(int(group[1]), int(group[2] or 1)) for group in groups if group]
-    if len(counts) < len(groups):
-        raise LaunchEnvironmentError(
-            f"SLURM_STEP_TASKS_PER_NODE is {text!r}, which is not a list such as 4(x2),3; it is "
-            f"set by srun: unset the variables of Slurm to run alone"
-        )
-    total = sum(tasks * hosts for tasks, hosts in counts)
-    if total != world_size:
-        raise LaunchEnvironmentError(
-            f"SLURM_STEP_TASKS_PER_NODE is {text!r}, {total} tasks, but SLURM_STEP_NUM_TASKS is "
-            f"{world_size}; both are set by srun: correct or unset the one set by hand"
-        )
-    host = _read_number(SLURM, "SLURM_NODEID", environ) or 0
-    before = 0
-    for tasks, hosts in counts:
-        before += hosts
-        if host < before:
-            return tasks
-    raise LaunchEnvironmentError(
-        f"SLURM_NODEID is {host}, but SLURM_STEP_TASKS_PER_NODE is {text!r}, {before} hosts "
-        f"counted from 0; both are set by srun: correct or unset the one set by hand"
-    )
 
 
 def _check_local(
@@ -408,25 +343,6 @@ def _check_local(
             f"{names.local_rank} is {local_rank}, but this host has {local_world_size} of the "
             f"{world_size} ranks, counted from 0; {names.local_rank} and {size_name} are set by "
             f"{names.setter}: correct or unset the one set by hand"
-        )
-
-
-def _check_ranks_per_pod(environ: Mapping[str, str]) -> None:
-    count = environ.get("PET_NPROC_PER_NODE", "1").strip()
-    if count.isdigit() and int(count) != 1:
-        raise LaunchEnvironmentError(
-            f"PET_NPROC_PER_NODE is {count}, but this process was started without a launcher: "
-            f"start the script with lockstep run or torchrun, which read the PET_ variables of "
-            f"the pod, or set PET_NPROC_PER_NODE to 1 for one rank per pod"
-        )
-
-
-def _check_addresses(world_size: int, environ: Mapping[str, str]) -> None:
-    hosts = environ.get("SKYPILOT_NODE_IPS", "").split()
-    if len(hosts) != world_size and "SKYPILOT_NODE_IPS" in environ:
-        raise LaunchEnvironmentError(
-            f"SKYPILOT_NODE_IPS names {len(hosts)} hosts, but SKYPILOT_NUM_NODES is {world_size}; "
-            f"both are set by SkyPilot: correct or unset the one set by hand"
         )
 
 
@@ -454,7 +370,7 @@ def _locate_store(
         return addr, port
     if is_single_host and names is not TORCH:
         return None
-    derived = master_address.derive(names.launcher, environ)
+    derived = None if names is TORCH else slurm.find_store_address(environ, names is SLURM)
     if derived is not None:
         return addr or derived[0], port or derived[1]
     missing = "MASTER_ADDR" if addr is None else "MASTER_PORT"

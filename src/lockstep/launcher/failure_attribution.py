@@ -2,14 +2,13 @@
 
 A rank that dies takes others with it: their connections to it break, and they raise. Such
 consequences are separated from causes, so that the message names the cause even if a
-consequence was reported earlier. If the kernel killed a process because memory ran out,
-its log or a counter of the control group says so.
+consequence was reported earlier. If the kernel killed a process because memory ran out, a counter
+of the control group says so.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import time
@@ -317,39 +316,16 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def explain_sigkill(pid: int, oom_kills_before: int | None) -> str:
+def explain_sigkill(oom_kills_before: int | None) -> str:
     """Return what to add to "was killed by SIGKILL"; empty if nothing is known.
 
     Args:
-        pid: The process that was killed.
         oom_kills_before: `count_oom_kills()` at the start of the launch.
     """
-    if is_oom_killed(read_kernel_log(), pid):
-        return "; the kernel's log says out of memory"
     now = count_oom_kills()
     if now is not None and oom_kills_before is not None and now > oom_kills_before:
         return "; this control group ran out of memory"
     return ""
-
-
-def is_oom_killed(log: str, pid: int) -> bool:
-    """Return whether the kernel's log says that it killed process `pid` to free memory."""
-    return re.search(rf"[Oo]ut of memory: Killed process {pid}\b", log) is not None
-
-
-def read_kernel_log() -> str:
-    """Return the kernel's log; empty if this user may not read it."""
-    lines: list[bytes] = []
-    with contextlib.suppress(OSError):
-        descriptor = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            while line := os.read(descriptor, 8192):
-                lines.append(line)
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(descriptor)
-    return b"".join(lines).decode(errors="replace")
 
 
 def count_oom_kills() -> int | None:

@@ -10,9 +10,9 @@ from lockstep.launcher.environment import RankInfo
 __all__ = ["NoteTimer", "advise", "describe_ranks", "format_start", "is_speaker"]
 
 # Launchers that give every host the same number of consecutive ranks.
-BLOCK_LAUNCHERS = ("lockstep", "torchrun", "kubernetes", "skypilot")
+BLOCK_LAUNCHERS = ("lockstep", "torchrun")
 # Launchers that bring the output of all hosts to one terminal.
-ONE_TERMINAL = ("mpiexec", "srun", "jsrun", "blaunch")
+ONE_TERMINAL = ("mpiexec", "srun")
 
 
 class NoteTimer:

@@ -105,7 +105,6 @@ class RankSupervisor:
         self.before_close: Callable[[], None] = lambda: None
         self.on_report: Callable[[int, Message], bool] = lambda rank, message: False
         self.has_fork_server = True
-        self.settle_killed = 0.2  # seconds that the kernel may take to log why it killed a rank
         self._started: set[int] = set()
         self._channel: Channel | None = channel
         self._own_fork_server = own_fork_server
@@ -527,15 +526,7 @@ class RankSupervisor:
         outcome = self.outcomes[rank]
         outcome.status, outcome.when = status, outcome.when or time.monotonic()
         if status == -signal.SIGKILL and not outcome.was_terminated:
-            outcome.hint = self._explain_sigkill(rank)
-
-    def _explain_sigkill(self, rank: int) -> str:
-        deadline = time.monotonic() + self.settle_killed
-        while not (hint := explain_sigkill(self.pids.get(rank, 0), self._oom_kills)):
-            if time.monotonic() >= deadline:
-                break
-            time.sleep(POLL * 10)
-        return hint
+            outcome.hint = explain_sigkill(self._oom_kills)
 
     def _on_fork_server_lost(self) -> None:
         """Count every rank as killed: the kernel kills them when the fork server is gone."""

@@ -16,8 +16,6 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -85,69 +83,32 @@ def _show_in_notebook(
     frames: TracebackType | None,
     tb_offset: int | None = None,
 ) -> None:
-    """Show an error as IPython does, with the user's frames; `%debug` has every frame."""
-    if is_full() or _select_traceback(frames) is None:
+    """Show an error where IPython shows errors, as a program would; `%debug` has every frame."""
+    if is_full():
         shell.showtraceback((kind, error, frames), tb_offset=tb_offset)
         return
-    with _without_lockstep_frames(error):
-        shell.showtraceback((kind, error, error.__traceback__), tb_offset=0)
-    sys.last_traceback = frames
-
-
-@contextmanager
-def _without_lockstep_frames(error: BaseException) -> Iterator[None]:
-    """Drop the frames of Lockstep and IPython from an error and its causes during the body.
-
-    Causes that have no other frames are dropped, too.
-    """
-    cause, context, frames = error.__cause__, error.__context__, error.__traceback__
-    is_suppressed = error.__suppress_context__
-    with ExitStack() as stack:
-        error.__traceback__ = _select_traceback(frames)
-        for other in {id(each): each for each in (cause, context) if each is not None}.values():
-            stack.enter_context(_without_lockstep_frames(other))
-        try:
-            if cause is not None and cause.__traceback__ is None:
-                error.__cause__ = None
-            if context is not None and context.__traceback__ is None:
-                error.__context__ = None
-            error.__suppress_context__ = is_suppressed
-            yield
-        finally:
-            error.__cause__, error.__context__, error.__traceback__ = cause, context, frames
-            error.__suppress_context__ = is_suppressed
-
-
-def _select_traceback(frames: TracebackType | None) -> TracebackType | None:
-    """Return a traceback with the frames that `_select_files` selects, from the user's first."""
-    entries = [] if frames is None else list(_iterate(frames))
-    kept: TracebackType | None = None
-    files = [each.tb_frame.f_code.co_filename for each in entries]
-    for entry, is_kept in reversed(list(zip(entries, _select_files(files), strict=True))):
-        if is_kept:
-            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    while kept is not None and not is_user_code(kept.tb_frame.f_code.co_filename):
-        kept = kept.tb_next
-    return kept
-
-
-def _iterate(frames: TracebackType) -> Iterator[TracebackType]:
-    entry: TracebackType | None = frames
-    while entry is not None:
-        yield entry
-        entry = entry.tb_next
+    sys.last_type, sys.last_value, sys.last_traceback = kind, error, frames
+    while frames is not None and not is_user_code(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next  # IPython's
+    shell._showtraceback(kind, error, "".join(_format(kind, error, frames)).splitlines())
 
 
 def _show_uncaught(
     kind: type[BaseException], error: BaseException, frames: TracebackType | None
 ) -> None:
-    if not is_own_error(error) or is_full():
+    if is_full() or not is_own_error(error):
         sys.__excepthook__(kind, error, frames)
         return
+    print("".join(_format(kind, error, frames)), end="", file=sys.stderr)
+
+
+def _format(
+    kind: type[BaseException], error: BaseException, frames: TracebackType | None
+) -> list[str]:
+    """Return the traceback of an error as lines, without the frames of Lockstep."""
     shown = traceback.TracebackException(kind, error, frames)
     _drop_frames(shown)
-    for line in shown.format():
-        print(line, end="", file=sys.stderr)
+    return list(shown.format())
 
 
 def _drop_frames(shown: traceback.TracebackException) -> None:
@@ -166,19 +127,12 @@ def _select_frames(frames: traceback.StackSummary) -> traceback.StackSummary:
 
     Frames of torch.distributed count as Lockstep's.
     """
-    selected = _select_files([frame.filename for frame in frames])
-    return traceback.StackSummary(
-        frame for frame, is_kept in zip(frames, selected, strict=True) if is_kept
-    )
-
-
-def _select_files(files: list[str]) -> list[bool]:
-    """Return whether each frame is shown, given the frames' files, the outermost first."""
-    selected, is_inside = [], False
-    for file in files:
-        begins = file.startswith(PACKAGE) or COMMUNICATION in file
-        is_inside = not is_user_code(file) and (is_inside or begins)
-        selected.append(not is_inside)
+    selected, is_inside = traceback.StackSummary(), False
+    for frame in frames:
+        begins = frame.filename.startswith(PACKAGE) or COMMUNICATION in frame.filename
+        is_inside = not is_user_code(frame.filename) and (is_inside or begins)
+        if not is_inside:
+            selected.append(frame)
     return selected
 
 
