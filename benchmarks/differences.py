@@ -37,10 +37,10 @@ def main() -> None:
             begun = time.monotonic()
             found = bisect_runs(plain[first], other)
             seconds = time.monotonic() - begun
-            finding, wrong = found.finding, planted.check(found)
-            assert finding is not None
-            place = (finding.step, finding.microbatch, finding.unit, finding.direction)
-            cells = (*place, finding.operator, f"{seconds:.1f}", "; ".join(wrong) or "yes")
+            divergence, wrong = found.divergence, planted.check(found)
+            assert divergence is not None
+            place = (divergence.step, divergence.microbatch, divergence.unit, divergence.direction)
+            cells = (*place, divergence.operator, f"{seconds:.1f}", "; ".join(wrong) or "yes")
             shown = ("" if each is None else str(each) for each in cells)
             print(f"| {planted.name} | {' | '.join(shown)} |", flush=True)
 

@@ -128,19 +128,22 @@ class Planted:
         return first, replace(first, self.changes)
 
     def check(self, found: Bisection) -> list[str]:
-        """Return what is wrong with the finding; nothing if it is right."""
-        finding = found.finding
-        assert finding is not None, f"{self.name}: no difference was found"
-        element = finding.element
+        """Return what is wrong with the divergence; nothing if it is right."""
+        divergence = found.divergence
+        assert divergence is not None, f"{self.name}: no difference was found"
+        element = divergence.element
         pairs = {
-            "step": (finding.step, self.step),
-            "direction": (finding.direction, self.direction),
-            "micro-batch": (finding.microbatch, self.microbatch),
-            "module": (finding.unit, self.unit),
-            "operator": ((finding.operator or "")[: len(self.operator or "")], self.operator or ""),
-            "no operator": (finding.operator is None, self.operator is None),
+            "step": (divergence.step, self.step),
+            "direction": (divergence.direction, self.direction),
+            "micro-batch": (divergence.microbatch, self.microbatch),
+            "module": (divergence.unit, self.unit),
+            "operator": (
+                (divergence.operator or "")[: len(self.operator or "")],
+                self.operator or "",
+            ),
+            "no operator": (divergence.operator is None, self.operator is None),
             "element": (None if element is None else element.index, self.index),
-            "line": (self._is_line(finding.source), True),
+            "line": (self._is_line(divergence.source), True),
             "replayed": (found.is_replayed, True),
         }
         return [

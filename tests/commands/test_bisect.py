@@ -1,4 +1,4 @@
-"""`lockstep bisect`: text, page, JSON and mistakes; the search itself is in tests/replay."""
+"""`lockstep bisect`: text, JSON and mistakes; the search itself is in tests/replay."""
 
 from __future__ import annotations
 
@@ -83,32 +83,10 @@ def test_what_cannot_be_replayed_is_found_in_the_records():
     assert "a cannot be replayed: " in done.stderr
 
 
-def test_exported_files_are_compared_without_a_replay(place):
-    for name in ("a", "b"):
-        done = invoke(name, "--export", f"{name}.fingerprints")
-        assert done.exit_code == 0
-        assert done.output.startswith(f"{name}.fingerprints  (")
-    done = invoke("a.fingerprints", "b.fingerprints")
-    assert done.exit_code == 1
-    assert "a.fingerprints and b.fingerprints differ first in step 5, micro-batch 1" in done.output
-    assert "a.fingerprints is an exported file, which cannot be replayed" in done.output
-    assert invoke("a.fingerprints", "same").exit_code == 0
-
-
-def test_a_page(place):
-    done = invoke("a", "b", "--html", "ab.html")
-    assert done.exit_code == 1
-    assert "ab.html  (" in done.output
-    page = (place / "ab.html").read_text()
-    assert page.startswith("<!doctype html>")
-    assert "differ first in step 5" in page
-
-
 def test_mistakes_are_one_sentence(place):
     for words, message in [
         (["a"], r"bisect compares two runs, and 1 were given: lockstep bisect A B"),
         (["a", "b", "same"], "and 3 were given"),
-        (["a", "b", "--export", "x"], "the fingerprints of one run, and 2 were given"),
         (["a", "nowhere"], "there is no run at nowhere"),
     ]:
         with pytest.raises(UsageError, match=message):

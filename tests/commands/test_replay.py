@@ -92,10 +92,6 @@ def test_what_is_wrong_to_ask_for_is_one_sentence(run, tmp_path, monkeypatch):
             replay(run, *words)
     with pytest.raises(UsageError, match="there is no run at"):
         replay(run.parent / "nothing", "--step", "1")
-    exported = tmp_path / "mine.fingerprints"
-    shutil.copy(run / "record.jsonl", exported)
-    with pytest.raises(UsageError, match=r"mine\.fingerprints is an exported file, which cannot"):
-        replay(exported, "--step", "1")
     empty = tmp_path / "empty"
     empty.mkdir()
     end = '{"kind": "end", "state": "done"}'

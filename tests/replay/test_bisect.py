@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import get_args
 
@@ -12,13 +13,13 @@ from lockstep.kernel.errors import RankError
 from lockstep.replay.bisection import bisect_runs
 from lockstep.replay.bisection_report import (
     bisection_json,
-    describe_finding,
+    describe_divergence,
     list_facts,
     list_sentences,
 )
-from lockstep.replay.finding import Direction, find_in_records
+from lockstep.replay.divergence import Direction, find_in_records
 from lockstep.replay.record_difference import compare_records, first_record_difference
-from lockstep.replay.recorded_run import export_fingerprints, read_recorded_run
+from lockstep.replay.recorded_run import read_recorded_run
 from planted import MICROBATCH, PLANTED, SCRIPT, STEP, Planted, record, replace
 
 
@@ -84,10 +85,10 @@ def test_a_bit_that_only_the_recorded_run_had_flipped(recorded, folder):
     a, b = recorded(SCRIPT), recorded(replace(SCRIPT, LOOSE_WIRE), "loose", environ)
     wire.unlink()
     found = bisect_runs(a, b)
-    finding = found.finding
-    assert finding is not None
+    divergence = found.divergence
+    assert divergence is not None
     assert not found.is_replayed
-    place = finding.step, finding.microbatch, finding.direction, finding.unit
+    place = divergence.step, divergence.microbatch, divergence.direction, divergence.unit
     assert place == (STEP, MICROBATCH, "forward", "2")
     first, second = found.reproductions
     assert (first.is_exact, second.is_exact, second.is_repeatable) == (True, False, True)
@@ -97,7 +98,7 @@ def test_a_bit_that_only_the_recorded_run_had_flipped(recorded, folder):
     assert "Two replays agree with each other" in text
     assert "a hardware fault" in text
     assert bisection_json(found)["reproduced"] == [True, False]
-    assert finding_without_fingerprints(a, b) == (STEP, MICROBATCH, None)
+    assert divergence_without_fingerprints(a, b) == (STEP, MICROBATCH, None)
 
 
 def test_a_run_that_a_value_stopped(recorded, folder):
@@ -109,17 +110,17 @@ def test_a_run_that_a_value_stopped(recorded, folder):
     a, b = recorded(SCRIPT), read_recorded_run(folder / "runs" / "nan")
     for sides in ((a, b), (b, a)):
         found = bisect_runs(*sides)
-        finding = found.finding
-        assert finding is not None
-        place = finding.step, finding.microbatch, finding.direction, finding.unit
+        divergence = found.divergence
+        assert divergence is not None
+        place = divergence.step, divergence.microbatch, divergence.direction, divergence.unit
         assert place == (STEP, MICROBATCH, "forward", "2"), found.remarks
-        assert finding.operator is not None
+        assert divergence.operator is not None
         assert found.is_replayed
         text = " ".join(list_sentences(found))
         assert "nan stopped in step 4, micro-batch 2 (the loss is nan); plain continued." in text
 
 
-def finding_without_fingerprints(a, b):
+def divergence_without_fingerprints(a, b):
     """Return what the records alone show."""
     recorded = first_record_difference(a.steps, b.steps)
     window = compare_records(a.run.digests, b.run.digests, recorded)
@@ -129,26 +130,26 @@ def finding_without_fingerprints(a, b):
 
 
 @pytest.mark.stress
-def test_exported_files_with_fingerprints_need_no_replay(recorded, tmp_path):
+def test_recorded_fingerprints_of_runs_that_cannot_be_replayed(recorded, tmp_path):
     planted = next(each for each in PLANTED if each.name == "a wrong backward of one layer")
     sides = []
     for number, source in enumerate(planted.sources()):
-        run = recorded(source, f"exported {number}", {"LOCKSTEP_FINGERPRINTS": "unit:%2"})
-        file = tmp_path / f"{number}.fingerprints"
-        file.write_bytes(export_fingerprints(run))
-        sides.append(read_recorded_run(file))
-        assert sides[-1].fingerprints == run.fingerprints
+        run = recorded(source, f"fingerprints {number}", {"LOCKSTEP_FINGERPRINTS": "unit:%2"})
+        copy = shutil.copytree(run.folder, tmp_path / f"{number}")
+        text = (copy / "record.jsonl").read_text()
+        (copy / "record.jsonl").write_text(text.replace('"kind":"script"', '"kind":"command"', 1))
+        sides.append(read_recorded_run(copy))
     found = bisect_runs(*sides)
-    finding = found.finding
-    assert finding is not None
+    divergence = found.divergence
+    assert divergence is not None
     assert not found.is_replayed
-    place = finding.step, finding.microbatch, finding.direction, finding.unit
+    place = divergence.step, divergence.microbatch, divergence.direction, divergence.unit
     assert place == (STEP, 0, "backward", "2")
     # The other side may still be replayed.
     found = bisect_runs(recorded(SCRIPT), sides[1])
-    finding = found.finding
-    assert finding is not None
-    assert (finding.step, finding.direction, found.is_replayed) == (STEP, "backward", False)
+    divergence = found.divergence
+    assert divergence is not None
+    assert (divergence.step, divergence.direction, found.is_replayed) == (STEP, "backward", False)
     assert found.reproductions[0].is_exact
 
 
@@ -184,10 +185,14 @@ def test_a_change_that_shows_in_a_later_step(recorded, step):
     found = bisect_runs(a, recorded(replace(source, {loop: write}), f"late, from {step}"))
     assert found.recorded is not None
     assert found.recorded.step == 5
-    finding = found.finding
-    assert finding is not None
-    assert (finding.step, finding.direction, finding.parameter) == (step, "state", "2.shift")
-    assert finding.element is None, "no operator of that step reads it"
+    divergence = found.divergence
+    assert divergence is not None
+    assert (divergence.step, divergence.direction, divergence.parameter) == (
+        step,
+        "state",
+        "2.shift",
+    )
+    assert divergence.element is None, "no operator of that step reads it"
 
 
 @pytest.mark.stress
@@ -206,9 +211,9 @@ def test_a_run_that_was_resumed(recorded, folder):
     b = record(folder, "resumed", resumed, resume=True)
     assert [line["step"] for line in b.run.resumes] == [3]
     found = bisect_runs(recorded(source, "uninterrupted"), b)
-    finding = found.finding
-    assert finding is not None
-    place = finding.step, finding.direction, finding.operator
+    divergence = found.divergence
+    assert divergence is not None
+    place = divergence.step, divergence.direction, divergence.operator
     assert place == (3, "optimizer", "aten.add_.Tensor")
     assert [each.is_exact for each in found.reproductions] == [True, True]
 
@@ -221,9 +226,9 @@ def test_a_step_whose_bits_change_when_its_operators_are_recorded(recorded):
     source = replace(SCRIPT, {dropout: product})
     other = replace(source, {"momentum=0.9": "momentum=0.8"})
     found = bisect_runs(recorded(source, "product"), recorded(other, "product, momentum"))
-    finding = found.finding
-    assert finding is not None
-    place = finding.step, finding.direction, finding.unit, finding.operator
+    divergence = found.divergence
+    assert divergence is not None
+    place = divergence.step, divergence.direction, divergence.unit, divergence.operator
     assert place == (1, "optimizer", "0", None)
     assert [each.is_exact for each in found.reproductions] == [True, True]
     (remark,) = found.remarks
@@ -238,7 +243,11 @@ def test_the_page_about_bisect_shows_what_it_prints(folder):
     b = record(folder, "after", replace(script, {"counts) / 3": "counts) * (1 / 3)"}))
     found = bisect_runs(a, b)
     shown = " ".join(page.split())
-    for text in (describe_finding(found), *list_sentences(found)[:1], *list_sentences(found)[2:]):
+    for text in (
+        describe_divergence(found),
+        *list_sentences(found)[:1],
+        *list_sentences(found)[2:],
+    ):
         assert text in shown
     for row in list_facts(found)[:-2]:  # losses and norms depend on the processor
         assert " ".join(" ".join(row).split()) in shown

@@ -1,18 +1,16 @@
-"""How the result of a bisection is shown: text, JSON and page."""
+"""How the result of a bisection is shown: as text and as JSON."""
 
 from dataclasses import replace
 
 import pytest
 
-from bisections import FINDING, MODULE, bisected
+from bisections import DIVERGENCE, MODULE, bisected
 from lockstep.replay.bisection import Reproduction
 from lockstep.replay.bisection_report import (
-    bisection_html,
     bisection_json,
-    describe_finding,
+    describe_divergence,
     list_facts,
     list_sentences,
-    outline_model,
     suggest_commands,
 )
 from lockstep.replay.record_difference import RecordDifference
@@ -24,7 +22,7 @@ def found(tmp_path):
 
 
 def test_the_text_says_where_what_and_how_sure(found):
-    assert describe_finding(found) == (
+    assert describe_divergence(found) == (
         "night-a and night-b differ first in step 7, micro-batch 2, forward pass, module "
         f"`{MODULE}`: aten.add.Tensor is called with different arguments: 1 and <b>two</b>."
     )
@@ -40,8 +38,8 @@ def test_the_text_says_where_what_and_how_sure(found):
     }
     text = list_sentences(found)
     assert text[0] == "17 elements differ; the first by 0.25."
-    close = replace(FINDING, element=replace(FINDING.element, ulps=1000))
-    assert list_sentences(replace(found, finding=close))[0] == (
+    close = replace(DIVERGENCE, element=replace(DIVERGENCE.element, ulps=1000))
+    assert list_sentences(replace(found, divergence=close))[0] == (
         "17 elements differ; the first by 1,000 units in the last place."
     )
     assert text[1].startswith("The records differ first in step 7, in the loss; compared: 20 steps")
@@ -50,24 +48,24 @@ def test_the_text_says_where_what_and_how_sure(found):
     assert text[4] == "These settings differ and can change results: options.seed (7 and 8)."
     assert text[5] == "Their sources differ in train.py."
     assert text[6] == "night-b: data.pt has changed."
-    text = list_sentences(replace(found, finding=None))
+    text = list_sentences(replace(found, divergence=None))
     assert not any("differ" in each for each in text)
 
 
 def test_the_model_itself_other_samples_and_parameters_are_named(found):
-    assert "the model itself (`Net`)" in describe_finding(
-        replace(found, finding=replace(FINDING, unit="Net"))
+    assert "the model itself (`Net`)" in describe_divergence(
+        replace(found, divergence=replace(DIVERGENCE, unit="Net"))
     )
-    named = replace(FINDING, direction="optimizer", parameter="0.weight")
-    assert f"update, module `{MODULE}`, `0.weight`: " in describe_finding(
-        replace(found, finding=named)
+    named = replace(DIVERGENCE, direction="optimizer", parameter="0.weight")
+    assert f"update, module `{MODULE}`, `0.weight`: " in describe_divergence(
+        replace(found, divergence=named)
     )
-    data = replace(FINDING, direction="data", what="data", sentence="the data differ")
+    data = replace(DIVERGENCE, direction="data", what="data", sentence="the data differ")
     batch = RecordDifference(7, "batch", None, "x", "y")
-    assert "the batches have different samples" in describe_finding(
-        replace(found, finding=data, recorded=batch)
+    assert "the batches have different samples" in describe_divergence(
+        replace(found, divergence=data, recorded=batch)
     )
-    assert "the data differ" in describe_finding(replace(found, finding=data))
+    assert "the data differ" in describe_divergence(replace(found, divergence=data))
 
 
 def test_replays_that_do_not_compute_what_was_recorded(found):
@@ -87,8 +85,8 @@ def test_what_only_records_show_comes_with_advice_and_arguments_that_differ(foun
         replace(side, run=replace(side.run, header=side.run.header | program))
         for side, program in zip((found.a, found.b), programs, strict=True)
     ]
-    finding = replace(FINDING, direction=None, a=None, b=None, element=None)
-    found = replace(found, a=sides[0], b=sides[1], finding=finding, is_replayed=False)
+    divergence = replace(DIVERGENCE, direction=None, a=None, b=None, element=None)
+    found = replace(found, a=sides[0], b=sides[1], divergence=divergence, is_replayed=False)
     text = " ".join(list_sentences(found))
     assert "Their arguments differ: --b 1 and (none)." in text
     assert "LOCKSTEP_FINGERPRINTS=unit:7" in text
@@ -104,7 +102,7 @@ def test_where_a_run_stopped_is_said_also_without_a_difference(found):
         a = replace(found.a, run=replace(found.a.run, end=end, state="failed"))
         assert a.stop is not None
         assert (a.stop.step, a.stop.is_value) == (20, is_value)
-        text = list_sentences(replace(found, a=a, finding=None))
+        text = list_sentences(replace(found, a=a, divergence=None))
         what = "step 20, micro-batch 3 (the loss is nan)" if is_value else "step 20 (KeyError)"
         assert f"night-a stopped in {what}; night-b continued." in text
 
@@ -117,10 +115,9 @@ def test_commands_look_further(found, tmp_path, monkeypatch):
         "lockstep replay night-b --step 7 --microbatch 2 --dump dump-night-b",
         "lockstep replay night-b --step 7 --microbatch 2 --pdb",
     ]
-    update = replace(FINDING, microbatch=None)
-    exported = replace(found, finding=update, b=replace(found.b, folder=None))
-    assert suggest_commands(exported) == ["lockstep replay night-a --step 7"]
-    assert suggest_commands(replace(found, finding=None)) == []
+    update = replace(found, divergence=replace(DIVERGENCE, microbatch=None))
+    assert suggest_commands(update)[0] == "lockstep replay night-a --step 7"
+    assert suggest_commands(replace(found, divergence=None)) == []
 
 
 def test_json_has_what_the_contract_names(found):
@@ -132,37 +129,9 @@ def test_json_has_what_the_contract_names(found):
     assert plain["source"] == "train.py:3 in forward"
     assert plain["first_element"] == {"index": [3, 12], "a": 0.25, "b": 0.5, "ulps": 8388608}
     assert plain["differing_elements"] == 17
-    element = replace(FINDING.element, a=float("nan"), b=complex(1, 2), ulps=None)
-    plain = bisection_json(replace(found, finding=replace(FINDING, element=element)))
+    element = replace(DIVERGENCE.element, a=float("nan"), b=complex(1, 2), ulps=None)
+    plain = bisection_json(replace(found, divergence=replace(DIVERGENCE, element=element)))
     assert plain["first_element"] == {"index": [3, 12], "a": "nan", "b": "(1+2j)", "ulps": None}
-    plain = bisection_json(replace(found, finding=None))
+    plain = bisection_json(replace(found, divergence=None))
     assert plain["equal"] is True
     assert plain["operators"] is None
-
-
-def test_the_outline_marks_the_module_and_what_it_is_in(found):
-    lines = outline_model(found)
-    assert [each.name for each in lines if each.is_found] == [
-        "Net", "layers.1", "layers.1.attention", MODULE,
-    ]  # fmt: skip
-    (first,) = [each for each in lines if each.is_first]
-    assert (first.name, first.depth) == (MODULE, 4)
-    many = tuple(f"layers.{number}" for number in range(1000))
-    update = replace(found, modules=many, finding=replace(FINDING, unit="layers.700"))
-    shown = [each.name for each in outline_model(update)]
-    assert len(shown) == 200
-    assert "layers.700" in shown
-
-
-def test_the_page_escapes_what_comes_from_the_runs(found):
-    page = bisection_html(found)
-    assert "<b>two</b>" not in page
-    assert "&lt;b&gt;two&lt;/b&gt;" in page
-    assert "Both runs were replayed" in page
-    assert f"module <code>{MODULE}</code>" in page
-    assert "`" not in page.partition('class="lead">')[2].partition("</p>")[0]
-    other = replace(FINDING, b=replace(FINDING.b, operator="aten.mul.Tensor"))
-    assert "aten.add.Tensor, aten.mul.Tensor</b>" in bisection_html(replace(found, finding=other))
-    page = bisection_html(replace(found, finding=None, is_replayed=False))
-    assert "agree in everything that both recorded" in page
-    assert "Only what was recorded was compared." in page

@@ -1,13 +1,11 @@
-"""Runs and exported files as bisect takes them."""
+"""Runs as bisect takes them."""
 
 import pytest
 
 import records
-from lockstep.kernel.errors import FileError, UsageError
-from lockstep.record.reader import read_run
+from lockstep.kernel.errors import UsageError
 from lockstep.replay.record_difference import first_record_difference
 from lockstep.replay.recorded_run import (
-    export_fingerprints,
     find_source_differences,
     read_recorded_run,
     require_comparable,
@@ -38,22 +36,6 @@ def test_a_run_has_its_steps_and_digests(run):
     assert found.microbatches == records.HEADER["layout"]["microbatches"]
     assert found.folder == found.run.folder
     assert found.name == "a"
-
-
-def test_an_exported_file_says_the_same_of_each_step(run, tmp_path):
-    found, file = run(), tmp_path / "a.fingerprints"
-    file.write_bytes(export_fingerprints(found))
-    exported = read_recorded_run(file)
-    assert exported.steps == found.steps
-    assert exported.run.digests == found.run.digests
-    assert exported.folder is None, "it cannot be replayed"
-    assert exported.name == str(file)
-    assert b"ranks" not in file.read_bytes()
-    assert read_run(file).remarks == []
-    with file.open("ab") as damaged:
-        damaged.write(b'{"kind":"fingerprint","step":1}\n')
-    with pytest.raises(FileError, match=r"a.fingerprints is damaged: not a fingerprint"):
-        assert read_recorded_run(file).fingerprints
 
 
 def test_a_record_without_steps_has_nothing_to_compare(tmp_path):

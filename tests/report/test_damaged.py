@@ -13,7 +13,7 @@ from lockstep.cli import cli
 from lockstep.kernel.errors import LockstepError
 from lockstep.record.reader import read_run
 from lockstep.replay.program import find_base, find_obstacles, read_program
-from lockstep.replay.recorded_run import export_fingerprints, read_recorded_run
+from lockstep.replay.recorded_run import read_recorded_run
 
 PROGRAM = {
     "program": {
@@ -57,7 +57,6 @@ def read_for_replay(folder):
     recorded = read_recorded_run(folder)
     assert recorded.fingerprints is not None
     assert recorded.find_sources(3) == {}
-    export_fingerprints(recorded)
     run = read_run(folder)
     find_obstacles(run, 3, read_program(run, 3), find_base(run, 3))
 

@@ -7,10 +7,8 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 import records
-from bisections import MODULE, bisected
 from lockstep.formatting import format_number
 from lockstep.record.reader import read_run
-from lockstep.replay.bisection_report import bisection_html
 from lockstep.report.chart import Axis, Chart, Curve, Series
 from lockstep.report.comparison import compare_runs, comparison_html
 from lockstep.report.page import draw_panel
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """Return a folder with reports, a comparison and a bisection."""
+    """Return a folder with reports and a comparison."""
     folder = tmp_path_factory.mktemp("pages")
     short = read_run(records.write(folder / "short", records.whole()))
     many = [records.step(n, per_epoch=1000, loss=1.0, seconds=0.01) for n in range(4000)]
@@ -35,7 +33,6 @@ def pages(tmp_path_factory):
     (folder / "report.html").write_text(report_html(short))
     (folder / "long.html").write_text(report_html(long))
     (folder / "compare.html").write_text(comparison_html(compare_runs([short, long])))
-    (folder / "bisect.html").write_text(bisection_html(bisected(folder)))
     return folder
 
 
@@ -190,7 +187,7 @@ def test_the_members_of_an_elastic_run_are_drawn_over_time(reader):
     assert reader.errors == []
 
 
-@pytest.mark.parametrize("name", ["report", "long", "compare", "resumed", "elastic", "bisect"])
+@pytest.mark.parametrize("name", ["report", "long", "compare", "resumed", "elastic"])
 def test_a_phone_shows_everything_without_horizontal_scrolling(phone, name):
     phone.open(name)
     assert phone.page.evaluate("document.documentElement.scrollWidth") <= 360
@@ -263,27 +260,6 @@ def paths(low, mean, high, role="line"):
     return {stroke.kind: stroke.path for stroke in scale.strokes}
 
 
-def test_the_page_of_a_bisection_shows_where_the_runs_diverge(reader):
-    reader.open("bisect")
-    tiles = [tile.inner_text().split("\n")[0] for tile in reader.page.locator(".tile").all()]
-    assert tiles == ["7", "2", "forward pass", MODULE, "aten.add.Tensor"]
-    assert reader.page.locator("#chart-loss .line").first.is_visible()
-    mark = reader.page.locator("#chart-distance .mark")
-    assert mark.evaluate("path => path.getBBox().x") == round(4000 * 7 / 19)
-    assert "first difference" in reader.page.locator("#chart-loss .legend").inner_text()
-    module = reader.page.locator("#outline .first")
-    assert module.inner_text().split() == [MODULE, "differs", "first"]
-    differing = reader.page.locator("#facts tr.differs th").all_inner_texts()
-    assert "arguments" in differing
-    assert "inputs" not in differing
-    reader.page.set_viewport_size({"width": 360, "height": 740})
-    cells = reader.page.locator("#facts tr.differs").first.locator("td").all()
-    boxes = [cell.bounding_box() for cell in cells]
-    assert boxes[0]["y"] == boxes[1]["y"], "both sides are side by side on a phone, too"
-    assert boxes[1]["x"] + boxes[1]["width"] <= 360
-    assert reader.errors == []
-
-
 def test_a_line_is_interrupted_at_missing_values():
     y = [0.0, 1.0, np.nan, 1.0, 1.0]
     assert paths(y, y, y) == {"line": "M0 1000l1000-1000M3000 0l1000 0"}
@@ -301,7 +277,7 @@ def test_dots_are_strokes_of_length_zero():
     assert paths(y, y, y, role="dots") == {"dots": "M0 1000h0M4000 0h0"}
 
 
-@pytest.mark.parametrize("name", ["report", "elastic", "long", "compare", "bisect"])
+@pytest.mark.parametrize("name", ["report", "elastic", "long", "compare"])
 def test_markup_that_gets_into_a_page_runs_nothing(reader, pages, name):
     """The policy allows the page's own script and style only, should anything pass unescaped."""
     planted = (

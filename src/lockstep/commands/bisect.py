@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from lockstep.commands.replay import ReplayProgress
-from lockstep.commands.report import find_run, save
+from lockstep.commands.report import find_run
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import JSON_HELP, escape_control, say
 
@@ -26,12 +25,6 @@ __all__ = ["command"]
 @click.option(
     "--runs", "folder", default="runs", show_default=True, metavar="DIR", help="Folder of runs."
 )
-@click.option("--html", metavar="FILE", help="Also write the result as an HTML page to this file.")
-@click.option(
-    "--export", metavar="FILE",
-    help="Export the fingerprints of the run A to this file, to compare them on another machine; "
-    "compares nothing.",
-)  # fmt: skip
 @click.option(
     "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
     help="End each replay after this many seconds.  [default: no limit]",
@@ -40,8 +33,6 @@ __all__ = ["command"]
 def command(
     runs: tuple[str, ...],
     folder: str,
-    html: str | None,
-    export: str | None,
     timeout: float | None,
     as_json: bool,
 ) -> None:
@@ -55,60 +46,38 @@ def command(
 
     Replays run the whole program, so files that it writes itself are written again.
 
-    A or B may also be a file that --export wrote on another machine. It cannot be
-    replayed, so only what was recorded is compared.
-
     Exit status: 0 no difference, 1 a difference was found, 2 usage error.
     """
     places = [find_run(run, folder) for run in runs]
-    if export is not None:
-        _export(places, export)
-        return
     if len(places) != 2:
         raise UsageError(
             f"bisect compares two runs, and {len(places)} were given: lockstep bisect A B"
         )
     from lockstep.replay.bisection import bisect_runs
-    from lockstep.replay.bisection_report import bisection_html, bisection_json
+    from lockstep.replay.bisection_report import bisection_json
     from lockstep.replay.recorded_run import read_recorded_run
 
     a, b = map(read_recorded_run, places, runs)
-    progress = BisectProgress()
-    try:
+    with ReplayProgress() as progress:
         found = bisect_runs(a, b, progress.show, say, timeout)
-    finally:
-        progress.close()
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         print_text(found)
-        if html is not None:
-            save(bisection_html(found).encode(), html)
     if as_json:
         click.echo(json.dumps(bisection_json(found)))
     sys.exit(0 if found.equal else 1)
 
 
-def _export(places: list[Path], file: str) -> None:
-    """Write the fingerprints of one run to a file."""
-    from lockstep.replay.recorded_run import export_fingerprints, read_recorded_run
-
-    if len(places) != 1:
-        raise UsageError(
-            f"--export writes the fingerprints of one run, and {len(places)} were given"
-        )
-    save(export_fingerprints(read_recorded_run(places[0])), file)
-
-
 def print_text(found: Bisection) -> None:
     """Print the result on the terminal."""
     from lockstep.replay.bisection_report import (
-        describe_finding,
+        describe_divergence,
         list_facts,
         list_sentences,
         suggest_commands,
     )
     from lockstep.report.terminal import print_table, wrap
 
-    click.echo("\n".join(wrap(describe_finding(found))))
+    click.echo("\n".join(wrap(describe_divergence(found))))
     if rows := list_facts(found):
         click.echo()
         print_table(["", found.a.name, found.b.name], rows)
@@ -119,23 +88,3 @@ def print_text(found: Bisection) -> None:
         click.echo("\nTo look further:")
         for line in lines:
             click.echo(escape_control(f"  {line}"))
-
-
-class BisectProgress:
-    """The progress display of replays, on standard error."""
-
-    def __init__(self) -> None:
-        self._doing = ""
-        self._shown: ReplayProgress | None = None
-
-    def show(self, doing: str, done: int, total: int) -> None:
-        """Show the progress of one replay."""
-        if self._shown is None or doing != self._doing:
-            self.close()
-            self._doing, self._shown = doing, ReplayProgress(0, doing)
-        self._shown.show(done, total)
-
-    def close(self) -> None:
-        """Erase the progress line on a terminal."""
-        if self._shown is not None:
-            self._shown.close()

@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +101,6 @@ def command(
     from lockstep.check.layouts import Layout
     from lockstep.record.fingerprints import read_step_fingerprints
     from lockstep.record.reader import read_run
-    from lockstep.record.recorder import RECORD_FILE
     from lockstep.replay.comparison import compare, find_recorded
     from lockstep.replay.program import find_base, find_obstacles, read_program
     from lockstep.replay.result import ReplayRequest
@@ -114,13 +114,7 @@ def command(
     _require_alone([name for name, given in asked.items() if given], microbatch, nprocs)
     if dump is not None and dump.exists() and (not dump.is_dir() or any(dump.iterdir())):
         raise UsageError(f"--dump {dump}: this is not an empty folder; give the name of a new one")
-    place = find_run(run, folder)
-    if place.is_file() and place.name != RECORD_FILE:
-        raise UsageError(
-            f"{place} is an exported file, which cannot be replayed: give the name or the folder "
-            "of a run"
-        )
-    found = read_run(place)
+    found = read_run(find_run(run, folder))
     for remark in found.remarks:
         say(remark)
     steps = {each.step: each for each in read_step_fingerprints(found.folder)}
@@ -148,8 +142,8 @@ def command(
         begin = f"the checkpoint after {base.steps} steps"
     shown = escape_control(run)
     click.echo(f"replaying step {step} of {shown} on {layout}, from {begin}", err=True)
-    with ReplayProgress(base.steps) as progress:
-        replay = run_program(program, base, request, progress.show)
+    with ReplayProgress() as progress:
+        replay = run_program(program, base, request, partial(progress.show, ""))
     if replay.is_refused and not recorded.failure:
         reason = re.sub(r"^rank \d+ failed: (\w+: )?", "", replay.failure).partition(": ")[0]
         option, count = ("--stages", stages) if stages > 1 else ("-n", nprocs)
@@ -286,50 +280,47 @@ def _cell(plain: Mapping[str, Any], name: str) -> str:
 
 
 class ReplayProgress:
-    """The progress display of a replay on standard error: finished steps and remaining time.
+    """The progress display of replays on standard error: finished steps and remaining time."""
 
-    Args:
-        first: The number of steps that were finished at the checkpoint.
-        title: The text before the number of steps; "" for none.
-    """
-
-    def __init__(self, first: int, title: str = "") -> None:
-        self._first, self._title = first, f"{title}: " if title else ""
+    def __init__(self) -> None:
         self._is_live = sys.stderr.isatty()
+        self._title: str | None = None
+        self._first = 0  # the steps that were finished when the replay began
         self._started: tuple[int, float] | None = None  # steps done at that time, and the time
         self._shown_at = time.monotonic()
 
-    def show(self, done: int, total: int) -> None:
-        """Show the progress: on a terminal in one line, otherwise a line every `INTERVAL`."""
+    def show(self, title: str, done: int, total: int) -> None:
+        """Show the progress: on a terminal in one line, otherwise a line every `INTERVAL`.
+
+        Args:
+            title: The name of the replay, which is shown before the steps; "" for none.
+            done: The number of finished steps.
+            total: The number of steps to finish.
+        """
         now = time.monotonic()
-        if self._started is None and done:
+        if title != self._title:
+            self._title, self._first, self._started = title, done, None
+        if self._started is None and done > self._first:
             self._started = done, now
         if not self._is_live and now - self._shown_at < INTERVAL:
             return
         self._shown_at = now
-        steps = f"step {self._first + done} of {self._first + total}"
-        text = f"{self._title}{steps}{self._left(done, total, now)}"
+        text = f"{title}: " if title else ""
+        text += f"step {done} of {total}"
+        if self._started is not None and done > self._started[0]:
+            pace = (now - self._started[1]) / (done - self._started[0])
+            text += f", {format_duration(pace * (total - done))} left"
         try:
             sys.stderr.write(f"\r{text}\x1b[K" if self._is_live else f"{text}\n")
             sys.stderr.flush()
         except OSError as error:
             discard_if_lost(sys.stderr, error)
 
-    def _left(self, done: int, total: int, now: float) -> str:
-        if self._started is None or done <= self._started[0]:
-            return ""
-        pace = (now - self._started[1]) / (done - self._started[0])
-        return f", {format_duration(pace * (total - done))} left"
-
     def __enter__(self) -> ReplayProgress:
         """Return itself."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Close the display."""
-        self.close()
-
-    def close(self) -> None:
         """Erase the progress line on a terminal."""
         if self._is_live:
             sys.stderr.write("\r\x1b[K")

@@ -1,17 +1,11 @@
-"""The result of `lockstep bisect` as text, as JSON and as an HTML page.
-
-Bisection ──┬─> lead, facts, sentences, commands ──┬─> text
-            ├─> charts, outline of the model ──────┴─> bisection_html
-            └─> bisection_json
-"""
+"""The result of `lockstep bisect`: a lead, facts, sentences and commands as text, and JSON."""
 
 from __future__ import annotations
 
 import math
 import os
 import shlex
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +13,13 @@ from lockstep.formatting import format_quantity
 from lockstep.model.operator_call import OperatorCall
 from lockstep.record.columns import as_dict
 from lockstep.replay.bisection import Bisection, Reproduction
-from lockstep.replay.finding import Finding
+from lockstep.replay.divergence import Divergence
 from lockstep.replay.recorded_run import RecordedRun, find_source_differences
-from lockstep.report.chart import difference_charts
 from lockstep.report.comparison import find_setting_differences, settings_sentences
-from lockstep.report.page import draw_panel, render_template
-from lockstep.version import VERSION
 
 __all__ = [
-    "Module",
-    "bisection_html",
     "bisection_json",
-    "describe_finding",
+    "describe_divergence",
     "list_facts",
     "list_sentences",
     "suggest_commands",
@@ -43,13 +32,9 @@ difference of the values instead."""
 MAX_SOURCES = 6
 """The largest number of files that a sentence names."""
 
-MAX_MODULES = 200
-"""The largest number of modules in the outline; a longer outline is cut to those around the
-finding."""
-
 CALL_ROWS = ("operator", "line", "code", "arguments", "inputs", "outputs")
 
-PLACES = {
+DIRECTION_NAMES = {
     "data": "data",
     "state": "state before the step",
     "forward": "forward pass",
@@ -59,53 +44,53 @@ PLACES = {
 }
 
 
-def describe_finding(found: Bisection) -> str:
+def describe_divergence(found: Bisection) -> str:
     """Return the result in one sentence."""
     a, b = found.a.name, found.b.name
-    finding = found.finding
-    if finding is None:
+    divergence = found.divergence
+    if divergence is None:
         return f"{a} and {b} agree in everything that both recorded."
-    where = describe_place(finding, found.modules[:1])
-    sentence = finding.sentence
-    if finding.what == "data" and found.recorded is not None and found.recorded.what == "batch":
+    where = describe_location(divergence, found.model)
+    sentence = divergence.sentence
+    if divergence.what == "data" and found.recorded is not None and found.recorded.what == "batch":
         sentence = "the batches have different samples"
     return f"{a} and {b} differ first in {where}: {sentence}."
 
 
-def describe_place(finding: Finding, root: Sequence[str] = ()) -> str:
+def describe_location(divergence: Divergence, model: str = "") -> str:
     """Return where a difference arises, in words.
 
     Args:
-        finding: The difference.
-        root: The name of the model itself; empty if it is not known.
+        divergence: The difference.
+        model: The name of the model itself; "" if it is not known.
     """
-    words = [f"step {finding.step:,}"]
-    if finding.microbatch is not None:
-        words.append(f"micro-batch {finding.microbatch}")
-    if finding.direction is not None:
-        words.append(PLACES[finding.direction])
-    if finding.unit in root:
-        words.append(f"the model itself (`{finding.unit}`)")
-    elif finding.unit:
-        words.append(f"module `{finding.unit}`")
-    if finding.parameter and f"`{finding.parameter}`" not in finding.sentence:
-        words.append(f"`{finding.parameter}`")
+    words = [f"step {divergence.step:,}"]
+    if divergence.microbatch is not None:
+        words.append(f"micro-batch {divergence.microbatch}")
+    if divergence.direction is not None:
+        words.append(DIRECTION_NAMES[divergence.direction])
+    if divergence.unit and divergence.unit == model:
+        words.append(f"the model itself (`{divergence.unit}`)")
+    elif divergence.unit:
+        words.append(f"module `{divergence.unit}`")
+    if divergence.parameter and f"`{divergence.parameter}`" not in divergence.sentence:
+        words.append(f"`{divergence.parameter}`")
     return ", ".join(words)
 
 
 def list_facts(found: Bisection) -> list[tuple[str, ...]]:
     """Return a table of both sides at the difference: a name and two values per row."""
-    finding = found.finding
-    if finding is None:
+    divergence = found.divergence
+    if divergence is None:
         return []
-    calls = [(found.a, finding.a), (found.b, finding.b)]
-    columns = [_describe_call(run, call, finding.step) for run, call in calls]
+    calls = [(found.a, divergence.a), (found.b, divergence.b)]
+    columns = [_describe_call(run, call, divergence.step) for run, call in calls]
     rows = [(name, *(column.get(name, "") for column in columns)) for name in CALL_ROWS]
-    if finding.element is not None:
-        index = ", ".join(map(str, finding.element.index))
-        rows.append((f"element [{index}]", repr(finding.element.a), repr(finding.element.b)))
+    if divergence.element is not None:
+        index = ", ".join(map(str, divergence.element.index))
+        rows.append((f"element [{index}]", repr(divergence.element.a), repr(divergence.element.b)))
     steps = [
-        {each.step: each for each in run.steps}.get(finding.step) for run in (found.a, found.b)
+        {each.step: each for each in run.steps}.get(divergence.step) for run in (found.a, found.b)
     ]
     for name in ("loss", "norm"):
         values = [None if each is None else getattr(each, name) for each in steps]
@@ -129,9 +114,9 @@ def _describe_call(run: RecordedRun, call: OperatorCall | None, step: int) -> di
 
 
 def list_sentences(found: Bisection) -> list[str]:
-    """Return sentences about what was compared and how far the finding can be trusted."""
+    """Return sentences about what was compared and how far the result can be trusted."""
     return [
-        *_element_sentence(found.finding),
+        *_element_sentence(found.divergence),
         _compared_sentence(found),
         *_length_sentences(found),
         *_stop_sentence(found),
@@ -145,10 +130,10 @@ def list_sentences(found: Bisection) -> list[str]:
     ]
 
 
-def _element_sentence(finding: Finding | None) -> Iterator[str]:
-    if finding is None or finding.element is None:
+def _element_sentence(divergence: Divergence | None) -> Iterator[str]:
+    if divergence is None or divergence.element is None:
         return
-    element = finding.element
+    element = divergence.element
     count = f"{element.count:,} elements differ" if element.count > 1 else "One element differs"
     distance = ""
     if element.ulps is not None and element.ulps > MAX_ULPS:
@@ -170,7 +155,7 @@ def _compared_sentence(found: Bisection) -> str:
         )
         digests = f", and the digests of the weights after {shown} steps"
     what = f"{parts} (losses of the micro-batches, gradient norms, samples){digests}"
-    if found.finding is None:
+    if found.divergence is None:
         return f"Compared, and bit-identical: {what}."
     recorded = found.recorded
     if recorded is None:
@@ -213,20 +198,20 @@ def _arguments_sentence(found: Bisection) -> Iterator[str]:
 
 def _advice(found: Bisection) -> Iterator[str]:
     """Yield a sentence about how to learn more about a difference that only records show."""
-    finding = found.finding
-    if finding is None or finding.what == "microbatches":
+    divergence = found.divergence
+    if divergence is None or divergence.what == "microbatches":
         return
-    if not found.is_replayed and finding.direction is None:
+    if not found.is_replayed and divergence.direction is None:
         yield (
             'To learn where in the step it arises, record both runs with fingerprints="unit", or '
-            f"with the variable LOCKSTEP_FINGERPRINTS=unit:{finding.step}."
+            f"with the variable LOCKSTEP_FINGERPRINTS=unit:{divergence.step}."
         )
 
 
 def _sources_sentence(found: Bisection) -> Iterator[str]:
-    if found.finding is None:
+    if found.divergence is None:
         return
-    names = find_source_differences(found.a, found.b, found.finding.step)
+    names = find_source_differences(found.a, found.b, found.divergence.step)
     if names:
         more = f" and {len(names) - MAX_SOURCES} more" if len(names) > MAX_SOURCES else ""
         yield f"Their sources differ in {', '.join(names[:MAX_SOURCES])}{more}."
@@ -271,39 +256,37 @@ def _deviation(reproduction: Reproduction) -> str:
 
 def suggest_commands(found: Bisection) -> list[str]:
     """Return commands that investigate the difference further."""
-    finding = found.finding
-    if finding is None:
+    divergence = found.divergence
+    if divergence is None:
         return []
     lines = []
     suffixes = [Path(run.name).name for run in (found.a, found.b)]
     if suffixes[0] == suffixes[1]:
         suffixes = ["a", "b"]
     for run, suffix in zip((found.a, found.b), suffixes, strict=True):
-        if run.folder is None:
-            continue
         folder = os.path.relpath(run.folder)
         folder = str(run.folder) if folder.startswith("..") else folder
-        words = ["lockstep", "replay", folder, "--step", str(finding.step)]
-        if finding.microbatch is not None:
-            words += ["--microbatch", str(finding.microbatch), "--dump", f"dump-{suffix}"]
+        words = ["lockstep", "replay", folder, "--step", str(divergence.step)]
+        if divergence.microbatch is not None:
+            words += ["--microbatch", str(divergence.microbatch), "--dump", f"dump-{suffix}"]
         lines.append(shlex.join(words))
-        if finding.source is not None and finding.microbatch is not None:
+        if divergence.source is not None and divergence.microbatch is not None:
             lines.append(shlex.join([*words[:-2], "--pdb"]))
     return lines
 
 
 def bisection_json(found: Bisection) -> dict[str, Any]:
     """Return the result as plain values for JSON."""
-    finding = found.finding
-    element = None if finding is None else finding.element
+    divergence = found.divergence
+    element = None if divergence is None else divergence.element
     return {
         "equal": found.equal,
-        "step": finding and finding.step,
-        "microbatch": finding and finding.microbatch,
-        "unit": finding and finding.unit,
-        "direction": finding and finding.direction,
-        "operator": finding and finding.operator,
-        "source": finding and finding.source,
+        "step": divergence and divergence.step,
+        "microbatch": divergence and divergence.microbatch,
+        "unit": divergence and divergence.unit,
+        "direction": divergence and divergence.direction,
+        "operator": divergence and divergence.operator,
+        "source": divergence and divergence.source,
         "first_element": element
         and {
             "index": list(element.index),
@@ -312,11 +295,11 @@ def bisection_json(found: Bisection) -> dict[str, Any]:
             "ulps": element.ulps,
         },
         "differing_elements": element and element.count,
-        "parameter": finding and finding.parameter,
-        "what": finding and finding.what,
-        "sentence": describe_finding(found),
-        "operators": finding
-        and {side: _call_json(call) for side, call in (("a", finding.a), ("b", finding.b))},
+        "parameter": divergence and divergence.parameter,
+        "what": divergence and divergence.what,
+        "sentence": describe_divergence(found),
+        "operators": divergence
+        and {side: _call_json(call) for side, call in (("a", divergence.a), ("b", divergence.b))},
         "runs": [found.a.name, found.b.name],
         "steps_compared": found.compared.steps,
         "digests_compared": list(found.compared.digests),
@@ -347,67 +330,3 @@ def _call_json(call: OperatorCall | None) -> dict[str, Any] | None:
         "inputs": list(call.input_types),
         "outputs": list(call.output_types),
     }
-
-
-# --- page ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Module:
-    """A line of the model's outline.
-
-    Attributes:
-        name: The last part of its name.
-        depth: The number of modules that contain it.
-        is_found: Whether the difference is in it, or in a module inside it.
-        is_first: Whether it is the module that was found.
-    """
-
-    name: str
-    depth: int
-    is_found: bool
-    is_first: bool
-
-
-def outline_model(found: Bisection) -> list[Module]:
-    """Return the modules of the model as lines, with the one that was found."""
-    unit = found.finding.unit if found.finding else None
-    lines = [
-        Module(
-            name,
-            number and name.count(".") + 1,  # the first module is the model
-            unit is not None and (not number or f"{unit}.".startswith(f"{name}.")),
-            name == unit,
-        )
-        for number, name in enumerate(found.modules)
-    ]
-    at = next((number for number, line in enumerate(lines) if line.is_first), 0)
-    first = max(0, min(at - MAX_MODULES // 2, len(lines) - MAX_MODULES))
-    return lines[first : first + MAX_MODULES]
-
-
-def bisection_html(found: Bisection) -> str:
-    """Return the result as one self-contained HTML page."""
-    finding = found.finding
-    runs, names = [found.a.run, found.b.run], [found.a.name, found.b.name]
-    charts = difference_charts(runs, names, None if finding is None else finding.step)
-    return render_template(
-        "bisect.html",
-        found=found,
-        finding=finding,
-        names=names,
-        operators=list(
-            dict.fromkeys(call.operator for call in (finding.a, finding.b) if call is not None)
-        )
-        if finding is not None and finding.operator
-        else [],
-        lead=describe_finding(found),
-        place=None if finding is None else PLACES.get(finding.direction or ""),
-        facts=list_facts(found),
-        sentences=list_sentences(found),
-        panels=[draw_panel(chart) for chart in charts],
-        modules=outline_model(found),
-        settings=find_setting_differences(runs),
-        commands=suggest_commands(found),
-        version=VERSION,
-    )

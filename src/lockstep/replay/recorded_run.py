@@ -1,9 +1,4 @@
-"""A run as an input of `lockstep bisect`: a folder, or an exported file.
-
-runs/night/             a run: its record, sources and checkpoints
-night.fingerprints      the output of `lockstep bisect night --export`: a record with the lines and
-                        fields that identify steps, for a comparison on another machine
-"""
+"""A run as an input of `lockstep bisect`: its record, its sources and its fingerprints."""
 
 from __future__ import annotations
 
@@ -11,50 +6,26 @@ import filecmp
 import linecache
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import orjson
 
 from lockstep.formatting import format_quantity
-from lockstep.kernel.errors import FileError, UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.model.fingerprint import StepFingerprint
-from lockstep.model.fingerprint_file import (
-    decode_fingerprint,
-    encode_fingerprint,
-    read_unit_fingerprints,
-)
+from lockstep.model.fingerprint_file import read_unit_fingerprints
 from lockstep.record.columns import as_dict
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
-from lockstep.record.reader import Run, open_record, read_run
-from lockstep.record.recorder import RECORD_FILE
+from lockstep.record.reader import Run, read_run
 from lockstep.replay.comparison import find_recorded
 from lockstep.replay.record_difference import RecordDifference, Stop
 
 __all__ = [
     "RecordedRun",
-    "export_fingerprints",
     "find_source_differences",
     "read_recorded_run",
     "require_comparable",
 ]
-
-EXPORTED = {
-    "run": None,
-    "resume": None,
-    "round": None,
-    "step": {"kind", "t", "step", "epoch", "loss", "lr", "samples", "seconds"}
-    | {"loss_hex", "norm_hex", "losses", "batch"},
-    "checkpoint": {"kind", "t", "step", "digest"},
-    "end": None,
-}
-"""The kinds of record lines in an exported file, and their exported fields; None for all."""
-
-FINGERPRINT = "fingerprint"
-"""The kind of an exported line that holds the fingerprint of one rank in a step."""
 
 
 @dataclass(frozen=True)
@@ -65,31 +36,21 @@ class RecordedRun:
         name: The name of the run in messages.
         run: Its record.
         steps: Its recorded steps, with the values that identify them.
-        place: Its folder, or the exported file.
-        folder: The folder of the run; None for an exported file, which cannot be replayed.
     """
 
     name: str
     run: Run
     steps: list[RecordedStep]
-    place: Path
-    folder: Path | None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return self.run.folder
 
     @cached_property
     def fingerprints(self) -> dict[int, list[StepFingerprint]]:
         """The recorded fingerprints of all ranks, by step."""
-        if self.folder is not None:
-            return read_unit_fingerprints(self.folder).steps
-        found: dict[int, list[StepFingerprint]] = {}
-        with open_record(self.place) as file:
-            for line in map(_parse, file):
-                if line is not None and line.get("kind") == FINGERPRINT:
-                    try:
-                        each = decode_fingerprint(line)
-                    except ValueError as error:
-                        raise FileError(f"{self.place} is damaged: {error}") from None
-                    found.setdefault(each.step, []).append(each)
-        return found
+        return read_unit_fingerprints(self.folder).steps
 
     def read_line(self, source: str, step: int) -> str:
         """Return the source text of the line `source`, such as "train.py:31 in forward".
@@ -105,7 +66,7 @@ class RecordedRun:
 
     def find_sources(self, step: int) -> dict[str, Path]:
         """Return the source files of a step by name, without files whose name is not unique."""
-        stored = None if self.folder is None else self.run.find_stored_sources(step)
+        stored = self.run.find_stored_sources(step)
         if stored is None:
             return {}
         files = [path for path in stored.rglob("*") if path.is_file()]
@@ -133,24 +94,22 @@ class RecordedRun:
 
 
 def read_recorded_run(place: Path, name: str = "") -> RecordedRun:
-    """Read a run, or an exported file.
+    """Read a run.
 
     Args:
-        place: The folder of the run, its record, or the file.
-        name: The name of the run in messages; "" for its recorded name, or the path of the file.
+        place: The folder of the run, or its record.
+        name: The name of the run in messages; "" for its recorded name.
 
     Raises:
         UsageError: There is no run, or it has no steps.
         FileError: The record cannot be read.
     """
     run = read_run(place)
-    is_run = place.is_dir() or place.name == RECORD_FILE
-    name = name or (run.name if is_run else str(place))
     steps = read_step_fingerprints(place)
-    found = RecordedRun(name, run, steps, place, run.folder if is_run else None)
-    if not steps and found.stop is None:
+    recorded = RecordedRun(name or run.name, run, steps)
+    if not steps and recorded.stop is None:
         raise UsageError(f"{place} has no steps, so there is nothing to compare")
-    return found
+    return recorded
 
 
 def require_comparable(a: RecordedRun, b: RecordedRun, difference: RecordDifference | None) -> None:
@@ -201,30 +160,3 @@ def find_source_differences(a: RecordedRun, b: RecordedRun, step: int) -> list[s
         for name, file in ours.items()
         if name in theirs and not filecmp.cmp(file, theirs[name], shallow=False)
     ]
-
-
-def export_fingerprints(run: RecordedRun) -> bytes:
-    """Return the content of an exported file: the lines and fields that identify a run's steps."""
-    option = orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
-    return b"".join(orjson.dumps(fields, option=option) for fields in _exported_lines(run))
-
-
-def _exported_lines(run: RecordedRun) -> Iterator[dict[str, Any]]:
-    with open_record(run.place) as file:
-        for line in map(_parse, file):
-            kind = str((line or {}).get("kind"))
-            if line is not None and kind in EXPORTED:
-                fields = EXPORTED[kind]
-                yield {name: line[name] for name in line if fields is None or name in fields}
-    for step in run.fingerprints.values():
-        for each in step:
-            yield {"kind": FINGERPRINT, **encode_fingerprint(each)}
-
-
-def _parse(text: bytes) -> dict[str, Any] | None:
-    """Return a line of a record; None for one that cannot be read."""
-    try:
-        line = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return None
-    return line if isinstance(line, dict) else None

@@ -45,7 +45,8 @@ READ_LATE = re.compile(r"OMP_NUM_THREADS|CUBLAS.*|NVIDIA_.*|TORCH_.*|TORCHINDUCT
 interpreter."""
 
 Report = Callable[[int, int], None]
-"""Called with the number of steps done so far, and their total."""
+"""Called with the number of finished steps, those before the checkpoint included, and the number
+of steps to finish."""
 
 
 def run_program(
@@ -107,7 +108,6 @@ def _launch(
 ) -> None:
     """Run the ranks to their end; raise RankError if one failed."""
     order = (program, base, request, str(folder))
-    total = request.last + 1 - base.steps
     if request.debug:
         _run_in_terminal(order, folder)
         return
@@ -127,11 +127,11 @@ def _launch(
     while True:
         try:
             ranks.join(POLL)
-        except TimeoutError:
-            report((read_count(folder) or base.steps) - base.steps, total)
-        else:
-            report((read_count(folder) or base.steps) - base.steps, total)
             return
+        except TimeoutError:
+            pass
+        finally:
+            report(read_count(folder) or base.steps, request.last + 1)
 
 
 def _run_in_terminal(order: tuple[Program, Base, ReplayRequest, str], folder: Path) -> None:

@@ -39,7 +39,6 @@ __all__ = [
     "Series",
     "Tick",
     "comparison_charts",
-    "difference_charts",
     "downsample",
     "exact_axis",
     "linear_axis",
@@ -265,30 +264,6 @@ def comparison_charts(runs: list[Run], names: list[str]) -> list[Chart]:
         rates = _overlay(runs, names, lambda run: run.steps.lr)
         charts.append(_chart("lr", "Learning rate", rates, y_name=RATE_NAME))
     return [drawn for drawn in charts if drawn.series]
-
-
-def difference_charts(runs: list[Run], names: list[str], step: int | None) -> list[Chart]:
-    """Return charts of the losses of two runs and of their distance, with a mark at a step."""
-    losses = _overlay(runs, names, lambda run: run.steps.loss)
-    charts = [_chart("loss", "Loss", losses, y_name=LOSS_NAME)]
-    a, b = (run.steps for run in runs)
-    common, ours, theirs = np.intersect1d(a.step, b.step, return_indices=True)
-    apart = np.abs(a.loss[ours] - b.loss[theirs])
-    if (apart > 0).any():
-        series = Series("distance", downsample(common, apart, MAX_POINTS), "line", 2)
-        charts.append(_chart("distance", "Distance of the losses", [series], y_name="|a - b|"))
-    return [
-        replace(drawn, marks=_mark(step, drawn.x), mark_name="first difference")
-        for drawn in charts
-        if drawn.series
-    ]
-
-
-def _mark(step: int | None, x: Axis) -> tuple[Tick, ...]:
-    """Return a mark at a step; none if the step is not on the axis."""
-    if step is None or not x.low <= step <= x.high:
-        return ()
-    return (Tick(float(x.positions(np.array([step], np.float64))[0]), f"step {step:,}"),)
 
 
 def _changes(values: Column) -> bool:

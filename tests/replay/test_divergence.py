@@ -7,13 +7,13 @@ import pytest
 from lockstep.model.fingerprint import StepFingerprint
 from lockstep.model.operator_call import OperatorCall
 from lockstep.replay.bisection import group_by_rank
-from lockstep.replay.finding import (
-    Finding,
-    TensorPlace,
+from lockstep.replay.divergence import (
+    Divergence,
+    OperandLocation,
     add_operator,
     find_in_modules,
     find_in_records,
-    limit_place,
+    limit_to_compared,
     locate_tensor,
 )
 from lockstep.replay.operator_difference import OperatorDifference
@@ -111,8 +111,8 @@ def test_nothing_is_claimed_of_the_steps_before_those_compared():
     a, b = [fingerprint(3), fingerprint(4)], [fingerprint(3), fingerprint(4, before="0.mean")]
     found = find_in_modules([a], [b])
     assert found is not None
-    assert limit_place(found, 3) == found
-    limited = limit_place(find_in_modules([a[1:]], [b[1:]]), 4)
+    assert limit_to_compared(found, 3) == found
+    limited = limit_to_compared(find_in_modules([a[1:]], [b[1:]]), 4)
     assert limited is not None
     assert limited.direction == "state"
     assert "changed" not in limited.sentence
@@ -153,7 +153,7 @@ CALL = OperatorCall(
     "aten.mm", "forward", 1, "0", (1, 2), (3,), "", (0, 0),
     ("0.weight: float32[4, 8]", "float32[2, 8]"), ("float32[2, 4]",), (-1, -1), "a.py:3 in forward",
 )  # fmt: skip
-FOUND = Finding(4, "forward", "output", "module `0` computes ...", 1, "0")
+FOUND = Divergence(4, "forward", "output", "module `0` computes ...", 1, "0")
 
 
 def add(kind, a=CALL, b=CALL, found=FOUND, position=0):
@@ -186,7 +186,7 @@ def test_operators_name_themselves_and_the_line():
 
 
 def test_backward_is_placed_by_its_operator():
-    gradient = Finding(4, "backward", "gradient", "", None, "1", "1.weight")
+    gradient = Divergence(4, "backward", "gradient", "", None, "1", "1.weight")
     found = add("output", *[replace(CALL, phase="backward")] * 2, found=gradient)
     assert (found.direction, found.microbatch, found.unit) == ("backward", 1, "0")
     assert found.parameter is None
@@ -206,7 +206,7 @@ def test_memory_that_was_written_from_outside_has_no_operator():
         calls = [replace(maker, producers=(-1,)), view, reader]
         found = add_operator(FOUND, OperatorDifference("input", 2, 2, 0), calls, calls)
         assert sentence in found.sentence
-    gradient = Finding(4, "backward", "gradient", "", None, "1", "1.weight")
+    gradient = Divergence(4, "backward", "gradient", "", None, "1", "1.weight")
     reader = replace(CALL, phase="optimizer", microbatch=None, unit="")
     found = add("input", reader, reader, found=gradient)
     assert (found.direction, found.unit, found.parameter) == ("reduction", "1", "1.weight")
@@ -220,17 +220,17 @@ def test_what_comes_before_all_operators_is_left_as_it_is(what):
 
 def test_where_the_first_element_is_found():
     difference = OperatorDifference("output", 1, 0, 0)
-    assert locate_tensor(FOUND, difference, [CALL, CALL], [CALL]) == TensorPlace(1, 0, False, 0)
+    assert locate_tensor(FOUND, difference, [CALL, CALL], [CALL]) == OperandLocation(1, 0, False, 0)
     difference = OperatorDifference("input", 0, 0, 1)
-    assert locate_tensor(FOUND, difference, [CALL], [CALL]) == TensorPlace(0, 0, True, 1)
+    assert locate_tensor(FOUND, difference, [CALL], [CALL]) == OperandLocation(0, 0, True, 1)
     larger = replace(CALL, output_types=("float32[3, 4]",))
     difference = OperatorDifference("output", 0, 0, 0)
     assert locate_tensor(FOUND, difference, [CALL], [larger]) is None
     assert locate_tensor(FOUND, OperatorDifference("call", None, 0), [CALL], [CALL]) is None
     assert locate_tensor(FOUND, None, [CALL], [CALL]) is None
-    state = Finding(0, "state", "initial", "", None, "0", "0.weight")
+    state = Divergence(0, "state", "initial", "", None, "0", "0.weight")
     other = replace(CALL, input_types=())
-    assert locate_tensor(state, None, [other, CALL], [CALL]) == TensorPlace(1, 0, True, 0)
+    assert locate_tensor(state, None, [other, CALL], [CALL]) == OperandLocation(1, 0, True, 0)
     assert locate_tensor(state, None, [other], [CALL]) is None
 
 

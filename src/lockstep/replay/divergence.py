@@ -1,4 +1,4 @@
-"""The finding of `lockstep bisect`, derived from fingerprints and operators by pure functions.
+"""The divergence of `lockstep bisect`, derived from fingerprints and operators by pure functions.
 
 fingerprints of both runs   ── find_in_modules ──>   step, micro-batch, module, parameter
 operators of that step      ── add_operator ─────>   direction, operator, line
@@ -20,13 +20,13 @@ from lockstep.replay.record_difference import RecordDifference, SearchWindow
 
 __all__ = [
     "Direction",
-    "Finding",
-    "TensorPlace",
+    "Divergence",
+    "OperandLocation",
     "add_operator",
     "compare_microbatches",
     "find_in_modules",
     "find_in_records",
-    "limit_place",
+    "limit_to_compared",
     "locate_tensor",
 ]
 
@@ -72,7 +72,7 @@ BEFORE_OPERATORS = ("initial", "between", "data", "missing", "written", "steps")
 
 
 @dataclass(frozen=True)
-class TensorPlace:
+class OperandLocation:
     """A tensor of one operator in both runs.
 
     Attributes:
@@ -97,7 +97,7 @@ class TensorPlace:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Divergence:
     """The first difference between two runs.
 
     Attributes:
@@ -140,7 +140,7 @@ class Finding:
 
 def find_in_modules(
     a: Sequence[RankSteps], b: Sequence[RankSteps], unfinished: Container[int] = ()
-) -> Finding | None:
+) -> Divergence | None:
     """Return the first difference between the same consecutive steps of two runs.
 
     Args:
@@ -158,7 +158,7 @@ def find_in_modules(
     if found is None:
         return None
     owner = (found.parameter or "").rpartition(".")[0] or None
-    finding = Finding(
+    divergence = Divergence(
         step=found.step,
         direction=DIRECTIONS.get(found.what),
         what=found.what,
@@ -168,13 +168,13 @@ def find_in_modules(
         parameter=found.parameter,
     )
     if found.what != "gradient":
-        return finding
+        return divergence
     both = ([each for rank in run for each in rank if each.step == found.step] for run in (a, b))
-    return _place_gradient(finding, *both)
+    return _locate_gradient(divergence, *both)
 
 
-def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> Finding:
-    """Return the finding that two records alone show, without a replay.
+def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> Divergence:
+    """Return the divergence that two records alone show, without a replay.
 
     Args:
         recorded: The first step that differs; None if only digests do.
@@ -184,7 +184,7 @@ def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> 
         several = f"in one of the steps {window.first} to {window.last}"
         where = several if window.first < window.last else f"in step {window.last}"
         sentence = f"the digests after step {window.last} differ, and the change came {where}"
-        return Finding(window.last, None, "digest", sentence)
+        return Divergence(window.last, None, "digest", sentence)
     values = f"{recorded.a} in the first run and {recorded.b} in the second"
     place = f" {recorded.microbatch}" if recorded.microbatch is not None else ""
     if recorded.what == "stop":
@@ -192,20 +192,20 @@ def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> 
             f"stopped there ({why})" if why else "continued" for why in (recorded.a, recorded.b)
         ]
         sentence = f"the first run {whys[0]}, and the second {whys[1]}"
-        return Finding(recorded.step, None, "stop", sentence, recorded.microbatch)
+        return Divergence(recorded.step, None, "stop", sentence, recorded.microbatch)
     if recorded.what == "batch":
-        return Finding(recorded.step, "data", "data", "the batch has other samples")
+        return Divergence(recorded.step, "data", "data", "the batch has other samples")
     sentence = f"the {recorded.what}{place} is {values}"
     if recorded.what != "norm":
         is_missing = "none" in (recorded.a, recorded.b)
         if is_missing:
             sentence = SENTENCES["missing"]
-            return Finding(recorded.step, "forward", "missing", sentence, recorded.microbatch)
+            return Divergence(recorded.step, "forward", "missing", sentence, recorded.microbatch)
         # Different weights would have changed the losses of all micro-batches.
         state = "" if recorded.is_partial else "the state before the step, "
         sentence += f": {state}the data or the forward pass differs"
-        return Finding(recorded.step, None, "loss", sentence, recorded.microbatch)
-    return Finding(
+        return Divergence(recorded.step, None, "loss", sentence, recorded.microbatch)
+    return Divergence(
         recorded.step,
         None,
         "norm",
@@ -214,11 +214,11 @@ def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> 
     )
 
 
-def limit_place(found: Finding | None, first: int) -> Finding | None:
-    """Return a finding that claims nothing about the steps before the first compared one.
+def limit_to_compared(found: Divergence | None, first: int) -> Divergence | None:
+    """Return a divergence that claims nothing about the steps before the first compared one.
 
     Args:
-        found: The finding; None if there is none.
+        found: The divergence; None if there is none.
         first: The first step that was compared.
     """
     if found is None or found.what != "between" or found.step > first:
@@ -229,8 +229,8 @@ def limit_place(found: Finding | None, first: int) -> Finding | None:
 
 def compare_microbatches(
     a: int | None, b: int | None, recorded: RecordDifference | None
-) -> Finding:
-    """Return the finding about runs with unequal numbers of micro-batches.
+) -> Divergence:
+    """Return the divergence about runs with unequal numbers of micro-batches.
 
     Args:
         a: The number of micro-batches of the first run.
@@ -238,7 +238,7 @@ def compare_microbatches(
         recorded: The first step that differs; None if no step does.
     """
     has_other_samples = recorded is not None and recorded.what == "batch"
-    return Finding(
+    return Divergence(
         0 if recorded is None else recorded.step,
         "data" if has_other_samples else None,
         "microbatches",
@@ -247,13 +247,13 @@ def compare_microbatches(
     )
 
 
-def _place_gradient(
-    found: Finding, a: Sequence[StepFingerprint], b: Sequence[StepFingerprint]
-) -> Finding:
-    """Add the micro-batch and the module to a finding about a gradient, if they are recorded.
+def _locate_gradient(
+    found: Divergence, a: Sequence[StepFingerprint], b: Sequence[StepFingerprint]
+) -> Divergence:
+    """Add the micro-batch and the module to a divergence about a gradient, if they are recorded.
 
     Args:
-        found: The finding.
+        found: The divergence.
         a: The fingerprints of the step on each rank of the first run.
         b: The fingerprints of the step on each rank of the second run.
     """
@@ -312,12 +312,12 @@ def _is_later(found: Difference, missing: Difference) -> bool:
 
 
 def add_operator(
-    found: Finding,
+    found: Divergence,
     difference: OperatorDifference,
     a: Sequence[OperatorCall],
     b: Sequence[OperatorCall],
-) -> Finding:
-    """Add the operator that made the difference to a finding.
+) -> Divergence:
+    """Add the operator that made the difference to a divergence.
 
     Args:
         found: The difference between the modules.
@@ -385,7 +385,7 @@ def _is_written(calls: Sequence[OperatorCall], index: int | None, position: int)
     return writer >= 0
 
 
-def _direction(found: Finding, reader: OperatorCall) -> Direction | None:
+def _direction(found: Divergence, reader: OperatorCall) -> Direction | None:
     """Return the direction of a value that no operator wrote before `reader` read it."""
     if found.what == "gradient" and reader.phase == "optimizer":
         return "reduction"
@@ -393,15 +393,15 @@ def _direction(found: Finding, reader: OperatorCall) -> Direction | None:
 
 
 def locate_tensor(
-    found: Finding,
+    found: Divergence,
     difference: OperatorDifference | None,
     a: Sequence[OperatorCall],
     b: Sequence[OperatorCall],
-) -> TensorPlace | None:
-    """Return the operator call at which a replay can compare the tensors of a finding.
+) -> OperandLocation | None:
+    """Return the operator call at which a replay can compare the tensors of a divergence.
 
     Args:
-        found: The finding.
+        found: The divergence.
         difference: The difference between the operators of the step; None if they agree.
         a: All operators of the step in the first run.
         b: All operators of the step in the second run.
@@ -414,7 +414,7 @@ def locate_tensor(
         place = _reader_of(found.parameter, a, b)
     elif difference is not None and difference.a is not None and difference.b is not None:
         is_input, position = difference.kind == "input", difference.position or 0
-        place = TensorPlace(difference.a, difference.b, is_input, position)
+        place = OperandLocation(difference.a, difference.b, is_input, position)
     if place is None or place.types(a, b) is None:
         return None
     return place
@@ -422,7 +422,7 @@ def locate_tensor(
 
 def _reader_of(
     parameter: str | None, a: Sequence[OperatorCall], b: Sequence[OperatorCall]
-) -> TensorPlace | None:
+) -> OperandLocation | None:
     """Return the first call that takes a parameter or buffer itself as input."""
     found = []
     for calls in (a, b):
@@ -433,4 +433,4 @@ def _reader_of(
                 break
     if len(found) < 2 or found[0][1] != found[1][1]:
         return None
-    return TensorPlace(found[0][0], found[1][0], True, found[0][1])
+    return OperandLocation(found[0][0], found[1][0], True, found[0][1])
