@@ -19,7 +19,7 @@ help: ## list the targets
 $(BIN)/lockstep: pyproject.toml pytest-lockstep/pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing $(TORCH) and lockstep into $(VENV) (a minute or two) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "setuptools>=77"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" "setuptools>=77" ninja
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[dev]"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable ./pytest-lockstep
 	@touch $@

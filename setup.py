@@ -1,8 +1,7 @@
 """Compiles the backend "lockstep" into the package where that is possible.
 
-    torch can be imported    the core and the binding for this torch (--no-build-isolation)
-    only a compiler          the core, so that `lockstep build` compiles the binding alone
-    neither                  nothing; `lockstep build` compiles everything
+    torch, ninja and a compiler    the binding for this torch (--no-build-isolation)
+    else                           nothing; `lockstep build` compiles it
 
 Everything works on Gloo without the backend, so a failure is one line and not the end of the
 installation. The reason is kept in the package, for `lockstep doctor`.
@@ -19,14 +18,13 @@ from setuptools import Command, Distribution, setup
 from setuptools.command.build import build
 
 SOURCE = Path(__file__).parent / "src"
-# The package is not installed yet. These modules need the standard library only.
+# The package is not installed yet. These modules need the standard library and torch only.
 sys.path.insert(0, str(SOURCE))
 
 from lockstep.files import remove_tree  # noqa: E402
 from lockstep.native.binding_folder import lock_folder, write_reason  # noqa: E402
-from lockstep.native.binding_key import current_key  # noqa: E402
-from lockstep.native.build import build_binding, build_core  # noqa: E402
-from lockstep.native.compilation import CompilationError, find_compiler  # noqa: E402
+from lockstep.native.build import CompilationError, build_binding, find_compiler  # noqa: E402
+from lockstep.native.extension_abi import current_abi  # noqa: E402
 
 LOCK_TIMEOUT = 3600.0  # seconds to wait for another build in the same folder
 
@@ -45,7 +43,7 @@ def reason_to_skip() -> str | None:
 
 
 class BuildBinding(Command):
-    """Compiles core and binding into the package's folder of bindings."""
+    """Compiles the binding into the package's folder of bindings."""
 
     description = "compile the backend 'lockstep'"
     user_options: ClassVar = [("build-lib=", "d", "folder of the package lockstep")]
@@ -85,13 +83,12 @@ class BuildBinding(Command):
         temporary.mkdir(parents=True, exist_ok=True)
         log = temporary / "native.log"
         try:
-            try:
-                key = current_key()
-            except (ImportError, OSError):
-                build_core(folder, log, show_progress)
-                return "torch is not in the build environment"
-            if not (folder / key.name).is_dir():
-                build_binding(folder, key, log, show_progress)
+            abi = current_abi()
+        except (ImportError, OSError):
+            return "torch is not in the build environment"
+        try:
+            if not (folder / abi.name).is_dir():
+                build_binding(folder, abi, log, show_progress)
         except (CompilationError, OSError) as error:
             return str(error)
         return None
@@ -124,10 +121,10 @@ class Build(build):
     sub_commands: ClassVar = [*build.sub_commands, ("build_binding", None)]
 
 
-def show_progress(part: str, done: int, total: int) -> None:
-    """Print a line for every part that is complete."""
-    if done == total and total > 1:
-        print(f"lockstep: {part} {done} of {total} compiled", file=sys.stderr)
+def show_progress(done: int, total: int) -> None:
+    """Print a line when everything is compiled."""
+    if done == total:
+        print(f"lockstep: {done} of {total} files compiled", file=sys.stderr)
 
 
 setup(distclass=BuiltDistribution, cmdclass={"build": Build, "build_binding": BuildBinding})

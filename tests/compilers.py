@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.native import binding, binding_folder, build
+from lockstep.native import binding, binding_folder
 
 PROGRAM = """#!/bin/sh
-if [ "$1" = --version ]; then echo "recorder 1.0"; exit; fi
 echo "$*" >> "$CALLS"
 case "$*" in *"${FAIL:-/no/call}"*) echo "x.cpp:3:7: error: no room for $FAIL" >&2; exit 1;; esac
 case "$*" in *"${BLOCK:-/no/call}"*) echo $$ > "$CALLS.started"; read line < "$CALLS.fifo";; esac
-if [ "$1" = rcs ]; then echo archive > "$2"; exit; fi
 made=object
 while [ $# -gt 0 ]; do
   case "$1" in -o) out=$2;; -shared) made=module;; esac
@@ -44,7 +42,7 @@ class Recorder:
         return self.log.read_text().splitlines() if self.log.exists() else []
 
     def parts(self) -> list[str]:
-        """Return what was compiled and linked, sorted: "core", "archive", "binding", "link"."""
+        """Return what was compiled and linked, sorted: "core", "binding", "link"."""
         return sorted({_part(call) for call in self.calls()})
 
     @property
@@ -54,8 +52,6 @@ class Recorder:
 
 
 def _part(call: str) -> str:
-    if call.startswith("rcs"):
-        return "archive"
     if "-shared" in call:
         return "link"
     return "core" if "/csrc/core/" in call.rpartition(" -c ")[2] else "binding"
@@ -64,7 +60,7 @@ def _part(call: str) -> str:
 def install_recorder(
     folder: Path, monkeypatch: pytest.MonkeyPatch, module: Path | None
 ) -> Recorder:
-    """Let CXX and AR be the recorder, and keep bindings in `folder` only.
+    """Let CXX be the recorder, and keep bindings in `folder` only.
 
     Args:
         folder: An empty folder; the cache is FOLDER/cache/lockstep/bindings.
@@ -79,11 +75,11 @@ def install_recorder(
         module.write_text("no module")
     recorder = Recorder(folder / "calls")
     os.mkfifo(f"{recorder.log}.fifo")
-    variables = {"CXX": program, "AR": program, "CALLS": recorder.log, "MODULE": module}
+    variables = {"CXX": program, "CALLS": recorder.log, "MODULE": module}
     for name, value in {**variables, "XDG_CACHE_HOME": folder / "cache"}.items():
         monkeypatch.setenv(name, str(value))
     package = folder / "package"
     package.mkdir()
-    for imported in (binding, binding_folder, build):
+    for imported in (binding, binding_folder):
         monkeypatch.setattr(imported, "PACKAGE_FOLDER", package)
     return recorder

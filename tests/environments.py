@@ -25,7 +25,7 @@ from zipfile import ZipFile
 from tools.wheels import RUNNING
 
 PACKAGES = Path(sysconfig.get_path("purelib"))
-LEFT_OUT = ("torch_lockstep-", "pytest_lockstep", "__editable__", "ninja", "wheel")
+LEFT_OUT = ("torch_lockstep-", "pytest_lockstep", "__editable__", "wheel")
 BUILD_TOOLS = ("setuptools", "_distutils_hack", "pkg_resources")  # what an isolated build has
 DEADLINE = 300.0  # seconds for one program
 
@@ -117,6 +117,8 @@ def make_environment(
         is_wanted = not each.name.startswith(LEFT_OUT) if wanted is None else name in wanted
         if is_wanted and each.suffix not in (".pth", ".pyc") and name != "__pycache__":
             (links / each.name).symlink_to(each)
+    if wanted is None and (ninja := shutil.which("ninja", path=sysconfig.get_path("scripts"))):
+        (folder / "bin" / "ninja").symlink_to(ninja)
     environment = Environment(folder)
     (environment.site_packages / "packages.pth").write_text(f"{links}\n")
     return environment

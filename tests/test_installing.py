@@ -38,8 +38,6 @@ needs_binding = pytest.mark.skipif(
 COMPILER = """#!/bin/sh
 echo "$*" >> {calls}
 case "$*" in
-    *--version*) echo "compiler of a test"; exit;;
-    rcs*) echo archive > "$2"; exit;;
     *-shared*) content={binding};;
     *) content=/dev/null;;
 esac
@@ -56,7 +54,7 @@ torch.distributed.all_reduce(torch.ones(3))
 
 @dataclass(frozen=True)
 class Compiler:
-    """A program that stands for the compiler and the archiver.
+    """A program that stands for the compiler.
 
     Args:
         program: The program.
@@ -69,7 +67,7 @@ class Compiler:
     @property
     def variables(self) -> dict[str, str]:
         """The variables that make a build use it."""
-        return {"CXX": str(self.program), "AR": str(self.program)}
+        return {"CXX": str(self.program)}
 
     def compiled(self) -> list[str]:
         """Return the sources that it was given since the last call, without folders."""
@@ -115,9 +113,9 @@ def unpacked(sdist) -> Path:
 
 
 @pytest.fixture(scope="module")
-def core_wheel(isolated, unpacked, compiler, tmp_path_factory) -> Path:
-    """Return the wheel that pip makes by default where there is a compiler."""
-    out = tmp_path_factory.mktemp("core")
+def plain_wheel(isolated, unpacked, compiler, tmp_path_factory) -> Path:
+    """Return the wheel that pip makes by default where there is a compiler: without torch."""
+    out = tmp_path_factory.mktemp("plain")
     file, _said = build(isolated, unpacked, "wheel", out, compiler.variables)
     return file
 
@@ -175,10 +173,10 @@ def test_without_a_compiler_the_wheel_has_all_files_and_says_what_it_lacks(
 
 @needs_binding
 def test_installed_by_default_it_runs_on_gloo_and_one_command_builds_the_rest(
-    core_wheel, environment, compiler
+    plain_wheel, environment, compiler
 ):
-    assert "lockstep/bindings/core/libcore.a" in names_of(core_wheel)
-    pip(environment, "install", core_wheel)
+    assert "lockstep/bindings/reason.txt" in names_of(plain_wheel)
+    pip(environment, "install", plain_wheel)
     (environment.folder / "script.py").write_text(SCRIPT)
     launch = ("-m", "lockstep", "run", "-n", "2", "script.py")
     done = environment.run(*launch)
@@ -191,7 +189,7 @@ def test_installed_by_default_it_runs_on_gloo_and_one_command_builds_the_rest(
 
     built = environment.run("-m", "lockstep", "build", offline=True)
     assert built.returncode == 0, built.stderr
-    assert compiler.compiled() == ["bind.cpp", "work.cpp"]  # the core comes with the wheel
+    assert {"bind.cpp", "binding.cpp", "segment.cpp"} <= {*compiler.compiled()}
     done = environment.run(*launch)
     assert done.stdout.count("lockstep\n") == 2, done.stderr
     assert "gloo" not in done.stderr
@@ -206,7 +204,7 @@ def test_installed_by_default_it_runs_on_gloo_and_one_command_builds_the_rest(
 @pytest.mark.stress
 @needs_binding
 def test_two_environments_share_a_cache_and_an_upgraded_torch_is_named(
-    core_wheel, environment, compiler, tmp_path
+    plain_wheel, environment, compiler, tmp_path
 ):
     first = find_bindings()[0].parent
     cache = tmp_path / "cache/lockstep/bindings"
@@ -216,12 +214,12 @@ def test_two_environments_share_a_cache_and_an_upgraded_torch_is_named(
     pretend_torch(other, "2.99.0+cpu")
     for each in (environment, other):
         each.variables |= {**compiler.variables, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-        each.unpack(core_wheel)
+        each.unpack(plain_wheel)
     told = other.run("-c", REASON).stdout
     assert f"torch was upgraded from {torch.__version__} to 2.99.0+cpu" in told
     assert told.endswith(": run `lockstep build`\n")
     assert other.run("-m", "lockstep", "build").returncode == 0
-    assert compiler.compiled() == ["bind.cpp", "work.cpp"]
+    assert {"bind.cpp", "binding.cpp", "segment.cpp"} <= {*compiler.compiled()}
     for each in (environment, other):
         assert each.run("-c", REASON).stdout == "None\n"
     assert {path.parent.name for path in cache.glob("*/_native*")} > {first.name}
@@ -231,7 +229,7 @@ def test_two_environments_share_a_cache_and_an_upgraded_torch_is_named(
 @needs_binding
 def test_without_isolation_the_binding_is_in_the_package(environment, unpacked, compiler):
     pip(environment, "install", "--no-build-isolation", unpacked)
-    assert {"bind.cpp", "work.cpp", "segment.cpp"} <= {*compiler.compiled()}
+    assert {"bind.cpp", "binding.cpp", "segment.cpp"} <= {*compiler.compiled()}
     assert environment.run("-c", REASON).stdout == "None\n"
     assert not (environment.folder / "home/.cache/lockstep").exists()
     pip(environment, "uninstall", "--yes", "torch-lockstep")
@@ -265,7 +263,7 @@ def public_folder() -> Iterator[Path]:
 @needs_binding
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_cannot_write_to_the_package_and_builds_into_a_cache_of_its_own(
-    core_wheel, public_folder
+    plain_wheel, public_folder
 ):
     user = 65534
     python = f"/usr/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
@@ -279,7 +277,7 @@ def test_another_user_cannot_write_to_the_package_and_builds_into_a_cache_of_its
     )
     environment = make_environment(public_folder / "env", python=python)
     environment.variables |= compiler.variables
-    environment.unpack(core_wheel)
+    environment.unpack(plain_wheel)
     home = environment.folder / "home"
     as_user = {"user": user, "group": user, "extra_groups": []}
     shared = {"XDG_CACHE_HOME": str(public_folder / "of-root")}

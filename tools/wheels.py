@@ -46,7 +46,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BINDINGS = "lockstep/bindings/"
 REASON = f"{BINDINGS}reason.txt"  # why an installation has no binding
 RUNNING = "{}.{}".format(*sys.version_info)
-BUILD_TOOLS = ("setuptools>=77", "numpy")
+BUILD_TOOLS = ("setuptools>=77", "ninja", "numpy")
 COMMAND_SECONDS = 3600.0  # timeout of one program, such as the download of a torch
 
 SDIST = "import setuptools.build_meta as b, sys; b.build_sdist(sys.argv[1])"

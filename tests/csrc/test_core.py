@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.native.binding_folder import PACKAGE_FOLDER, find_archive, get_cache_folder
-from lockstep.native.binding_key import core_key, current_key
-
 HERE = Path(__file__).parent
 
 pytestmark = [
@@ -21,15 +18,8 @@ pytestmark = [
 ]
 
 
-def find_core() -> str:
-    """Return the core that was compiled from these sources for the backend; "" if there is none."""
-    key = core_key(current_key().cxx_abi)
-    found = [find_archive(folder, key) for folder in (PACKAGE_FOLDER, get_cache_folder())]
-    return next((str(each) for each in found if each is not None), "")
-
-
-def make(target: str, folder: Path, archive: str = "") -> str:
-    command = ["make", "-C", str(HERE), target, f"BUILD={folder}", f"ARCHIVE={archive}"]
+def make(target: str, folder: Path) -> str:
+    command = ["make", "-C", str(HERE), target, f"BUILD={folder}"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -43,7 +33,7 @@ def make(target: str, folder: Path, archive: str = "") -> str:
 
 
 def test_the_core(tmp_path):
-    assert "tests passed" in make("test", tmp_path, find_core())
+    assert "tests passed" in make("test", tmp_path)
 
 
 @pytest.mark.stress

@@ -11,31 +11,33 @@ import pytest
 
 from lockstep.native import binding
 from lockstep.native.binding import BindingError, find_bindings, load_binding
-from lockstep.native.binding_folder import write_key
-from lockstep.native.binding_key import BindingKey
-from lockstep.native.compilation import MODULE
+from lockstep.native.binding_folder import write_abi
+from lockstep.native.build import MODULE
+from lockstep.native.extension_abi import ExtensionABI
 
-KEY = BindingKey("2.13.0", "a" * 40, 1, "cpython-311-x86_64-linux-gnu", "linux-x86_64", "b", "-O3")
+ABI = ExtensionABI(
+    "2.13.0", "a" * 40, 1, "cpython-311-x86_64-linux-gnu", "linux-x86_64", "b", "-O3"
+)
 
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """The user's cache and the package's folder, both empty, of a process with the key KEY."""
+    """The user's cache and the package's folder, both empty, of a process with the ABI `ABI`."""
     cache, package = tmp_path / "cache/lockstep/bindings", tmp_path / "package"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(binding, "PACKAGE_FOLDER", package)
-    monkeypatch.setattr(binding, "current_key", lambda: KEY)
+    monkeypatch.setattr(binding, "current_abi", lambda: ABI)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("CXX", "sh")
     return cache, package
 
 
-def add(folder: Path, key: BindingKey) -> Path:
-    made = folder / key.name
+def add(folder: Path, abi: ExtensionABI) -> Path:
+    made = folder / abi.name
     made.mkdir(parents=True)
     module = made / MODULE
     module.write_text(f"no module, of {folder}")
-    write_key(made, key)
+    write_abi(made, abi)
     for path in (module, module.with_name("key.json"), made, folder, folder.parent):
         path.chmod(0o700)
     return module
@@ -56,7 +58,7 @@ def test_nothing_built(folders, monkeypatch):
     def fail():
         raise PermissionError(13, "Permission denied", "/csrc/heap.cpp")
 
-    monkeypatch.setattr(binding, "current_key", fail)
+    monkeypatch.setattr(binding, "current_abi", fail)
     assert why().startswith("the C++ source /csrc/heap.cpp cannot be read (Permission denied): ")
     monkeypatch.setattr(sys, "platform", "darwin")
     assert why() == "it needs Linux, and this is darwin: use gloo"
@@ -75,13 +77,13 @@ def test_nothing_built(folders, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("place", [0, 1], ids=["cache", "package"])
-def test_a_binding_of_another_key_is_named_and_never_loaded(
+def test_a_binding_of_another_abi_is_named_and_never_loaded(
     folders, place, changed, sentence, monkeypatch
 ):
     monkeypatch.setattr(binding, "load_file", lambda path: pytest.fail(f"{path} was loaded"))
-    add(folders[place], replace(KEY, **changed))
+    add(folders[place], replace(ABI, **changed))
     far = {"torch": "1.0", "python": "far", "platform": "far", "sources": "far", "flags": "far"}
-    add(folders[place], replace(KEY, **far))  # the nearest one is named
+    add(folders[place], replace(ABI, **far))  # the nearest one is named
     assert why().startswith(sentence)
     assert why().endswith(": run `lockstep build`")
     with pytest.raises(BindingError, match="run `lockstep build`"):
@@ -90,13 +92,13 @@ def test_a_binding_of_another_key_is_named_and_never_loaded(
 
 def test_a_cache_that_others_can_write_is_not_used(folders, monkeypatch):
     cache, package = folders
-    add(cache, KEY)
+    add(cache, ABI)
     cache.chmod(0o777)
     assert why() == (
         f"the cache is not used, because {cache} is writable for others (mode 0777): correct that "
         f"or set XDG_CACHE_HOME to a folder of user {os.geteuid()}, then run `lockstep build`"
     )
-    module = add(package, KEY)  # the package's own is used all the same
+    module = add(package, ABI)  # the package's own is used all the same
     assert find_bindings() == [module]
     cache.chmod(0o700)
     cache.parent.chmod(0o770)
@@ -105,7 +107,7 @@ def test_a_cache_that_others_can_write_is_not_used(folders, monkeypatch):
 
 def test_the_binding_of_the_cache_comes_first_if_it_loads(folders, monkeypatch):
     cache, package = folders
-    built, installed = add(cache, KEY), add(package, KEY)
+    built, installed = add(cache, ABI), add(package, ABI)
     assert find_bindings() == [built, installed]
     with pytest.raises(BindingError, match=r"it cannot be loaded \(.*\): run `lockstep build`"):
         load_binding()

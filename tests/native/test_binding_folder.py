@@ -9,30 +9,32 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.files import remove_tree
 from lockstep.native.binding_folder import (
+    empty_folder,
     get_cache_folder,
     list_bindings,
     lock_folder,
     publish,
     reason_not_trusted,
     temporary_folder,
-    write_key,
+    write_abi,
 )
-from lockstep.native.binding_key import BindingKey
+from lockstep.native.extension_abi import ExtensionABI
 from processes import until
 
-KEY = BindingKey("2.13.0", "a" * 40, 1, "cpython-311-x86_64-linux-gnu", "linux-x86_64", "b", "-O3")
+ABI = ExtensionABI(
+    "2.13.0", "a" * 40, 1, "cpython-311-x86_64-linux-gnu", "linux-x86_64", "b", "-O3"
+)
 
 PATIENCE = 20.0  # seconds
 
 
-def add_binding(folder: Path, key: BindingKey) -> Path:
-    made = folder / key.name
+def add_binding(folder: Path, abi: ExtensionABI) -> Path:
+    made = folder / abi.name
     made.mkdir(mode=0o700, parents=True)
-    module = made / "_native.cpython-311-x86_64-linux-gnu.so"
+    module = made / "_native.so"
     module.write_text("a module")
-    write_key(made, key)
+    write_abi(made, abi)
     for path in (made, module, made / "key.json"):
         path.chmod(0o700)
     return module
@@ -50,8 +52,8 @@ def test_the_cache_is_where_its_specification_says(monkeypatch):
 
 
 def test_only_what_this_user_alone_can_write_is_trusted(tmp_path, monkeypatch):
-    module = add_binding(tmp_path, KEY)
-    assert list_bindings(tmp_path, is_trusted=False) == {KEY: module}
+    module = add_binding(tmp_path, ABI)
+    assert list_bindings(tmp_path, is_trusted=False) == {ABI: module}
     for path in (module, module.parent, module.with_name("key.json")):
         for mode in (0o720, 0o702):
             path.chmod(mode)
@@ -67,14 +69,12 @@ def test_only_what_this_user_alone_can_write_is_trusted(tmp_path, monkeypatch):
 
 
 def test_damaged_bindings_are_passed_over(tmp_path):
-    module = add_binding(tmp_path, KEY)
-    (tmp_path / "core").mkdir()
-    (tmp_path / "core" / "key.json").write_text("{}")
+    module = add_binding(tmp_path, ABI)
     for number, text in enumerate(("", "{}", "no key")):
-        other = add_binding(tmp_path, replace(KEY, torch=f"2.{number}"))
+        other = add_binding(tmp_path, replace(ABI, torch=f"2.{number}"))
         other.with_name("key.json").write_text(text)
-    add_binding(tmp_path, replace(KEY, sources="without a module")).unlink()
-    assert list_bindings(tmp_path, is_trusted=True) == {KEY: module}
+    add_binding(tmp_path, replace(ABI, sources="without a module")).unlink()
+    assert list_bindings(tmp_path, is_trusted=True) == {ABI: module}
 
 
 def test_the_lock_lets_one_process_in(tmp_path):
@@ -100,24 +100,12 @@ def test_the_lock_lets_one_process_in(tmp_path):
     assert waited_for == [os.getpid()]
 
 
-def test_a_lock_that_was_removed_with_its_folder_is_not_taken_for_held(tmp_path):
-    """`lockstep build --clean` removes the folder while another build waits for its lock."""
-    folder = tmp_path / "bindings"
-    waits, entered = threading.Event(), threading.Event()
-
-    def build() -> None:
-        with lock_folder(folder, PATIENCE, lambda _process: waits.set()):
-            assert (folder / ".lock").exists()
-            entered.set()
-
-    thread = threading.Thread(target=build)
-    with lock_folder(folder, PATIENCE):
-        thread.start()
-        assert waits.wait(PATIENCE)
-        remove_tree(folder)
-        assert not entered.is_set()
-    thread.join(PATIENCE)
-    assert entered.is_set()
+def test_the_lock_stays_where_all_bindings_are_removed(tmp_path):
+    """Else a build that waits for the lock would get that of a removed file."""
+    size = add_binding(tmp_path, ABI).stat().st_size
+    with lock_folder(tmp_path, PATIENCE):
+        assert empty_folder(tmp_path) > size
+        assert os.listdir(tmp_path) == [".lock"]
 
 
 def test_what_killed_builds_left_is_removed_by_the_next(tmp_path):
@@ -144,11 +132,11 @@ def test_a_folder_has_its_name_when_it_is_complete(tmp_path):
 
 @pytest.mark.parametrize("umask", [0o000, 0o002, 0o022])
 def test_a_key_is_trusted_with_any_umask(tmp_path, umask):
-    made = tmp_path / KEY.name
+    made = tmp_path / ABI.name
     made.mkdir(mode=0o700)
     before = os.umask(umask)
     try:
-        write_key(made, KEY)
+        write_abi(made, ABI)
     finally:
         os.umask(before)
     assert reason_not_trusted(made / "key.json") is None

@@ -3,57 +3,77 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+import sysconfig
 
 import pytest
 
 from compilers import install_recorder
+from lockstep.comm import backend
+from lockstep.native.binding import find_bindings
 from lockstep.native.binding_folder import list_bindings
-from lockstep.native.binding_key import current_key
-from lockstep.native.build import build_binding, build_core
-from lockstep.native.compilation import MODULE
+from lockstep.native.build import MODULE, CompilationError, build_binding, find_compiler
+from lockstep.native.extension_abi import CSRC, FLAGS, current_abi, list_sources
 
 
-def show_nothing(part: str, done: int, total: int) -> None:
+def show_nothing(done: int, total: int) -> None:
     pass
 
 
-def test_the_core_serves_every_torch(tmp_path, monkeypatch):
-    recorder = install_recorder(tmp_path, monkeypatch, None)
+@pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
+def test_everything_is_compiled_once_with_progress(tmp_path, monkeypatch):
+    recorder = install_recorder(tmp_path, monkeypatch, find_bindings()[0])
     folder, log = tmp_path / "bindings", tmp_path / "log"
     folder.mkdir(mode=0o700)
-    build_core(folder, log, show_nothing)
-    assert recorder.parts() == ["archive", "core"]
-    assert os.listdir(folder) == ["core"]
+    shown: list[tuple[int, int]] = []
+    verified = []
 
-    # Another torch, which only its key knows: the binding alone is compiled for it.
-    first, second = current_key(), replace(current_key(), torch="99.0.0")
-    recorder.log.unlink()
-    modules = [build_binding(folder, key, log, show_nothing) for key in (first, second)]
-    assert recorder.parts() == ["binding", "link"]
-    assert modules == [folder / key.name / MODULE for key in (first, second)]
-    assert list_bindings(folder, is_trusted=False) == dict(
-        zip((first, second), modules, strict=True)
-    )
-    assert sorted(os.listdir(folder)) == sorted(["core", first.name, second.name])
+    def verify(module):
+        verified.append(module.stat().st_ino)
+        assert list_bindings(folder, is_trusted=False) == {}
 
-    # Another compiler's core is not linked.
-    recorder.log.unlink()
-    text = (tmp_path / "recorder").read_text()
-    (tmp_path / "recorder").write_text(text.replace("recorder 1.0", "recorder 2.0"))
-    build_binding(folder, replace(first, torch="99.1.0"), log, show_nothing)
-    assert recorder.parts() == ["archive", "binding", "core", "link"]
-
-
-def test_nothing_is_published_that_does_not_work(tmp_path, monkeypatch):
-    install_recorder(tmp_path, monkeypatch, None)
-    folder = tmp_path / "bindings"
-    folder.mkdir()
+    abi = current_abi()
+    module = build_binding(folder, abi, log, lambda *counts: shown.append(counts), verify)
+    assert module == folder / abi.name / MODULE
+    assert verified == [module.stat().st_ino]
+    assert list_bindings(folder, is_trusted=False) == {abi: module}
+    assert os.listdir(folder) == [abi.name]
+    *compiled, link = recorder.calls()
+    sources = [CSRC / "binding/bind.cpp", *list_sources(CSRC / "core", ".cpp")]
+    for source in [*sources, "/binding.cpp"]:
+        assert sum(f"{source} -o" in call for call in compiled) == 1, source
+    assert len(compiled) == len(sources) + 1
+    for call in compiled:
+        assert set(FLAGS) < set(call.split())
+    assert "-ltorch_python" in link
+    assert "rpath" not in link
+    total = len(compiled) + 1
+    assert shown == [(done, total) for done in range(1, total + 1)]
+    assert all(source in log.read_text() for source in map(str, sources))
 
     def fail(module):
-        assert module.exists()
         raise RuntimeError("it does not work")
 
     with pytest.raises(RuntimeError):
-        build_binding(folder, current_key(), tmp_path / "log", show_nothing, fail)
-    assert os.listdir(folder) == ["core"]
+        build_binding(folder, current_abi(), log, show_nothing, fail)
+    assert os.listdir(folder) == [abi.name]
+
+
+def test_which_compiler(tmp_path):
+    assert find_compiler({"CXX": "sh -x 'a b'", "PATH": "/bin"}) == ("sh", "-x", "a b")
+    with pytest.raises(CompilationError, match=r"the compiler g-- \(from CXX\) was not found"):
+        find_compiler({"CXX": "g--"})
+    with pytest.raises(CompilationError, match=r"there is no C\+\+ compiler"):
+        find_compiler({"PATH": str(tmp_path)})
+    (tmp_path / "g++").touch(0o755)
+    assert find_compiler({"PATH": str(tmp_path)}) == ("g++",)
+
+
+def test_what_is_missing_is_named(tmp_path, monkeypatch):
+    install_recorder(tmp_path, monkeypatch, None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CompilationError, match=r"headers of Python are missing \(no Python\.h in"):
+        build_binding(tmp_path, current_abi(), tmp_path / "log", show_nothing)
+    (tmp_path / "Python.h").touch()
+    with pytest.raises(CompilationError, match="there is no ninja"):
+        build_binding(tmp_path, current_abi(), tmp_path / "log", show_nothing)

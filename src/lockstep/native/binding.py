@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Collection
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
@@ -18,8 +18,8 @@ from lockstep.native.binding_folder import (
     list_bindings,
     reason_not_trusted,
 )
-from lockstep.native.binding_key import BindingKey, current_key, describe_difference
-from lockstep.native.compilation import CompilationError, find_compiler
+from lockstep.native.build import CompilationError, find_compiler
+from lockstep.native.extension_abi import ExtensionABI, current_abi, describe_difference
 
 __all__ = ["NAME", "BindingError", "find_bindings", "load_binding", "load_file"]
 
@@ -81,18 +81,18 @@ def find_bindings() -> list[Path]:
     if sys.platform != "linux":
         raise BindingError(f"it needs Linux, and this is {sys.platform}", "use gloo")
     try:
-        cache, wanted = get_cache_folder(), current_key()
+        cache, wanted = get_cache_folder(), current_abi()
     except OSError as error:
         reason = f"the C++ source {error.filename} cannot be read ({error.strerror})"
         raise BindingError(reason, "correct its permissions or reinstall torch-lockstep") from None
     untrusted = reason_not_trusted(cache.parent) or reason_not_trusted(cache)
     in_cache = {} if untrusted else list_bindings(cache, is_trusted=False)
     in_package = list_bindings(PACKAGE_FOLDER, is_trusted=True)
-    found = [each[wanted] for each in (in_cache, in_package) if wanted in each]
-    if not found:
+    modules = [bindings[wanted] for bindings in (in_cache, in_package) if wanted in bindings]
+    if not modules:
         others = [*in_cache, *in_package]
         raise BindingError(*_explain(wanted, others, untrusted, _has_compiler()))
-    return found
+    return modules
 
 
 def _has_compiler() -> bool:
@@ -104,13 +104,16 @@ def _has_compiler() -> bool:
 
 
 def _explain(
-    wanted: BindingKey, found: Collection[BindingKey], untrusted: str | None, has_compiler: bool
+    wanted: ExtensionABI,
+    existing: Collection[ExtensionABI],
+    untrusted: str | None,
+    has_compiler: bool,
 ) -> tuple[str, str]:
     """Return why no binding fits, and what to do.
 
     Args:
-        wanted: The key of this process.
-        found: Keys of the bindings that exist.
+        wanted: The ABI of this process.
+        existing: The ABIs of all bindings.
         untrusted: Why the cache is not used, or None.
         has_compiler: Whether a C++ compiler is installed.
     """
@@ -118,26 +121,16 @@ def _explain(
     if untrusted is not None:
         other = f"set XDG_CACHE_HOME to a folder of user {os.geteuid()}, then {BUILD}"
         return f"the cache is not used, because {untrusted}", f"correct that or {other}"
-    if not found:
+    if not existing:
         return f"it has not been built for torch {wanted.torch} yet", build
-    nearest = min(found, key=lambda key: _count_differences(key, wanted))
-    return _describe(nearest, wanted), build
-
-
-def _count_differences(found: BindingKey, wanted: BindingKey) -> int:
-    names = [each.name for each in fields(wanted)]
-    return sum(getattr(found, name) != getattr(wanted, name) for name in names)
-
-
-def _describe(found: BindingKey, wanted: BindingKey) -> str:
-    """Return in words why a binding does not fit."""
-    if found.torch != wanted.torch and found.python == wanted.python:
-        change = "upgraded" if _numbers(found.torch) < _numbers(wanted.torch) else "changed"
-        return (
-            f"torch was {change} from {found.torch} to {wanted.torch}, and it was built for "
-            f"{found.torch}"
-        )
-    return f"it was built for {describe_difference(found, wanted)}"
+    nearest = max(existing, key=lambda abi: len(asdict(abi).items() & asdict(wanted).items()))
+    if nearest.torch == wanted.torch or nearest.python != wanted.python:
+        return f"it was built for {describe_difference(nearest, wanted)}", build
+    change = "upgraded" if _numbers(nearest.torch) < _numbers(wanted.torch) else "changed"
+    return (
+        f"torch was {change} from {nearest.torch} to {wanted.torch}, and it was built for "
+        f"{nearest.torch}"
+    ), build
 
 
 def _numbers(version: str) -> list[int]:

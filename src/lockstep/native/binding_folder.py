@@ -2,20 +2,18 @@
 
     lockstep/bindings/                     in the package, from its installation
     ~/.cache/lockstep/bindings/            from `lockstep build`; or in $XDG_CACHE_HOME
-        NAME/_native*.so, key.json         a binding and its key; NAME is a hash of the key
-        core/libcore.a, key.json           the core
+        NAME/_native*.so, key.json         a binding and its ABI; NAME is a hash of the ABI
         .lock, .build-*                    held and written by a build
 
 A binding is code that every rank runs, so the cache is used only if nobody else could have
 written to it. Folders get their names when they are complete, and a build holds a lock.
 
-setup.py imports this module: it needs the standard library only.
+setup.py imports this module: it needs torch and the standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import stat
 import tempfile
@@ -24,27 +22,25 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from lockstep.files import make_folder, open_or_create, remove_tree
-from lockstep.native.binding_key import BindingKey
-from lockstep.native.compilation import ARCHIVE
+from lockstep.native.extension_abi import ExtensionABI
 
 __all__ = [
     "PACKAGE_FOLDER",
-    "find_archive",
+    "empty_folder",
     "get_cache_folder",
     "list_bindings",
     "lock_folder",
-    "measure_folder",
     "publish",
     "read_installation_reason",
     "reason_not_trusted",
     "temporary_folder",
-    "write_key",
+    "write_abi",
     "write_reason",
 ]
 
 PACKAGE_FOLDER = Path(__file__).parent.parent / "bindings"
 
-KEY, CORE, LOCK, REASON = "key.json", "core", ".lock", "reason.txt"
+ABI, LOCK, REASON = "key.json", ".lock", "reason.txt"
 
 POLL = 0.1  # seconds between two attempts to get the lock
 
@@ -64,53 +60,42 @@ def reason_not_trusted(path: Path) -> str | None:
     It must belong to this user, and nobody else may be able to write to it.
     """
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return None
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
-    if found.st_uid != os.geteuid():
-        return f"{path} belongs to user {found.st_uid}, not to user {os.geteuid()}"
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"{path} is writable for others (mode {stat.S_IMODE(found.st_mode):04o})"
+    if status.st_uid != os.geteuid():
+        return f"{path} belongs to user {status.st_uid}, not to user {os.geteuid()}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"{path} is writable for others (mode {stat.S_IMODE(status.st_mode):04o})"
     return None
 
 
-def list_bindings(folder: Path, is_trusted: bool) -> dict[BindingKey, Path]:
+def list_bindings(folder: Path, is_trusted: bool) -> dict[ExtensionABI, Path]:
     """Return the bindings of a folder.
 
     Args:
         folder: The package's folder or the user's cache.
         is_trusted: Whether owner and mode of the files need no check.
     """
-    found = {}
-    for path in sorted(folder.glob(f"[!.]*/{KEY}")):
-        modules = list(path.parent.glob("_native*"))  # its suffix depends on Python
+    bindings = {}
+    for path in sorted(folder.glob(f"[!.]*/{ABI}")):
+        modules = list(path.parent.glob("_native*"))
         if len(modules) != 1:
             continue
         if not is_trusted and any(map(reason_not_trusted, (path.parent, path, *modules))):
             continue
         with contextlib.suppress(OSError, ValueError):
-            found[BindingKey.from_json(path.read_text())] = modules[0]
-    return found
+            bindings[ExtensionABI.from_json(path.read_text())] = modules[0]
+    return bindings
 
 
-def find_archive(folder: Path, key: Mapping[str, str]) -> Path | None:
-    """Return the compiled core of a folder if it has this key, else None."""
-    archive = folder / CORE / ARCHIVE
-    try:
-        is_equal = json.loads((folder / CORE / KEY).read_text()) == key
-    except (OSError, ValueError):
-        return None
-    return archive if is_equal and archive.is_file() else None
-
-
-def write_key(folder: Path, key: BindingKey | Mapping[str, str]) -> None:
-    """Write the key of a binding or of the core into its folder."""
-    text = key.to_json() if isinstance(key, BindingKey) else json.dumps(key, indent=1)
-    path = folder / KEY
-    path.write_text(text + "\n")
-    # Some systems have the umask 002. A key that others may write would not be trusted.
+def write_abi(folder: Path, abi: ExtensionABI) -> None:
+    """Write the ABI of a binding into its folder."""
+    path = folder / ABI
+    path.write_text(abi.to_json() + "\n")
+    # Some systems have the umask 002. A file that others may write would not be trusted.
     path.chmod(0o644 & folder.stat().st_mode)
 
 
@@ -145,51 +130,45 @@ def lock_folder(
         TimeoutError: Another process still holds the lock after `timeout`.
         OSError: The folder cannot be created or written.
     """
-    deadline = time.monotonic() + timeout
-    descriptor = _lock(folder, deadline, before_waiting)
-    try:
+    import fcntl  # not on Windows, where `import torch` imports this file through an entry point
+
+    deadline, is_waiting = time.monotonic() + timeout, False
+    make_folder(folder)
+    with os.fdopen(open_or_create(folder / LOCK, os.O_RDWR), "r+") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                lock.seek(0)
+                holder = lock.read(20).strip()
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"process {holder or '?'} holds {folder / LOCK}") from None
+                if not is_waiting:
+                    is_waiting = True
+                    before_waiting(int(holder) if holder.isdecimal() else 0)
+                time.sleep(POLL)
+        lock.seek(0)
+        lock.truncate()
+        print(os.getpid(), file=lock, flush=True)
         for left_over in folder.glob(".build-*"):  # from builds that were killed
             remove_tree(left_over)
         yield
-    finally:
-        os.close(descriptor)
 
 
-def _lock(folder: Path, deadline: float, before_waiting: Callable[[int], None]) -> int:
-    import fcntl  # not on Windows, where `import torch` imports this file through an entry point
+def empty_folder(folder: Path) -> int:
+    """Remove all bindings from a folder whose lock is held; the lock's file stays.
 
-    has_told = False
-    while True:
-        make_folder(folder)
-        descriptor = open_or_create(folder / LOCK, os.O_RDWR)
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                holder = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
-                if time.monotonic() >= deadline:
-                    os.close(descriptor)
-                    raise TimeoutError(f"process {holder or '?'} holds {folder / LOCK}") from None
-                if not has_told:
-                    has_told = True
-                    before_waiting(int(holder) if holder.isdecimal() else 0)
-                time.sleep(POLL)
-            except BaseException:
-                os.close(descriptor)
-                raise
-        if _is_same_file(descriptor, folder / LOCK):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-            return descriptor
-        os.close(descriptor)  # removed by `lockstep build --clean` in the meantime
-
-
-def _is_same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
+    Returns:
+        The bytes of the removed files.
+    """
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    for path in folder.iterdir():
+        if path.is_dir():
+            remove_tree(path)
+        elif path.name != LOCK:
+            path.unlink()
+    return size
 
 
 @contextlib.contextmanager
@@ -211,8 +190,3 @@ def publish(complete: Path, destination: Path) -> None:
         remove_tree(old)
     else:
         complete.rename(destination)
-
-
-def measure_folder(folder: Path) -> int:
-    """Return the bytes of all files in a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -1,42 +1,63 @@
-"""Builds: compiled in a temporary folder, verified, then published under their names.
+"""Builds: compiled by torch in a temporary folder, verified, then published under their names.
+
+`torch.utils.cpp_extension` calls the compiler through ninja, in a process of its own, which is
+ended together with the compilers. torch's headers take most of the time, so the files that include
+them are two units: bind.cpp, which also reads the headers of pybind11, and all others.
 
 setup.py imports this module: it needs torch and the standard library only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lockstep.native.binding_folder import (
-    CORE,
-    PACKAGE_FOLDER,
-    find_archive,
-    publish,
-    temporary_folder,
-    write_key,
-)
-from lockstep.native.binding_key import BindingKey, core_key
-from lockstep.native.compilation import ARCHIVE, MODULE, TorchBuild, compile_native
+from lockstep.native.binding_folder import publish, temporary_folder, write_abi
+from lockstep.native.extension_abi import CSRC, FLAGS, ExtensionABI, list_sources
 
-__all__ = ["build_binding", "build_core"]
+__all__ = ["CompilationError", "build_binding", "find_compiler"]
+
+MODULE = "_native.so"
+
+PROGRAM = """
+import json, sys
+from torch.utils.cpp_extension import load
+load(**json.loads(sys.argv[1]), verbose=True)
+"""
+STEP = re.compile(r"\[(\d+)/(\d+)\] ")  # ninja prints this and the command when one is done
+
+TIMEOUT = 3600.0  # seconds for all of it; a loaded machine needs minutes
+
+
+class CompilationError(Exception):
+    """The extension could not be compiled; the message is one sentence without advice."""
 
 
 def build_binding(
     folder: Path,
-    key: BindingKey,
+    abi: ExtensionABI,
     log: Path,
-    show_progress: Callable[[str, int, int], None],
+    show_progress: Callable[[int, int], None],
     verify: Callable[[Path], None] = lambda module: None,
 ) -> Path:
-    """Compile a binding into a folder of bindings, and the core too if it is not there yet.
+    """Compile the extension for the installed torch into a folder of bindings.
 
     Args:
         folder: An existing folder; the caller holds its lock.
-        key: The key of this process.
+        abi: The ABI of this process.
         log: File for the compiler's commands and their output.
-        show_progress: Called with the part ("core" or "binding"), the number of its files that
-            are compiled, and the number of all its files.
+        show_progress: Called with the number of commands that are done, and of all.
         verify: Called with the module before it is published; raises if it does not work.
 
     Returns:
@@ -46,52 +67,124 @@ def build_binding(
         CompilationError: There is no compiler, or it failed.
         OSError: The folder cannot be written.
     """
-    import torch
-
-    built = TorchBuild(Path(torch.__file__).parent, key.cxx_abi)
-    core = core_key(key.cxx_abi)
-    archive = find_archive(folder, core) or find_archive(PACKAGE_FOLDER, core)
     with temporary_folder(folder) as work:
-        compile_native(work, log, built, archive, show_progress)
-        if archive is None:
-            _publish_core(work, folder, core)
-        complete = work / "binding"
+        compile_extension(work, log, show_progress)
+        complete = work / "complete"
         complete.mkdir(mode=folder.stat().st_mode & 0o777)
         (work / MODULE).rename(complete / MODULE)
         (complete / MODULE).chmod(0o755 & folder.stat().st_mode)
-        write_key(complete, key)
+        write_abi(complete, abi)
         verify(complete / MODULE)
-        publish(complete, folder / key.name)
-    return folder / key.name / MODULE
+        publish(complete, folder / abi.name)
+    return folder / abi.name / MODULE
 
 
-def build_core(
-    folder: Path, log: Path, show_progress: Callable[[str, int, int], None], cxx_abi: int = 1
-) -> None:
-    """Compile the core into a folder of bindings; needs no torch.
+def compile_extension(folder: Path, log: Path, show_progress: Callable[[int, int], None]) -> None:
+    """Compile the extension into FOLDER/_native.so; see `build_binding`."""
+    compiler = find_compiler()
+    path = os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)))
+    _check_requirements(path)
+    environment = {
+        "MAX_JOBS": str(len(os.sched_getaffinity(0))),
+        **os.environ,
+        "CXX": shlex.join(compiler),
+        "PATH": path,  # of ninja, also if the virtual environment is not activated
+        "LC_ALL": "C",  # `_find_error` looks for "error"
+        "TORCH_DONT_CHECK_COMPILER_ABI": "1",  # it warns of every compiler not named g++
+    }
+    options = {
+        "name": "_native",
+        "sources": [_write_unit(folder), *_list_units()],
+        "extra_cflags": FLAGS,
+        "extra_ldflags": ["-pthread", "-Wl,-s"],
+        "extra_include_paths": [str(CSRC / "core"), str(CSRC / "binding")],
+        "build_directory": str(folder),
+        "with_cuda": False,
+    }
+    log.unlink(missing_ok=True)
+    with (
+        open(log, "w+", encoding="utf-8") as output,
+        subprocess.Popen(
+            [sys.executable, "-P", "-c", PROGRAM, json.dumps(options)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,  # ended together with ninja and the compilers
+        ) as process,
+    ):
+        assert process.stdout is not None
+        timer = threading.Timer(TIMEOUT, _terminate, [process])
+        timer.start()
+        try:
+            for line in process.stdout:
+                output.write(line)
+                if step := STEP.match(line):
+                    show_progress(int(step[1]), int(step[2]))
+            status = process.wait()
+        finally:
+            timer.cancel()
+            _terminate(process)
+            process.stdout.read()  # until ninja and the compilers have ended
+        output.seek(0)
+        if status or not (folder / MODULE).exists():
+            raise CompilationError(f"{compiler[0]}: {_find_error(output.read(), status)}")
 
-    Args:
-        folder: An existing folder; the caller holds its lock.
-        log: File for the compiler's commands and their output.
-        show_progress: Called with the part ("core"), the number of its files that are compiled,
-            and the number of all its files.
-        cxx_abi: 1 for the C++11 ABI of libstdc++, which torch has had since 2.7.
+
+def _write_unit(folder: Path) -> str:
+    """Write the unit that includes all files with torch's headers except for bind.cpp."""
+    unit = folder / "binding.cpp"
+    sources = [path for path in list_sources(CSRC / "binding", ".cpp") if "bind.cpp" not in path]
+    unit.write_text("".join(f'#include "{path}"\n' for path in sources))
+    return str(unit)
+
+
+def _list_units() -> list[str]:
+    return [str(CSRC / "binding" / "bind.cpp"), *list_sources(CSRC / "core", ".cpp")]
+
+
+def find_compiler(environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the C++ compiler: the value of CXX, else c++, g++ or clang++.
 
     Raises:
-        CompilationError: There is no compiler, or it failed.
-        OSError: The folder cannot be written.
+        CompilationError: There is none.
     """
-    core = core_key(cxx_abi)
-    if find_archive(folder, core) is not None:
-        return
-    with temporary_folder(folder) as work:
-        compile_native(work, log, None, None, show_progress, cxx_abi)
-        _publish_core(work, folder, core)
+    requested = shlex.split(environment.get("CXX", ""))
+    if requested:
+        if shutil.which(requested[0], path=environment.get("PATH")) is None:
+            raise CompilationError(f"the compiler {requested[0]} (from CXX) was not found")
+        return tuple(requested)
+    for name in ("c++", "g++", "clang++"):
+        if shutil.which(name, path=environment.get("PATH")) is not None:
+            return (name,)
+    raise CompilationError("there is no C++ compiler")
 
 
-def _publish_core(work: Path, folder: Path, key: dict[str, str]) -> None:
-    complete = work / CORE
-    complete.mkdir(mode=folder.stat().st_mode & 0o777)
-    (work / ARCHIVE).rename(complete / ARCHIVE)
-    write_key(complete, key)
-    publish(complete, folder / CORE)
+def _check_requirements(path: str) -> None:
+    if not list_sources(CSRC, ".cpp"):
+        raise CompilationError(f"the C++ sources are missing in {CSRC}")
+    include = sysconfig.get_path("include")
+    if not Path(include, "Python.h").is_file():
+        raise CompilationError(f"the headers of Python are missing (no Python.h in {include})")
+    if shutil.which("ninja", path=path) is None:
+        raise CompilationError("there is no ninja (pip install ninja)")
+
+
+def _terminate(process: subprocess.Popen[str]) -> None:
+    """End a process that still runs; ninja ends its compilers, which are groups of their own."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+
+
+def _find_error(output: str, status: int) -> str:
+    """Return the line of the compiler's or torch's output that says what failed."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    for line in lines:
+        if re.search(r"\berror: |cannot find", line):
+            return line
+    if status == -signal.SIGTERM:
+        return f"terminated, or not done after {TIMEOUT:g} s"
+    return lines[-1] if lines else f"exit status {status}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
 from lockstep.formatting import format_bytes
-from lockstep.native.compilation import CompilationError, find_compiler
+from lockstep.native.build import CompilationError, find_compiler
 from lockstep.report.checks import CheckResult, Requirements, bad, good, note
 
 if TYPE_CHECKING:
