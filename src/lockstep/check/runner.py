@@ -13,9 +13,10 @@ import pickle
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lockstep.check.difference import RankFingerprint
 from lockstep.check.layouts import Layout
@@ -25,7 +26,8 @@ from lockstep.launcher.launch import launch, launch_in_this_process
 from lockstep.launcher.rank_process import run_code
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 
-__all__ = ["Run", "describe_failure", "is_refusal", "redirect_output", "run_layout"]
+__all__ = ["Run", "describe_failure", "is_refusal", "log_of", "read_values", "record_of"]
+__all__ += ["redirect_output", "run_layout"]
 
 TAIL = 12
 """The number of lines shown of a failed rank's output."""
@@ -118,7 +120,7 @@ def run_layout(
     except RankError as failure:
         error = failure
     seconds = time.monotonic() - begun
-    ranks = tuple(_fingerprint(_record_of(folder, rank)) for rank in range(layout.ranks))
+    ranks = tuple(_fingerprint(record_of(folder, rank)) for rank in range(layout.ranks))
     if error is None:
         refusals = [step.refusal for rank in ranks for step in rank.steps if step.refusal]
         return Run(layout, steps, seconds, ranks, refusals[0] if refusals else "")
@@ -133,7 +135,7 @@ def run_layout(
         said,
         False,
         is_refused,
-        describe_failure(error, _log_of(folder, error.rank or 0)),
+        describe_failure(error, log_of(folder, error.rank or 0)),
     )
 
 
@@ -144,13 +146,13 @@ def _run_rank(
     from lockstep.check.session import CheckSession
     from lockstep.training.session import SessionComplete, open_session
 
-    redirect_output(_log_of(Path(folder), rank))
+    redirect_output(log_of(Path(folder), rank))
     os.environ["LOCKSTEP_RUN"] = folder
     if layout.backend:
         os.environ["LOCKSTEP_BACKEND"] = layout.backend
     sys.argv[:] = [script, *arguments]
     sys.path[0] = os.path.dirname(os.path.realpath(script))
-    with _record_of(Path(folder), rank).open("xb", buffering=0) as file:
+    with record_of(Path(folder), rank).open("xb", buffering=0) as file:
         session = CheckSession(layout, steps, lambda fingerprint: pickle.dump(fingerprint, file))
         try:
             with open_session(session), launch_in_this_process():
@@ -163,26 +165,33 @@ def _run_rank(
                 raise
 
 
-def _log_of(folder: Path, rank: int) -> Path:
+def log_of(folder: Path, rank: int) -> Path:
+    """Return the file with the output of a rank."""
     return folder / f"rank-{rank}.log"
 
 
-def _record_of(folder: Path, rank: int) -> Path:
+def record_of(folder: Path, rank: int) -> Path:
+    """Return the file with the values of a rank."""
     return folder / f"rank-{rank}.pickle"
 
 
 def _fingerprint(record: Path) -> RankFingerprint:
     """Return the fingerprints that a rank recorded before it ended."""
-    found = RankFingerprint()
+    fingerprint = RankFingerprint()
+    for value in read_values(record):
+        if isinstance(value, TrainerFingerprint):
+            fingerprint.trainers.append(value)
+        else:
+            fingerprint.steps.append(value)
+    return fingerprint
+
+
+def read_values(record: Path) -> Iterator[Any]:
+    """Yield the values that a rank pickled into a file before it ended."""
     ends = FileNotFoundError, EOFError, pickle.UnpicklingError
     with contextlib.suppress(*ends), record.open("rb") as file:
         while True:
-            each = pickle.load(file)
-            if isinstance(each, TrainerFingerprint):
-                found.trainers.append(each)
-            else:
-                found.steps.append(each)
-    return found
+            yield pickle.load(file)
 
 
 def redirect_output(log: Path) -> None:

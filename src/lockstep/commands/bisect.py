@@ -59,15 +59,15 @@ def command(
 
     a, b = map(read_recorded_run, places, runs)
     with ReplayProgress() as progress:
-        found = bisect_runs(a, b, progress.show, say, timeout)
+        bisection = bisect_runs(a, b, progress.show, say, timeout)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        print_text(found)
+        print_text(bisection)
     if as_json:
-        click.echo(json.dumps(bisection_json(found)))
-    sys.exit(0 if found.equal else 1)
+        click.echo(json.dumps(bisection_json(bisection)))
+    sys.exit(0 if bisection.equal else 1)
 
 
-def print_text(found: Bisection) -> None:
+def print_text(bisection: Bisection) -> None:
     """Print the result on the terminal."""
     from lockstep.replay.bisection_report import (
         describe_divergence,
@@ -77,14 +77,14 @@ def print_text(found: Bisection) -> None:
     )
     from lockstep.report.terminal import print_table, wrap
 
-    click.echo("\n".join(wrap(describe_divergence(found))))
-    if rows := list_facts(found):
+    click.echo("\n".join(wrap(describe_divergence(bisection))))
+    if rows := list_facts(bisection):
         click.echo()
-        print_table(["", found.a.name, found.b.name], rows)
+        print_table(["", bisection.a.name, bisection.b.name], rows)
     click.echo()
-    for sentence in list_sentences(found):
+    for sentence in list_sentences(bisection):
         click.echo("\n".join(wrap(sentence)))
-    if lines := suggest_commands(found):
+    if lines := suggest_commands(bisection):
         click.echo("\nTo look further:")
         for line in lines:
             click.echo(escape_control(f"  {line}"))

@@ -114,20 +114,20 @@ def command(
     _require_alone([name for name, given in asked.items() if given], microbatch, nprocs)
     if dump is not None and dump.exists() and (not dump.is_dir() or any(dump.iterdir())):
         raise UsageError(f"--dump {dump}: this is not an empty folder; give the name of a new one")
-    found = read_run(find_run(run, folder))
-    for remark in found.remarks:
+    recording = read_run(find_run(run, folder))
+    for remark in recording.remarks:
         say(remark)
-    steps = {each.step: each for each in read_step_fingerprints(found.folder)}
-    recorded = find_recorded(found, steps, step)
-    _require_step(found, recorded, max(steps, default=-1) + 1, step)
-    _require_microbatch(found, recorded, microbatch, step)
-    program, base = read_program(found, step), find_base(found, step)
-    for each in find_obstacles(found, step, program, base):
-        say(each)
+    steps = {obstacle.step: obstacle for obstacle in read_step_fingerprints(recording.folder)}
+    recorded = find_recorded(recording, steps, step)
+    _require_step(recording, recorded, max(steps, default=-1) + 1, step)
+    _require_microbatch(recording, recorded, microbatch, step)
+    program, base = read_program(recording, step), find_base(recording, step)
+    for obstacle in find_obstacles(recording, step, program, base):
+        say(obstacle)
     schedule = "1f1b" if stages > 1 else None
     layout = Layout(nprocs, stages=stages, schedule=schedule)
     request = ReplayRequest(
-        found.folder,
+        recording.folder,
         step,
         step,
         layout,
@@ -152,9 +152,9 @@ def command(
         )
     result = compare(request, recorded, replay)
     if not replay.is_left:
-        _append_replay(found.folder, result)
+        _append_replay(recording.folder, result)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        _print(result, found.state)
+        _print(result, recording.state)
         if dump is not None and dump.is_dir() and any(dump.iterdir()):
             click.echo(f"The tensors of the micro-batch are in {escape_control(str(dump))}.")
     if as_json:
@@ -230,7 +230,7 @@ def _print(result: Comparison, state: str) -> None:
         what += f", micro-batch {request.microbatch}"
     plain, rows = result.plain(), []
     for name in ("loss", "norm", "digest"):
-        row = [_cell(plain, each) for each in (name, f"recorded_{name}")]
+        row = [_cell(plain, key) for key in (name, f"recorded_{name}")]
         if any(row):
             rows.append([name, *row])
     if rows and not replay.is_left:
@@ -269,8 +269,8 @@ def _print(result: Comparison, state: str) -> None:
 
 
 def _describe_failure(recorded: Recorded) -> str:
-    place = "" if recorded.microbatch is None else f"micro-batch {recorded.microbatch}: "
-    return f"{place}{recorded.failure}"
+    where = "" if recorded.microbatch is None else f"micro-batch {recorded.microbatch}: "
+    return f"{where}{recorded.failure}"
 
 
 def _cell(plain: Mapping[str, Any], name: str) -> str:

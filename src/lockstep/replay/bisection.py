@@ -313,8 +313,8 @@ class Search:
         a, b = (side.run.run.digests for side in self.sides)
         earlier = [count for count in a.keys() & b.keys() if a[count] == b[count] and count < first]
         step = self._find_step(max(earlier, default=0), first - 1)
-        found = self._compare_modules(step, min(step + 1, last))
-        return limit_to_compared(found or divergence, step)
+        earlier_divergence = self._compare_modules(step, min(step + 1, last))
+        return limit_to_compared(earlier_divergence or divergence, step)
 
     def _find_step(self, first: int, last: int) -> int:
         """Return the first step in a range after which the replays' states differ, or the last.

@@ -44,15 +44,19 @@ DIRECTION_NAMES = {
 }
 
 
-def describe_divergence(found: Bisection) -> str:
+def describe_divergence(result: Bisection) -> str:
     """Return the result in one sentence."""
-    a, b = found.a.name, found.b.name
-    divergence = found.divergence
+    a, b = result.a.name, result.b.name
+    divergence = result.divergence
     if divergence is None:
         return f"{a} and {b} agree in everything that both recorded."
-    where = describe_location(divergence, found.model)
+    where = describe_location(divergence, result.model)
     sentence = divergence.sentence
-    if divergence.what == "data" and found.recorded is not None and found.recorded.what == "batch":
+    if (
+        divergence.what == "data"
+        and result.recorded is not None
+        and result.recorded.what == "batch"
+    ):
         sentence = "the batches have different samples"
     return f"{a} and {b} differ first in {where}: {sentence}."
 
@@ -78,22 +82,22 @@ def describe_location(divergence: Divergence, model: str = "") -> str:
     return ", ".join(words)
 
 
-def list_facts(found: Bisection) -> list[tuple[str, ...]]:
+def list_facts(result: Bisection) -> list[tuple[str, ...]]:
     """Return a table of both sides at the difference: a name and two values per row."""
-    divergence = found.divergence
+    divergence = result.divergence
     if divergence is None:
         return []
-    calls = [(found.a, divergence.a), (found.b, divergence.b)]
+    calls = [(result.a, divergence.a), (result.b, divergence.b)]
     columns = [_describe_call(run, call, divergence.step) for run, call in calls]
     rows = [(name, *(column.get(name, "") for column in columns)) for name in CALL_ROWS]
     if divergence.element is not None:
         index = ", ".join(map(str, divergence.element.index))
         rows.append((f"element [{index}]", repr(divergence.element.a), repr(divergence.element.b)))
     steps = [
-        {each.step: each for each in run.steps}.get(divergence.step) for run in (found.a, found.b)
+        {step.step: step for step in run.steps}.get(divergence.step) for run in (result.a, result.b)
     ]
     for name in ("loss", "norm"):
-        values = [None if each is None else getattr(each, name) for each in steps]
+        values = [None if step is None else getattr(step, name) for step in steps]
         texts = ["" if value is None else repr(value) for value in values]
         rows.append((f"recorded {name} of the step", texts[0], texts[1]))
     return [row for row in rows if row[1] or row[2]]
@@ -113,20 +117,20 @@ def _describe_call(run: RecordedRun, call: OperatorCall | None, step: int) -> di
     return dict(zip(CALL_ROWS, values, strict=True))
 
 
-def list_sentences(found: Bisection) -> list[str]:
+def list_sentences(result: Bisection) -> list[str]:
     """Return sentences about what was compared and how far the result can be trusted."""
     return [
-        *_element_sentence(found.divergence),
-        _compared_sentence(found),
-        *_length_sentences(found),
-        *_stop_sentence(found),
-        *_reproduction_sentences(found),
-        *settings_sentences(found.a.run, found.b.run, is_same=found.equal),
-        *_arguments_sentence(found),
-        *_sources_sentence(found),
-        *_advice(found),
-        *(f"{remark}." for remark in found.remarks),
-        *(f"{run.name}: {remark}" for run in (found.a, found.b) for remark in run.run.remarks),
+        *_element_sentence(result.divergence),
+        _compared_sentence(result),
+        *_length_sentences(result),
+        *_stop_sentence(result),
+        *_reproduction_sentences(result),
+        *settings_sentences(result.a.run, result.b.run, is_same=result.equal),
+        *_arguments_sentence(result),
+        *_sources_sentence(result),
+        *_advice(result),
+        *(f"{remark}." for remark in result.remarks),
+        *(f"{run.name}: {remark}" for run in (result.a, result.b) for remark in run.run.remarks),
     ]
 
 
@@ -143,9 +147,9 @@ def _element_sentence(divergence: Divergence | None) -> Iterator[str]:
     yield f"{count}{distance}."
 
 
-def _compared_sentence(found: Bisection) -> str:
+def _compared_sentence(result: Bisection) -> str:
     """Return a sentence about what the records have in common, up to the difference."""
-    compared = found.compared
+    compared = result.compared
     parts = format_quantity(compared.steps, "step")
     digests = ""
     if compared.digests:
@@ -155,9 +159,9 @@ def _compared_sentence(found: Bisection) -> str:
         )
         digests = f", and the digests of the weights after {shown} steps"
     what = f"{parts} (losses of the micro-batches, gradient norms, samples){digests}"
-    if found.divergence is None:
+    if result.divergence is None:
         return f"Compared, and bit-identical: {what}."
-    recorded = found.recorded
+    recorded = result.recorded
     if recorded is None:
         return f"Of what both recorded, only digests differ: {what}."
     number = "" if recorded.microbatch is None else f" {recorded.microbatch}"
@@ -167,15 +171,18 @@ def _compared_sentence(found: Bisection) -> str:
     return f"The records differ first in step {recorded.step:,}, in the {which}; compared: {what}."
 
 
-def _length_sentences(found: Bisection) -> Iterator[str]:
-    for run, count in ((found.a, found.compared.only_a), (found.b, found.compared.only_b)):
+def _length_sentences(result: Bisection) -> Iterator[str]:
+    for run, count in (
+        (result.a, result.compared.only_a),
+        (result.b, result.compared.only_b),
+    ):
         if count:
             yield f"{run.name} has {format_quantity(count, 'step')} more, which were not compared."
 
 
-def _stop_sentence(found: Bisection) -> Iterator[str]:
+def _stop_sentence(result: Bisection) -> Iterator[str]:
     """Yield a sentence about where the runs failed."""
-    runs = found.a, found.b
+    runs = result.a, result.b
     parts = []
     for run, other in (runs, runs[::-1]):
         if run.stop is not None:
@@ -183,53 +190,54 @@ def _stop_sentence(found: Bisection) -> Iterator[str]:
             if run.stop.microbatch is not None:
                 at += f", micro-batch {run.stop.microbatch}"
             parts.append(f"{run.name} stopped in {at} ({run.stop.what})")
-            if other.stop is None and any(each.step == run.stop.step for each in other.steps):
+            if other.stop is None and any(step.step == run.stop.step for step in other.steps):
                 parts.append(f"{other.name} continued")
     if parts:
         yield f"{'; '.join(parts)}."
 
 
-def _arguments_sentence(found: Bisection) -> Iterator[str]:
-    programs = [as_dict(run.run.latest("program")) for run in (found.a, found.b)]
-    a, b = (shlex.join(map(str, each.get("arguments") or ())) for each in programs)
-    if a != b and all(programs) and not found.equal:
+def _arguments_sentence(result: Bisection) -> Iterator[str]:
+    programs = [as_dict(run.run.latest("program")) for run in (result.a, result.b)]
+    a, b = (shlex.join(map(str, program.get("arguments") or ())) for program in programs)
+    if a != b and all(programs) and not result.equal:
         yield f"Their arguments differ: {a or '(none)'} and {b or '(none)'}."
 
 
-def _advice(found: Bisection) -> Iterator[str]:
+def _advice(result: Bisection) -> Iterator[str]:
     """Yield a sentence about how to learn more about a difference that only records show."""
-    divergence = found.divergence
+    divergence = result.divergence
     if divergence is None or divergence.what == "microbatches":
         return
-    if not found.is_replayed and divergence.direction is None:
+    if not result.is_replayed and divergence.direction is None:
         yield (
             'To learn where in the step it arises, record both runs with fingerprints="unit", or '
             f"with the variable LOCKSTEP_FINGERPRINTS=unit:{divergence.step}."
         )
 
 
-def _sources_sentence(found: Bisection) -> Iterator[str]:
-    if found.divergence is None:
+def _sources_sentence(result: Bisection) -> Iterator[str]:
+    if result.divergence is None:
         return
-    names = find_source_differences(found.a, found.b, found.divergence.step)
+    names = find_source_differences(result.a, result.b, result.divergence.step)
     if names:
         more = f" and {len(names) - MAX_SOURCES} more" if len(names) > MAX_SOURCES else ""
         yield f"Their sources differ in {', '.join(names[:MAX_SOURCES])}{more}."
 
 
-def _reproduction_sentences(found: Bisection) -> Iterator[str]:
+def _reproduction_sentences(result: Bisection) -> Iterator[str]:
     """Yield sentences about whether the replays computed what the records say."""
-    both = found.reproductions
-    if all(each.is_exact for each in both):
+    both = result.reproductions
+    if all(reproduction.is_exact for reproduction in both):
         yield "Replays of both runs compute what was recorded, bit for bit."
         return
-    for run, each in zip((found.a, found.b), both, strict=True):
-        if each.is_exact is None:
-            continue
-        if each.is_exact:
+    for run, reproduction in zip((result.a, result.b), both, strict=True):
+        if reproduction.is_exact:
             yield f"Replays of {run.name} compute what was recorded, bit for bit."
-        else:
-            yield f"The replay of {run.name} does not compute what was recorded: {_deviation(each)}"
+        elif reproduction.is_exact is not None:
+            yield (
+                f"The replay of {run.name} does not compute what was recorded: "
+                f"{_deviation(reproduction)}"
+            )
 
 
 def _deviation(reproduction: Reproduction) -> str:
@@ -254,16 +262,16 @@ def _deviation(reproduction: Reproduction) -> str:
     )
 
 
-def suggest_commands(found: Bisection) -> list[str]:
+def suggest_commands(result: Bisection) -> list[str]:
     """Return commands that investigate the difference further."""
-    divergence = found.divergence
+    divergence = result.divergence
     if divergence is None:
         return []
     lines = []
-    suffixes = [Path(run.name).name for run in (found.a, found.b)]
+    suffixes = [Path(run.name).name for run in (result.a, result.b)]
     if suffixes[0] == suffixes[1]:
         suffixes = ["a", "b"]
-    for run, suffix in zip((found.a, found.b), suffixes, strict=True):
+    for run, suffix in zip((result.a, result.b), suffixes, strict=True):
         folder = os.path.relpath(run.folder)
         folder = str(run.folder) if folder.startswith("..") else folder
         words = ["lockstep", "replay", folder, "--step", str(divergence.step)]
@@ -275,12 +283,12 @@ def suggest_commands(found: Bisection) -> list[str]:
     return lines
 
 
-def bisection_json(found: Bisection) -> dict[str, Any]:
+def bisection_json(result: Bisection) -> dict[str, Any]:
     """Return the result as plain values for JSON."""
-    divergence = found.divergence
+    divergence = result.divergence
     element = None if divergence is None else divergence.element
     return {
-        "equal": found.equal,
+        "equal": result.equal,
         "step": divergence and divergence.step,
         "microbatch": divergence and divergence.microbatch,
         "unit": divergence and divergence.unit,
@@ -297,18 +305,18 @@ def bisection_json(found: Bisection) -> dict[str, Any]:
         "differing_elements": element and element.count,
         "parameter": divergence and divergence.parameter,
         "what": divergence and divergence.what,
-        "sentence": describe_divergence(found),
+        "sentence": describe_divergence(result),
         "operators": divergence
         and {side: _call_json(call) for side, call in (("a", divergence.a), ("b", divergence.b))},
-        "runs": [found.a.name, found.b.name],
-        "steps_compared": found.compared.steps,
-        "digests_compared": list(found.compared.digests),
-        "is_replayed": found.is_replayed,
-        "reproduced": [each.is_exact for each in found.reproductions],
-        "repeatable": [each.is_repeatable for each in found.reproductions],
-        "remarks": list(found.remarks),
-        "settings": find_setting_differences([found.a.run, found.b.run]),
-        "seconds": round(found.seconds, 3),
+        "runs": [result.a.name, result.b.name],
+        "steps_compared": result.compared.steps,
+        "digests_compared": list(result.compared.digests),
+        "is_replayed": result.is_replayed,
+        "reproduced": [reproduction.is_exact for reproduction in result.reproductions],
+        "repeatable": [reproduction.is_repeatable for reproduction in result.reproductions],
+        "remarks": list(result.remarks),
+        "settings": find_setting_differences([result.a.run, result.b.run]),
+        "seconds": round(result.seconds, 3),
     }
 
 

@@ -45,8 +45,8 @@ class Recorded:
     @property
     def stopped_at(self) -> float | None:
         """The non-finite loss at which the run stopped; None if it stopped for another reason."""
-        found = re.fullmatch(r"the loss is (-?(?:nan|inf))", self.failure)
-        return None if found is None else float(found[1])
+        loss = re.fullmatch(r"the loss is (-?(?:nan|inf))", self.failure)
+        return None if loss is None else float(loss[1])
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> Compa
     Secrets in the failure of the replay are redacted, as they are in records.
     """
     replay = replace(replay, failure=redact(replay.failure))
-    replayed = next((each for each in replay.steps if each.step == request.first), None)
+    replayed = next((step for step in replay.steps if step.step == request.first), None)
     if replay.is_left:
         return Comparison(request, recorded, replay, replayed, (), ())
     pairs: dict[str, tuple[str, str]] = {}
@@ -159,21 +159,21 @@ def _pairs(
     request: ReplayRequest, recorded: Recorded, step: RecordedStep, replayed: ReplayedStep
 ) -> dict[str, tuple[str, str]]:
     """Return pairs of recorded and replayed values, as text, by name."""
-    found = {}
+    pairs = {}
     if step.batch is not None and replayed.batch is not None:
-        found["samples of the batch"] = step.batch, replayed.batch
+        pairs["samples of the batch"] = step.batch, replayed.batch
     microbatch = request.microbatch
     if microbatch is None:
         if step.loss is not None:
-            found["loss"] = _exact(step.loss), _exact(replayed.loss)
+            pairs["loss"] = _exact(step.loss), _exact(replayed.loss)
         if step.norm is not None:
-            found["gradient norm"] = _exact(step.norm), _exact(replayed.norm)
+            pairs["gradient norm"] = _exact(step.norm), _exact(replayed.norm)
         if recorded.digest is not None:
-            found["digest of the weights"] = recorded.digest, replayed.digest
+            pairs["digest of the weights"] = recorded.digest, replayed.digest
     elif microbatch < len(step.losses):
         name = f"loss of micro-batch {microbatch}"
-        found[name] = _exact(step.losses[microbatch]), _exact(_loss_of(replayed, microbatch))
-    return found
+        pairs[name] = _exact(step.losses[microbatch]), _exact(_loss_of(replayed, microbatch))
+    return pairs
 
 
 def _losses(step: RecordedStep, replayed: ReplayedStep) -> list[str]:
@@ -220,8 +220,8 @@ def _find_stops(
 
 
 def _describe_stop(step: int, microbatch: int | None, what: str) -> str:
-    place = f"step {step}" if microbatch is None else f"step {step}, micro-batch {microbatch}"
-    return f"{place}: {what}"
+    where = f"step {step}" if microbatch is None else f"step {step}, micro-batch {microbatch}"
+    return f"{where}: {what}"
 
 
 def _results(

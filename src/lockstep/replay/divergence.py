@@ -89,11 +89,11 @@ class OperandLocation:
 
     def types(self, a: Sequence[OperatorCall], b: Sequence[OperatorCall]) -> str | None:
         """Return dtype and shape of the tensor; None if they differ or there is no such tensor."""
-        found = []
+        known = []
         for call in (a[self.a], b[self.b]):
             types = call.input_types if self.is_input else call.output_types
-            found += [each.rpartition(": ")[2] for each in types[self.position :][:1]]
-        return found[0] if len(found) == 2 and found[0] == found[1] else None
+            known += [description.rpartition(": ")[2] for description in types[self.position :][:1]]
+        return known[0] if len(known) == 2 and known[0] == known[1] else None
 
 
 @dataclass(frozen=True)
@@ -148,28 +148,32 @@ def find_in_modules(
         b: The steps of each rank of the second run, which may have another layout.
         unfinished: The steps of which one of the runs lacks micro-batches.
     """
-    steps = (each for rank in (*a, *b) for each in rank)
-    parameters = tuple(dict.fromkeys(name for each in steps for name in each.parameters))
-    ours, theirs = ([_rank(each, parameters) for each in run] for run in (a, b))
-    found = first_difference(ours, theirs, is_complete=False)
+    steps = (step for rank in (*a, *b) for step in rank)
+    parameters = tuple(dict.fromkeys(name for step in steps for name in step.parameters))
+    ours, theirs = ([_rank(step, parameters) for step in run] for run in (a, b))
+    difference = first_difference(ours, theirs, is_complete=False)
     missing = _missing_microbatch(a, b, unfinished)
-    if missing is not None and (found is None or _is_later(found, missing)):
-        found = missing
-    if found is None:
+    if missing is not None and (difference is None or _is_later(difference, missing)):
+        difference = missing
+    if difference is None:
         return None
-    owner = (found.parameter or "").rpartition(".")[0] or None
+    owner = (difference.parameter or "").rpartition(".")[0] or None
     divergence = Divergence(
-        step=found.step,
-        direction=DIRECTIONS.get(found.what),
-        what=found.what,
-        sentence=SENTENCES[found.what].format(module=found.module, parameter=found.parameter),
-        microbatch=found.microbatch,
-        unit=owner if found.module in NO_MODULE else found.module,
-        parameter=found.parameter,
+        step=difference.step,
+        direction=DIRECTIONS.get(difference.what),
+        what=difference.what,
+        sentence=SENTENCES[difference.what].format(
+            module=difference.module, parameter=difference.parameter
+        ),
+        microbatch=difference.microbatch,
+        unit=owner if difference.module in NO_MODULE else difference.module,
+        parameter=difference.parameter,
     )
-    if found.what != "gradient":
+    if difference.what != "gradient":
         return divergence
-    both = ([each for rank in run for each in rank if each.step == found.step] for run in (a, b))
+    both = (
+        [step for rank in run for step in rank if step.step == difference.step] for run in (a, b)
+    )
     return _locate_gradient(divergence, *both)
 
 
@@ -186,7 +190,7 @@ def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> 
         sentence = f"the digests after step {window.last} differ, and the change came {where}"
         return Divergence(window.last, None, "digest", sentence)
     values = f"{recorded.a} in the first run and {recorded.b} in the second"
-    place = f" {recorded.microbatch}" if recorded.microbatch is not None else ""
+    number = f" {recorded.microbatch}" if recorded.microbatch is not None else ""
     if recorded.what == "stop":
         whys = [
             f"stopped there ({why})" if why else "continued" for why in (recorded.a, recorded.b)
@@ -195,7 +199,7 @@ def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> 
         return Divergence(recorded.step, None, "stop", sentence, recorded.microbatch)
     if recorded.what == "batch":
         return Divergence(recorded.step, "data", "data", "the batch has other samples")
-    sentence = f"the {recorded.what}{place} is {values}"
+    sentence = f"the {recorded.what}{number} is {values}"
     if recorded.what != "norm":
         is_missing = "none" in (recorded.a, recorded.b)
         if is_missing:
@@ -214,17 +218,19 @@ def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> 
     )
 
 
-def limit_to_compared(found: Divergence | None, first: int) -> Divergence | None:
+def limit_to_compared(divergence: Divergence | None, first: int) -> Divergence | None:
     """Return a divergence that claims nothing about the steps before the first compared one.
 
     Args:
-        found: The divergence; None if there is none.
+        divergence: The divergence; None if there is none.
         first: The first step that was compared.
     """
-    if found is None or found.what != "between" or found.step > first:
-        return found
-    sentence = f"`{found.parameter}` already differs before the step; earlier steps are not known"
-    return replace(found, sentence=sentence)
+    if divergence is None or divergence.what != "between" or divergence.step > first:
+        return divergence
+    sentence = (
+        f"`{divergence.parameter}` already differs before the step; earlier steps are not known"
+    )
+    return replace(divergence, sentence=sentence)
 
 
 def compare_microbatches(
@@ -248,40 +254,40 @@ def compare_microbatches(
 
 
 def _locate_gradient(
-    found: Divergence, a: Sequence[StepFingerprint], b: Sequence[StepFingerprint]
+    divergence: Divergence, a: Sequence[StepFingerprint], b: Sequence[StepFingerprint]
 ) -> Divergence:
     """Add the micro-batch and the module to a divergence about a gradient, if they are recorded.
 
     Args:
-        found: The divergence.
+        divergence: The divergence.
         a: The fingerprints of the step on each rank of the first run.
         b: The fingerprints of the step on each rank of the second run.
     """
-    leaves = sorted({leaf for each in a for leaf in each.leaf_gradients})
-    if not leaves or not any(each.leaf_gradients for each in b):
-        return found
+    leaves = sorted({leaf for rank in a for leaf in rank.leaf_gradients})
+    if not leaves or not any(rank.leaf_gradients for rank in b):
+        return divergence
     for leaf in leaves:
         before = None  # the module whose backward ran last
-        ours, theirs = (_of_leaf([each.backward for each in run], leaf) for run in (a, b))
+        ours, theirs = (_of_leaf([rank.backward for rank in run], leaf) for run in (a, b))
         for key, value in ours.items():
             if theirs.get(key, value) != value:
-                return replace(found, microbatch=leaf, unit=before, parameter=None)
+                return replace(divergence, microbatch=leaf, unit=before, parameter=None)
             before = key[0]
-        mine, yours = (_of_leaf([each.leaf_gradients for each in run], leaf) for run in (a, b))
+        mine, yours = (_of_leaf([rank.leaf_gradients for rank in run], leaf) for run in (a, b))
         for name in reversed(mine):
             if yours.get(name) != mine[name]:
                 owner = name.rpartition(".")[0] or None
-                return replace(found, microbatch=leaf, unit=owner, parameter=name)
+                return replace(divergence, microbatch=leaf, unit=owner, parameter=name)
     sentence = (
-        f"the sum of the gradients of `{found.parameter}` differs, although those of all "
+        f"the sum of the gradients of `{divergence.parameter}` differs, although those of all "
         "micro-batches agree"
     )
-    return replace(found, direction="reduction", sentence=sentence)
+    return replace(divergence, direction="reduction", sentence=sentence)
 
 
 def _of_leaf(ranks: Iterable[Mapping[int, Mapping[Key, int]]], leaf: int) -> dict[Key, int]:
     """Return the checksums of one micro-batch on all ranks."""
-    return {key: value for each in ranks for key, value in each.get(leaf, {}).items()}
+    return {key: value for values in ranks for key, value in values.get(leaf, {}).items()}
 
 
 def _rank(steps: RankSteps, parameters: tuple[str, ...]) -> RankFingerprint:
@@ -289,7 +295,7 @@ def _rank(steps: RankSteps, parameters: tuple[str, ...]) -> RankFingerprint:
     first = steps[0]
     initial = first.before if first.step == 0 else {}
     trainer = TrainerFingerprint("model", "", parameters, initial)
-    return RankFingerprint([trainer], [replace(each, trainer=0) for each in steps])
+    return RankFingerprint([trainer], [replace(step, trainer=0) for step in steps])
 
 
 def _missing_microbatch(
@@ -305,14 +311,14 @@ def _missing_microbatch(
     return None
 
 
-def _is_later(found: Difference, missing: Difference) -> bool:
+def _is_later(difference: Difference, missing: Difference) -> bool:
     """Return whether a difference arises after a micro-batch that was not computed."""
-    follows = found.what in ("written", "gradient", "update", "buffer", "state", "digest")
-    return (found.step, follows) > (missing.step, False)
+    follows = difference.what in ("written", "gradient", "update", "buffer", "state", "digest")
+    return (difference.step, follows) > (missing.step, False)
 
 
 def add_operator(
-    found: Divergence,
+    divergence: Divergence,
     difference: OperatorDifference,
     a: Sequence[OperatorCall],
     b: Sequence[OperatorCall],
@@ -320,7 +326,7 @@ def add_operator(
     """Add the operator that made the difference to a divergence.
 
     Args:
-        found: The difference between the modules.
+        divergence: The difference between the modules.
         difference: The difference between the operators of the same step.
         a: All operators of the step in the first run.
         b: All operators of the step in the second run.
@@ -329,10 +335,10 @@ def add_operator(
     theirs = None if difference.b is None else b[difference.b]
     call = ours or theirs
     assert call is not None, "a difference is about an operator"
-    if found.what in BEFORE_OPERATORS or call.operator == "data":
-        return found
-    names = [each.operator for each in (ours, theirs) if each is not None]
-    arguments = [each.arguments for each in (ours, theirs) if each is not None]
+    if divergence.what in BEFORE_OPERATORS or call.operator == "data":
+        return divergence
+    names = [side.operator for side in (ours, theirs) if side is not None]
+    arguments = [side.arguments for side in (ours, theirs) if side is not None]
     only = "second" if ours is None else "first"
     sentences = {
         "output": f"{names[0]} computes a different result from the same inputs",
@@ -356,7 +362,7 @@ def add_operator(
             f"{names[0]} creates a tensor with different values (numbers in the source, or an "
             "array)"
         )
-    elif any(0 in each.inputs for each in (ours, theirs) if each is not None):
+    elif any(0 in side.inputs for side in (ours, theirs) if side is not None):
         sentences["output"] = (
             f"{names[0]} computes a different result from inputs that agree as far as they are "
             "known (some of their memory was not written by operators as a whole)"
@@ -365,13 +371,13 @@ def add_operator(
         sentences["call"] = f"the first run calls {names[0]}, and the second {names[1]}"
     is_input = difference.kind == "input"
     return replace(
-        found,
+        divergence,
         what=difference.kind,
         sentence=sentences[difference.kind],
-        direction=_direction(found, call) if is_input else call.phase,
-        microbatch=call.microbatch if call.microbatch is not None else found.microbatch,
-        unit=(found.unit or call.unit if is_input else call.unit or found.unit) or None,
-        parameter=found.parameter if call.phase == "optimizer" or is_input else None,
+        direction=_direction(divergence, call) if is_input else call.phase,
+        microbatch=call.microbatch if call.microbatch is not None else divergence.microbatch,
+        unit=(divergence.unit or call.unit if is_input else call.unit or divergence.unit) or None,
+        parameter=divergence.parameter if call.phase == "optimizer" or is_input else None,
         a=ours,
         b=theirs,
     )
@@ -385,15 +391,15 @@ def _is_written(calls: Sequence[OperatorCall], index: int | None, position: int)
     return writer >= 0
 
 
-def _direction(found: Divergence, reader: OperatorCall) -> Direction | None:
+def _direction(divergence: Divergence, reader: OperatorCall) -> Direction | None:
     """Return the direction of a value that no operator wrote before `reader` read it."""
-    if found.what == "gradient" and reader.phase == "optimizer":
+    if divergence.what == "gradient" and reader.phase == "optimizer":
         return "reduction"
-    return found.direction if found.direction == "forward" else reader.phase
+    return divergence.direction if divergence.direction == "forward" else reader.phase
 
 
 def locate_tensor(
-    found: Divergence,
+    divergence: Divergence,
     difference: OperatorDifference | None,
     a: Sequence[OperatorCall],
     b: Sequence[OperatorCall],
@@ -401,7 +407,7 @@ def locate_tensor(
     """Return the operator call at which a replay can compare the tensors of a divergence.
 
     Args:
-        found: The divergence.
+        divergence: The divergence.
         difference: The difference between the operators of the step; None if they agree.
         a: All operators of the step in the first run.
         b: All operators of the step in the second run.
@@ -409,28 +415,28 @@ def locate_tensor(
     Returns:
         The place; None if the two runs have no tensors of equal dtype and shape there.
     """
-    place = None
-    if found.what in ("initial", "between", "written"):
-        place = _reader_of(found.parameter, a, b)
+    operand = None
+    if divergence.what in ("initial", "between", "written"):
+        operand = _reader_of(divergence.parameter, a, b)
     elif difference is not None and difference.a is not None and difference.b is not None:
         is_input, position = difference.kind == "input", difference.position or 0
-        place = OperandLocation(difference.a, difference.b, is_input, position)
-    if place is None or place.types(a, b) is None:
+        operand = OperandLocation(difference.a, difference.b, is_input, position)
+    if operand is None or operand.types(a, b) is None:
         return None
-    return place
+    return operand
 
 
 def _reader_of(
     parameter: str | None, a: Sequence[OperatorCall], b: Sequence[OperatorCall]
 ) -> OperandLocation | None:
     """Return the first call that takes a parameter or buffer itself as input."""
-    found = []
+    readers = []
     for calls in (a, b):
         for index, call in enumerate(calls):
-            names = [each.partition(": ")[0] for each in call.input_types]
+            names = [types.partition(": ")[0] for types in call.input_types]
             if parameter in names:
-                found.append((index, names.index(parameter)))
+                readers.append((index, names.index(parameter)))
                 break
-    if len(found) < 2 or found[0][1] != found[1][1]:
+    if len(readers) < 2 or readers[0][1] != readers[1][1]:
         return None
-    return OperandLocation(found[0][0], found[1][0], True, found[0][1])
+    return OperandLocation(readers[0][0], readers[1][0], True, readers[0][1])

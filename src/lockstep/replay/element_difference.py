@@ -62,7 +62,7 @@ def first_element_difference(a: torch.Tensor, b: torch.Tensor) -> ElementDiffere
     if not count:
         return None
     flat = int(unequal.reshape(-1).to(torch.uint8).argmax())
-    index = tuple(int(each) for each in torch.unravel_index(torch.tensor(flat), a.shape))
+    index = tuple(int(position) for position in torch.unravel_index(torch.tensor(flat), a.shape))
     x, y = a[index], b[index]
     ulps = _distance(x, y) if a.dtype == b.dtype else None
     return ElementDifference(index, x.item(), y.item(), ulps, count)
@@ -88,7 +88,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> int | None:
     """Return the distance of two scalars of the same dtype, in units in the last place."""
     if a.is_complex():
         parts = [_distance(*pair) for pair in ((a.real, b.real), (a.imag, b.imag))]
-        known = [each for each in parts if each is not None]
+        known = [distance for distance in parts if distance is not None]
         return max(known) if len(known) == len(parts) else None
     x, y = a.item(), b.item()
     if not a.is_floating_point():

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from lockstep.checkpoint.tensor_file import DTYPES, write_tensors
 from lockstep.data.microbatch import Batch
@@ -48,6 +47,7 @@ FinishMicrobatch = Callable[
     [StepContext, float | None, tuple[int, ...] | None, tuple[str, ...]], None
 ]
 
+DUMPED = ("inputs", "weights", "activations", "activation_gradients", "gradients")
 MOST_NAMED = 8  # the largest number of rows or samples in a sentence
 INTERNAL = ["lockstep.*", "torch.nn.modules.module", "torch.utils.*", "torch._*", "contextlib"]
 """Modules that the debugger does not stop in."""
@@ -88,7 +88,9 @@ class LoneMicrobatch:
             UsageError: The batch has fewer micro-batches.
         """
         number = self._request.microbatch
-        chosen = tuple(each for each in batch.microbatches if each.index == number)
+        chosen = tuple(
+            microbatch for microbatch in batch.microbatches if microbatch.index == number
+        )
         if not chosen:
             raise UsageError(
                 f"--microbatch {number}: step {self._request.first} has {batch.leaves} "
@@ -116,7 +118,7 @@ class LoneMicrobatch:
 
         "" unless the tensor has one row per sample.
         """
-        leaves = [each for each in tree_leaves(value) if not _is_finite(each)]
+        leaves = [leaf for leaf in tree_leaves(value) if not _is_finite(leaf)]
         if not leaves or leaves[0].dim() == 0 or len(leaves[0]) != self._size:
             return ""
         is_bad = ~leaves[0].isfinite().reshape(self._size, -1).all(dim=1)
@@ -170,7 +172,9 @@ class LoneMicrobatch:
         except RuntimeError as error:
             if "returned nan values" not in str(error):
                 raise
-            where = next(filter(None, (_find_forward(str(each.message)) for each in caught)), "")
+            where = next(
+                filter(None, (_find_forward(str(warning.message)) for warning in caught)), ""
+            )
             self._remarks.append(f"In backward, {str(error).rstrip('.')}{where}")
             if self._dump is not None:
                 self._remarks.append(
@@ -252,11 +256,11 @@ def _find_forward(message: str) -> str:
 
 
 def _is_finite(value: Any) -> bool:
-    tensors = [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+    tensors = [tensor for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor)]
     return all(
-        bool(each.isfinite().all())
-        for each in tensors
-        if each.is_floating_point() and each.layout is torch.strided
+        bool(tensor.isfinite().all())
+        for tensor in tensors
+        if tensor.is_floating_point() and tensor.layout is torch.strided
     )
 
 
@@ -329,16 +333,7 @@ class MicrobatchDump:
 
     def __init__(self, called: nn.Module, module: nn.Module) -> None:
         self._called, self._module = called, module
-        self._files: dict[str, dict[str, torch.Tensor]] = {
-            name: {}
-            for name in (
-                "inputs",
-                "weights",
-                "activations",
-                "activation_gradients",
-                "gradients",
-            )
-        }
+        self._files: dict[str, dict[str, torch.Tensor]] = {name: {} for name in DUMPED}
         self._calls: list[dict[str, Any]] = []
         self._skipped: dict[str, str] = {}
         self._counts: dict[str, int] = {}
@@ -360,7 +355,8 @@ class MicrobatchDump:
         ]
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad:
-                handles.append(self._watch(name, parameter))
+                watch = partial(self._keep_gradient_of, name)
+                handles.append(parameter.register_post_accumulate_grad_hook(watch))
         try:
             yield
         finally:
@@ -373,7 +369,7 @@ class MicrobatchDump:
                 return
             call = self._counts[module_name] = self._counts.get(module_name, -1) + 1
             own = f"{module_name}#{call}" if call else module_name
-            leaves = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
             names = [own] if len(leaves) == 1 else [f"{own}[{n}]" for n in range(len(leaves))]
             self._calls.append(
                 {"module": module_name, "class": type(module).__name__, "outputs": names}
@@ -381,19 +377,12 @@ class MicrobatchDump:
             for name, leaf in zip(names, leaves, strict=True):
                 self._keep("activations", name, leaf)
                 if leaf.requires_grad:
-                    leaf.register_hook(self._keep_gradient(name))
+                    leaf.register_hook(partial(self._keep, "activation_gradients", name))
 
         return leave
 
-    def _keep_gradient(self, name: str) -> Callable[[torch.Tensor], None]:
-        return lambda gradient: self._keep("activation_gradients", name, gradient)
-
-    def _watch(self, name: str, parameter: nn.Parameter) -> RemovableHandle:
-        def accumulated(parameter: torch.Tensor) -> None:
-            self._keep("gradients", name, parameter.grad)
-
-        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(accumulated)
-        return handle
+    def _keep_gradient_of(self, name: str, parameter: torch.Tensor) -> None:
+        self._keep("gradients", name, parameter.grad)
 
     def _keep(self, file: str, name: str, value: Any) -> None:
         """Copy a tensor as it is now; only name a tensor that safetensors cannot store."""

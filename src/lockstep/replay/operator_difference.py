@@ -111,7 +111,7 @@ class _Side:
 
     def values(self) -> set[int]:
         """Return the checksums of all inputs and outputs."""
-        return {value for each in self.calls for value in (*each.inputs, *each.outputs)}
+        return {value for call in self.calls for value in (*call.inputs, *call.outputs)}
 
     def origins(self, index: int, known: set[int]) -> set[int]:
         """Return the calls that may have made unknown inputs of a call.
@@ -119,7 +119,7 @@ class _Side:
         These are calls and constants that the other side does not have, and calls that both sides
         have but whose checksums do not cover all that they wrote (views, partial writes).
         """
-        found: set[int] = set()
+        origins: set[int] = set()
         pending = [index]
         while pending:
             call = self.calls[pending.pop()]
@@ -128,11 +128,11 @@ class _Side:
                 for value, producer in zip(call.inputs, call.producers, strict=True)
                 if value == 0 or value not in known
             }
-            for producer in {*unknown, *call.earlier} - found - {-1}:
+            for producer in {*unknown, *call.earlier} - origins - {-1}:
                 if self._may_differ(producer):
-                    found.add(producer)
+                    origins.add(producer)
                     pending.append(producer)
-        return found
+        return origins
 
     def _may_differ(self, index: int) -> bool:
         """Return whether a call can differ from its partner although their outputs agree."""
@@ -153,16 +153,16 @@ def _explain(i: int, j: int, a: _Side, b: _Side) -> OperatorDifference:
     changed = _first_unequal(left.inputs, right.inputs)
     if changed is None and left.generator[0] != right.generator[0]:
         drawn = [
-            max((each for each in side.alone if any(side.calls[each].generator)), default=None)
+            max((index for index in side.alone if any(side.calls[index].generator)), default=None)
             for side in (a, b)
         ]
         if drawn != [None, None]:
             return OperatorDifference("call", *drawn)
         return OperatorDifference("generator", i, j, position)
     if changed is not None or 0 in (*left.inputs, *right.inputs):
-        found = _find_origin(a, a.origins(i, b.values()), b, b.origins(j, a.values()))
-        if found is not None:
-            return found
+        origin = _find_origin(a, a.origins(i, b.values()), b, b.origins(j, a.values()))
+        if origin is not None:
+            return origin
     if changed is not None:
         return OperatorDifference("input", i, j, changed)
     if left.arguments != right.arguments:
@@ -205,7 +205,7 @@ def _is_constant(call: OperatorCall) -> bool:
 
 def _has_effect(call: OperatorCall) -> bool:
     """Return whether a call of one side alone changes the model or the optimizer's state."""
-    writes_model = any(": " in each for each in call.output_types) and bool(call.outputs)
+    writes_model = any(": " in types for types in call.output_types) and bool(call.outputs)
     return writes_model or (call.phase == "optimizer" and bool(call.outputs))
 
 
@@ -247,12 +247,12 @@ def _pairs(a: Sequence[OperatorCall], b: Sequence[OperatorCall]) -> Iterator[Pai
 
 def _parts(calls: Sequence[OperatorCall]) -> list[tuple[tuple[str, int | None], range]]:
     """Return the phases of each micro-batch in order, with the indices of their calls."""
-    found: list[tuple[tuple[str, int | None], range]] = []
+    parts: list[tuple[tuple[str, int | None], range]] = []
     grouped = groupby(range(len(calls)), lambda n: (calls[n].phase, calls[n].microbatch))
     for name, members in grouped:
         indices = list(members)
-        found.append((name, range(indices[0], indices[-1] + 1)))
-    return found
+        parts.append((name, range(indices[0], indices[-1] + 1)))
+    return parts
 
 
 def _pairs_within(

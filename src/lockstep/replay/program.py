@@ -1,6 +1,6 @@
 """The program of a recorded run, and all that is needed to run it again.
 
-    record.jsonl, launch.json, checkpoints ──> Program, Base ──> ranks
+    record.jsonl, checkpoints ──> Program, Base ──> ranks
 
 This module only reads files.
 """
@@ -15,14 +15,21 @@ from typing import Any
 
 from lockstep.checkpoint.folder import MANIFEST, find_checkpoints, verify
 from lockstep.kernel.errors import UsageError
-from lockstep.launcher.run_folder import CHECKPOINTS, read_description
+from lockstep.launcher.run_folder import CHECKPOINTS
 from lockstep.record.columns import as_dict, as_float
 from lockstep.record.environment import describe_environment
-from lockstep.record.program import REPLAYABLE, select_variables
+from lockstep.record.program import REPLAYABLE
 from lockstep.record.reader import Run
 from lockstep.redaction import MARK
 
 __all__ = ["Base", "Program", "find_base", "find_obstacles", "read_program"]
+
+NOT_STORED = {
+    "notebook": "a notebook, whose cells are not stored",
+    "command": "`python -c` or an interactive interpreter, whose code is not stored",
+    "driver": "the workers of a driver, whose calls are not stored",
+}
+"""The kinds of programs that cannot run again, in words."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +91,9 @@ def read_program(run: Run, step: int) -> Program:
     """
     program = as_dict(run.latest("program", step))
     if not program:
-        program = _read_launch(run)
+        raise UsageError(
+            f"{run.folder} does not say which program it ran, so no step can be replayed"
+        )
     kind, target = str(program.get("kind")), str(program.get("target"))
     environ = {str(name): str(value) for name, value in as_dict(program.get("environ")).items()}
     threads = as_dict(run.latest("layout", step)).get("threads")
@@ -93,31 +102,18 @@ def read_program(run: Run, step: int) -> Program:
     given = program.get("arguments")
     arguments = tuple(map(str, given)) if isinstance(given, (list, tuple)) else ()
     where = f"{run.folder} was recorded by"
-    if kind == "notebook" or "ipykernel" in target:
+    kind = "notebook" if "ipykernel" in target else kind
+    if kind in NOT_STORED:
         raise UsageError(
-            f"{where} a notebook, whose cells are not stored, so it cannot be replayed: train in a "
-            "script to replay its steps"
-        )
-    if kind == "command":
-        raise UsageError(
-            f"{where} `python -c` or an interactive interpreter, whose code is not stored, so it "
-            "cannot be replayed: train in a script to replay its steps"
-        )
-    if kind == "driver":
-        raise UsageError(
-            f"{where} the workers of a driver, whose calls are not stored, so it cannot be "
-            "replayed: train in a script to replay its steps"
-        )
-    if kind == "program":
-        raise UsageError(
-            f"{run.folder} ran {target} with --no-python, and only Python programs can be replayed"
+            f"{where} {NOT_STORED[kind]}, so it cannot be replayed: train in a script to replay "
+            "its steps"
         )
     if kind not in REPLAYABLE:
         raise UsageError(
             f"{where} a {kind}, which this version of lockstep cannot run again: use the version "
             "that recorded it"
         )
-    if any(MARK in each for each in (target, *arguments)) or program.get("is_redacted"):
+    if any(MARK in text for text in (target, *arguments)):
         raise UsageError(
             f"the command of {run.folder} contained a secret, which is not stored, so it cannot be "
             "replayed"
@@ -142,32 +138,15 @@ def read_program(run: Run, step: int) -> Program:
 
 def _read_variables(run: Run, step: int) -> dict[str, str]:
     """Return the variables that the program's files name, with those of modules imported late."""
-    later = [line.get("variables") for line in (*run.checkpoints, run.end or {})]
-    found = {**as_dict(run.latest("variables", step))}
-    for each in later:
-        found |= as_dict(each)
-    return {str(name): str(value) for name, value in found.items()}
-
-
-def _read_launch(run: Run) -> dict[str, Any]:
-    """Return the field `program` for a record of an older version, from its `launch.json`."""
-    variables = as_dict(run.environment.get("variables"))
-    environ = select_variables({name: str(value) for name, value in variables.items()})
-    options = run.latest("options")
-    if "recipe" in as_dict(options):
-        return {"kind": "recipe", "target": options["recipe"], "environ": environ}
-    launched = read_description(run.folder)
-    if launched is None:
-        raise UsageError(
-            f"{run.folder} does not say which program it ran, so no step can be replayed; record "
-            "the run again with this version of lockstep"
-        )
-    return {**vars(launched), "environ": environ}
+    variables = {**as_dict(run.latest("variables", step))}
+    for line in (*run.checkpoints, run.end or {}):
+        variables |= as_dict(line.get("variables"))
+    return {str(name): str(value) for name, value in variables.items()}
 
 
 def find_base(run: Run, step: int) -> Base:
     """Return the newest valid checkpoint of a run at or before a step, else the beginning."""
-    found = {
+    checkpoints = {
         int(path.name.split("-")[1]): path for path in find_checkpoints(run.folder / CHECKPOINTS)
     }
     # Checkpoints elsewhere, such as the one of another run from which this run began.
@@ -176,9 +155,9 @@ def find_base(run: Run, step: int) -> Base:
         if not isinstance(recorded, str) or not isinstance(steps, int):
             continue
         if (Path(recorded) / MANIFEST).is_file():
-            found.setdefault(steps, Path(recorded))
+            checkpoints.setdefault(steps, Path(recorded))
     remarks: list[str] = []
-    for steps, path in sorted(found.items(), reverse=True):
+    for steps, path in sorted(checkpoints.items(), reverse=True):
         problem = verify(path) if steps <= step else ""
         if problem:
             remarks.append(
@@ -191,13 +170,13 @@ def find_base(run: Run, step: int) -> Base:
 
 def find_obstacles(run: Run, step: int, program: Program, base: Base) -> list[str]:
     """Return sentences about why a replay may compute other bits than the run, or take longer."""
-    found = list(base.remarks)
+    obstacles = list(base.remarks)
     if not os.path.isdir(program.cwd):
-        found.append(f"the working directory {program.cwd} is not here: {os.getcwd()} is used")
+        obstacles.append(f"the working directory {program.cwd} is not here: {os.getcwd()} is used")
     resumes = run.resumes[: run.segment(step)]
     if resumes and base.steps < as_float(resumes[-1].get("step")):
         number = resumes[-1]["step"]
-        found.append(
+        obstacles.append(
             f"the run was resumed after step {number}, from a checkpoint that is gone: the steps "
             f"from {base.steps} on are computed as the resumed program would have"
         )
@@ -206,13 +185,13 @@ def find_obstacles(run: Run, step: int, program: Program, base: Base) -> list[st
         before, now = recorded.get(name), here.get(name)
         is_set = name == "instructions" and "ATEN_CPU_CAPABILITY" in program.environ
         if before is not None and before != now and not is_set:
-            found.append(f"{name} is {now}, it was {before}: the bits may differ")
-    found += [sentence for line in run.data for sentence in _changed_files(line.get("files"))]
+            obstacles.append(f"{name} is {now}, it was {before}: the bits may differ")
+    obstacles += [sentence for line in run.data for sentence in _changed_files(line.get("files"))]
     if program.kind == "recipe":
-        return found
+        return obstacles
     if program.sources is None or not program.sources.is_dir():
-        found.append("the sources of the run are not stored: today's files are run")
-    return found
+        obstacles.append("the sources of the run are not stored: today's files are run")
+    return obstacles
 
 
 def _changed_files(files: Any) -> Iterator[str]:

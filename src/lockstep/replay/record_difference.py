@@ -121,13 +121,13 @@ def first_record_difference(
         b: The finished steps of the second record.
         stops: The step in which each run stopped; None for a run that did not fail.
     """
-    theirs = {each.step: each for each in b}
+    theirs = {step.step: step for step in b}
     for ours in a:
         if (other := theirs.get(ours.step)) is not None:
-            found = next(step_differences(ours, other), None)
-            if found is not None:
-                return found
-    return _stop_difference([each.step for each in a], [each.step for each in b], stops)
+            difference = next(step_differences(ours, other), None)
+            if difference is not None:
+                return difference
+    return _stop_difference([step.step for step in a], [step.step for step in b], stops)
 
 
 def _stop_difference(
@@ -145,32 +145,32 @@ def _stop_difference(
     if (ours is None and step not in a) or (theirs is None and step not in b):
         return None  # the other run did not get to this step
     places = [stop.microbatch for stop in (ours, theirs) if stop is not None]
-    microbatch = min((place for place in places if place is not None), default=None)
+    microbatch = min((number for number in places if number is not None), default=None)
     x, y = ("" if stop is None else stop.what for stop in (ours, theirs))
     return RecordDifference(step, "stop", microbatch, x, y)
 
 
 def compare_records(
-    a: Mapping[int, str], b: Mapping[int, str], found: RecordDifference | None
+    a: Mapping[int, str], b: Mapping[int, str], difference: RecordDifference | None
 ) -> SearchWindow | None:
     """Return the steps to search for the difference of two records; None if the records agree.
 
     Args:
         a: The digests of the first record, by the number of finished steps.
         b: The digests of the second record, by the number of finished steps.
-        found: The first step that differs; None if no step does.
+        difference: The first step that differs; None if no step does.
     """
     common = sorted(a.keys() & b.keys())
-    differing = next((taken for taken in common if a[taken] != b[taken]), None)
-    equal = [taken for taken in common if a[taken] == b[taken]]
-    if differing is not None and (found is None or differing <= found.step):
-        first = max((taken for taken in equal if taken < differing), default=0)
+    differing = next((count for count in common if a[count] != b[count]), None)
+    equal = [count for count in common if a[count] == b[count]]
+    if differing is not None and (difference is None or differing <= difference.step):
+        first = max((count for count in equal if count < differing), default=0)
         last = max(differing - 1, 0)
         return SearchWindow(first, last, first >= last)
-    if found is None:
+    if difference is None:
         return None
-    first = max((taken for taken in equal if taken <= found.step), default=0)
-    return SearchWindow(max(first, found.step - 1, 0), found.step, is_narrow=True)
+    first = max((count for count in equal if count <= difference.step), default=0)
+    return SearchWindow(max(first, difference.step - 1, 0), difference.step, is_narrow=True)
 
 
 def step_differences(a: Identified, b: Identified) -> Iterator[RecordDifference]:

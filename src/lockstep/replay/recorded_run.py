@@ -78,37 +78,37 @@ class RecordedRun:
         """The step in which the run failed; None if it did not fail, or if it is not known."""
         if self.run.state != "failed":
             return None
-        steps = {each.step: each for each in self.steps}
+        steps = {step.step: step for step in self.steps}
         number = max(steps, default=-1) + 1
-        found = find_recorded(self.run, steps, number)
-        if not found.failure:
+        recorded = find_recorded(self.run, steps, number)
+        if not recorded.failure:
             return None
-        is_value = re.fullmatch(r"the [\w ]+ is -?(nan|inf)", found.failure) is not None
-        return Stop(number, found.microbatch, found.failure, is_value)
+        is_value = re.fullmatch(r"the [\w ]+ is -?(nan|inf)", recorded.failure) is not None
+        return Stop(number, recorded.microbatch, recorded.failure, is_value)
 
     @property
     def microbatches(self) -> int | None:
         """The number of micro-batches per step; None if the record does not say."""
-        found = self.run.layout.get("microbatches")
-        return found if isinstance(found, int) else None
+        count = self.run.layout.get("microbatches")
+        return count if isinstance(count, int) else None
 
 
-def read_recorded_run(place: Path, name: str = "") -> RecordedRun:
+def read_recorded_run(path: Path, name: str = "") -> RecordedRun:
     """Read a run.
 
     Args:
-        place: The folder of the run, or its record.
+        path: The folder of the run, or its record.
         name: The name of the run in messages; "" for its recorded name.
 
     Raises:
         UsageError: There is no run, or it has no steps.
         FileError: The record cannot be read.
     """
-    run = read_run(place)
-    steps = read_step_fingerprints(place)
+    run = read_run(path)
+    steps = read_step_fingerprints(path)
     recorded = RecordedRun(name or run.name, run, steps)
     if not steps and recorded.stop is None:
-        raise UsageError(f"{place} has no steps, so there is nothing to compare")
+        raise UsageError(f"{path} has no steps, so there is nothing to compare")
     return recorded
 
 
@@ -120,20 +120,20 @@ def require_comparable(a: RecordedRun, b: RecordedRun, difference: RecordDiffere
         b: The second run.
         difference: The first difference of their records.
     """
-    ours, theirs = (_describe_model(each.run) for each in (a, b))
+    ours, theirs = (_describe_model(step.run) for step in (a, b))
     if ours and theirs and ours != theirs:
         raise UsageError(
             f"{a.name} trains {ours} and {b.name} {theirs}: bisect compares runs of one model; use "
             "`lockstep compare` for these"
         )
-    known = {each.step: each for each in b.steps}
-    pairs = [(each, known[each.step]) for each in a.steps if each.step in known]
+    known = {step.step: step for step in b.steps}
+    pairs = [(step, known[step.step]) for step in a.steps if step.step in known]
     if difference is not None or (None not in (a.stop, b.stop) and a.stop == b.stop):
         return
     if not pairs:
         raise UsageError(f"{a.name} and {b.name} have no step in common")
     names = ("batch", "losses", "loss", "norm")
-    values = ((getattr(each, name) for each in pair) for pair in pairs for name in names)
+    values = ((getattr(step, name) for step in pair) for pair in pairs for name in names)
     if not any(None not in (x, y) and () not in (x, y) for x, y in values):
         raise UsageError(
             f"{a.name} and {b.name} recorded nothing of a step that both have, so there is nothing "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -79,12 +80,12 @@ class ReplayedStep:
     """
 
     step: int
-    epoch: int
-    loss: float
-    norm: float
-    losses: tuple[float | None, ...]
-    batch: str | None
-    digest: str
+    epoch: int = 0
+    loss: float = math.nan
+    norm: float = math.nan
+    losses: tuple[float | None, ...] = ()
+    batch: str | None = None
+    digest: str = ""
     optimizer_digest: str = ""
     fingerprints: list[StepFingerprint] = field(default_factory=list)
     operators: list[OperatorCall] = field(default_factory=list)

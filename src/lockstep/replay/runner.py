@@ -23,7 +23,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep.check.runner import describe_failure, is_refusal, redirect_output
+from lockstep.check.runner import (
+    describe_failure,
+    is_refusal,
+    log_of,
+    read_values,
+    record_of,
+    redirect_output,
+)
 from lockstep.kernel.errors import RankError
 from lockstep.launcher.fork_server import get_fork_server
 from lockstep.launcher.launch import launch, launch_in_this_process
@@ -72,9 +79,9 @@ def run_program(
             failure = str(error).removeprefix(f"{DEBUGGER_LEFT}: ")
             is_refused = request.layout.ranks > 1 and is_refusal(request.layout, error)
             is_left = error.exception == DEBUGGER_LEFT
-            details = describe_failure(error, _log_of(folder, error.rank or 0))
+            details = describe_failure(error, log_of(folder, error.rank or 0))
         seconds = time.monotonic() - begun
-        ranks = [list(_read(_record_of(folder, rank))) for rank in range(request.layout.ranks)]
+        ranks = [list(read_values(record_of(folder, rank))) for rank in range(request.layout.ranks)]
         steps = _merge_steps(ranks)
         finished = read_count(folder)
         if not failure and len(steps) != request.last + 1 - request.first:
@@ -203,7 +210,7 @@ def _run_rank(rank: int, program: Program, base: Base, request: ReplayRequest, n
 
     folder = Path(name)
     if not request.debug:
-        redirect_output(_log_of(folder, rank))
+        redirect_output(log_of(folder, rank))
     os.environ[RUN] = name
     if request.layout.backend:
         os.environ["LOCKSTEP_BACKEND"] = request.layout.backend
@@ -212,12 +219,12 @@ def _run_rank(rank: int, program: Program, base: Base, request: ReplayRequest, n
     def count(steps: int) -> None:
         os.pwrite(counter, steps.to_bytes(8, "little"), 0)
 
-    with _record_of(folder, rank).open("xb", buffering=0) as file:
+    with record_of(folder, rank).open("xb", buffering=0) as file:
         session = ReplaySession(
             request,
             (program.launch, program.trainer),
             base,
-            lambda found: pickle.dump(found, file),
+            lambda step: pickle.dump(step, file),
             count,
         )
         try:
@@ -255,7 +262,7 @@ def _run_program(program: Program, folder: Path) -> None:
     if program.path is None:
         sys.path[0] = first
     else:
-        sys.path[:] = [*program.path, *(each for each in sys.path if each not in program.path)]
+        sys.path[:] = [*program.path, *(entry for entry in sys.path if entry not in program.path)]
     source = None if sources is None or kind == "module" else sources.read(script)
     run_code(kind, program.target, source)
 
@@ -271,14 +278,6 @@ def _run_recipe(recorded: Mapping[str, Any], folder: Path) -> None:
 
 
 # --- files between ranks and command ----------------------------------------------------------
-
-
-def _log_of(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.log"
-
-
-def _record_of(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.pickle"
 
 
 def _count_of(folder: Path, rank: int) -> Path:
@@ -298,14 +297,8 @@ def read_count(folder: Path) -> int | None:
 def _merge_steps(ranks: Sequence[Sequence[ReplayedStep]]) -> list[ReplayedStep]:
     """Return the steps that every rank recorded, each with the fingerprints of all."""
     return [
-        replace(own[0], fingerprints=[found for each in own for found in each.fingerprints])
+        replace(
+            own[0], fingerprints=[fingerprint for step in own for fingerprint in step.fingerprints]
+        )
         for own in zip(*ranks, strict=False)  # a rank that failed has fewer
     ]
-
-
-def _read(record: Path) -> Iterator[ReplayedStep]:
-    """Yield the steps that a rank recorded before it ended."""
-    ends = FileNotFoundError, EOFError, pickle.UnpicklingError
-    with contextlib.suppress(*ends), record.open("rb") as file:
-        while True:
-            yield pickle.load(file)

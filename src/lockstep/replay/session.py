@@ -8,7 +8,6 @@ after the last     SessionComplete unwinds the program
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -149,16 +148,9 @@ class ReplayedTrainer:
             return
         self._session.record(
             ReplayedStep(
-                step=step,
-                epoch=0,
-                loss=math.nan,
-                norm=math.nan,
-                losses=(),
-                batch=None,
-                digest="",
+                step,
                 fingerprints=[] if self._fingerprinter is None else [self._fingerprinter.current],
-                operators=[] if self._tracer is None else self._tracer.calls,
-                kept=None if self._tracer is None else self._tracer.kept,
+                **self._traced(),
             )
         )
 
@@ -170,8 +162,8 @@ class ReplayedTrainer:
         digest, fingerprints = self._trainer.digest(), []
         if self._fingerprinter is not None:
             state = self._trainer.optimizer_state()
-            found = self._fingerprinter.commit(result.loss, digest, state)
-            fingerprints.append(found)
+            fingerprint = self._fingerprinter.commit(result.loss, digest, state)
+            fingerprints.append(fingerprint)
         self._session.record(
             ReplayedStep(
                 step=result.step,
@@ -183,10 +175,15 @@ class ReplayedTrainer:
                 digest=digest,
                 optimizer_digest=self._trainer.optimizer_digest(),
                 fingerprints=fingerprints,
-                operators=[] if self._tracer is None else self._tracer.calls,
-                kept=None if self._tracer is None else self._tracer.kept,
+                **self._traced(),
             )
         )
+
+    def _traced(self) -> dict[str, Any]:
+        """Return the fields of a step that the tracer fills."""
+        if self._tracer is None:
+            return {}
+        return {"operators": self._tracer.calls, "kept": self._tracer.kept}
 
     def _record_alone(
         self,
@@ -204,11 +201,8 @@ class ReplayedTrainer:
             ReplayedStep(
                 step=step.number,
                 epoch=step.batch.epoch,
-                loss=math.nan,
-                norm=math.nan,
                 losses=tuple(losses),
                 batch=identity.samples or identity.checksum or None,
-                digest="",
                 samples=samples,
                 remarks=remarks,
             )

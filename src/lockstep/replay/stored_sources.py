@@ -32,8 +32,8 @@ class StoredSources(MetaPathFinder):
 
     def __init__(self, folder: Path) -> None:
         self._files = {
-            os.path.join(os.sep, each.relative_to(folder)): each.read_bytes()
-            for each in sorted(folder.rglob("*.py"))
+            os.path.join(os.sep, file.relative_to(folder)): file.read_bytes()
+            for file in sorted(folder.rglob("*.py"))
         }
         self._folders = {parent for path in self._files for parent in map(str, Path(path).parents)}
 
