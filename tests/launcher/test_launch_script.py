@@ -436,7 +436,7 @@ def test_a_stopped_rank_is_named(run, capfdbinary, monkeypatch):
 
     say = hang_monitor.say
     monkeypatch.setattr(hang_monitor, "say", say_and_let_it_go_on)
-    monkeypatch.setattr(hang_monitor, "FIRST_CHECK", 0.1)
+    monkeypatch.setattr(hang_monitor, "REMARK_INTERVAL", 0.1)
     source = """
 import os, signal
 pid = os.getpid()
@@ -448,16 +448,15 @@ if os.environ["RANK"] == "1":
     assert shown.count("is stopped; continue it with kill -CONT") == 1
 
 
-def test_a_rank_that_returned_while_a_stock_script_waits_is_named(run, capfdbinary, monkeypatch):
-    monkeypatch.setattr(hang_monitor, "FIRST_CHECK", 0.3)
+def test_a_rank_that_returned_while_a_stock_script_waits_is_named(run, capfdbinary):
     source = """
 import os, datetime, torch.distributed as dist
 if os.environ["RANK"] == "0":
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
 """
-    _, shown = failure(run, capfdbinary, source)
-    assert "lockstep: rank 1 returned, while rank 0 waits in " in shown
-    assert "train.py:4" in shown
+    flags = "-n 2 --hang-timeout 1 --on-hang end"
+    said, _ = failure(run, capfdbinary, source, flags=flags)
+    assert said.startswith("rank 1 returned, while rank 0 has waited ")
 
 
 def test_ranks_that_hang_are_reported_and_ended_on_request(run, capfdbinary):
@@ -632,7 +631,7 @@ def test_the_index_of_a_host_follows_from_its_address():
         config_of(*endpoint, "localhost")  # every host has that address
 
 
-@pytest.mark.parametrize("name", ["srun-2-hosts", "mpich-2-hosts", "skypilot"])
+@pytest.mark.parametrize("name", ["srun-2-hosts", "mpich-2-hosts"])
 def test_a_launcher_may_start_the_command_once_on_each_host(name, monkeypatch):
     text = (Path(__file__).parent / "environments" / f"{name}.json").read_text()
     tasks = json.loads(text)
@@ -648,8 +647,7 @@ def test_a_launcher_may_start_the_command_once_on_each_host(name, monkeypatch):
                 with pytest.raises(LaunchEnvironmentError, match="MASTER_ADDR is not set"):
                     config_of(*size)
             else:
-                expected = "gpu01" if name == "srun-2-hosts" else "10.0.0.1"
-                assert config_of(*size).master_addr == expected
+                assert config_of(*size).master_addr == "gpu01"
 
 
 def test_one_rank_per_core():

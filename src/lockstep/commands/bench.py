@@ -7,14 +7,11 @@ imported when the benchmark runs. `bench_collective` makes one command per colle
 from __future__ import annotations
 
 import importlib
-import signal
-import sys
-import threading
-from types import FrameType
 
 import click
 
 from lockstep.bench.collectives import COLLECTIVES
+from lockstep.launcher.termination import exiting_on_sigterm
 
 __all__ = ["BENCHMARKS", "command"]
 
@@ -59,11 +56,4 @@ class Benchmarks(click.Group):
 @click.pass_context
 def command(ctx: click.Context) -> None:
     """Compare the backends of this machine with each other in one run."""
-    if threading.current_thread() is threading.main_thread():
-        former = signal.signal(signal.SIGTERM, exit_on_signal)
-        ctx.call_on_close(lambda: signal.signal(signal.SIGTERM, former))
-
-
-def exit_on_signal(number: int, frame: FrameType | None) -> None:
-    """Exit as on Ctrl-C: stop the ranks and remove their folders."""
-    sys.exit(128 + number)
+    ctx.with_resource(exiting_on_sigterm())

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 
 import click
 
 from lockstep.formatting import format_bytes, format_duration
 from lockstep.kernel.errors import FileError, UsageError, WorkError
+from lockstep.launcher.termination import exiting_on_sigterm
 from lockstep.messages import say
 from lockstep.native.binding import BindingError, find_bindings
 from lockstep.native.binding_folder import (
@@ -50,7 +49,7 @@ def command(clean: bool, verbose: bool) -> None:
     if sys.platform != "linux":
         raise UsageError(f"build: the backend 'lockstep' needs Linux, and this is {sys.platform}")
     cache = get_cache_folder()
-    previous = signal.signal(signal.SIGTERM, _exit_on_signal)  # also ends the compilers
+    click.get_current_context().with_resource(exiting_on_sigterm())  # also ends the compilers
     try:
         for folder in (cache.parent, cache):
             reason = reason_not_trusted(folder)
@@ -70,8 +69,6 @@ def command(clean: bool, verbose: bool) -> None:
             f"build: {error.filename or cache} cannot be written ({error.strerror}): correct that "
             "or set XDG_CACHE_HOME to another folder"
         ) from None
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _clean(cache: Path) -> None:
@@ -163,7 +160,3 @@ def _verify(module: Path) -> None:
 def _say_waiting(process: int) -> None:
     who = f"process {process}" if process else "another process"
     say(f"another build is running ({who}): waiting for it")
-
-
-def _exit_on_signal(number: int, _frame: FrameType | None) -> None:
-    sys.exit(128 + number)

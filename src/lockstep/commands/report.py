@@ -110,14 +110,14 @@ def format_of(output: str | None) -> str:
 
 def find_run(run: str, folder: str) -> Path:
     """Return the folder or file of a run, given its path or name."""
-    as_path = Path(run)
-    by_name = Path(folder) / run
-    if as_path.exists() or by_name.exists():
-        return as_path if as_path.exists() else by_name
+    from lockstep.launcher.run_folder import find_candidates
+
+    if candidates := find_candidates(run, Path(folder)):
+        return candidates[0]
     names = os.listdir(folder) if os.path.isdir(folder) else []
     if close := get_close_matches(run, names, 1):
         raise UsageError(f"there is no run {run} in {folder}; did you mean {close[0]}?")
-    return as_path
+    return Path(run)
 
 
 def save(content: bytes, output: str | None, default: Path | None = None) -> Path | None:

@@ -10,8 +10,7 @@ operation, or has been stopped by a signal, for longer than the timeout.
                            That works while the rank waits deep in C code, and runs nothing in
                            the rank unless the launcher asks
 
-A stopped process does not answer. SIGUSR1 to the launcher prints at once where all ranks are;
-SIGUSR1 to a rank prints where that rank is.
+A stopped process does not answer. SIGUSR1 to the launcher prints at once where all ranks are.
 """
 
 from __future__ import annotations
@@ -48,9 +47,7 @@ __all__ = [
     "take_snapshot",
 ]
 
-# Seconds between early remarks. The interval doubles whenever ranks are asked for their stacks
-# because another rank has returned.
-FIRST_CHECK = 5.0
+REMARK_INTERVAL = 5.0  # seconds between two looks for stopped ranks
 PAGE_INTERVALS = 16  # reads of the activity pages within the timeout
 STACK_INTERVALS = 8  # samples of the stacks of ranks that publish nothing, within the timeout
 MAX_PAGE_INTERVAL = 5.0  # seconds
@@ -311,8 +308,7 @@ class HangMonitor:
         self._ranks, self._probes = ranks, probes
         self._policy = policy or HangPolicy()
         now = time.monotonic()
-        self._interval = FIRST_CHECK
-        self._next_remark = now + FIRST_CHECK
+        self._next_remark = now + REMARK_INTERVAL
         self._next_view = now
         self._next_samples = now
         self._remarked: set[int] = set()
@@ -329,6 +325,7 @@ class HangMonitor:
         """
         now = time.monotonic()
         if now >= self._next_remark:
+            self._next_remark = now + REMARK_INTERVAL
             self._remark()
         timeout = self._policy.timeout
         if timeout <= 0 or now < self._next_view:
@@ -356,36 +353,13 @@ class HangMonitor:
             self._view()  # notes the stopped ranks, which would not answer
             self._sample_silent_ranks()
 
-    # --- early remarks ------------------------------------------------------------------------
-
     def _remark(self) -> None:
-        """Name stopped ranks, and ranks that have returned while others wait."""
+        """Name stopped ranks, once and early."""
         for rank in self._ranks.running:
             if rank not in self._remarked and self._probes.is_stopped(rank):
                 self._remarked.add(rank)
                 pid, name = self._ranks.pids[rank], self._ranks.outcomes[rank].name
                 say(f"{name} (process {pid}) is stopped; continue it with kill -CONT {pid}")
-        if self._check_returned():
-            self._interval *= 2
-        self._next_remark = time.monotonic() + self._interval
-
-    def _check_returned(self) -> bool:
-        """If a rank has returned, ask the others for their stacks; return whether it asked."""
-        all_returned = self._returned()
-        returned = [rank for rank in all_returned if rank not in self._remarked]
-        if not returned:
-            return False
-        waiting = []
-        left = [rank for rank in self._ranks.running if rank not in all_returned]
-        for rank, dump in self._probes.dump_stacks(left).items():
-            if is_waiting(dump):
-                name = self._ranks.outcomes[rank].name
-                waiting.append(f"{name} waits {describe_location(dump)}".strip())
-        if waiting:
-            self._remarked.update(returned)
-            gone = format_numbered(self._ranks.outcomes[returned[0]].noun, returned)
-            say(f"{gone} returned, while {'; '.join(waiting)}")
-        return True
 
     def _returned(self) -> list[int]:
         return [

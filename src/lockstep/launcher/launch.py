@@ -9,11 +9,9 @@ import pickle
 import secrets
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, Literal, TypeVar, overload
 
 from lockstep.formatting import format_numbered
@@ -33,6 +31,7 @@ from lockstep.launcher.listening_socket import LOOPBACK
 from lockstep.launcher.rank_process import get_launch_number, set_launch_number
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.launcher.target import check_working_directory
+from lockstep.launcher.termination import receiving
 from lockstep.messages import say
 
 __all__ = [
@@ -200,20 +199,15 @@ def _catch_sigterm() -> Iterator[list[int]]:
     """
     requests: list[int] = []
 
-    def collect(number: int, frame: FrameType | None) -> None:
+    def collect(number: int) -> None:
         requests.append(number)
         if len(requests) == 2:
             raise _Terminated
 
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield requests
-        return
-    signal.signal(signal.SIGTERM, collect)
     try:
-        yield requests
+        with receiving([signal.SIGTERM], collect):
+            yield requests
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if requests:
             os.kill(os.getpid(), signal.SIGTERM)
             # Only process 1 of a container survives that.

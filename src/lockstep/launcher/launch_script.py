@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import BinaryIO
 
 from lockstep.formatting import format_numbered
@@ -64,6 +63,7 @@ from lockstep.launcher.run_folder import (
 from lockstep.launcher.run_secret import make_secret, warn_without_secret
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.launcher.target import check_target, find_source
+from lockstep.launcher.termination import receiving
 from lockstep.messages import say
 
 __all__ = [
@@ -426,20 +426,18 @@ def _interruptible() -> Iterator[list[int]]:
     """
     requests: list[int] = []
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def interrupt(number: int) -> None:
         requests.append(number)
         is_first = len(requests) == 1
         if len(requests) == 2 or (is_first and number != signal.SIGTERM):
             raise Interrupted(number)
 
-    # Signals that are ignored stay ignored: nohup ignores SIGHUP.
-    handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, interrupt) for number in handled}
-    try:
-        yield requests
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_IGN if requests else handler)
+    with receiving(SIGNALS, interrupt) as restored:
+        try:
+            yield requests
+        finally:
+            if requests:
+                restored.update(dict.fromkeys(restored, signal.SIG_IGN))
 
 
 def _show_failure(ranks: RankSupervisor, error: RankError) -> RankError:

@@ -31,17 +31,16 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import CodeType, FrameType, ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from lockstep.comm import activity, native_module
 from lockstep.kernel.errors import LockstepError
 from lockstep.launcher.channel import Channel, Message, open_channel, read_memfd, write_memfd
-from lockstep.launcher.hang_monitor import describe_state, take_snapshot
 from lockstep.launcher.stacks import STACK_SIGNAL
 from lockstep.launcher.tracebacks import (
     find_location,
@@ -61,9 +60,8 @@ __all__ = [
     "get_task",
     "has_launcher",
     "ignore_requests",
-    "is_replaceable",
     "main",
-    "print_place_on_signal",
+    "print_stack_on_signal",
     "receive_from_launcher",
     "report_to_launcher",
     "run_code",
@@ -321,6 +319,7 @@ def run_and_report(message: Message, report: Channel, work: int) -> int:
     set_launch_number(message.get("launch"))
     stack, page = write_memfd(b""), write_memfd(bytes(activity.PAGE_BYTES))
     dump_stack_on_signal(stack)  # before the launcher can ask: by default the signal kills
+    print_stack_on_signal()
     report.send({"kind": "stack"}, [stack, page])
     activity.use_page(page)
     os.close(page)
@@ -443,90 +442,35 @@ def _drop_launcher_frames(frames: TracebackType | None) -> TracebackType | None:
 
 # --- where this rank is, on a signal -----------------------------------------------------------
 
-_rank: int | None = None
-_rank_owner = 0
-_prints_stack = False
-
 
 def dump_stack_on_signal(descriptor: int) -> None:
-    """Make this process write its stack to `descriptor` when it receives STACK_SIGNAL.
-
-    SIGUSR1, whose default action would end the process, prints the stack on standard error.
-    """
+    """Make this process write its stack to `descriptor` when it receives STACK_SIGNAL."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         # The launcher empties the file, so writing must not continue at the old position.
         fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
         faulthandler.register(STACK_SIGNAL, descriptor, all_threads=False)
+
+
+def print_stack_on_signal() -> None:
+    """Make SIGUSR1 print the stack of this process, unless the program handles the signal.
+
+    Its default action would end the process. `signal.getsignal` returns SIG_DFL afterwards, so that
+    programs that install a handler only in place of the default one still install theirs.
+    """
     before = signal.getsignal(signal.SIGUSR1)
-    if before is signal.SIG_IGN or is_replaceable(before):
-        _handle_request(signal.SIG_DFL)
-
-
-def print_place_on_signal(rank: int) -> None:
-    """Make SIGUSR1 print this rank's stack and last operation, unless the program handles it.
-
-    The stack is printed at once, even in the middle of C code; the operation as soon as Python
-    runs.
-    """
-    global _rank, _rank_owner
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and is_replaceable(signal.getsignal(signal.SIGUSR1)):
-        _rank, _rank_owner = rank, os.getpid()
-        _handle_request(_print_place)
-
-
-def ignore_requests() -> None:
-    """Ignore SIGUSR1 in a process that starts ranks for the launcher."""
-    if is_replaceable(signal.getsignal(signal.SIGUSR1)):
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-
-
-def is_replaceable(handler: object) -> bool:
-    """Return whether a handler of SIGUSR1 is the default one or Lockstep's, not the program's."""
-    own = str(getattr(handler, "__module__", "")).startswith("lockstep.")
-    return own or handler is signal.SIG_DFL
-
-
-def _print_place(number: int, frame: FrameType | None) -> None:
-    if os.getpid() == _rank_owner:
-        own = activity.read_own_activity()
-        snapshot = take_snapshot(0, _rank_owner, own, time.monotonic())
-        say(f"rank {_rank} (process {_rank_owner}): {describe_state(snapshot)}")
-
-
-def _stay_silent(number: int, frame: FrameType | None) -> None:
-    """Handle SIGUSR1 in a child of a rank."""
-
-
-def _handle_request(
-    handler: signal.Handlers | Callable[[int, FrameType | None], None], *, with_stack: bool = True
-) -> None:
-    """Make SIGUSR1 print the stack, which needs no Python, and then run a Python handler.
-
-    Only the stack is printed if the handler is SIG_DFL. `signal.getsignal` then returns SIG_DFL, so
-    that programs that install a handler only in place of the default one still install theirs.
-    """
-    global _prints_stack
+    if before not in (signal.SIG_DFL, signal.SIG_IGN):
+        return
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     try:
         with contextlib.suppress(OSError, RuntimeError, ValueError):
-            faulthandler.unregister(signal.SIGUSR1)  # restores the handler before it
-        signal.signal(signal.SIGUSR1, handler)
-        _prints_stack = with_stack
-        if with_stack:
-            with contextlib.suppress(OSError, RuntimeError, ValueError):
-                chain = callable(handler)
-                faulthandler.register(
-                    signal.SIGUSR1, sys.__stderr__ or 2, all_threads=False, chain=chain
-                )
+            if before is signal.SIG_IGN:  # by `ignore_requests`, in the fork server
+                signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            faulthandler.register(signal.SIGUSR1, sys.__stderr__ or 2, all_threads=False)
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 
 
-def _silence_child() -> None:
-    """Make SIGUSR1 neither end a forked child, such as a loader worker, nor print its stack."""
-    if _prints_stack and is_replaceable(signal.getsignal(signal.SIGUSR1)):
-        _handle_request(_stay_silent, with_stack=False)
-
-
-os.register_at_fork(after_in_child=_silence_child)
+def ignore_requests() -> None:
+    """Ignore SIGUSR1 in a process that starts ranks for the launcher."""
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)

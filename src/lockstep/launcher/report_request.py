@@ -8,8 +8,6 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from lockstep.launcher.rank_process import is_replaceable
-
 __all__ = ["reports_on_request", "take_request"]
 
 _requested = False
@@ -35,7 +33,7 @@ def reports_on_request() -> Iterator[None]:
     """
     before = signal.getsignal(signal.SIGUSR1)
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or not is_replaceable(before):
+    if not is_main or before not in (signal.SIG_DFL, _request_report):
         yield
         return
     signal.signal(signal.SIGUSR1, _request_report)

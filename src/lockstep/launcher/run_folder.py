@@ -51,6 +51,7 @@ __all__ = [
     "create_numbered_folder",
     "create_run_folder",
     "describe_launch",
+    "find_candidates",
     "find_launch_folder",
     "find_linked_runs",
     "find_run",
@@ -245,23 +246,29 @@ def find_run(name: str, parent: Path, who: str = "--resume") -> Path:
     if not name:
         auto = ", or auto" if who == "--resume" else ""
         raise UsageError(f"{who}: expected the name or the folder of a run{auto}")
-    places = [parent / name, Path(name)]
-    if os.sep in name:
-        places.reverse()
-    found = [place for place in places if place.is_dir()]
+    folders = [path for path in find_candidates(name, parent) if path.is_dir()]
+    if folders:
+        return folders[0]
     hint = ""
     if who == "--resume":
         hint = (
             "; a run that was killed before its folder existed has nothing to continue: start it "
             "again without --resume (lockstep run --resume auto SCRIPT does so by itself)"
         )
-    if not found:
-        raise UsageError(
-            f"{who} {name}: there is no run {os.fspath(places[0])} and no folder "
-            f"{os.fspath(places[1])}{hint}"
-        )
-    described = [place for place in found if (place / DESCRIPTION_FILE).exists()]
-    return (described or found)[0]
+    paths = _order_candidates(name, parent)
+    raise UsageError(f"{who} {name}: there is no run {paths[0]} and no folder {paths[1]}{hint}")
+
+
+def find_candidates(name: str, parent: Path) -> list[Path]:
+    """Return the existing paths that the name or path of a run may mean, the best one first."""
+    existing = [path for path in _order_candidates(name, parent) if path.exists()]
+    return sorted(existing, key=lambda path: not (path / DESCRIPTION_FILE).exists())
+
+
+def _order_candidates(name: str, parent: Path) -> list[Path]:
+    """Return the paths that the name or path of a run may mean: a name first, without a slash."""
+    paths = [parent / name, Path(name)]
+    return paths[::-1] if os.sep in name else paths
 
 
 def claim_newest_run(parent: Path, description: LaunchDescription) -> Path | None:

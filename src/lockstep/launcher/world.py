@@ -38,7 +38,7 @@ from lockstep.launcher.device_choice import (
 from lockstep.launcher.environment import JOIN, RankInfo, is_elastic_on_hosts, read_rank_info
 from lockstep.launcher.group_connections import GroupConnections
 from lockstep.launcher.malloc import keep_freed_memory
-from lockstep.launcher.rank_process import print_place_on_signal, report_to_launcher
+from lockstep.launcher.rank_process import print_stack_on_signal, report_to_launcher
 from lockstep.messages import escape_control, say
 
 __all__ = [
@@ -184,7 +184,7 @@ def init(
     elif is_elastic_on_hosts(os.environ) and _current.rank == 0:
         # Those that join later cannot ask the others.
         report_to_launcher({"kind": "backend", "name": _current.backend})
-    print_place_on_signal(_current.rank)
+    print_stack_on_signal()
     atexit.unregister(shutdown)
     atexit.register(shutdown)
     return _current
@@ -367,7 +367,6 @@ def rejoin(store: Store, rank: int, world_size: int, hosts: Sequence[int] = ()) 
     group: Any = dist.group.WORLD
     group._get_backend(_current.device)._set_default_timeout(timedelta(seconds=get_timeout()))
     _current = joined
-    print_place_on_signal(rank)
     return _current
 
 

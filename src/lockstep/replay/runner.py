@@ -15,12 +15,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from lockstep.check.runner import (
@@ -36,6 +34,7 @@ from lockstep.launcher.fork_server import get_fork_server
 from lockstep.launcher.launch import launch, launch_in_this_process
 from lockstep.launcher.rank_process import run_code
 from lockstep.launcher.run_folder import RESUME, RUN
+from lockstep.launcher.termination import exiting_on_sigterm
 from lockstep.record.program import select_variables
 from lockstep.record.sources import find_named_variables
 from lockstep.replay.program import Base, Program
@@ -67,7 +66,7 @@ def run_program(
         request: The steps and the layout.
         report: Called a few times per second while it runs.
     """
-    with _exiting_on_sigterm(), tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
+    with exiting_on_sigterm(), tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
         folder = Path(name)
         begun = time.monotonic()
         details = ""
@@ -90,24 +89,6 @@ def run_program(
                 f"{request.last} was finished"
             )
         return Replay(steps, base.steps, seconds, failure, details, finished, is_refused, is_left)
-
-
-@contextlib.contextmanager
-def _exiting_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit at SIGTERM in the body, so that no ranks or files are left behind."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _launch(
