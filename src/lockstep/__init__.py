@@ -70,6 +70,8 @@ __all__ = [*PUBLIC, "__version__"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "errors":  # the module
+        return importlib.import_module("lockstep.errors")
     if name not in PUBLIC:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     importlib.import_module("lockstep.launcher.tracebacks").install()
