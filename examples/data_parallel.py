@@ -1,4 +1,4 @@
-"""Train on two devices, by one process per device and by one process with one thread per device.
+"""Train on two devices, by one process per device and by one process for both.
 
     python examples/data_parallel.py
 
@@ -48,14 +48,14 @@ def train_in_processes() -> tuple[str, float]:
     optimizer, loss_function = torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
     begin = time.perf_counter()
     for _, (images, labels) in zip(range(STEPS), read_batches(), strict=False):
-        inputs, targets = (each.chunk(DEVICES)[world.rank] for each in (images, labels))
+        inputs, targets = (half.chunk(DEVICES)[world.rank] for half in (images, labels))
         optimizer.zero_grad()
         loss_function(model(inputs), targets).backward()
         optimizer.step()
     return ls.digest(model.module), time.perf_counter() - begin
 
 
-def train_in_threads() -> tuple[str, float]:
+def train_in_one_process() -> tuple[str, float]:
     """Train in this process: two devices, and whole batches."""
     model = ls.DataParallel(build(), ["cpu"] * DEVICES, microbatches=DEVICES)
     optimizer, loss_function = torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
@@ -69,10 +69,10 @@ def train_in_threads() -> tuple[str, float]:
 
 def main() -> None:
     """Train both ways, and print the digests and the times."""
-    torch.set_num_threads(1)  # per device, as ls.init() does
+    torch.set_num_threads(1)  # as ls.init() does
     outcomes = {
         "2 processes, 1 device each": ls.launch(train_in_processes, nprocs=DEVICES)[0],
-        "1 process, 2 devices": train_in_threads(),
+        "1 process, 2 devices": train_in_one_process(),
     }
     for name, (digest, seconds) in outcomes.items():
         print(f"{name:28} digest {digest}  {STEPS} steps in {seconds:.2f} s")

@@ -1,11 +1,11 @@
-"""Scatter and gather: every sample comes back, in its place, and so does its gradient."""
+"""Scatter and gather: every sample comes back, at its position, and so does its gradient."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data_parallel.scatter import GatheredTensor, count_samples, list_tensors, scatter
+from lockstep.data_parallel.scatter import count_samples, gather, list_tensors, take_part
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.splitting import count_microbatches, split_evenly
 
@@ -24,33 +24,30 @@ def test_parts_join_to_the_whole_and_gradients_split_like_it(samples, parts, dim
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     assert count_samples((whole,), {}, dim) == samples
     spans = split_evenly(samples, count_microbatches(samples, parts))
-    scattered = scatter([whole], spans, dim, [CPU] * len(spans), [])
-    found = {index: each.data[0] for index, each in enumerate(scattered)}
+    taken = {n: take_part(whole, span, dim, CPU, [])[0] for n, span in enumerate(spans)}
     shares = {index: len(span) / samples for index, span in enumerate(spans)}
-    joined = GatheredTensor(found, shares, len(spans), dim, CPU)
-    assert torch.equal(joined.take_value(), whole)
+    joined, split = gather(taken, shares, len(spans), dim, CPU)
+    assert torch.equal(joined, whole)
     gradient = torch.randn(shape)
-    split = [joined.split_gradient(gradient, index) for index in found]
-    assert torch.equal(torch.cat(split, dim), gradient)
-    means = {index: each.mean() for index, each in found.items()}
-    mean = GatheredTensor(means, shares, len(spans), dim, CPU)
-    torch.testing.assert_close(mean.take_value(), whole.mean())
+    assert torch.equal(torch.cat([split(gradient, index) for index in taken], dim), gradient)
+    means = {index: part.mean() for index, part in taken.items()}
+    mean, split = gather(means, shares, len(spans), dim, CPU)
+    torch.testing.assert_close(mean, whole.mean())
     one = torch.ones(())
-    assert [mean.split_gradient(one, index).item() for index in means] == [
+    assert [split(one, index).item() for index in means] == [
         torch.tensor(share).item() for share in shares.values()
     ]
 
 
 def test_parts_are_copies_and_a_tensor_given_twice_is_one():
     whole, shared = torch.zeros(4), torch.tensor(1.0)
-    parts = scatter(
-        {"x": whole, "again": [whole], "s": shared, "n": 3}, split_evenly(4, 2), 0, [CPU] * 2, []
-    )
-    for part in parts:
-        assert part.data["x"] is part.data["again"][0]
-        assert part.data["n"] == 3
-        for each in list_tensors(part.data):
-            each.add_(5)
+    data = {"x": whole, "again": [whole], "s": shared, "n": 3}
+    for span in split_evenly(4, 2):
+        part, _ = take_part(data, span, 0, CPU, [])
+        assert part["x"] is part["again"][0]
+        assert part["n"] == 3
+        for tensor in list_tensors(part):
+            tensor.add_(5)
     assert (whole.sum().item(), shared.item()) == (0.0, 1.0)
 
 
@@ -63,4 +60,4 @@ def test_parts_are_copies_and_a_tensor_given_twice_is_one():
 )
 def test_outputs_that_cannot_be_joined_are_refused(parts, dim, message):
     with pytest.raises(UsageError, match=message):
-        GatheredTensor(dict(enumerate(parts)), {0: 0.5, 1: 0.5}, 2, dim, CPU)
+        gather(dict(enumerate(parts)), {0: 0.5, 1: 0.5}, 2, dim, CPU)

@@ -3,7 +3,6 @@
 import copy
 import gc
 import random
-import threading
 import weakref
 from collections import namedtuple
 from functools import partial
@@ -20,7 +19,7 @@ import averaging
 import lockstep as ls
 import models
 import reference
-from lockstep.kernel.errors import GradientError, LayoutError, LossError, StateError, UsageError
+from lockstep.kernel.errors import GradientError, LayoutError, LossError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 LOSS = nn.CrossEntropyLoss()
@@ -179,10 +178,8 @@ def test_gradients_are_the_sum_of_the_micro_batches_along_the_tree(samples, micr
         module.zero_grad()
     expected = [reference.tree(column) for column in zip(*leaves, strict=True)]
     wrapped = ls.DataParallel(module, ["cpu"] * count, microbatches=microbatches)
-    for _ in range(2):  # one micro-batch after another, then in threads
-        module.zero_grad()
-        wrapped.compute_loss(loss, inputs, targets).backward()
-        assert same(gradients(module), expected)
+    wrapped.compute_loss(loss, inputs, targets).backward()
+    assert same(gradients(module), expected)
 
 
 @pytest.mark.usefixtures("world_of_one")
@@ -317,7 +314,7 @@ def test_gradients_accumulate_and_a_graph_may_be_kept():
     once = gradients(module)
     loss.backward()
     assert same(gradients(module), [each + each for each in once])
-    with pytest.raises(GradientError, match=r"a second time .* retain_graph=True"):
+    with pytest.raises(RuntimeError, match="a second time"):
         loss.backward()
     with pytest.raises(GradientError, match="create_graph=True"):
         wrapped(inputs).mean().backward(create_graph=True)
@@ -335,20 +332,19 @@ def test_evaluation_computes_no_gradients_and_leaves_the_steps_and_buffers():
     assert (ls.digest(module), wrapped.steps) == (before, 0)
 
 
-def test_autocast_and_the_mode_of_the_caller_hold_on_threads():
+def test_autocast_and_the_mode_of_the_caller_hold():
     seen = []
 
     class Seen(nn.Linear):
         def forward(self, inputs):
-            seen.append((torch.is_grad_enabled(), torch.get_num_threads(), threading.get_ident()))
+            seen.append((torch.is_grad_enabled(), torch.is_autocast_cache_enabled()))
             return super().forward(inputs)
 
     wrapped = ls.DataParallel(build(lambda: Seen(3, 2)), ["cpu"] * 2, microbatches=2)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        for _ in range(2):  # the first pass is in this thread
-            assert wrapped(torch.randn(4, 3)).dtype == torch.bfloat16
-    assert {each[:2] for each in seen} == {(False, torch.get_num_threads())}
-    assert threading.get_ident() not in {each[2] for each in seen[2:]}
+        assert wrapped(torch.randn(4, 3)).dtype == torch.bfloat16
+        assert torch.is_autocast_cache_enabled()
+    assert {*seen} == {(False, False)}
 
 
 class Fails(nn.Module):
@@ -363,7 +359,7 @@ class Fails(nn.Module):
         return inputs * self.weight
 
 
-def test_an_error_of_a_thread_names_its_micro_batch_and_device():
+def test_an_error_names_its_micro_batch_and_device():
     module = Fails([])
     wrapped = ls.DataParallel(module, ["cpu"] * 2, microbatches=4)
     inputs = torch.arange(4.0)
@@ -378,31 +374,6 @@ def test_an_error_of_a_thread_names_its_micro_batch_and_device():
     assert caught.value.__notes__ == ["in micro-batch 2 on cpu (device 1 of 2)"]
     module.parts = []
     assert torch.equal(wrapped(inputs), inputs)
-
-
-class Late(nn.Sequential):
-    """Draws in its second block from the second call on."""
-
-    def __init__(self):
-        super().__init__(nn.Linear(6, 10), nn.Dropout(0.0), nn.Linear(10, 10))
-
-
-@pytest.mark.usefixtures("world_of_one")
-def test_a_unit_that_begins_to_draw_is_noticed():
-    trainer = ls.Trainer(build(Late), LOSS, SGD, microbatches=4)
-    module = build(Late)
-    wrapped, optimizer = (
-        ls.DataParallel(module, ["cpu"] * 2, microbatches=4),
-        SGD(module.parameters()),
-    )
-    for step in range(4):
-        trainer.model[1].p = module[1].p = 0.5 * (step > 1)
-        batch = vectors(12, seed=step)
-        trainer.step(batch)
-        optimizer.zero_grad()
-        wrapped.compute_loss(LOSS, *batch).backward()
-        optimizer.step()
-        assert ls.digest(module) == trainer.digest(), step
 
 
 def test_the_generators_of_the_caller_are_left_alone():
@@ -431,20 +402,18 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
-def test_layers_may_be_recomputed_on_all_threads(is_reentrant):
+def test_layers_may_be_recomputed(is_reentrant):
     module = build(lambda: Checkpointed(is_reentrant))
     wrapped = ls.DataParallel(module, ["cpu"] * 2)
     inputs = torch.randn(64, 6, requires_grad=True)
     found = []
-    for _ in range(4):  # the first pass is in this thread
+    for _ in range(2):
         module.zero_grad()
         outputs = wrapped(inputs)
         torch.rand(3)  # the states of forward and backward differ
         outputs.square().mean().backward()
         found.append(gradients(module))
     assert all(same(each, found[0]) for each in found)
-    (drawing,) = wrapped._drawing.values()
-    assert not drawing.is_serial
 
 
 def test_nothing_of_a_pass_is_kept_until_garbage_is_collected():
@@ -468,22 +437,6 @@ def test_nothing_of_a_pass_is_kept_until_garbage_is_collected():
         gc.enable()
 
 
-class Private(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 10)
-        self.generator = torch.Generator()
-
-    def forward(self, inputs):
-        return self.layer(inputs + torch.rand(inputs.shape, generator=self.generator))
-
-
-def test_a_generator_of_the_module_is_refused_by_name():
-    wrapped = ls.DataParallel(nn.Sequential(nn.Identity(), Private()), ["cpu"] * 2)
-    with pytest.raises(StateError, match=r"^1 draws from a generator of its own"):
-        wrapped(vectors(8)[0])
-
-
 def test_state_dict_has_the_names_of_the_module():
     module = build(models.pictures)
     wrapped = ls.DataParallel(module)
@@ -501,13 +454,10 @@ def linear():
 @pytest.mark.parametrize(
     ("mistake", "error", "message"),
     [
-        (lambda: ls.DataParallel(linear(), device_ids=[0]), UsageError, "it is called devices"),
         (lambda: ls.DataParallel(linear(), []), UsageError, "devices is empty"),
-        (lambda: ls.DataParallel(linear(), ["meta"]), UsageError, "on the device meta"),
-        (lambda: ls.DataParallel(linear(), [0]), UsageError, "this process sees 0 cuda devices"),
+        (lambda: ls.DataParallel(linear(), [0])(torch.ones(4, 3)), UsageError, "is on cpu"),
         (lambda: ls.DataParallel(linear(), ["cpu"] * 9), LayoutError, "9 devices cannot share 8"),
         (lambda: ls.DataParallel(linear(), dim=-1), UsageError, "dim=-1"),
-        (lambda: ls.DataParallel(nn.LazyLinear(2)), UsageError, "no shape for its weight"),
         (lambda: ls.DataParallel(ls.DataParallel(linear())), UsageError, "pass its module"),
         (lambda: ls.DataParallel(torch.jit.script(linear())), UsageError, "TorchScript"),
         (lambda: ls.DataParallel(nn.Linear(3, 2, device="meta"))(torch.ones(4, 3)), UsageError,

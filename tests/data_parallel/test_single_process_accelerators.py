@@ -44,7 +44,7 @@ def compute_all():
     )
     torch.manual_seed(3)
     inputs, drawn = torch.randn(8, 6), []
-    for _ in range(2):  # one micro-batch after another, then in threads
+    for _ in range(2):
         drawing.steps = 0
         drawn.append(drawing(inputs).cpu())
     lists = ["cpu"], ["simulated:0", "simulated:1"], ["simulated:1", "simulated:1", "simulated:3"]

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.pipeline.schedules import NAMES
-from tools.drawings import batches, memory, messages, schedules, single_process
+from tools.drawings import batches, memory, messages, schedules
 from tools.drawings.shapes import Card
 
 __all__ = ["FOLDER", "PAGE", "draw_all"]
@@ -38,7 +38,6 @@ def draw_all() -> Mapping[str, Card]:
         "all-reduce-sockets": memory.draw_sockets,
         "all-reduce-segment": memory.draw_segment,
         "storage": memory.draw_storage,
-        "single-process": single_process.draw_single_process,
         **{
             name: partial(messages.draw_collective, tables[title])
             for name, title in messages.COLLECTIVES.items()

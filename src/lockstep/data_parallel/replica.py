@@ -3,34 +3,29 @@
     module ──> replica of micro-batch 0    parameters: leaves with the memory of the module's
            ──> replica of micro-batch 1                buffers: copies
 
-Each replica has its own gradients and buffers, so several threads can use replicas at the same
-time, and gradients of micro-batches are added along the tree and not by autograd.
+Each replica has its own gradients and buffers, so gradients of micro-batches are added along the
+tree and not by autograd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["make_leaves", "move_tensors", "replicate"]
+from lockstep.data_parallel.scatter import SplitGradient, list_tensors
+from lockstep.devices import is_accelerator
+from lockstep.kernel.errors import UsageError
+from lockstep.model.batch_norm import explain_batch_norm
+from lockstep.model.forward import check_scalar, compute_loss
+from lockstep.model.units import UnitCalls, Units
+from lockstep.randomness import set_state_of_torch, state_of_torch
 
-
-def move_tensors(tensors: Iterable[torch.Tensor], device: torch.device) -> dict[int, torch.Tensor]:
-    """Return tensors on a device, by the id of the original; those on it are not copied."""
-    return {id(each): each.detach().to(device) for each in tensors}
-
-
-def make_leaves(
-    parameters: Iterable[nn.Parameter], values: Mapping[int, torch.Tensor], has_gradient: bool
-) -> dict[int, torch.Tensor]:
-    """Return a parameter for each original one, by its id, with the memory of its value."""
-    return {
-        id(each): nn.Parameter(values[id(each)], each.requires_grad and has_gradient)
-        for each in parameters
-    }
+__all__ = ["Replica", "replicate"]
 
 
 def replicate(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> nn.Module:
@@ -42,15 +37,17 @@ def replicate(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> nn.Modu
         module: The module.
         tensors: The parameters and buffers of the copy, by the ids of the original ones.
     """
-    copies = {each: _copy_shallowly(each) for each in module.modules()}
-    for each, copy in copies.items():
-        for name, child in each._modules.items():
+    copies: dict[nn.Module, nn.Module] = {
+        part: part._replicate_for_data_parallel() for part in module.modules()
+    }
+    for part, copy in copies.items():
+        for name, child in part._modules.items():
             copy._modules[name] = None if child is None else copies[child]
-        for name, buffer in each._buffers.items():
+        for name, buffer in part._buffers.items():
             copy._buffers[name] = None if buffer is None else tensors[id(buffer)]
         # Recurrent layers keep a list of their weights, which they update in __setattr__.
-        sets_itself = type(each).__setattr__ is not nn.Module.__setattr__
-        for name, parameter in each._parameters.items():
+        sets_itself = type(part).__setattr__ is not nn.Module.__setattr__
+        for name, parameter in part._parameters.items():
             value: Any = None if parameter is None else tensors[id(parameter)]
             copy._parameters[name] = value
             if sets_itself and value is not None:
@@ -58,18 +55,95 @@ def replicate(module: nn.Module, tensors: Mapping[int, torch.Tensor]) -> nn.Modu
     return copies[module]
 
 
-def _copy_shallowly(module: nn.Module) -> nn.Module:
-    """Return a copy of one module without parameters, with dictionaries of its own."""
-    kind = type(module)
-    if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
-        own: nn.Module = module._replicate_for_data_parallel()
-        return own
-    copy = kind.__new__(kind)
-    copy.__dict__.update(  # torch sets five attributes, each of which is checked
-        vars(module),
-        _parameters={},
-        _buffers=dict(module._buffers),
-        _modules=dict(module._modules),
-        _is_replica=True,
-    )
-    return copy
+@dataclass(eq=False)
+class Replica:
+    """One micro-batch on its replica of the module.
+
+    Attributes:
+        index: The micro-batch.
+        size: The number of its samples.
+        device: Its device.
+        place: The micro-batch and its device, for messages.
+        data: Its arguments, positional and by name.
+        sources: The leaves that get the gradients of arguments.
+        module: The replica of the module.
+        parameters: The parameters of the replica that get gradients.
+        units: The units of the replica, whose random numbers are seeded.
+        loss: The loss function; None if the outputs of the replica are the result.
+        outputs: What the replica, or the loss, returned.
+        tensors: The tensors in the outputs.
+        calls: The calls of the units in forward.
+        state: The states of the generators at the end of forward.
+    """
+
+    index: int
+    size: int
+    device: torch.device
+    place: str
+    data: tuple[Sequence[Any], Mapping[str, Any]]
+    sources: Sequence[torch.Tensor]
+    module: nn.Module
+    parameters: Sequence[torch.Tensor]
+    units: Units
+    loss: Callable[..., Any] | None
+    outputs: Any = None
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    calls: UnitCalls | None = None
+    state: bytes = b""
+
+    def forward(self, step: int) -> None:
+        """Call the replica, and the loss function if there is one, with this micro-batch."""
+        with self._named(), self.units.install_hooks():
+            self.units.begin_microbatch(step, self.index)
+            self.outputs = self._compute()
+            self.state, self.calls = state_of_torch(self.device), self.units.pause()
+        self.tensors = list_tensors(self.outputs)
+
+    def _compute(self) -> Any:
+        args, kwargs = self.data
+        try:
+            if self.loss is None:
+                return self.module(*args, **kwargs)
+            *inputs, targets = args
+            outputs = self.module(*inputs, **kwargs)
+            value, _ = compute_loss(self.loss, {}, outputs, targets, self.place)
+            check_scalar(value, self.place)
+            return value
+        except ValueError as error:
+            if self.size > 1 or explain_batch_norm(error, self.place) is None:
+                raise
+            raise UsageError(
+                f"{self.place} holds one sample, and batch norm cannot train on one: choose the "
+                "batch size and the number of micro-batches so that each holds at least two"
+            ) from error
+
+    def backward(
+        self,
+        splits: Sequence[SplitGradient],
+        gradients: Sequence[torch.Tensor | None],
+        keeps_graph: bool,
+    ) -> None:
+        """Run backward from the outputs, with their parts of the gradients."""
+        pairs = [
+            (tensor, split(gradient, self.index))
+            for tensor, split, gradient in zip(self.tensors, splits, gradients, strict=True)
+            if gradient is not None and tensor.requires_grad
+        ]
+        if pairs:
+            with self._named(), self.units.install_hooks():
+                set_state_of_torch(self.state, self.device)
+                self.units.resume(self.calls)
+                roots, given = zip(*pairs, strict=True)
+                torch.autograd.backward(roots, given, retain_graph=keeps_graph)
+
+    @contextmanager
+    def _named(self) -> Any:
+        """Make the device current in the body, and name the micro-batch in its errors."""
+        is_cpu = not is_accelerator(self.device)
+        try:
+            with nullcontext() if is_cpu else torch.accelerator.device_index(self.device.index):
+                yield
+        except BaseException as error:
+            if "micro-batch" not in str(error):
+                error.add_note(f"in {self.place}")
+            raise

@@ -1,7 +1,12 @@
 """One call of `ls.DataParallel`: forward and backward of all micro-batches on several devices.
 
-    forward    scatter ─> replicas ─> one thread per device ─> merge buffers ─> gather
-    backward   split the gradients of the outputs ─> one thread per device ─> add along the tree
+    forward    scatter ─> replica after replica ─> merge buffers ─> gather
+    backward   split the gradients of the outputs ─> replica after replica ─> add along the tree
+
+All work is started by the calling thread, in the order of the micro-batches, so that code with a
+state of its own runs in the same order on any number of devices. Accelerators compute what they
+were given while the next ones get theirs. The generators of random numbers, which belong to the
+process, are seeded for each micro-batch and unit as in the trainer (`lockstep.model.units`).
 
 A pass is connected to autograd by one function, whose inputs are the parameters of the module and
 the arguments that need a gradient. Its backward returns their sums.
@@ -9,9 +14,11 @@ the arguments that need a gradient. Its backward returns their sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from functools import partial
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,181 +26,178 @@ from torch import nn
 
 from lockstep.comm.reproducible_all_reduce import add_present
 from lockstep.comm.sparse_gradients import add_sparse
-from lockstep.data_parallel.device_threads import (
-    Task,
-    ThreadSettings,
-    run_in_threads,
-    run_one_by_one,
+from lockstep.data.microbatch import map_tensors
+from lockstep.data_parallel.replica import Replica, replicate
+from lockstep.data_parallel.scatter import (
+    SplitGradient,
+    count_samples,
+    gather,
+    list_tensors,
+    take_part,
 )
-from lockstep.data_parallel.replica_run import ReplicaRun
-from lockstep.data_parallel.scatter import GatheredTensor
-from lockstep.data_parallel.unit_turns import (
-    OUTSIDE,
-    DrawingUnits,
-    GeneratorStates,
-    RandomOperators,
-    UnitTurns,
+from lockstep.kernel.errors import GradientError, LossError, UsageError
+from lockstep.kernel.loss_weights import WeightFunction, compute_shares, is_sum
+from lockstep.kernel.splitting import (
+    assign_microbatches,
+    count_microbatches,
+    on_one_host,
+    split_evenly,
 )
-from lockstep.kernel.errors import GradientError, StateError, UsageError
 from lockstep.kernel.tree import Node, TreeAccumulator, nodes_of, total
 from lockstep.model.buffers import Buffers
 from lockstep.model.units import Units, find_units
-from lockstep.randomness import (
-    isolated,
-    key_prefix,
-    set_state_of_torch,
-    state_of_others,
-    state_of_torch,
-)
+from lockstep.randomness import isolated
 
-__all__ = ["ReplicaPass"]
+__all__ = ["Call", "ReplicaPass"]
 
 Gradients = list[torch.Tensor | None]
 """The gradient of every parameter; None for a parameter without one."""
 
 
-class ReplicaPass:
-    """One call of a module on all micro-batches.
+@dataclass(frozen=True)
+class Call:
+    """One call of a module.
 
-    Args:
+    Attributes:
         module: The module.
         unit_names: The names of its blocks.
-        runs: A function that returns the micro-batches of each device, with new replicas.
-        leaves: The number of micro-batches of the batch.
-        device: The first device, which gets outputs, buffers and sums.
+        devices: The devices; the first one gets outputs, buffers and sums.
+        microbatches: The number of micro-batches of a batch.
         dim: The dimension of the samples.
-        key: The seed and the number of the step, from which the seeds of units are derived.
-        drawing: What is known about the units that draw; the pass adds to it.
-        has_gradient: Whether a backward may follow.
+        seed: The seed of all random numbers.
+        step: The number of the step, from which the seeds of units are derived.
+        args: The positional arguments; with a loss, the last one is the targets.
+        kwargs: The arguments by name.
+        loss: The loss function; None if the outputs of the module are the result.
+        weight: The function of the weight of a micro-batch; None to count its samples.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        unit_names: Sequence[str],
-        runs: Callable[[], list[list[ReplicaRun]]],
-        leaves: int,
-        device: torch.device,
-        dim: int,
-        key: tuple[int, int],
-        drawing: DrawingUnits,
-        has_gradient: bool,
-    ) -> None:
-        self._module, self._unit_names = module, unit_names
-        self._make_runs, self._queues = runs, runs()
-        self._leaves, self._device, self._dim, self._key = leaves, device, dim, key
-        self._drawing, self._has_gradient = drawing, has_gradient
-        self._is_serial = drawing.is_serial or not drawing.is_known
-        self._gathered: list[GatheredTensor] = []
-        self._is_done = False
-        self._states: GeneratorStates | None = None  # during forward, if on threads
+    module: nn.Module
+    unit_names: Sequence[str]
+    devices: Sequence[torch.device]
+    microbatches: int
+    dim: int
+    seed: int
+    step: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    loss: Callable[..., Any] | None
+    weight: WeightFunction | None
 
-    @property
-    def _runs(self) -> list[ReplicaRun]:
-        return sorted((run for queue in self._queues for run in queue), key=lambda run: run.index)
 
-    @property
-    def _devices(self) -> list[torch.device]:
-        return list(dict.fromkeys(run.device for run in self._runs))
+class ReplicaPass:
+    """Forward and backward of one call."""
+
+    def __init__(self, call: Call) -> None:
+        self._call, self._first = call, call.devices[0]
+        samples = count_samples(call.args, call.kwargs, call.dim)
+        self._spans = split_evenly(samples, count_microbatches(samples, call.microbatches))
+        has_gradient = torch.is_grad_enabled()
+        self._trained = [p for p in call.module.parameters() if p.requires_grad and has_gradient]
+        tensors = {id(tensor): tensor for tensor in list_tensors((call.args, call.kwargs))}
+        self._sources = [t for t in tensors.values() if t.requires_grad and has_gradient]
+        self._shares = self._compute_shares()
+        self._splits: list[SplitGradient] = []
+        self._queues = self._make_queues()
+        self._replicas = [replica for queue in self._queues for replica in queue]
+
+    def _make_queues(self) -> list[list[Replica]]:
+        """Return the micro-batches of each device, in ascending order, with new replicas."""
+        call, shares = self._call, self._shares
+        parameters, buffers = list(call.module.parameters()), list(call.module.buffers())
+        assigned = assign_microbatches(len(self._spans), on_one_host(len(call.devices)))
+        queues: list[list[Replica]] = []
+        for number, (device, indices) in enumerate(zip(call.devices, assigned, strict=True)):
+            values = {id(each): each.detach().to(device) for each in parameters}
+            loss, queue = call.loss, list[Replica]()
+            if isinstance(loss, nn.Module) and device != self._first:
+                loss = copy.deepcopy(loss).to(device)
+            trained = [id(each) for each in self._trained]
+            for index in (index for index in indices if index in shares):
+                tensors: dict[int, torch.Tensor] = {
+                    key: nn.Parameter(value, key in trained) for key, value in values.items()
+                }
+                leaves = [tensors[key] for key in trained]
+                tensors |= {id(each): each.detach().to(device, copy=True) for each in buffers}
+                module, span = replicate(call.module, tensors), self._spans[index]
+                units = Units(find_units(module, call.unit_names), module, call.seed, device)
+                data = (call.args, call.kwargs)
+                data, sources = take_part(data, span, call.dim, device, self._sources)
+                place = f"micro-batch {index} on {device} (device {number} of {len(call.devices)})"
+                replica = Replica(
+                    index, len(span), device, place, data, sources, module, leaves, units, loss
+                )
+                queue.append(replica)
+            queues.append(queue)
+        return queues
+
+    def _compute_shares(self) -> dict[int, float]:
+        """Return the share of each micro-batch that is computed, by index."""
+        call, spans = self._call, self._spans
+        if call.loss is not None and is_sum(call.loss):
+            return dict.fromkeys(range(len(spans)), 1.0)
+        if call.weight is None:
+            return {index: len(span) / spans[-1].stop for index, span in enumerate(spans)}
+        parts = (take_part(call.args, span, call.dim, self._first, [])[0] for span in spans)
+        weights = {index: float(call.weight(part)) for index, part in enumerate(parts)}
+        if not sum(weights.values()) > 0:
+            raise LossError(
+                f"the weights of the batch's {len(spans)} micro-batches sum to "
+                f"{sum(weights.values())}; check whether the targets of all samples are ignored"
+            )
+        return compute_shares(weights)
 
     # --- forward --------------------------------------------------------------------------------
 
-    def forward(self) -> tuple[Any, list[GatheredTensor]]:
-        """Compute all micro-batches.
+    def forward(self) -> Any:
+        """Compute all micro-batches, and return the joined outputs."""
+        with self._isolated(), self._autocast(enabled=True):
+            for replica in self._replicas:
+                replica.forward(self._call.step)
+        self._merge_buffers()
+        values = self._join_outputs()
+        if self._trained or self._sources:
+            columns = zip(*(replica.tensors for replica in self._replicas), strict=True)
+            flags = [any(tensor.requires_grad for tensor in column) for column in columns]
+            apply: Any = _Pass.apply  # torch does not annotate it
+            values = list(apply(self, values, flags, *self._trained, *self._sources))
+        remaining = iter(values)
+        return map_tensors(lambda _: next(remaining), self._replicas[0].outputs)
 
-        Returns:
-            The outputs of the first micro-batch, and the joined values of the tensors in them.
-        """
-        with _isolated(self._devices):
-            if not self._is_serial and not self._forward_together():
-                self._is_serial, self._queues = True, self._make_runs()
-            if self._is_serial:
-                self._forward_one_by_one()
-        runs = self._runs
-        self._merge_buffers(runs)
-        counts = {len(run.tensors) for run in runs}
-        if counts == {0}:
-            raise UsageError(
-                f"{type(self._module).__name__} returned a {type(runs[0].outputs).__name__} "
-                "without tensors: return tensors, or tuples, lists or mappings of them"
-            )
-        if len(counts) > 1:
-            raise UsageError(
-                f"{type(self._module).__name__} returned {min(counts)} tensors for one micro-batch "
-                f"and {max(counts)} for another: return as many for each"
-            )
-        shares = {run.index: run.share for run in runs}
-        self._gathered = [
-            GatheredTensor(
-                {run.index: run.tensors[position] for run in runs},
-                shares, self._leaves, self._dim, self._device,
-            )
-            for position in range(len(runs[0].tensors))
-        ]  # fmt: skip
-        return runs[0].outputs, self._gathered
-
-    def _forward_together(self) -> bool:
-        """Compute the devices at the same time; return whether only known units drew."""
-        states = self._states = GeneratorStates(self._devices)
-        turns = UnitTurns(self._drawing.units, states)
-        for run in self._runs if self._drawing.units else ():
-            units = find_units(run.replica, self._unit_names)
-            run.take_loss_turn = turns.install(units, key_prefix(*self._key, run.index), run.device)
-        run_in_threads(self._make_tasks(ReplicaRun.forward), ThreadSettings(self._devices))
-        return not states.has_changed()
-
-    def _forward_one_by_one(self) -> None:
-        """Compute one micro-batch after another, and note which units draw."""
-        known = set(self._drawing.units)
-
-        def compute(run: ReplicaRun) -> None:
-            seed, step = self._key
-            modules = find_units(run.replica, self._unit_names)
-            names = [*(self._unit_names or [type(self._module).__name__]), "the loss"]
-            operators = RandomOperators(names, run.device)
-            for number, module in enumerate(modules):
-                operators.watch(number, module)
-            run.take_loss_turn = partial(operators.observe, len(modules))
-            run.units = Units(modules, run.replica, seed, run.device)
-            with run.units.install_hooks(), operators:
-                run.units.begin_microbatch(step, run.index)
-                others = state_of_others()
-                run.forward()
-                run.state, run.calls = state_of_torch(run.device), run.units.pause()
-            if state_of_others() != others:
-                operators.found.add(OUTSIDE)
-            self._drawing.add(operators.found)
-
-        run_one_by_one(self._make_tasks(compute), ThreadSettings(self._devices))
-        if self._drawing.is_known and self._drawing.units == known:
-            self._drawing.is_serial = True  # something draws that cannot be observed
-        self._drawing.is_known |= not self._has_gradient
-
-    def _make_tasks(self, work: Callable[[ReplicaRun], None]) -> list[list[Task]]:
-        return [
-            [Task(run.index, run.place, run.device, partial(work, run)) for run in queue]
-            for queue in self._queues
-        ]
-
-    def _merge_buffers(self, runs: Sequence[ReplicaRun]) -> None:
+    def _merge_buffers(self) -> None:
         """Write the results of all micro-batches into the buffers of the module."""
-        if runs[0].buffers is None:
+        names = [name for name, _ in self._call.module.named_buffers()]
+        if not names:
             return
-        buffers = Buffers({"": self._module})
-        samples = sum(run.size for run in runs)
+        buffers, leaves = Buffers({"": self._call.module}), len(self._spans)
+        samples = sum(replica.size for replica in self._replicas)
         try:
-            for run in runs:
-                assert run.buffers is not None
-                held = run.buffers.pause()
-                run.buffers.resume(held)  # for a recomputation in backward
-                buffers.resume(
-                    [(None if each is None else each.to(self._device), None) for each, _ in held]
-                )
-                buffers.collect(run.index, run.size / samples)
+            for replica in self._replicas:
+                results = [attrgetter(name)(replica.module) for name in names]
+                buffers.resume([(_move(result, self._first), None) for result in results])
+                buffers.collect(replica.index, replica.size / samples)
         finally:
             buffers.restore()
         report = buffers.hash_results(is_alone=True)
-        buffers.merge(report, [nodes_of(range(self._leaves), self._leaves)], self._leaves, None)
+        buffers.merge(report, [nodes_of(range(leaves), leaves)], leaves, None)
+
+    def _join_outputs(self) -> list[torch.Tensor]:
+        """Return the joined tensors of the outputs."""
+        counts = {len(replica.tensors) for replica in self._replicas}
+        if counts == {0} or len(counts) > 1:
+            raise UsageError(
+                f"{type(self._call.module).__name__} returned "
+                f"{' or '.join(map(str, sorted(counts)))} tensors per micro-batch: return tensors, "
+                "or tuples, lists or mappings of them, as many for each micro-batch"
+            )
+        joined = []
+        for position in range(counts.pop()):
+            parts = {replica.index: replica.tensors[position] for replica in self._replicas}
+            joined.append(
+                gather(parts, self._shares, len(self._spans), self._call.dim, self._first)
+            )
+        self._splits = [split for _, split in joined]
+        return [value for value, _ in joined]  # not kept here: autograd would never free them
 
     # --- backward -------------------------------------------------------------------------------
 
@@ -208,129 +212,86 @@ class ReplicaPass:
                 "backward(create_graph=True) is not supported by ls.DataParallel, which computes "
                 "gradients without a graph: use ls.DistributedDataParallel, or the module itself"
             )
-        if self._is_done:
-            raise GradientError(
-                "backward was called a second time through one call of ls.DataParallel: pass "
-                "retain_graph=True to the first backward"
-            )
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
-        held: dict[Node, Gradients] = {}
-        with _isolated(self._devices), _without_autocast(self._devices):
-            if self._is_serial:
-                held = self._backward_one_by_one(gradients, keeps_graph)
-            elif all(device.type == "cpu" for device in self._devices):
-                held = self._backward_together(gradients, keeps_graph)
-            else:
-                held = self._backward_on_accelerators(gradients, keeps_graph)
-        runs = self._runs
-        computed = {run.index for run in runs}
-        for leaf in set(range(self._leaves)) - computed:
-            held[leaf, leaf + 1] = [None] * len(runs[0].leaves)
-        sums = total(
-            {node: [_move(each, self._device) for each in values] for node, values in held.items()},
-            self._leaves,
-            _add_gradients,
-        )
-        inputs = self._join_input_gradients(runs)
-        if not keeps_graph:
-            self._is_done, self._queues = True, []
-        return [*sums, *inputs]
-
-    def _backward_together(
-        self, gradients: Sequence[torch.Tensor | None], keeps_graph: bool
-    ) -> dict[Node, Gradients]:
-        """Run backward on one thread per device; autograd alone would use one for all."""
-        folds: dict[ReplicaRun, TreeAccumulator[Gradients]] = {}  # one per device, so per thread
+        with self._isolated(), self._autocast(enabled=False):
+            for replica in self._replicas:
+                replica.backward(self._splits, gradients, keeps_graph)
+        leaves = len(self._spans)
+        nodes: dict[Node, Gradients] = {
+            (leaf, leaf + 1): [None] * len(self._trained)
+            for leaf in {*range(leaves)} - {*self._shares}
+        }
         for queue in self._queues:
-            folds |= dict.fromkeys(queue, self._make_fold())
+            sums: TreeAccumulator[Gradients] = TreeAccumulator(leaves, _add_gradients)
+            for replica in queue:
+                taken = [_take_gradient(parameter) for parameter in replica.parameters]
+                sums.put((replica.index, replica.index + 1), taken)
+            for node, values in sums.nodes.items():
+                nodes[node] = [_move(value, self._first) for value in values]
+        columns = zip(*(replica.sources for replica in self._replicas), strict=True)
+        inputs = [self._join_input_gradients(column) for column in columns]
+        return [*total(nodes, leaves, _add_gradients), *inputs]
 
-        def compute(run: ReplicaRun) -> None:
-            run.backward(self._gathered, gradients, keeps_graph)
-            folds[run].put((run.index, run.index + 1), run.take_gradients())
+    def _join_input_gradients(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return the gradient of an argument from its leaves in all micro-batches."""
+        gradients = [_take_gradient(leaf) for leaf in leaves]
+        if all(gradient is None for gradient in gradients):
+            return None
+        if leaves[0].dim() <= self._call.dim:
+            nodes = {(leaf, leaf + 1): gradient for leaf, gradient in enumerate(gradients)}
+            return total(nodes, len(gradients), add_present)
+        pairs = zip(leaves, gradients, strict=True)
+        parts = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in pairs]
+        return torch.cat(parts, self._call.dim)
 
-        # A recomputation sets the states of forward, and then restores those before: with the same
-        # ones on all threads, nothing changes.
-        assert self._states is not None
-        for device in self._devices:
-            self._states.restore(device)
-        states = GeneratorStates(self._devices)
-        run_in_threads(self._make_tasks(compute), ThreadSettings(self._devices))
-        if states.has_changed():
-            self._drawing.is_serial = True
-            raise StateError(
-                "random numbers were drawn in backward, which they were not in the first pass, so "
-                "they depend on which thread came first: repeat the step, whose micro-batches are "
-                "then computed one after another"
-            )
-        return {node: values for fold in folds.values() for node, values in fold.nodes.items()}
+    @contextmanager
+    def _isolated(self) -> Iterator[None]:
+        """Restore all generators after the body."""
+        with ExitStack() as stack:
+            for device in {*self._call.devices}:
+                stack.enter_context(isolated(device, everything=True))
+            yield
 
-    def _backward_on_accelerators(
-        self, gradients: Sequence[torch.Tensor | None], keeps_graph: bool
-    ) -> dict[Node, Gradients]:
-        """Run backward of all micro-batches in one call, for which autograd has threads.
+    @contextmanager
+    def _autocast(self, *, enabled: bool) -> Iterator[None]:
+        """Keep autocast in the body without its cache, or disable it for a backward.
 
-        It has one per accelerator, one of which executes this function. Calls from other threads
-        would wait for that one, which waits for them.
+        A cached weight would belong to the graph of one micro-batch.
         """
-        pairs = [run.pair_gradients(self._gathered, gradients) for run in self._runs]
-        roots = [each for some, _ in pairs for each in some]
-        given = [each for _, some in pairs for each in some]
-        if roots:
-            torch.autograd.backward(roots, given, retain_graph=keeps_graph)
-        return self._fold_in_order()
+        with ExitStack() as stack:
+            for kind in {device.type for device in self._call.devices}:
+                if torch.is_autocast_enabled(kind):
+                    dtype = torch.get_autocast_dtype(kind)
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+            yield
 
-    def _backward_one_by_one(
-        self, gradients: Sequence[torch.Tensor | None], keeps_graph: bool
-    ) -> dict[Node, Gradients]:
-        """Run backward of one micro-batch after another, and note whether anything draws."""
 
-        def compute(run: ReplicaRun) -> None:
-            assert run.units is not None
-            set_state_of_torch(run.state, run.device)
-            operators = RandomOperators([], run.device)
-            with run.units.install_hooks(), operators:
-                run.units.resume(run.calls)
-                run.backward(self._gathered, gradients, keeps_graph)
-            self._drawing.is_serial |= bool(operators.found)
+class _Pass(torch.autograd.Function):
+    """Connects a pass with the graph of the parameters and the arguments that need a gradient."""
 
-        run_one_by_one(self._make_tasks(compute), ThreadSettings(self._devices))
-        self._drawing.is_known = True
-        return self._fold_in_order()
+    @staticmethod
+    def forward(ctx: Any, computed: ReplicaPass, values: Any, flags: Any, *sources: Any) -> Any:
+        """Return the joined outputs, which have been computed."""
+        ctx.computed = computed
+        ctx.set_materialize_grads(False)
+        pairs = zip(values, flags, strict=True)
+        ctx.mark_non_differentiable(*(value for value, flag in pairs if not flag))
+        return tuple(values)
 
-    def _make_fold(self) -> TreeAccumulator[Gradients]:
-        return TreeAccumulator(self._leaves, _add_gradients)
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        """Return the gradients of the sources."""
+        return (None, None, None, *ctx.computed.backward(gradients))
 
-    def _fold_in_order(self) -> dict[Node, Gradients]:
-        nodes: dict[Node, Gradients] = {}
-        for queue in self._queues:
-            fold = self._make_fold()
-            for run in queue:
-                fold.put((run.index, run.index + 1), run.take_gradients())
-            nodes |= fold.nodes
-        return nodes
 
-    def _join_input_gradients(self, runs: Sequence[ReplicaRun]) -> Gradients:
-        """Return the gradients of the arguments that need one."""
-        columns = zip(*(run.take_input_gradients() for run in runs), strict=True)
-        found: Gradients = []
-        for position, column in enumerate(columns):
-            leaves = [run.part.leaves[position] for run in runs]
-            if all(each is None for each in column):
-                found.append(None)
-            elif leaves[0].dim() > self._dim:
-                found.append(
-                    torch.cat(
-                        [
-                            torch.zeros_like(leaf) if each is None else each
-                            for leaf, each in zip(leaves, column, strict=True)
-                        ],
-                        self._dim,
-                    )
-                )
-            else:
-                nodes = {(leaf, leaf + 1): each for leaf, each in enumerate(column)}
-                found.append(total(nodes, len(column), add_present))
-        return found
+def _move(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
+def _take_gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Remove and return the gradient of a tensor."""
+    gradient, tensor.grad = tensor.grad, None
+    return gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
 
 
 def _add_gradients(left: Gradients, right: Gradients) -> Gradients:
@@ -341,24 +302,3 @@ def _add_gradients(left: Gradients, right: Gradients) -> Gradients:
         else add_present(one, two)
         for one, two in zip(left, right, strict=True)
     ]
-
-
-def _move(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to(device)
-
-
-def _isolated(devices: Iterable[torch.device]) -> AbstractContextManager[object]:
-    """Return a context that restores all generators after the body."""
-    stack = ExitStack()
-    for number, device in enumerate(devices):
-        stack.enter_context(isolated(device, everything=number == 0))
-    return stack
-
-
-def _without_autocast(devices: Iterable[torch.device]) -> AbstractContextManager[object]:
-    """Return the context of a backward, which computes in the dtypes of forward."""
-    kinds = {each.type for each in devices if torch.is_autocast_enabled(each.type)}
-    stack = ExitStack()
-    for kind in kinds:
-        stack.enter_context(torch.autocast(kind, enabled=False))
-    return stack

@@ -11,7 +11,7 @@ Tensors are found in nested tuples, lists and mappings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,11 @@ from lockstep.data.microbatch import map_tensors
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.tree import Node, total
 
-__all__ = ["GatheredTensor", "Part", "count_samples", "list_tensors", "scatter"]
+__all__ = ["SplitGradient", "count_samples", "gather", "list_tensors", "take_part"]
+
+SplitGradient = Callable[[torch.Tensor, int], torch.Tensor]
+"""A function of the gradient of a joined tensor and a micro-batch that returns the gradient of the
+micro-batch's tensor, on its device."""
 
 
 def count_samples(args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> int:
@@ -30,12 +34,13 @@ def count_samples(args: Sequence[Any], kwargs: Mapping[str, Any], dim: int) -> i
     Raises:
         UsageError: No tensor has this dimension, or the sizes differ.
     """
-    sizes: dict[str, int] = {}
-    named = [(f"argument {position}", each) for position, each in enumerate(args)]
-    for name, value in [*named, *((f"argument {name}", each) for name, each in kwargs.items())]:
-        for path, tensor in _walk(value, name):
-            if tensor.dim() > dim:
-                sizes[path] = tensor.shape[dim]
+    named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+    sizes = {
+        path: tensor.shape[dim]
+        for name, value in named.items()
+        for path, tensor in _walk(value, f"argument {name}")
+        if tensor.dim() > dim
+    }
     if not sizes:
         raise UsageError(
             f"ls.DataParallel found no tensor with a dimension {dim} in the arguments, so it "
@@ -58,73 +63,45 @@ def list_tensors(data: Any) -> list[torch.Tensor]:
     return [tensor for _, tensor in _walk(data, "")]
 
 
-class Part:
-    """The arguments of one micro-batch, on its device.
+def take_part(
+    data: Any, span: range, dim: int, device: torch.device, sources: Sequence[torch.Tensor]
+) -> tuple[Any, list[torch.Tensor]]:
+    """Return the arguments of one micro-batch on its device.
 
-    Attributes:
-        data: The arguments, with copies of their samples.
-        leaves: For each source, the leaf that gets its gradient.
-    """
-
-    def __init__(
-        self, data: Any, span: range, dim: int, device: torch.device, sources: Sequence[Any]
-    ) -> None:
-        self.leaves: list[torch.Tensor] = []
-        copies: dict[int, torch.Tensor] = {}
-        for source in sources:
-            leaf = _samples(source.detach(), span, dim).requires_grad_()
-            self.leaves.append(leaf)
-            copies[id(source)] = leaf.to(device, copy=True)
-
-        def copy(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) not in copies:
-                copies[id(tensor)] = _samples(tensor.detach(), span, dim).to(device, copy=True)
-            return copies[id(tensor)]
-
-        self.data = map_tensors(copy, data)
-
-
-def scatter(
-    data: Any,
-    spans: Sequence[range],
-    dim: int,
-    devices: Sequence[torch.device],
-    sources: Sequence[torch.Tensor],
-) -> list[Part]:
-    """Return the arguments of each micro-batch.
-
-    Tensors without the dimension are copied to each micro-batch; other values are shared. A tensor
-    that occurs twice is one tensor in each part, too.
+    Tensors without the dimension are copied whole; other values are shared. A tensor that occurs
+    twice is one tensor in the part, too.
 
     Args:
-        data: The arguments.
-        spans: The samples of each micro-batch.
+        data: The arguments of the call.
+        span: The samples of the micro-batch.
         dim: The dimension of the samples.
-        devices: The device of each micro-batch.
+        device: The device of the micro-batch.
         sources: The tensors among the arguments that need a gradient.
+
+    Returns:
+        The arguments, and for each source the leaf that gets its gradient.
     """
-    pairs = zip(spans, devices, strict=True)
-    return [Part(data, span, dim, device, sources) for span, device in pairs]
+    leaves = {id(source): _samples(source, span, dim).requires_grad_() for source in sources}
+    copies: dict[int, torch.Tensor] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in copies:
+            leaf = leaves.get(id(tensor))
+            samples = _samples(tensor, span, dim) if leaf is None else leaf
+            copies[id(tensor)] = samples.to(device, copy=True)
+        return copies[id(tensor)]
+
+    return map_tensors(copy, data), list(leaves.values())
 
 
-def _samples(tensor: torch.Tensor, span: range, dim: int) -> torch.Tensor:
-    return tensor.narrow(dim, span.start, len(span)) if tensor.dim() > dim else tensor
-
-
-def _walk(data: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in nested data, with the expressions for them."""
-    if isinstance(data, torch.Tensor):
-        yield name, data
-    elif isinstance(data, Mapping):
-        for entry, part in data.items():
-            yield from _walk(part, f"{name}[{entry!r}]")
-    elif isinstance(data, (tuple, list)):
-        for position, part in enumerate(data):
-            yield from _walk(part, f"{name}[{position}]")
-
-
-class GatheredTensor:
-    """One output tensor of all micro-batches, joined.
+def gather(
+    parts: Mapping[int, torch.Tensor],
+    shares: Mapping[int, float],
+    leaves: int,
+    dim: int,
+    device: torch.device,
+) -> tuple[torch.Tensor, SplitGradient]:
+    """Join one output tensor of all micro-batches, without a graph.
 
     Args:
         parts: The tensors of the micro-batches by their indices.
@@ -133,82 +110,70 @@ class GatheredTensor:
         dim: The dimension of the samples.
         device: The device of the result.
 
-    Attributes:
-        is_differentiable: Whether a gradient can flow to it.
+    Returns:
+        The joined tensor, and a function that splits its gradient.
 
     Raises:
         UsageError: The shapes do not fit together.
     """
-
-    def __init__(
-        self,
-        parts: Mapping[int, torch.Tensor],
-        shares: Mapping[int, float],
-        leaves: int,
-        dim: int,
-        device: torch.device,
-    ) -> None:
-        first = next(iter(parts.values()))
-        self.is_differentiable = any(each.requires_grad for each in parts.values())
-        self._devices = {index: each.device for index, each in parts.items()}
-        self._shares, self._dim = shares, dim
-        self._is_scalar = first.dim() == 0
-        self._is_mean = self._is_scalar and first.is_floating_point()
-        self._spans: dict[int, tuple[int, int]] = {}
-        self._value: torch.Tensor | None
-        given = {index: each.detach().to(device) for index, each in parts.items()}
-        if self._is_mean:
-            self._value = _mean(given, shares, leaves).to(first.dtype)
-            return
-        if self._is_scalar:
-            self._value = torch.stack(list(given.values()))
-            return
-        start = 0
-        for index, each in given.items():
-            if each.dim() <= dim:
-                raise UsageError(
-                    f"an output of shape {tuple(each.shape)} has no dimension {dim}, along which "
-                    "ls.DataParallel joins the micro-batches: return samples in this dimension, "
-                    "or a scalar that is a mean over the samples"
-                )
-            self._spans[index] = start, each.shape[dim]
-            start += each.shape[dim]
-        try:
-            self._value = torch.cat(list(given.values()), dim)
-        except RuntimeError as error:
-            shapes = sorted({tuple(each.shape) for each in given.values()})
+    devices = {index: part.device for index, part in parts.items()}
+    moved = {index: part.detach().to(device) for index, part in parts.items()}
+    first = next(iter(moved.values()))
+    if first.dim() == 0 and first.is_floating_point():
+        mean = _compute_mean(moved, shares, leaves).to(first.dtype)
+        return mean, lambda gradient, index: gradient.to(devices[index]) * shares[index]
+    if first.dim() == 0:  # integers, which have no gradient
+        return torch.stack(list(moved.values())), lambda gradient, index: gradient[index]
+    spans: dict[int, tuple[int, int]] = {}
+    start = 0
+    for index, part in moved.items():
+        if part.dim() <= dim:
             raise UsageError(
-                f"the micro-batches return tensors of shapes {', '.join(map(str, shapes))}, which "
-                f"cannot be joined along dimension {dim}"
-            ) from error
+                f"an output of shape {tuple(part.shape)} has no dimension {dim}, along which "
+                "ls.DataParallel joins the micro-batches: return samples in this dimension, or a "
+                "scalar that is a mean over the samples"
+            )
+        spans[index] = start, part.shape[dim]
+        start += part.shape[dim]
+    try:
+        joined = torch.cat(list(moved.values()), dim)
+    except RuntimeError as error:
+        shapes = sorted({tuple(part.shape) for part in moved.values()})
+        raise UsageError(
+            f"the micro-batches return tensors of shapes {', '.join(map(str, shapes))}, which "
+            f"cannot be joined along dimension {dim}"
+        ) from error
 
-    def take_value(self) -> torch.Tensor:
-        """Return the joined tensor, without a graph, and keep no reference to it.
+    def split(gradient: torch.Tensor, index: int) -> torch.Tensor:
+        part = gradient.narrow(dim, *spans[index])
+        return part.to(devices[index], copy=True, memory_format=torch.contiguous_format)
 
-        The result of a function of autograd must not be kept by the function, since neither would
-        be freed.
-        """
-        value, self._value = self._value, None
-        assert value is not None
-        return value
-
-    def split_gradient(self, gradient: torch.Tensor, microbatch: int) -> torch.Tensor:
-        """Return the gradient of a micro-batch's tensor from that of the joined one."""
-        device = self._devices[microbatch]
-        if self._is_mean:
-            return gradient.to(device) * self._shares[microbatch]
-        part = gradient.narrow(self._dim, *self._spans[microbatch])
-        return part.to(device, copy=True, memory_format=torch.contiguous_format)
+    return joined, split
 
 
-def _mean(
+def _compute_mean(
     values: Mapping[int, torch.Tensor], shares: Mapping[int, float], leaves: int
 ) -> torch.Tensor:
     """Return the weighted mean of scalars along the tree, in float64."""
-    terms: dict[Node, torch.Tensor | None] = {}
-    for leaf in range(leaves):
-        term = values[leaf].to(torch.float64) * shares[leaf] if leaf in values else None
-        terms[leaf, leaf + 1] = term
+    terms: dict[Node, torch.Tensor | None] = {(leaf, leaf + 1): None for leaf in range(leaves)}
+    for leaf, value in values.items():
+        terms[leaf, leaf + 1] = value.to(torch.float64) * shares[leaf]
     mean = total(terms, leaves, add_present)
     assert mean is not None
     return mean
+
+
+def _samples(tensor: torch.Tensor, span: range, dim: int) -> torch.Tensor:
+    """Return the samples of a micro-batch, without a graph."""
+    tensor = tensor.detach()
+    return tensor.narrow(dim, span.start, len(span)) if tensor.dim() > dim else tensor
+
+
+def _walk(data: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested data, with the expressions for them."""
+    if isinstance(data, torch.Tensor):
+        yield name, data
+    elif isinstance(data, (Mapping, tuple, list)):
+        entries = data.items() if isinstance(data, Mapping) else enumerate(data)
+        for entry, part in entries:
+            yield from _walk(part, f"{name}[{entry!r}]")

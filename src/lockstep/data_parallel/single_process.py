@@ -1,6 +1,6 @@
-"""DataParallel: one process computes micro-batches on several devices, with one thread each.
+"""DataParallel: one process computes micro-batches on several devices.
 
-    DataParallel               one process, a thread per device, gradients added on the first device
+    DataParallel               one process for all devices, gradients added on the first device
     DistributedDataParallel    one process per device
     Trainer                    one process per device, and the optimizer, data and checkpoints
 
@@ -10,70 +10,42 @@ With the same micro-batches, all add the same gradients along the same tree
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
-from typing import Any, Never
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
-from lockstep.data.microbatch import map_tensors
 from lockstep.data_parallel.distributed import DistributedDataParallel
-from lockstep.data_parallel.replica import make_leaves, move_tensors, replicate
-from lockstep.data_parallel.replica_pass import ReplicaPass
-from lockstep.data_parallel.replica_run import ReplicaRun
-from lockstep.data_parallel.scatter import Part, count_samples, list_tensors, scatter
+from lockstep.data_parallel.replica_pass import Call, ReplicaPass
 from lockstep.data_parallel.state_prefix import hide_prefix
-from lockstep.data_parallel.unit_turns import DrawingUnits
 from lockstep.devices import count_devices, find_accelerator, is_accelerator
-from lockstep.formatting import format_quantity
-from lockstep.kernel.errors import LayoutError, LossError, UsageError
-from lockstep.kernel.loss_weights import (
-    WeightFunction,
-    compute_shares,
-    infer_weight_function,
-    is_sum,
-    loss_name,
-)
-from lockstep.kernel.splitting import (
-    assign_microbatches,
-    count_microbatches,
-    on_one_host,
-    split_evenly,
-)
+from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.kernel.loss_weights import WeightFunction, infer_weight_function, loss_name
 from lockstep.model.blocks import find_block_names
-from lockstep.model.buffers import Buffers
 from lockstep.model.compilation import is_compiled
 
 __all__ = ["DataParallel"]
 
-UNUSED = {
-    "device_ids": "it is called devices",
-    "output_device": "outputs are joined on the first device",
-}
-"""The options of torch's class that do not exist here, with the reason."""
-
-WRAPPERS = (
-    DistributedDataParallel,
-    nn.DataParallel,
-    nn.parallel.DistributedDataParallel,
-)
+WRAPPERS = (DistributedDataParallel, nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 class DataParallel(nn.Module):
     """Wraps a module so that one process computes each batch on several devices.
 
     Use it like torch's class. A call splits its tensors into micro-batches, as `lockstep.Trainer`
-    does, computes them on replicas of the module with one thread per device, and joins the outputs
-    on the first device in the order of the samples. Backward also uses one thread per device, and
-    adds the gradients of the micro-batches along the tree, into `.grad` of the module's parameters.
-    The CPU may be listed several times; devices with the same memory share the parameters. The
-    state dict has the module's own names, without a prefix. `lockstep.init` is not needed.
+    does, computes them on replicas of the module, and joins the outputs on the first device in the
+    order of the samples. Backward adds the gradients of the micro-batches along the tree, into
+    `.grad` of the module's parameters. The state dict has the module's own names, without a prefix.
+    `lockstep.init` is not needed.
+
+    The calling thread starts the work of all devices. Accelerators compute at the same time,
+    because it does not wait for them. The CPU may be listed several times; its micro-batches are
+    computed one after another.
 
     Prefer one process per device (`lockstep.DistributedDataParallel` or `lockstep.Trainer`) for
-    training: threads wait for Python's global interpreter lock, and the first device holds and adds
-    more than the others. See the guide "One process or several".
+    training: one thread has to keep all devices busy, and the first device holds and adds more than
+    the others. See the guide "One process or several".
 
     **Bits.** For the same micro-batches, weights, seed, step and number of intra-op threads:
 
@@ -94,10 +66,8 @@ class DataParallel(nn.Module):
     number per device). Other scalars become a vector with one entry per micro-batch. Values that
     are not tensors are those of the first micro-batch.
 
-    **Random numbers.** Units (the blocks that the module names, or the module) are seeded as in the
-    trainer. The generators belong to the process, so a unit that draws runs while no other unit
-    runs. A module that draws outside of its blocks, in backward, or with `random` or numpy is
-    computed one micro-batch after another. The first pass always is, to observe which units draw.
+    **Random numbers.** The global generators are seeded for each micro-batch and unit (the blocks
+    that the module names, or the module) as in the trainer, and restored after the call.
 
     **Buffers** are merged as in the trainer, after forward: every micro-batch starts from the same
     ones, and floating-point results that differ are replaced by their mean. Attributes that forward
@@ -112,7 +82,6 @@ class DataParallel(nn.Module):
             affects bits.
         dim: The dimension of the samples in arguments and outputs.
         seed: The seed of all random numbers that the module draws, an int64.
-        others: Not used; an option of torch's class that does not apply here raises an error.
 
     Attributes:
         module: The module.
@@ -120,7 +89,7 @@ class DataParallel(nn.Module):
             the trainer's step of this number; set it when you resume from a checkpoint.
 
     Raises:
-        UsageError: An option does not exist, or the module cannot be replicated.
+        UsageError: The module cannot be replicated, or there is no device.
         LayoutError: There are more devices than micro-batches.
     """
 
@@ -132,11 +101,7 @@ class DataParallel(nn.Module):
         microbatches: int = 8,
         dim: int = 0,
         seed: int = 0,
-        **others: Never,
     ) -> None:
-        for name in others:
-            why = UNUSED.get(name)
-            raise UsageError(f"DataParallel has no option {name}" + (f": {why}" if why else ""))
         super().__init__()
         self.devices = _find_devices(devices)
         if microbatches < len(self.devices):
@@ -153,7 +118,6 @@ class DataParallel(nn.Module):
         self._evaluations = 0  # calls in evaluation mode since the last step
         names = find_block_names(module, None)
         self._unit_names = list({module.get_submodule(name): name for name in names}.values())
-        self._drawing: dict[tuple[bool, bool], DrawingUnits] = {}
         hide_prefix(self, "module.")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,123 +173,27 @@ class DataParallel(nn.Module):
         weight: WeightFunction | None,
     ) -> Any:
         self._check_placement()
-        samples = count_samples(args, kwargs, self.dim)
-        trained = [each for each in self.module.parameters() if each.requires_grad]
-        sources: list[torch.Tensor] = []
-        if torch.is_grad_enabled():
-            tensors = {id(each): each for each in list_tensors((args, kwargs))}
-            sources = [each for each in tensors.values() if each.requires_grad]
-        has_gradient = torch.is_grad_enabled() and bool(trained or sources)
-        leaves = count_microbatches(samples, self.microbatches)
-
-        def make_runs() -> list[list[ReplicaRun]]:
-            return self._make_runs((args, kwargs), samples, leaves, sources, loss, weight)
-
-        kind = self.training, has_gradient
-        if kind not in self._drawing:
-            self._drawing[kind] = DrawingUnits(self._has_nested_units())
-        computed = ReplicaPass(
-            self.module, self._unit_names, make_runs, leaves, self.devices[0], self.dim,
-            (self.seed, self.steps if self.training else -1 - self._evaluations),
-            self._drawing[kind], has_gradient,
+        step = self.steps if self.training else -1 - self._evaluations
+        call = Call(
+            self.module, self._unit_names, self.devices, self.microbatches, self.dim, self.seed,
+            step, args, kwargs, loss, weight,
         )  # fmt: skip
-        outputs, gathered = computed.forward()
+        outputs = ReplicaPass(call).forward()
         if self.training:
             self.steps, self._evaluations = self.steps + 1, 0
         else:
             self._evaluations += 1
-        values = [each.take_value() for each in gathered]
-        if has_gradient:
-            flags = [each.is_differentiable for each in gathered]
-            apply: Any = _Pass.apply  # torch does not annotate it
-            values = list(apply(computed, values, flags, *trained, *sources))
-        remaining = iter(values)
-        return map_tensors(lambda _: next(remaining), outputs)
-
-    def _make_runs(
-        self,
-        data: tuple[tuple[Any, ...], dict[str, Any]],
-        samples: int,
-        leaves: int,
-        sources: Sequence[torch.Tensor],
-        loss: Callable[..., Any] | None,
-        weight: WeightFunction | None,
-    ) -> list[list[ReplicaRun]]:
-        """Return the micro-batches of each device, with new replicas."""
-        spans = split_evenly(samples, leaves)
-        assigned = assign_microbatches(leaves, on_one_host(len(self.devices)))
-        owners = {index: n for n, owned in enumerate(assigned) for index in owned}
-        parts = scatter(
-            data, spans, self.dim, [self.devices[owners[index]] for index in range(leaves)], sources
-        )
-        shares = _compute_shares(loss, weight, spans, parts)
-        parameters, buffers = list(self.module.parameters()), list(self.module.buffers())
-        tensors = [*parameters, *buffers]
-        first, *others = dict.fromkeys(self.devices)
-        copies = {device: move_tensors(tensors, device) for device in others}
-        copies[first] = {id(each): each for each in tensors}  # frozen ones are shared
-        losses = {device: _loss_on(loss, device, first) for device in copies}
-        trained = [each for each in parameters if each.requires_grad]
-        queues: list[list[ReplicaRun]] = [[] for _ in self.devices]
-        for index, share in shares.items():
-            number, device = owners[index], self.devices[owners[index]]
-            own = make_leaves(trained, copies[device], torch.is_grad_enabled())
-            replica = replicate(self.module, copies[device] | own)
-            held = Buffers({"": replica}) if buffers else None
-            if held is not None:
-                held.install_copies()
-            queues[number].append(
-                ReplicaRun(
-                    index=index,
-                    size=len(spans[index]),
-                    place=f"micro-batch {index} on {device} (device {number} of "
-                    f"{len(self.devices)})",
-                    device=device,
-                    part=parts[index],
-                    share=share,
-                    loss=losses[device],
-                    replica=replica,
-                    leaves=[own[id(each)] for each in trained],
-                    buffers=held,
-                )
-            )
-        return queues
+        return outputs
 
     def _check_placement(self) -> None:
         first = self.devices[0]
-        for kind, named in (
-            ("parameter", self.module.named_parameters()),
-            ("buffer", self.module.named_buffers()),
-        ):
-            for name, each in named:
-                if each.device != first:
-                    raise UsageError(
-                        f"the {kind} {name} is on {each.device}, but the first device of "
-                        f"ls.DataParallel is {first}: call module.to({str(first)!r})"
-                    )
-
-    def _has_nested_units(self) -> bool:
-        units = [self.module.get_submodule(name) for name in self._unit_names]
-        inner = {each for unit in units for each in list(unit.modules())[1:]}
-        return any(unit in inner for unit in units)
-
-
-class _Pass(torch.autograd.Function):
-    """Connects a pass with the graph of the parameters and the arguments that need a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, computed: ReplicaPass, values: Any, flags: Any, *sources: Any) -> Any:
-        """Return the joined outputs, which have been computed."""
-        ctx.computed = computed
-        ctx.set_materialize_grads(False)
-        pairs = zip(values, flags, strict=True)
-        ctx.mark_non_differentiable(*(value for value, flag in pairs if not flag))
-        return tuple(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        """Return the gradients of the sources."""
-        return (None, None, None, *ctx.computed.backward(gradients))
+        for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
+            if tensor.device != first:
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                raise UsageError(
+                    f"the {kind} {name} is on {tensor.device}, but the first device of "
+                    f"ls.DataParallel is {first}: call module.to({str(first)!r})"
+                )
 
 
 def _find_devices(devices: Sequence[torch.device | str | int] | None) -> list[torch.device]:
@@ -334,85 +202,31 @@ def _find_devices(devices: Sequence[torch.device | str | int] | None) -> list[to
         devices = ["cpu"] if kind is None else list(range(count_devices(kind)))
     if isinstance(devices, str):
         devices = [devices]
-    found = []
-    for each in devices:
-        device = torch.device(kind or "cuda", each) if isinstance(each, int) else torch.device(each)
-        if is_accelerator(device):
-            count = count_devices(device.type)
-            if device == torch.device(device.type):  # without a number
-                device = torch.device(device.type, 0)
-            if device.index >= count:
-                raise UsageError(
-                    f"ls.DataParallel cannot use {device}: this process sees "
-                    f"{format_quantity(count, f'{device.type} device')}"
-                )
-        elif device.type != "cpu":
-            raise UsageError(f"ls.DataParallel does not compute on the device {device}")
-        found.append(device)
+    found = [
+        torch.device(kind or "cuda", device) if isinstance(device, int) else torch.device(device)
+        for device in devices
+    ]
     if not found:
         raise UsageError('devices is empty: pass at least one device, such as ["cpu"]')
-    return found
+    return [
+        torch.device(device.type, 0) if is_accelerator(device) and device.index is None else device
+        for device in found
+    ]
 
 
 def _reject_unsupported(module: nn.Module) -> None:
     """Raise UsageError for modules that cannot be replicated."""
     for path, part in module.named_modules():
         name = path or type(part).__name__
-        if isinstance(part, torch.jit.ScriptModule):
+        is_script = isinstance(part, torch.jit.ScriptModule)
+        if is_script or is_compiled(part):
+            compiler = "TorchScript" if is_script else "torch.compile"
             raise UsageError(
-                f"{name} is compiled by TorchScript, which cannot be replicated: pass the module "
-                "without torch.jit.script or torch.jit.trace"
-            )
-        if is_compiled(part):
-            raise UsageError(
-                f"{name} is compiled by torch.compile, which does not support replicas on threads: "
-                "pass the module without torch.compile, or use ls.DistributedDataParallel"
+                f"{name} is compiled by {compiler}, which does not support replicas: pass the "
+                "module before it is compiled, or use ls.DistributedDataParallel"
             )
         if isinstance(part, (*WRAPPERS, DataParallel)):
             raise UsageError(
                 f"{name} is wrapped in {type(part).__name__}, which exchanges gradients by itself: "
                 "pass its module"
             )
-        for kind, each in [*part._parameters.items(), *part._buffers.items()]:
-            if is_lazy(each):
-                raise UsageError(
-                    f"{name} has no shape for its {kind} yet: call the module with one batch "
-                    "before you wrap it"
-                )
-
-
-def _compute_shares(
-    loss: Callable[..., Any] | None,
-    weight: WeightFunction | None,
-    spans: Sequence[range],
-    parts: Sequence[Part],
-) -> dict[int, float]:
-    """Return the share of each micro-batch that is computed, by index."""
-    if loss is not None and is_sum(loss):
-        return dict.fromkeys(range(len(spans)), 1.0)
-    if weight is None:
-        return {index: len(span) / spans[-1].stop for index, span in enumerate(spans)}
-    weights = {}
-    for index, part in enumerate(parts):
-        try:
-            weights[index] = float(weight(part.data[0]))
-        except Exception as error:
-            raise LossError(
-                f"the weight of micro-batch {index} could not be computed: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-    if not sum(weights.values()) > 0:
-        raise LossError(
-            f"the weights of the batch's {len(spans)} micro-batches sum to "
-            f"{sum(weights.values())}; check whether the targets of all samples are ignored"
-        )
-    return compute_shares(weights)
-
-
-def _loss_on(
-    loss: Callable[..., Any] | None, device: torch.device, first: torch.device
-) -> Callable[..., Any] | None:
-    """Return a loss for a device: a copy on it, if the loss is a module on another device."""
-    if not isinstance(loss, nn.Module) or device == first:
-        return loss
-    return copy.deepcopy(loss).to(device)
