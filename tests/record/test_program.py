@@ -1,21 +1,15 @@
-"""What a record says of the program: what was run, from where, and which data it named."""
+"""What a record says of the program: what was run, and from where."""
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-
-import numpy as np
-import pytest
-import torch
-from torch.utils.data import Subset, TensorDataset
 
 import lockstep
 from lockstep.launcher import world
 from lockstep.launcher.launch import launch
-from lockstep.record.program import describe_data, describe_program, select_variables
+from lockstep.record.program import describe_program, select_variables
 
 PRINT = """
 import json
@@ -93,59 +87,3 @@ def test_variables_that_init_sets_are_not_those_of_the_user(monkeypatch):
 def test_variables_are_those_that_decide_bits():
     given = {"MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "SSE41", "NCCL_DEBUG": "INFO", "PATH": "/"}
     assert select_variables(given) == {"MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "SSE41"}
-
-
-class Files(TensorDataset):
-    def __init__(self, *names):
-        super().__init__(torch.zeros(2))
-        self.first, self.rest, self.myself = names[0], [(name, 0) for name in names[1:]], self
-
-
-def test_the_files_that_a_dataset_names_are_described(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("a.txt").write_text("abc")
-    Path("folder").mkdir()
-    np.zeros(4).tofile("mapped")
-    dataset = Files("a.txt", Path("folder"), "missing", "a.txt", "x" * 5000, "\0")
-    dataset.mapped = np.memmap("mapped", mode="r")
-    found = {each["path"]: each for each in describe_data(Subset(dataset, [0]))}
-    sizes = {Path(path).name: each["size"] for path, each in found.items()}
-    assert sizes == {"a.txt": 3, "folder": None, "mapped": 32}
-    for path, each in found.items():
-        assert each["mtime_ns"] == os.stat(path).st_mtime_ns
-    assert describe_data(TensorDataset(torch.zeros(2))) == []
-
-
-def test_names_of_classes_do_not_hide_a_path(tmp_path):
-    dataset = Files("train")
-    dataset.classes, dataset.samples = [f"class {number}" for number in range(200)], [[tmp_path]]
-    assert [each["path"] for each in describe_data(dataset)] == [str(tmp_path)]
-
-
-class Lazy(Mapping):
-    """A mapping that reads a file for each entry, as h5py's."""
-
-    def __getitem__(self, key):
-        raise OSError(f"{key} was read")
-
-    def __iter__(self):
-        return iter(["a"])
-
-    def __len__(self):
-        return 1
-
-
-def test_looking_at_a_dataset_is_bounded_and_reads_none_of_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("train").mkdir()
-    Path("last.txt").write_text("abc")
-    dataset = Files("train")  # the name of a split, and by chance of a folder
-    dataset.lazy, dataset.table = Lazy(), [[{"a": 1}] * 1000 for _ in range(1000)]
-    dataset.more = {n: [str(n)] * 2 for n in range(10**6)}
-    dataset.last = "last.txt"
-    assert [each["path"] for each in describe_data(dataset)] == [str(tmp_path / "last.txt")]
-
-
-@pytest.mark.parametrize("value", [object(), None, int, len, {"a": 1}])
-def test_a_dataset_of_any_kind_is_looked_at(value):
-    assert describe_data(value) == []

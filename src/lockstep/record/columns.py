@@ -101,10 +101,12 @@ def parse_block(steps: list[Line]) -> StepBlock:
     if not any(summaries):
         spread, slowest = (np.empty((len(steps), 0, size)) for size in (width, width + 1))
     else:
-        found = list(map(as_dict, summaries))
-        rows = [[each.get(name) for name in STATISTICS] if each else None for each in found]
+        dicts = list(map(as_dict, summaries))
+        rows = [
+            [summary.get(name) for name in STATISTICS] if summary else None for summary in dicts
+        ]
         spread = _rank_rows(rows, width)
-        slowest = _rank_rows([each.get("slowest") for each in found], width + 1)
+        slowest = _rank_rows([summary.get("slowest") for summary in dicts], width + 1)
     return StepBlock(scalars, metrics, ranks, spread, slowest)
 
 

@@ -55,16 +55,16 @@ def read_step_fingerprints(folder: Path) -> list[RecordedStep]:
         UsageError: There is no record.
         FileError: The record cannot be read.
     """
-    found: list[RecordedStep] = []
+    steps: list[RecordedStep] = []
     for line in _lines(folder):
         number = line.get("step")
         if not isinstance(number, int):
             continue
-        while found and found[-1].step >= number:  # these steps are repeated
-            found.pop()
+        while steps and steps[-1].step >= number:  # these steps are repeated
+            steps.pop()
         if line["kind"] == "step":
-            found.append(_step(number, line))
-    return found
+            steps.append(_step(number, line))
+    return steps
 
 
 def _lines(folder: Path) -> Iterator[dict[str, Any]]:
@@ -94,10 +94,10 @@ def _step(number: int, line: dict[str, Any]) -> RecordedStep:
 
 def _exact(line: dict[str, Any], name: str) -> float | None:
     """Return a number of a line, from its `float.hex` form if there is one; None if missing."""
-    found = _parse(line.get(f"{name}_hex"))
-    if found is None and line.get(name) is not None:
+    number = _parse(line.get(f"{name}_hex"))
+    if number is None and line.get(name) is not None:
         return as_float(line[name])
-    return found
+    return number
 
 
 def _parse(text: Any) -> float | None:

@@ -55,7 +55,7 @@ class Logger(Protocol):
         """Write one line.
 
         Args:
-            kind: "run", "resume", "round", "step", "epoch", "timeline", "checkpoint", "data",
+            kind: "run", "resume", "round", "step", "epoch", "timeline", "checkpoint",
                 "warning" or "end".
             fields: The fields of the line.
         """
@@ -68,16 +68,16 @@ def collect_scalars(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a line under the names that dashboards show."""
     if kind == "epoch":
         evaluation = fields.get("evaluation") or {}
-        found = {"loss": evaluation.get("loss"), **(evaluation.get("metrics") or {})}
-        return _drop_missing({f"held_out/{name}": value for name, value in found.items()})
+        scalars = {"loss": evaluation.get("loss"), **(evaluation.get("metrics") or {})}
+        return _drop_missing({f"held_out/{name}": value for name, value in scalars.items()})
     if kind != "step":
         return {}
-    found = {name: fields.get(name) for name in ("loss", "lr", "seconds", "loss_scale")}
+    scalars = {name: fields.get(name) for name in ("loss", "lr", "seconds", "loss_scale")}
     seconds = fields.get("seconds") or 0
     if seconds > 0:
-        found["samples_per_second"] = fields.get("samples", 0) / seconds
+        scalars["samples_per_second"] = fields.get("samples", 0) / seconds
     times = _mean_times(fields.get("ranks") or (), fields.get("rank_summary"))
-    return _drop_missing(found | dict(fields.get("metrics") or {}) | times)
+    return _drop_missing(scalars | dict(fields.get("metrics") or {}) | times)
 
 
 def _mean_times(
@@ -204,8 +204,8 @@ class DashboardLogger(abc.ABC):
         """Return the id of the dashboard's run that an earlier process stored, if any."""
         if self.resumed_step is None:
             return None
-        found = self._stored_ids().get(self.package)
-        return found if isinstance(found, str) else None
+        run_id = self._stored_ids().get(self.package)
+        return run_id if isinstance(run_id, str) else None
 
     def store_id(self, run_id: str) -> None:
         """Store the id of the dashboard's run, if the folder of the run is known."""
@@ -216,10 +216,10 @@ class DashboardLogger(abc.ABC):
     def _stored_ids(self) -> dict[str, Any]:
         path = self._ids_path()
         try:
-            found = json.loads(path.read_bytes()) if path is not None else {}
+            ids = json.loads(path.read_bytes()) if path is not None else {}
         except (OSError, ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return ids if isinstance(ids, dict) else {}
 
     def _ids_path(self) -> Path | None:
         folder = self.run_folder or Path(os.environ.get(RUN) or os.devnull)
@@ -381,12 +381,14 @@ def create_logger(name: str, folder: Path) -> DashboardLogger:
 
 def _flatten_header(header: Mapping[str, Any]) -> dict[str, Any]:
     """Return the header's settings under dotted names, as a dashboard's parameters."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for name in ("recipe", "command", "epochs", "steps_per_epoch", "samples"):
         if name in header:
             value = header[name]
-            found[name] = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+            settings[name] = (
+                " ".join(map(str, value)) if isinstance(value, (list, tuple)) else value
+            )
     for part in ("layout", "options", "model", "optimizer", "environment"):
         for name, value in (header.get(part) or {}).items():
-            found[f"{part}.{name}"] = value if isinstance(value, (int, float)) else str(value)
-    return found
+            settings[f"{part}.{name}"] = value if isinstance(value, (int, float)) else str(value)
+    return settings

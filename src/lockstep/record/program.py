@@ -1,4 +1,4 @@
-"""The description of a run's program, from which it can be run again, and of its data files.
+"""The description of a run's program, from which it can be run again.
 
 program     kind        script, module, function (of `ls.launch`), recipe, command (-c), notebook,
                         driver (whose calls a worker executes)
@@ -6,22 +6,15 @@ program     kind        script, module, function (of `ls.launch`), recipe, comma
             target      the script's `__file__`, or the name of the module or recipe
             arguments, cwd, path (entries of sys.path outside of installations)
             environ     the variables that affect the bits of the results
-data        files and folders that a dataset names, with size and time of modification
 """
 
 from __future__ import annotations
 
 import os
-import stat
 import sys
 import sysconfig
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
-from pathlib import Path
-from typing import Any, cast
-
-import numpy as np
+from collections.abc import Mapping
+from typing import Any
 
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.rank_process import get_launch_number, get_task
@@ -31,7 +24,6 @@ from lockstep.launcher.tracebacks import find_ipython_shell
 
 __all__ = [
     "REPLAYABLE",
-    "describe_data",
     "describe_program",
     "find_started_folder",
     "select_variables",
@@ -49,9 +41,6 @@ REPLAYABLE = ("script", "module", "function", "recipe")
 
 INSTALLATION = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 PACKAGE_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-MOST_PATHS = 100  # possible paths that are examined
-MOST_OBJECTS = 2000  # objects that are examined, once per epoch
-LONGEST = 4096  # characters of a path
 
 
 def describe_program(kind: str | None = None, target: str | None = None) -> dict[str, Any]:
@@ -71,7 +60,7 @@ def describe_program(kind: str | None = None, target: str | None = None) -> dict
         "target": target or found_target,
         "arguments": sys.argv[1:],
         "cwd": find_started_folder(),
-        "path": [os.path.abspath(each) for each in sys.path if not _is_installed(each)],
+        "path": [os.path.abspath(entry) for entry in sys.path if not _is_installed(entry)],
         "environ": {name: value for name, value in environ.items() if name not in own},
     }
 
@@ -123,63 +112,3 @@ def _is_installed(entry: str) -> bool:
         or path.startswith(INSTALLATION)
         or any(part in f"{path}/" for part in INSTALLED)
     )
-
-
-# --- data ----------------------------------------------------------------------------------------
-
-
-def describe_data(dataset: object) -> list[dict[str, Any]]:
-    """Return the files and folders that a dataset names: path, size in bytes, mtime_ns.
-
-    Paths are found in its attributes, in their lists, tuples and dicts, in nested datasets, and in
-    memory-mapped arrays. A string without a separator counts only if it is the name of a file. At
-    most 2,000 objects are examined, and 100 strings or paths, those with a separator first. Other
-    files that the program reads are not known. The size of a folder is None.
-    """
-    found = {}
-    for path in sorted(_named_paths(dataset), key=_is_word)[:MOST_PATHS]:
-        absolute = os.path.abspath(path)
-        try:
-            status = os.stat(absolute)
-        except (OSError, ValueError):
-            continue
-        is_folder = stat.S_ISDIR(status.st_mode)
-        if is_folder and _is_word(path):
-            continue
-        size = None if is_folder else status.st_size
-        found[absolute] = {"path": absolute, "size": size, "mtime_ns": status.st_mtime_ns}
-    return list(found.values())
-
-
-def _is_word(path: str | Path) -> bool:
-    """Return whether a string may be a word such as "train", not a path."""
-    return isinstance(path, str) and os.sep not in path
-
-
-def _named_paths(dataset: object) -> Iterator[str | Path]:
-    """Yield the strings and paths in a dataset and its attributes.
-
-    Only lists, tuples and dicts are entered: another mapping may read a file for each entry.
-    """
-    waiting, seen = deque([dataset]), {id(dataset)}
-    for _ in range(MOST_OBJECTS):
-        if not waiting:
-            return
-        value = waiting.popleft()
-        inside: Iterable[object] = ()
-        if isinstance(value, (str, Path)):
-            if value and len(str(value)) < LONGEST:
-                yield value
-        elif isinstance(value, np.memmap):
-            if value.filename is not None:
-                yield Path(os.fsdecode(value.filename))
-        elif type(value) in (list, tuple):
-            inside = islice(cast(Iterable[object], value), MOST_PATHS)
-        elif type(value) is dict:
-            inside = islice(value.values(), MOST_PATHS)
-        elif not isinstance(value, type) and not callable(value):
-            inside = list(getattr(value, "__dict__", {}).values())
-        for each in inside:
-            if id(each) not in seen:
-                seen.add(id(each))
-                waiting.append(each)

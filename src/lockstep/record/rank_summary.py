@@ -95,8 +95,8 @@ class RankUsage(NamedTuple):
         if ranks <= DETAILED_RANKS:
             return cls([row], latest=arrival)
         times = (row.compute, row.data, row.busy)
-        values = [*(round(each / MICROSECOND) for each in times), row.memory]
-        spread = tuple(Distribution.of([each]) for each in values)
+        values = [*(round(value / MICROSECOND) for value in times), row.memory]
+        spread = tuple(Distribution.of([value]) for value in values)
         return cls([row], ((row.memory, row.rank),), spread, arrival)
 
     def merge(self, other: RankUsage) -> RankUsage:
@@ -105,7 +105,7 @@ class RankUsage(NamedTuple):
         if not self.spread:
             return RankUsage(rows, latest=latest)
         rows = sorted(rows, key=lambda row: (-row.busy, row.rank))[:LISTED_RANKS]
-        largest = sorted([*self.largest, *other.largest], key=lambda each: (-each[0], each[1]))
+        largest = sorted([*self.largest, *other.largest], key=lambda pair: (-pair[0], pair[1]))
         spread = tuple(one.merge(two) for one, two in zip(self.spread, other.spread, strict=True))
         return RankUsage(rows, tuple(largest[:LISTED_RANKS]), spread, latest)
 
@@ -116,7 +116,7 @@ class RankUsage(NamedTuple):
         return cls(
             [RankTimes(*row) for row in rows],
             tuple((size, rank) for size, rank in largest),
-            tuple(Distribution.unpack(each) for each in spread),
+            tuple(Distribution.unpack(distribution) for distribution in spread),
             latest,
         )
 
@@ -145,8 +145,8 @@ class RankUsage(NamedTuple):
     def _make_rows(self, durations: Durations) -> list[list[float]]:
         communication = self._communicate(durations)
         return [
-            [each.compute + durations.updated, communication, self.latest - each.busy, each.data]
-            for each in self.rows
+            [row.compute + durations.updated, communication, self.latest - row.busy, row.data]
+            for row in self.rows
         ]
 
     def _communicate(self, durations: Durations) -> float:
@@ -167,23 +167,23 @@ class RankUsage(NamedTuple):
             return None
         compute, data, busy, _ = self.spread
         communication = self._communicate(durations)
-        found: dict[str, Any] = {"ranks": self.ranks}
+        summary: dict[str, Any] = {"ranks": self.ranks}
         names = (("lowest", "highest"), ("median", "median"), ("highest", "lowest"))
         for name, (own, opposite) in zip(STATISTICS, (*names, ("mean", "mean")), strict=True):
             # Waiting is the rest of the time until the last rank arrived.
             waiting = self.latest - getattr(busy, opposite) * MICROSECOND
-            found[name] = [
+            summary[name] = [
                 getattr(compute, own) * MICROSECOND + durations.updated,
                 communication,
                 max(0.0, waiting),
                 getattr(data, own) * MICROSECOND,
             ]
         rows = zip(self.rows, self._make_rows(durations), strict=True)
-        return found | {"slowest": [[each.rank, *row] for each, row in rows]}
+        return summary | {"slowest": [[times.rank, *row] for times, row in rows]}
 
     def list_memory(self) -> list[int]:
         """Return the peak memory of every rank in bytes; empty if the ranks are many."""
-        return [] if self.spread else [each.memory for each in self.rows]
+        return [] if self.spread else [row.memory for row in self.rows]
 
     def summarize_memory(self) -> dict[str, Any] | None:
         """Return the summary of the ranks' memory in bytes; None if every rank has an entry.

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, cast
 
 import numpy as np
 import orjson
@@ -51,6 +51,7 @@ State = Literal["done", "failed", "stopped", "running", "died"]
 BLOCK_BYTES = 1 << 17  # bytes read at a time: the parsed lines of a block stay in the cache
 TAIL_BYTES = 1 << 17  # bytes at the end of a record that `read_ends` reads
 RESUME_MARK, ROUND_MARK = b'"resume"', b'"round"'
+KEPT = ("epoch", "warning", "timeline", "checkpoint", "resume", "round")
 REWINDING = ("resume", "round")  # the kinds of lines that rewind the lines before them
 SOURCES = re.compile(r"sources(-[0-9]+)?")  # never a folder outside of the run's
 STALE_SECONDS = 120.0  # without a new line, after which a run on another host counts as dead
@@ -63,7 +64,7 @@ class Run:
     `state` is "running" while the writing process is alive, "stopped" if it was asked to end and
     saved a checkpoint first, "died" if it ended without a line "end", else "done" or "failed".
     `resumes` are the lines that resumed the run, in order; `rounds` the lines that began a round
-    after the first one of an elastic run; `data` the lines about the files of datasets.
+    after the first one of an elastic run.
     """
 
     folder: Path
@@ -78,7 +79,6 @@ class Run:
     checkpoints: list[Line] = field(default_factory=list)
     resumes: list[Line] = field(default_factory=list)
     rounds: list[Line] = field(default_factory=list)
-    data: list[Line] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -226,14 +226,8 @@ class RecordParser:
 
     def __init__(self) -> None:
         self.header: Line = {}
-        self.epochs: list[Line] = []
-        self.warnings: list[Line] = []
         self.end: Line | None = None
-        self.timelines: list[Line] = []
-        self.checkpoints: list[Line] = []
-        self.resumes: list[Line] = []
-        self.rounds: list[Line] = []
-        self.data: list[Line] = []
+        self.lines: dict[str, list[Line]] = {kind: [] for kind in KEPT}
         self.blocks: list[StepBlock] = []
         self.may_repeat = False  # whether an unreadable line may have been one that rewinds
         self.undated: Line | None = None  # the last line that rewinds, if it has no valid step
@@ -276,15 +270,15 @@ class RecordParser:
     def _load(self, lines: list[bytes]) -> list[Any]:
         """Return the values of some lines; None for a line that is not JSON."""
         with contextlib.suppress(orjson.JSONDecodeError):
-            found: list[Any] = orjson.loads(b"[" + b",".join(lines) + b"]")
-            return found
-        found = []
+            values: list[Any] = orjson.loads(b"[" + b",".join(lines) + b"]")
+            return values
+        values = []
         for line in filter(bytes.strip, lines):
             try:
-                found.append(orjson.loads(line))
+                values.append(orjson.loads(line))
             except orjson.JSONDecodeError:
-                found.append(None)
-        return found
+                values.append(None)
+        return values
 
     def _add(self, objects: list[Any]) -> None:
         """Add the values of some lines, in their order."""
@@ -330,7 +324,7 @@ class RecordParser:
         self.num_bad -= self.was_bad  # the process was killed while it wrote that line
         self.was_bad = False
         line = _clean(line)
-        (self.resumes if kind == "resume" else self.rounds).append(line)
+        self.lines[kind].append(line)
         self.end = None
         step, epochs = as_float(line.get("step")), line.get("epochs")
         self.may_repeat = not math.isfinite(step)
@@ -360,33 +354,29 @@ class RecordParser:
         if epochs is None:
             times = [block.scalars["t"][block.scalars["step"] >= step] for block in self.blocks]
             begin = np.concatenate([*times, [math.inf]]).min()
-            self.epochs = [line for line in self.epochs if not as_float(line.get("t")) > begin]
+            self._keep("epoch", lambda line: not as_float(line.get("t")) > begin)
         else:
-            del self.epochs[epochs:]
+            del self.lines["epoch"][epochs:]
         rewound = [block.rewind(step) for block in self.blocks]
         self.blocks = [block for block in rewound if len(block.ranks)]
-        self.timelines = [each for each in self.timelines if not as_float(each.get("step")) >= step]
+        self._keep("timeline", lambda line: not as_float(line.get("step")) >= step)
         # A checkpoint of step N holds the state after N steps: keep the one that was resumed.
-        self.checkpoints = [
-            each for each in self.checkpoints if not as_float(each.get("step")) > step
-        ]
+        self._keep("checkpoint", lambda line: not as_float(line.get("step")) > step)
+
+    def _keep(self, kind: str, is_kept: Callable[[Line], bool]) -> None:
+        """Drop the lines of a kind for which `is_kept` returns False."""
+        self.lines[kind] = list(filter(is_kept, self.lines[kind]))
 
     def _add_other(self, kind: str, line: Line) -> None:
         """Add a line that is not a step; unknown kinds are ignored."""
         if kind == "run" and not self.header:
             self.header = _clean(line)
-        elif kind == "epoch":
-            self.epochs.append(_clean(line))
-        elif kind == "warning":
-            self.warnings.append(_clean(line))
         elif kind == "end":
             self.end = _clean(line)
-        elif kind == "checkpoint":
-            self.checkpoints.append(_clean(line))
-        elif kind == "timeline":
-            self.timelines.append(line)
-        elif kind == "data":
-            self.data.append(_clean(line))
+        elif kind == "timeline":  # its few strings are escaped where it is parsed
+            self.lines[kind].append(line)
+        elif kind in KEPT:
+            self.lines[kind].append(_clean(line))
 
     def run(self, folder: Path, locked: bool | None, age: float) -> Run:
         """Return the run.
@@ -401,16 +391,15 @@ class RecordParser:
             folder=folder,
             header=self.header,
             steps=concatenate_blocks(self.blocks),
-            epochs=self.epochs,
-            warnings=self.warnings,
+            epochs=self.lines["epoch"],
+            warnings=self.lines["warning"],
             end=self.end,
             state=state,
             remarks=list(self._remarks(state)),
-            timelines=self.timelines,
-            checkpoints=self.checkpoints,
-            resumes=self.resumes,
-            rounds=self.rounds,
-            data=self.data,
+            timelines=self.lines["timeline"],
+            checkpoints=self.lines["checkpoint"],
+            resumes=self.lines["resume"],
+            rounds=self.lines["round"],
         )
 
     def _state(self, locked: bool | None, age: float) -> State:
@@ -423,9 +412,9 @@ class RecordParser:
         if self.end is not None:
             given = self.end.get("state")
             return given if given in ("done", "stopped") else "failed"
-        environments = (as_dict(each.get("environment")) for each in (self.header, *self.resumes))
-        hosts = [each["hostname"] for each in environments if "hostname" in each]
-        here = bool(hosts) and hosts[-1] == os.uname().nodename
+        lines = (self.header, *self.lines["resume"])
+        hosts = [as_dict(line.get("environment")).get("hostname") for line in lines]
+        here = next(filter(None, reversed(hosts)), None) == os.uname().nodename
         if locked or (not (here and locked is False) and age < STALE_SECONDS):
             return "running"
         return "died"
@@ -446,16 +435,15 @@ class RecordParser:
 
 
 def _clean(line: Line) -> Line:
-    found: Line = _escape(redact(line))
-    return found
+    return cast(Line, _escape(redact(line)))
 
 
 def _escape(value: Any) -> Any:
     if isinstance(value, str):
         return escape_control(value)
     if isinstance(value, dict):
-        return {escape_control(name): _escape(each) for name, each in value.items()}
-    return [_escape(each) for each in value] if isinstance(value, list) else value
+        return {escape_control(name): _escape(entry) for name, entry in value.items()}
+    return [_escape(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _is_resume(line: Any) -> bool:

@@ -118,8 +118,8 @@ class Recorder:
         else:
             self._descriptor = _create_file(self.path)
         if self._descriptor >= 0:
-            found = os.fstat(self._descriptor)
-            _open[found.st_dev, found.st_ino] = self
+            status = os.fstat(self._descriptor)
+            _open[status.st_dev, status.st_ino] = self
         self._opened = time.perf_counter()
         self._began = self._opened - passed
         self._thread = threading.get_native_id()  # the one that trains
@@ -182,8 +182,8 @@ class Recorder:
 
     def _changed_metadata(self) -> dict[str, Any]:
         """Return the metadata "options" and "program", for a line "resume"."""
-        found: dict[str, Any] = redact(self._metadata)
-        return {name: found[name] for name in ("options", "program") if name in found}
+        metadata: dict[str, Any] = redact(self._metadata)
+        return {name: metadata[name] for name in ("options", "program") if name in metadata}
 
     def _store_sources(self, new: bool = True) -> dict[str, Any]:
         """Copy the program's own files; return the fields `sources` and `variables` of a line.
@@ -228,8 +228,8 @@ def _round_rows(rows: Iterable[Iterable[float]]) -> list[list[float]]:
 
 def _round_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Return the summary of the ranks' times with six decimal digits."""
-    found = {name: [round(part, 6) for part in summary[name]] for name in STATISTICS}
-    return {"ranks": summary["ranks"], **found, "slowest": _round_rows(summary["slowest"])}
+    statistics = {name: [round(part, 6) for part in summary[name]] for name in STATISTICS}
+    return {"ranks": summary["ranks"], **statistics, "slowest": _round_rows(summary["slowest"])}
 
 
 def _create_file(path: Path) -> int:
@@ -267,8 +267,8 @@ def _open_file(path: Path) -> tuple[int, float | None]:
             f"the user of the run"
         ) from None
     try:
-        found = os.fstat(descriptor)
-        if (earlier := _open.get((found.st_dev, found.st_ino))) is not None:
+        status = os.fstat(descriptor)
+        if (earlier := _open.get((status.st_dev, status.st_ino))) is not None:
             earlier.close()  # a cell of a notebook was run again
         _lock(descriptor, path)
         with open(descriptor, "rb", closefd=False) as file:
@@ -324,17 +324,17 @@ def _read_last(file: BinaryIO) -> tuple[float | None, bool]:
         parsed = [line for text in lines if (line := _parse_line(text)) is not None]
         times = [line["t"] for line in parsed if isinstance(line.get("t"), (int, float))]
         if times or begin == 0:
-            found = float(times[-1]) if times else 0.0
-            return found if parsed else None, tail.endswith(b"\n")
+            last = float(times[-1]) if times else 0.0
+            return last if parsed else None, tail.endswith(b"\n")
         begin = 0  # a line is longer than the tail
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:
     try:
-        found = orjson.loads(line)
+        value = orjson.loads(line)
     except orjson.JSONDecodeError:
         return None
-    return found if isinstance(found, dict) and "kind" in found else None
+    return value if isinstance(value, dict) and "kind" in value else None
 
 
 def _read_core_wait(thread: int) -> float | None:

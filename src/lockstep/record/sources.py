@@ -40,13 +40,13 @@ FOREIGN = re.compile(
 
 def find_sources() -> dict[str, bytes]:
     """Return the contents of the program's own files, by absolute path."""
-    found = {}
+    sources = {}
     for path in _find_files():
         try:
-            found[path] = Path(path).read_bytes()
+            sources[path] = Path(path).read_bytes()
         except OSError:
             continue
-    return found
+    return sources
 
 
 def find_named_variables(sources: Iterable[bytes], environ: Mapping[str, str]) -> dict[str, str]:
@@ -68,7 +68,7 @@ def _find_files() -> list[str]:
     script = [sys.argv[0]] if sys.argv[0].endswith(".py") else []
     started = find_started_folder()
     files = [*script, *find_module_files()]
-    paths = (os.path.normpath(os.path.join(started, each)) for each in files)
+    paths = (os.path.normpath(os.path.join(started, file)) for file in files)
     return [path for path in dict.fromkeys(paths) if is_user_code(path)]
 
 
@@ -125,9 +125,9 @@ class SourceFolder:
             if path in self._stored:
                 continue
             self._stored.add(path)
-            place = locate_stored(self._run / name, path)
-            make_folder(place.parent)
-            with contextlib.suppress(FileExistsError), open(create_file(place), "wb") as file:
+            copy = locate_stored(self._run / name, path)
+            make_folder(copy.parent)
+            with contextlib.suppress(FileExistsError), open(create_file(copy), "wb") as file:
                 file.write(content)
 
 

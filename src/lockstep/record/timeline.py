@@ -92,9 +92,9 @@ class Span:
     @property
     def description(self) -> str:
         """The work as a phrase, such as "forward of micro-batch 3 on stage 1"."""
-        found = KIND_NAMES.get(self.kind, self.kind)
-        found += "" if self.microbatch is None else f" of micro-batch {self.microbatch}"
-        return found + ("" if self.stage is None else f" on stage {self.stage}")
+        phrase = KIND_NAMES.get(self.kind, self.kind)
+        phrase += "" if self.microbatch is None else f" of micro-batch {self.microbatch}"
+        return phrase + ("" if self.stage is None else f" on stage {self.stage}")
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,11 @@ class Timeline:
     @property
     def busy_times(self) -> list[float]:
         """The time for which each rank works."""
-        found = [0.0] * self.num_ranks
+        times = [0.0] * self.num_ranks
         for span in self.spans:
             if span.kind != "waiting":
-                found[span.rank] += span.end - span.begin
-        return found
+                times[span.rank] += span.end - span.begin
+        return times
 
     @property
     def bubble_fraction(self) -> float:
@@ -143,8 +143,8 @@ class Timeline:
     @property
     def kinds(self) -> list[str]:
         """The kinds of work that occur: known kinds in the order of `KIND_NAMES`, then others."""
-        found = {span.kind for span in self.spans}
-        return [kind for kind in KIND_NAMES if kind in found] + sorted(found - KIND_NAMES.keys())
+        kinds = {span.kind for span in self.spans}
+        return [kind for kind in KIND_NAMES if kind in kinds] + sorted(kinds - KIND_NAMES.keys())
 
     @property
     def ranks_per_replica(self) -> int:
@@ -185,9 +185,9 @@ def typical_timeline(run: Run) -> Timeline | None:
     rank or no times.
     """
     recorded = read_timelines(run.layout_timelines)
-    found = sorted(recorded[1:] or recorded, key=lambda one: one.duration)
-    if found:
-        return found[len(found) // 2]
+    timelines = sorted(recorded[1:] or recorded, key=lambda one: one.duration)
+    if timelines:
+        return timelines[len(timelines) // 2]
     steps, ranks = run.layout_steps.ranks.shape[:2]
     if steps == 0 or ranks < 2:
         return None
@@ -197,7 +197,7 @@ def typical_timeline(run: Run) -> Timeline | None:
 
 def read_timelines(lines: Sequence[Line]) -> list[Timeline]:
     """Return the valid timelines of lines of a record, such as `run.timelines`."""
-    return [found for line in lines if (found := parse_timeline(line))]
+    return [timeline for line in lines if (timeline := parse_timeline(line))]
 
 
 def parse_timeline(line: Line) -> Timeline | None:
@@ -278,10 +278,10 @@ def sum_steps(steps: Steps, first: int, last: int) -> Timeline:
 
 def _rank_spans(rank: int, row: list[float], begin: float, slowest: int) -> list[Span]:
     seconds = dict(zip(TIME_CATEGORIES, row, strict=True))
-    found = []
+    spans = []
     for kind in SUM_ORDER:
         if seconds[kind] > 0:
             source = slowest if kind == "waiting" else None
-            found.append(Span(rank, kind, begin, begin + seconds[kind], source=source))
+            spans.append(Span(rank, kind, begin, begin + seconds[kind], source=source))
             begin += seconds[kind]
-    return found
+    return spans

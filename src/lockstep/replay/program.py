@@ -8,7 +8,7 @@ This module only reads files.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,23 +186,8 @@ def find_obstacles(run: Run, step: int, program: Program, base: Base) -> list[st
         is_set = name == "instructions" and "ATEN_CPU_CAPABILITY" in program.environ
         if before is not None and before != now and not is_set:
             obstacles.append(f"{name} is {now}, it was {before}: the bits may differ")
-    obstacles += [sentence for line in run.data for sentence in _changed_files(line.get("files"))]
     if program.kind == "recipe":
         return obstacles
     if program.sources is None or not program.sources.is_dir():
         obstacles.append("the sources of the run are not stored: today's files are run")
     return obstacles
-
-
-def _changed_files(files: Any) -> Iterator[str]:
-    """Yield a sentence about each data file that has changed since it was recorded."""
-    for file in map(as_dict, files if isinstance(files, list) else ()):
-        path = str(file.get("path"))
-        try:
-            status = os.stat(path)
-        except (OSError, ValueError):
-            yield f"the data {path} no longer exists"
-            continue
-        size = None if os.path.isdir(path) else status.st_size
-        if (size, status.st_mtime_ns) != (file.get("size"), file.get("mtime_ns")):
-            yield f"the data {path} has changed since the run: the bits may differ"

@@ -22,7 +22,7 @@ from lockstep.model.evaluation import Evaluation
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.record.environment import describe_environment
 from lockstep.record.loggers import Logger
-from lockstep.record.program import describe_data, describe_program
+from lockstep.record.program import describe_program
 from lockstep.record.progress import ScriptProgress
 from lockstep.record.rank_summary import RankUsage
 from lockstep.record.recorder import RECORD_FILE, Recorder
@@ -150,7 +150,6 @@ class History:
         self._pending: EpochResult | None = None
         self._usage: RankUsage | None = None
         self._warned: set[str] = set()
-        self._data: list[list[dict[str, Any]]] = []  # files of the datasets that were used
         self.samples = 0
         self.epochs = 0
         """The number of epochs in the record."""
@@ -223,15 +222,6 @@ class History:
             self.progress.step(**vars(result))
         for callback in self._on_step:
             callback(result)
-
-    def add_data(self, dataset: object) -> None:
-        """Write the files that a dataset names, when it is used for the first time."""
-        if not self.loggers:
-            return
-        files = describe_data(dataset)
-        if files and files not in self._data:
-            self._data.append(files)
-            self.write("data", dataset=type(dataset).__name__, files=files)
 
     def begin_epoch(self, epoch: int, steps: int | None, done: int = 0) -> None:
         """Begin an epoch, and discard the sums of an epoch that was not completed.

@@ -328,7 +328,6 @@ class ResumableRun:
         """Evaluate, or return the result of the interrupted run."""
         self.begin()
         self.use_sampler(batches)
-        self._history.add_data(batches.dataset)
         samples = batches.state_dict()["samples"]
         return self.call("evaluation", call, ask=True, samples=samples, ema=ema)
 
@@ -374,7 +373,6 @@ class ResumableRun:
 
     def begin_epoch(self, batches: Batches) -> OpenEpoch | None:
         """Begin an iteration over batches; return None if the interrupted run completed it."""
-        self._history.add_data(batches.dataset)
         epoch, entry = self._log.begin_epoch(batches)
         if epoch is None:
             assert entry is not None, "only an iteration that was complete has an answer"
