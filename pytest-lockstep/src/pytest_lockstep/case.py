@@ -106,14 +106,14 @@ def run_case(
 def _start(ranks: RankSupervisor, order: Order, output: _Output) -> None:
     with listen(LOOPBACK, 0, is_single_host=True) as listening:
         port = int(listening.getsockname()[1])
-        run_id, store = secrets.token_hex(4), ranks.create_store()
+        run_id, store = secrets.token_hex(4), ranks.stores.create()
         environment = RankEnvironment(order.width, LOOPBACK, port, run_id, store=store)
         for rank in range(order.width):
             work = write_memfd(pickle.dumps((run_order, (replace(order, rank=rank),))))
             task = function_task(environment.variables(rank))
             ranks.start_rank(rank, task, work, output.shown.get(rank), output.streams.get(rank))
             os.close(work)
-        ranks.start_store(listening)  # last: the ranks themselves have a store without a process
+        ranks.stores.start(listening)  # last: the ranks themselves have a store without a process
 
 
 class _Output:

@@ -141,7 +141,7 @@ class HostAgent(RankSupervisor):
             except (RendezvousError, ConnectionLost) as error:
                 reason = str(error)
             else:
-                self.add_reader(self._connection.fileno(), self._on_coordinator)
+                self.readers.add(self._connection.fileno(), self._on_coordinator)
                 return True
             waited = time.monotonic() - begun
             target = f"host 0 at {self._address}:{self._port}"
@@ -232,7 +232,7 @@ class HostAgent(RankSupervisor):
         """Note that the launcher of host 0 is gone, unless it has ended the run."""
         if self._connection is None:
             return
-        self._remove_reader(self._connection.fileno())
+        self.readers.remove(self._connection.fileno())
         self._connection.close()
         self._connection = None
         if self._end is None:

@@ -286,7 +286,7 @@ class HostSupervisor(RankSupervisor):
         index = message["host"]
         name = f"host {index} ({escape_control(message['name'])[:255]})"
         self._hosts[index] = host = AgentHost(index, name, connection)
-        self.add_reader(connection.fileno(), partial(self._on_agent, host))
+        self.readers.add(connection.fileno(), partial(self._on_agent, host))
         say(f"{name} joined")
 
     def _find_obstacle(self, message: Message) -> tuple[str, bool]:
@@ -366,7 +366,7 @@ class HostSupervisor(RankSupervisor):
         if self._hosts.get(host.index) is not host:
             return
         del self._hosts[host.index]
-        self._remove_reader(host.connection.fileno())
+        self.readers.remove(host.connection.fileno())
         host.connection.close()
         members = self._list_running(host)
         verb = "is" if len(members) == 1 else "are"

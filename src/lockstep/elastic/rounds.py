@@ -550,8 +550,8 @@ class Rounds:
             return
         self._replacement = None
         if self._environment.store:
-            store = self._ranks.create_store()
-            self._ranks.close_store(self._environment.store)
+            store = self._ranks.stores.create()
+            self._ranks.stores.close_private(self._environment.store)
             self._environment = replace(self._environment, store=store)
         self._round = self._round.follow(())
         self._resumed.clear()

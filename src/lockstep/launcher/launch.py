@@ -340,8 +340,8 @@ def _start(
     server = _get_fork_server(start_method, pickled)
     own = server if start_method == "fork" else None
     ranks = RankSupervisor(server.open_launch(), range(nprocs), own)
-    port = ranks.serve_store(LOOPBACK, 0)
-    run_id, store = secrets.token_hex(4), ranks.create_store()
+    port = ranks.stores.serve(LOOPBACK, 0)
+    run_id, store = secrets.token_hex(4), ranks.stores.create()
     environment = RankEnvironment(nprocs, LOOPBACK, port, run_id, store=store)
     number = next(_launches)
     work = write_memfd(pickled)

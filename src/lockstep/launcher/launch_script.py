@@ -328,7 +328,7 @@ def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:
     if not is_single_host:
         secret = make_secret(config.secret_file, config.node_rank, os.environ)
     if config.node_rank == 0:
-        port = ranks.serve_store(
+        port = ranks.stores.serve(
             config.master_addr, port, is_single_host=is_single_host, secret=secret
         )
         if not is_single_host and secret is None:
@@ -341,7 +341,7 @@ def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:
         nnodes=config.nnodes,
         node_rank=config.node_rank,
         role=config.role,
-        store=ranks.create_store() if is_single_host else "",
+        store=ranks.stores.create() if is_single_host else "",
         secret_file=None if is_single_host else config.secret_file,
     )
 

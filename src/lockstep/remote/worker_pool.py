@@ -154,10 +154,10 @@ class WorkerPool:
         )
         self.port = self._listener.port
         self._local = RankSupervisor(server.open_launch(), range(nprocs))
-        self._local.add_reader(self._wake[0], self._on_wake)
+        self._local.readers.add(self._wake[0], self._on_wake)
         secret = derive_store_secret(key)
-        self._master = (address, self._local.serve_store(address, 0, secret=secret))
-        self._store = "" if remote else self._local.create_store()
+        self._master = (address, self._local.stores.serve(address, 0, secret=secret))
+        self._store = "" if remote else self._local.stores.create()
         for rank in range(nprocs):
             self._start(rank)
         self._thread = threading.Thread(target=self._watch, name="lockstep driver", daemon=True)
