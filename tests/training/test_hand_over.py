@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.checkpoint.folder import find_checkpoints
-from lockstep.elastic.round_origin import RoundOrigin, find_round_origin
+from lockstep.elastic.restart_source import RestartSource, find_restart_source
 from lockstep.launcher.environment import HANDOVER, MIRROR, ROUND
 from lockstep.launcher.run_folder import RESUME
 from lockstep.model import step_context
@@ -103,7 +103,7 @@ def train(folder, member, lose=lambda steps, trainer: None, *, checkpoint=None):
 
 
 def set_origin(monkeypatch, state=None):
-    origin = RoundOrigin(2, [{"member": 1, "signal": 9}], [2], [0], 5.0, 4.5, [0], state)
+    origin = RestartSource(2, [{"member": 1, "signal": 9}], [2], [0], 5.0, 4.5, [0], state)
     for name, value in {**origin.variables(), RESUME: "1"}.items():
         monkeypatch.setenv(name, value)
 
@@ -283,12 +283,12 @@ def test_a_state_that_cannot_be_written_is_said_and_left(world_of_one, tmp_path,
 
 
 def test_the_variables_of_a_round_come_back_as_they_were():
-    origin = RoundOrigin(
+    origin = RestartSource(
         3, [{"member": 2, "signal": 9}], [4, 5], [0, 1], 1.5, 1.25, [0], Path("/a")
     )
     assert set(origin.variables()) == {ROUND, HANDOVER}
-    assert find_round_origin(origin.variables()) == origin
-    assert find_round_origin({}) is None
+    assert find_restart_source(origin.variables()) == origin
+    assert find_restart_source({}) is None
 
 
 def test_modules_that_the_body_has_changed_are_handed_over(world_of_one, tmp_path, monkeypatch):

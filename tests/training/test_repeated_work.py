@@ -5,7 +5,7 @@ import json
 import pytest
 
 import records
-from lockstep.elastic.round_origin import RoundOrigin
+from lockstep.elastic.restart_source import RestartSource
 from lockstep.record.recorder import RECORD_FILE
 from lockstep.training.repeated_work import count_work, measure_repeated_work
 
@@ -41,7 +41,7 @@ def test_the_record_has_the_earlier_rounds_and_the_beginning(tmp_path):
     folder = records.write(tmp_path / "run", lines)
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
     (folder / RECORD_FILE).write_text(text + '{"kind":"round","noticed')
-    origin = RoundOrigin(2, [], [2], [0], noticed + 9.0, noticed + 3.0)
+    origin = RestartSource(2, [], [2], [0], noticed + 9.0, noticed + 3.0)
     assert measure_repeated_work(origin, None, folder) == 2.25  # 0.25 s before that round, 2 after
     assert measure_repeated_work(origin, {"time": noticed + 2.5}, folder) == 0.5
     assert measure_repeated_work(origin, {}, folder) is None

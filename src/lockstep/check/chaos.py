@@ -17,8 +17,8 @@ from lockstep.check.chaos_result import Baseline, ChaosResult, measure_kills
 from lockstep.check.kill_plan import plan_kills
 from lockstep.check.killer import Killer
 from lockstep.check.record_follower import RecordFollower, Report
+from lockstep.elastic.coordinator import ElasticCoordinator
 from lockstep.elastic.elastic_launch import launch_elastic
-from lockstep.elastic.rounds import Rounds
 from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import RunFolder, launch_script, start_ranks
@@ -85,7 +85,7 @@ def disturb(
     planned = plan_kills(kills, len(baseline.intervals), config.nprocs, seed)
     killer = Killer(planned, baseline.intervals, report)
 
-    def watch(ranks: RankSupervisor, rounds: Rounds, folder: Path | None) -> None:
+    def watch(ranks: RankSupervisor, rounds: ElasticCoordinator, folder: Path | None) -> None:
         killer.watch(ranks, rounds)
         killer.begin(folder)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from lockstep.check.chaos_result import Kill
 from lockstep.check.kill_plan import PlannedKill
 from lockstep.check.record_follower import POLL, RecordFollower, Report
-from lockstep.elastic.rounds import Rounds
+from lockstep.elastic.coordinator import ElasticCoordinator
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.record.columns import Column
 
@@ -28,7 +28,7 @@ class _Watched:
     """The state of the launch, as the thread observes it."""
 
     ranks: RankSupervisor
-    rounds: Rounds
+    rounds: ElasticCoordinator
     killed: set[int] = field(default_factory=set)
     trained: frozenset[int] = frozenset()  # the members of the latest recorded round
 
@@ -68,7 +68,7 @@ class Killer(RecordFollower):
         self._planned, self._intervals = planned, intervals
         self._watched: _Watched | None = None
 
-    def watch(self, ranks: RankSupervisor, rounds: Rounds) -> None:
+    def watch(self, ranks: RankSupervisor, rounds: ElasticCoordinator) -> None:
         """Set the supervisor and the rounds to observe; call it before the thread begins."""
         self._watched = _Watched(ranks, rounds)
 

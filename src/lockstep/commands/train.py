@@ -342,15 +342,15 @@ def _train_elastic(
         folder: The folder of the run.
         is_resumed: Whether the folder holds a run that is continued.
     """
+    from lockstep.elastic.coordinator import ElasticCoordinator
     from lockstep.elastic.elastic_launch import launch_elastic
-    from lockstep.elastic.rounds import Rounds
     from lockstep.launcher.launch_config import LaunchConfig
     from lockstep.launcher.launch_script import Interrupted
     from lockstep.launcher.supervisor import RankSupervisor
 
     folders: list[Path] = []
 
-    def watch(ranks: RankSupervisor, rounds: Rounds, launched: Path | None) -> None:
+    def watch(ranks: RankSupervisor, rounds: ElasticCoordinator, launched: Path | None) -> None:
         folders.append(folder if launched is None else launched)
 
     every_rank = range(nprocs)

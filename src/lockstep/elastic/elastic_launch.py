@@ -12,11 +12,11 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from lockstep.elastic.coordinator import ElasticCoordinator
 from lockstep.elastic.host_agent import HostAgent
 from lockstep.elastic.host_connection import PURPOSE
 from lockstep.elastic.host_plan import RankPlace
 from lockstep.elastic.host_supervisor import HostSupervisor
-from lockstep.elastic.rounds import Rounds
 from lockstep.kernel.errors import LockstepError
 from lockstep.launcher.environment import SECRET_FILE
 from lockstep.launcher.failure_attribution import STOPPED
@@ -43,7 +43,7 @@ __all__ = ["Watch", "launch_elastic"]
 
 NO_SECRET = bytes(SECRET_SIZE)  # the launcher warns that the run has none
 
-Watch = Callable[[RankSupervisor, Rounds, Path | None], None]
+Watch = Callable[[RankSupervisor, ElasticCoordinator, Path | None], None]
 """Called with the supervisor of the ranks and the run's folder when the first ranks start."""
 
 
@@ -91,7 +91,7 @@ def launch_elastic(config: LaunchConfig, watch: Watch | None = None, *, exits: b
 
 def _start(
     config: LaunchConfig, folder: RunFolder, opened: ExitStack
-) -> tuple[RankSupervisor, Rounds]:
+) -> tuple[RankSupervisor, ElasticCoordinator]:
     assert config.min_nprocs is not None
     ranks: RankSupervisor
     if config.nnodes > 1:
@@ -109,7 +109,7 @@ def _start(
     with terminating(ranks):
         # Agents connect at the port of the options, and members get that of the store from them.
         store_config = replace(config, master_port=0) if config.nnodes > 1 else config
-        rounds = Rounds(
+        rounds = ElasticCoordinator(
             ranks,
             start_member,
             open_store(store_config, ranks),

@@ -3,7 +3,7 @@
 Members on other hosts look like members on this one: they are started, get messages and signals,
 report and exit. Their agents (`host_agent.py`) start them and pass everything on:
 
-    Rounds ── start, send, signal ──> HostSupervisor ──> a process of this host
+    ElasticCoordinator ── start, send, signal ──> HostSupervisor ──> a process of this host
                                             └────────── connection ──> agent ──> a process there
 
 When a host is lost, all of its members are. The launcher of a host that was lost may connect

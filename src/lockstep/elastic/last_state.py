@@ -16,9 +16,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.elastic.round_origin import StateFolder
+from lockstep.elastic.restart_source import StateFolder
 from lockstep.elastic.round_plan import HandOver, Report, plan_round
-from lockstep.elastic.running_hand_over import RunningHandOver
+from lockstep.elastic.state_transfer import StateTransfer
 from lockstep.launcher.channel import Message
 from lockstep.launcher.supervisor import TICK, RankSupervisor
 
@@ -38,7 +38,7 @@ class LastState:
     def __init__(self, ranks: RankSupervisor) -> None:
         self._ranks = ranks
         self._reports: dict[int, Report] = {}
-        self._handover: RunningHandOver | None = None
+        self._handover: StateTransfer | None = None
 
     def note_report(self, member: int, message: Message) -> None:
         """Note what a member reports about its state."""
@@ -69,7 +69,7 @@ class LastState:
         states = StateFolder(None)
         self._ranks.remove_at_end(str(states.path))
         try:
-            handover = RunningHandOver(plan, states.begin_hand_over(), self._ranks.send)
+            handover = StateTransfer(plan, states.begin_hand_over(), self._ranks.send)
             self._handover = handover
             while (is_complete := handover.follow(self._ranks.running)) is None:
                 self._ranks.process_events(TICK)

@@ -50,7 +50,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from lockstep.comm.backend import refuse_calls
 from lockstep.comm.collectives import gather_unless_equal
 from lockstep.elastic.launcher_inbox import LauncherInbox
-from lockstep.elastic.round_origin import find_round_origin
+from lockstep.elastic.restart_source import find_restart_source
 from lockstep.kernel.errors import RendezvousError, WorkError
 from lockstep.launcher.channel import Message
 from lockstep.launcher.environment import ELASTIC, JOIN, MEMBER, is_elastic_on_hosts
@@ -72,7 +72,7 @@ __all__ = [
     "Round",
     "exchange",
     "membership",
-    "operate",
+    "run_transaction",
 ]
 
 REFUSAL = (
@@ -578,7 +578,7 @@ def membership() -> Membership | None:
         return None
     if _membership is None or _owner != os.getpid():
         number = int(os.environ.get(MEMBER) or os.environ.get("RANK") or 0)
-        origin = find_round_origin()
+        origin = find_restart_source()
         first_round = 0 if origin is None else origin.round
         spans_hosts = is_elastic_on_hosts(os.environ)
         _membership = Membership(number, first_round, bool(os.environ.get(JOIN)), spans_hosts)
@@ -586,7 +586,7 @@ def membership() -> Membership | None:
     return _membership
 
 
-def operate(
+def run_transaction(
     prepare: Callable[[], Value],
     commit: Callable[[Value], Result],
     undo: Callable[[], None] | None = None,
@@ -614,4 +614,4 @@ def exchange(
         message = describe()
         return gather_unless_equal(message, about, group) or [message]
 
-    return operate(gather, lambda said: said)
+    return run_transaction(gather, lambda said: said)

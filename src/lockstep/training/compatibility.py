@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from lockstep.checkpoint.folder import find_checkpoints
-from lockstep.elastic.round_origin import RoundOrigin, find_mirror
+from lockstep.elastic.restart_source import RestartSource, find_mirror
 from lockstep.formatting import format_numbered
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import CHECKPOINTS, find_launch_folder
@@ -134,7 +134,7 @@ def _is_structure(entry: str) -> bool:
 
 
 def say_continued(
-    origin: RoundOrigin, path: Path | None, steps: int, has_checkpoints: bool
+    origin: RestartSource, path: Path | None, steps: int, has_checkpoints: bool
 ) -> None:
     """Print from where the processes of a new round continue.
 
@@ -158,7 +158,7 @@ def say_continued(
     say(f"round {origin.round} continues from {source}")
 
 
-def _has_other_state(origin: RoundOrigin) -> bool:
+def _has_other_state(origin: RestartSource) -> bool:
     """Return whether the last round left the state of some trainer."""
     launch, mirror = find_launch_folder(), find_mirror()
     folders = [] if launch is None else [launch / CHECKPOINTS]

@@ -28,7 +28,7 @@ from lockstep.checkpoint.folder import find_checkpoints, read_checkpoint
 from lockstep.checkpoint.schedule import Stateful
 from lockstep.checkpoint.writer import CheckpointWriter
 from lockstep.elastic.membership import Membership
-from lockstep.elastic.round_origin import RoundOrigin
+from lockstep.elastic.restart_source import RestartSource
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.randomness import global_states
 from lockstep.training.run_checkpoints import RunCheckpoints, collect_objects
@@ -149,7 +149,7 @@ class HandOver:
 
 
 def read_newest_state(
-    origin: RoundOrigin, checkpoints: RunCheckpoints | None, trainer: int
+    origin: RestartSource, checkpoints: RunCheckpoints | None, trainer: int
 ) -> tuple[Path | None, dict[str, Any] | None]:
     """Return the state that a trainer of a new round continues from; called on every rank.
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from lockstep.elastic.round_origin import RoundOrigin
+from lockstep.elastic.restart_source import RestartSource
 from lockstep.record.recorder import RECORD_FILE
 
 __all__ = ["count_work", "measure_repeated_work"]
@@ -27,7 +27,7 @@ KINDS = (b'{"kind":"run"', b'{"kind":"round"')  # the beginnings of the lines th
 
 
 def measure_repeated_work(
-    origin: RoundOrigin, state: Mapping[str, Any] | None, folder: Path | None
+    origin: RestartSource, state: Mapping[str, Any] | None, folder: Path | None
 ) -> float | None:
     """Return the seconds of work that the processes of a new round repeat.
 

@@ -31,7 +31,7 @@ from lockstep.data.loader import Batches
 from lockstep.data.microbatch import Batch
 from lockstep.data.samplers import KnownSamplers
 from lockstep.elastic.membership import Membership, membership
-from lockstep.elastic.round_origin import RoundOrigin, find_round_origin
+from lockstep.elastic.restart_source import RestartSource, find_restart_source
 from lockstep.kernel.errors import FileError, LockstepError, UsageError
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.launcher.run_folder import is_resuming
@@ -96,7 +96,7 @@ class ResumableRun:
         self._restored: dict[str, Any] | None = None  # until the script reaches it
         self._restore_objects: Callable[[Mapping[str, Any]], None] | None = None
         self.resumed_from: int | None = None
-        self._origin = find_round_origin()
+        self._origin = find_restart_source()
         self._round: dict[str, Any] = {}  # its line is written after the state is restored
         self._hand_over: HandOver | None = None
 
@@ -171,7 +171,7 @@ class ResumableRun:
         if not self._log.is_answering:
             self._restore()
 
-    def _continue_round(self, origin: RoundOrigin, layout: Mapping[str, Any]) -> None:
+    def _continue_round(self, origin: RestartSource, layout: Mapping[str, Any]) -> None:
         """Continue from the state of the last round, or from the beginning if there is none."""
         checkpoints, number = self._checkpoints, self._state.position.attempt.trainer
         path, state = read_newest_state(origin, checkpoints, number)

@@ -41,8 +41,8 @@ from lockstep.checkpoint.stop_request import StopRequest
 from lockstep.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 from lockstep.checksum import checksum
 from lockstep.comm.collectives import broadcast_bytes
-from lockstep.elastic.membership import exchange, membership, operate
-from lockstep.elastic.round_origin import find_mirror
+from lockstep.elastic.membership import exchange, membership, run_transaction
+from lockstep.elastic.restart_source import find_mirror
 from lockstep.files import make_folder
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.run_folder import hold_run, is_resuming, wait_until_free
@@ -529,7 +529,9 @@ class RunCheckpoints:
                 return type(error).__name__[0].encode() + str(error).encode()
 
         about, group = "looking for checkpoints", self._parallel.group
-        message = operate(lambda: broadcast_bytes(decide(), about, group), lambda said: said)
+        message = run_transaction(
+            lambda: broadcast_bytes(decide(), about, group), lambda said: said
+        )
         if failure is not None:
             raise failure
         kind, text = message[:1], message[1:].decode()

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from lockstep.checkpoint.folder import find_checkpoints, locate_checkpoint
 from lockstep.checkpoint.schedule import CheckpointConfig
 from lockstep.comm.collectives import broadcast_bytes
-from lockstep.elastic.round_origin import find_round_origin
+from lockstep.elastic.restart_source import find_restart_source
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.run_folder import (
     CHECKPOINTS,
@@ -102,7 +102,7 @@ class RunRecord:
         self._recorded: Path | None = None  # the folder of the record
         if not self._saves_checkpoints:
             is_continued = self._fixed is not None and self._fixed.is_continued
-            if self._fixed is not None and is_continued and find_round_origin() is None:
+            if self._fixed is not None and is_continued and find_restart_source() is None:
                 self._fixed.close()
                 raise _cannot_resume(self._fixed.folder)
             if self._named is not None and not is_resuming():

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from lockstep.elastic.membership import membership, operate
+from lockstep.elastic.membership import membership, run_transaction
 from lockstep.kernel.errors import GradientError, LossError, UsageError
 from lockstep.launcher.failure_attribution import is_lost_peer
 from lockstep.model.parallel_context import ParallelContext
@@ -80,7 +80,7 @@ class StepOperation:
             with self._noting_failure(step):
                 return self._optimizer_step.compute(step, batch)
 
-        committed = operate(prepare, self._commit, self._optimizer_step.undo)
+        committed = run_transaction(prepare, self._commit, self._optimizer_step.undo)
         self._report(committed)
         return committed.result.loss
 

@@ -24,7 +24,7 @@ from lockstep.comm.collectives import broadcast_bytes
 from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Agree, Batches
 from lockstep.data.samplers import keep_sampler
-from lockstep.elastic.membership import exchange, membership, operate
+from lockstep.elastic.membership import exchange, membership, run_transaction
 from lockstep.kernel.loss_weights import WeightFunction
 from lockstep.launcher.world import world
 from lockstep.messages import say
@@ -406,7 +406,7 @@ class Trainer:
             return vars(evaluation)
 
         def evaluate() -> dict[str, Any]:
-            return operate(prepare, commit, keep_sampler(options.get("sampler")))
+            return run_transaction(prepare, commit, keep_sampler(options.get("sampler")))
 
         with stopping(self.finish, self._run.abandon):
             return Evaluation(**self._run.evaluate(make_batches(), evaluate, ema=ema))
@@ -539,7 +539,7 @@ class Trainer:
         def save() -> None:
             if not self._is_in_session:
                 state, group = self._state.model_state(ema=ema), self.parallel.group
-                operate(lambda: save_from_rank0(Path(path), state, group), lambda _: None)
+                run_transaction(lambda: save_from_rank0(Path(path), state, group), lambda _: None)
 
         with stopping(self.finish, self._run.abandon):
             self._run.call("save", save)

@@ -17,9 +17,9 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.commands.run import command, make_config
-from lockstep.elastic import rounds as rounds_module
+from lockstep.elastic import coordinator as rounds_module
+from lockstep.elastic.coordinator import ElasticCoordinator
 from lockstep.elastic.elastic_launch import launch_elastic
-from lockstep.elastic.rounds import Rounds
 from lockstep.elastic.scale_request import request_ranks
 from lockstep.kernel.errors import LockstepError
 from lockstep.launcher import supervisor
@@ -234,7 +234,7 @@ def count_over_rounds(run: Run, kills: int) -> list[list[int]]:
     """
     counts: dict[int, list[int]] = {}
 
-    def count(ranks: RankSupervisor, rounds: Rounds, folder: Path | None) -> None:
+    def count(ranks: RankSupervisor, rounds: ElasticCoordinator, folder: Path | None) -> None:
         form_round = ranks.after_events
 
         def form_and_count():
@@ -353,7 +353,7 @@ def test_an_error_and_the_exit_after_it_may_be_noticed_at_once(tmp_path):
         remove_at_end=lambda path: None,
     )  # fmt: skip
     environment = SimpleNamespace(store="store")
-    rounds = Rounds(ranks, None, environment, wanted=2, at_least=1, folder=tmp_path)  # type: ignore[arg-type]
+    rounds = ElasticCoordinator(ranks, None, environment, wanted=2, at_least=1, folder=tmp_path)  # type: ignore[arg-type]
     try:
         rounds._round.members = (0, 1)
         outcomes[0].status = 1

@@ -50,7 +50,7 @@ from lockstep.elastic.host_plan import (
     share_ranks,
 )
 from lockstep.elastic.newcomers import Newcomers
-from lockstep.elastic.round_origin import RoundOrigin, StateFolder
+from lockstep.elastic.restart_source import RestartSource, StateFolder
 from lockstep.elastic.round_plan import (
     Continue,
     HandOver,
@@ -60,8 +60,8 @@ from lockstep.elastic.round_plan import (
     has_to_be_replaced,
     plan_round,
 )
-from lockstep.elastic.running_hand_over import RunningHandOver
 from lockstep.elastic.scale_request import take_request
+from lockstep.elastic.state_transfer import StateTransfer
 from lockstep.formatting import format_numbered, format_quantity
 from lockstep.kernel.errors import RankError, UsageError
 from lockstep.launcher.channel import Message
@@ -72,7 +72,7 @@ from lockstep.launcher.run_folder import RESUME
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.messages import say
 
-__all__ = ["Rounds", "StartMember"]
+__all__ = ["ElasticCoordinator", "StartMember"]
 
 LEAVE_TIMEOUT = 5.0  # seconds that a member has to exit after the message "leave"
 # Seconds that members have to report before they are replaced: with a backend whose connections
@@ -86,7 +86,7 @@ StartMember = Callable[[int, RankPlace, dict[str, str]], None]
 """Starts a process: its number as a member, its place, and variables for its environment."""
 
 
-class Rounds:
+class ElasticCoordinator:
     """Forms the rounds of a run, and starts its members.
 
     Args:
@@ -125,8 +125,8 @@ class Rounds:
         self._can_stay, self._stages = True, 1  # as last reported
         self._states = StateFolder(folder)
         ranks.remove_at_end(str(self._states.path))
-        self._replacement: RoundOrigin | None = None  # of the next round, once all have exited
-        self._handover: RunningHandOver | None = None
+        self._replacement: RestartSource | None = None  # of the next round, once all have exited
+        self._handover: StateTransfer | None = None
         self._unexplained = 0  # rounds in a row that ended although no member had died
         self._resumed: set[int] = set()
         self._backend: dict[str, str] = {}  # the variable that selects it, on several hosts
@@ -502,12 +502,12 @@ class Rounds:
     # --- new processes ------------------------------------------------------------------------
 
     def _begin_handover(self, plan: HandOver) -> None:
-        self._handover = RunningHandOver(plan, self._states.begin_hand_over(), self._ranks.send)
+        self._handover = StateTransfer(plan, self._states.begin_hand_over(), self._ranks.send)
 
     def _is_writing(self, member: int) -> bool:
         return self._handover is not None and member in self._handover.writers
 
-    def _follow_handover(self, handover: RunningHandOver) -> None:
+    def _follow_handover(self, handover: StateTransfer) -> None:
         """Start new processes as soon as the state is written, or can no longer be written."""
         is_complete = handover.follow(self._alive)
         if is_complete is None:
@@ -527,7 +527,7 @@ class Rounds:
         world_size = world_size or choose_world_size(self._reachable, self._stages)
         end = self._round.describe_end()
         self._interrupted = self._interrupted or end["noticed"]
-        origin = RoundOrigin(
+        origin = RestartSource(
             **end,
             interrupted=self._interrupted,
             joined=[*range(self._next_member, self._next_member + world_size)],
@@ -544,7 +544,7 @@ class Rounds:
         self._replacement = origin
         self._replace(origin)
 
-    def _replace(self, origin: RoundOrigin) -> None:
+    def _replace(self, origin: RestartSource) -> None:
         """Start the new processes as soon as the old ones have exited."""
         if self._leaving or self._is_stopping:
             return

@@ -30,13 +30,13 @@ from lockstep.launcher.environment import HANDOVER, MIRROR, ROUND
 from lockstep.launcher.run_folder import CHECKPOINTS
 from lockstep.messages import say
 
-__all__ = ["RoundOrigin", "StateFolder", "find_mirror", "find_round_origin"]
+__all__ = ["RestartSource", "StateFolder", "find_mirror", "find_restart_source"]
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
-class RoundOrigin:
+class RestartSource:
     """Why new processes began a round, and what the others left them.
 
     Attributes:
@@ -72,12 +72,12 @@ class RoundOrigin:
         return {name: getattr(self, name) for name in names}
 
 
-def find_round_origin(environ: Mapping[str, str] = os.environ) -> RoundOrigin | None:
+def find_restart_source(environ: Mapping[str, str] = os.environ) -> RestartSource | None:
     """Return the origin of this process's round; None for one that replaces nobody."""
     if not environ.get(ROUND):
         return None
     state = environ.get(HANDOVER)
-    return RoundOrigin(**json.loads(environ[ROUND]), state=Path(state) if state else None)
+    return RestartSource(**json.loads(environ[ROUND]), state=Path(state) if state else None)
 
 
 def find_mirror(environ: Mapping[str, str] = os.environ) -> Path | None:

@@ -15,12 +15,12 @@ from pathlib import Path
 from lockstep.elastic.round_plan import HandOver
 from lockstep.launcher.channel import Message
 
-__all__ = ["RunningHandOver"]
+__all__ = ["StateTransfer"]
 
 TIMEOUT = 120.0  # seconds that members have to write their state
 
 
-class RunningHandOver:
+class StateTransfer:
     """A hand-over in progress.
 
     Args:
