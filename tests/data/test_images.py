@@ -3,7 +3,6 @@
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import Subset
 
 from folders import write_pictures
 from lockstep.data.image_folder import read_image_folder
@@ -11,7 +10,7 @@ from lockstep.data.image_transforms import center_crop_box, crop_and_resize, nor
 from lockstep.data.images import ImageDataset, SyntheticImages
 from lockstep.data.loader import Batches
 from lockstep.kernel.errors import FileError, SampleError
-from lockstep.randomness import key, state_of_others
+from lockstep.randomness import key
 
 
 def epoch_of(dataset, number, replicas=1, replica=0, workers=0):
@@ -67,39 +66,6 @@ def test_augmentation_is_another_one_in_each_epoch(pictures):
 
     assert len(seen(0)) == 12
     assert not seen(0) & seen(1)
-
-
-class Recording(ImageDataset):
-    """A subclass, which may draw from any global generator."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.states = set()
-
-    def __getitem__(self, index):
-        self.states.add(state_of_others())
-        return super().__getitem__(index)
-
-
-class Declared(Recording):
-    draws_only_from_torch = True
-
-
-class ForeignSource(SyntheticImages):
-    pass
-
-
-def test_generators_without_use_are_not_seeded(pictures):
-    whole = epoch_of(pictures, 0)
-    recording, declared = (
-        kind(pictures.source, 32, augment=True) for kind in (Recording, Declared)
-    )
-    assert pictures.draws_only_from_torch
-    assert not recording.draws_only_from_torch
-    assert not ImageDataset(ForeignSource(8, 2, 20, 0), 32, augment=True).draws_only_from_torch
-    assert_same(whole, epoch_of(recording, 0))
-    assert_same(whole, epoch_of(Subset(declared, range(12)), 0))
-    assert (len(recording.states), len(declared.states)) == (12, 1)
 
 
 def test_evaluation_shows_the_middle_and_draws_nothing(tmp_path):

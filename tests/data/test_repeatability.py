@@ -229,18 +229,6 @@ def test_a_dataset_that_is_spoiled_after_its_first_epoch_is_named() -> None:
         list(Batches(dataset, 8, epoch=1))
 
 
-@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
-def test_a_dataset_that_draws_from_more_than_it_declares_is_named(draw: Any) -> None:
-    class Declared(Numbers):
-        draws_only_from_torch = True
-
-        def __getitem__(self, index: int) -> Any:
-            return super().__getitem__(index) + draw()
-
-    with pytest.raises(DatasetError, match=OTHER):
-        list(Batches(Declared(), 8))
-
-
 def test_a_dataset_that_failed_is_checked_again() -> None:
     class Failing(RareFlip):
         fails = True

@@ -99,7 +99,6 @@ def test_a_worker_computes_with_one_thread() -> None:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("what", ["BlockReader", "DataLoader"])
 @pytest.mark.parametrize(
     ("error", "sentence"),
     [
@@ -109,12 +108,12 @@ def test_a_worker_computes_with_one_thread() -> None:
     ],
 )
 def test_workers_that_cannot_start_are_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, what: str, error: Exception, sentence: str
+    monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(f"lockstep.data.workers.{what}", fail)
+    monkeypatch.setattr("lockstep.data.workers.DataLoader", fail)
     pattern = rf"^the loader workers cannot be started .*{sentence}.*num_workers=0"
     with pytest.raises(SampleError, match=pattern):
         list(Batches(Numbers(), 4, shuffle=False, num_workers=2))

@@ -16,8 +16,6 @@ import numpy
 import torch
 from PIL import Image
 
-from lockstep.data.jpeg import upper_rows
-
 __all__ = [
     "MEAN",
     "STD",
@@ -72,8 +70,7 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 def crop_and_resize(image: Image.Image, box: Box, size: int) -> torch.Tensor:
     """Crop an image and resize the crop; return RGB pixels as uint8 [3, size, size].
 
-    A JPEG is decoded at half, a quarter or an eighth of its size if that has enough pixels, and
-    only down to the end of the crop.
+    A JPEG is decoded at half, a quarter or an eighth of its size if that has enough pixels.
 
     Args:
         image: The image, of which nothing has been decoded yet.
@@ -87,7 +84,6 @@ def crop_and_resize(image: Image.Image, box: Box, size: int) -> torch.Tensor:
     left, top, right, bottom = _stored_box(box, orientation, *image.size)
     scale = 1.0
     if image.format == "JPEG":
-        image = upper_rows(image, bottom)
         width, height = image.size
         reduction = max(1, math.floor(min(right - left, bottom - top) / size))
         drafted = image.draft("RGB", (max(1, width // reduction), max(1, height // reduction)))

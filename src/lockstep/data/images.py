@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 from torch.utils.data import Dataset
 
-from lockstep.data.image_folder import ImageFiles
 from lockstep.data.image_transforms import (
     center_crop_box,
     crop_and_resize,
@@ -64,14 +63,6 @@ class ImageDataset(Dataset[tuple[torch.Tensor, int]]):
     def __len__(self) -> int:
         """Return the number of images."""
         return len(self.source)
-
-    @property
-    def draws_only_from_torch(self) -> bool:
-        """Whether no random numbers come from Python's or numpy's global generator.
-
-        Subclasses and other sources may use them.
-        """
-        return type(self) is ImageDataset and type(self.source) in SOURCES
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         """Read, crop and resize an image."""
@@ -130,10 +121,6 @@ class SyntheticImages:
         noise = torch.randint(0, 256, (self.side, self.side, 3), generator=generator)
         pixels = (noise + stripes.view(1, -1, 1) * color) / 2
         return Image.fromarray(pixels.to(torch.uint8).numpy())
-
-
-SOURCES = (ImageFiles, SyntheticImages)
-"""The sources that draw no random numbers from global generators."""
 
 
 def _reason(error: Exception) -> str:

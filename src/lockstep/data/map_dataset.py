@@ -17,7 +17,7 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from lockstep.data.repeatability import (
 from lockstep.data.worker_info import hidden_worker_info
 from lockstep.kernel.errors import DatasetError, LockstepError, SampleError
 from lockstep.kernel.splitting import ReplicaShare
-from lockstep.randomness import key, seed_all, seed_torch
+from lockstep.randomness import key, seed_all
 
 __all__ = [
     "Collate",
@@ -144,13 +144,6 @@ class MapSource(Dataset[Item]):
         """Return the number of global batches."""
         return len(self.epoch)
 
-    @cached_property
-    def _draws_only_from_torch(self) -> bool:
-        dataset = self.dataset
-        while type(dataset) is Subset:
-            dataset = dataset.dataset
-        return getattr(dataset, "draws_only_from_torch", False) is True
-
     def __getitem__(self, batch: int) -> Item:
         """Load this replica's micro-batches of global batch `batch`."""
         span = self.epoch.span(batch)
@@ -220,10 +213,7 @@ class MapSource(Dataset[Item]):
         return parts
 
     def _sample(self, index: int, seed: int) -> Any:
-        if self._draws_only_from_torch:
-            seed_torch(seed)  # 1% of the time of a sample less, if it is a photograph
-        else:
-            seed_all(seed)
+        seed_all(seed)
         return self.dataset[index]
 
     def _seeds(self, positions: Sequence[int], indices: Sequence[int]) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import threading
 import time
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.data.map_dataset import Item
 from lockstep.data.microbatch import align_tensors, map_tensors
-from lockstep.data.shared_blocks import BlockReader, remedy, share
+from lockstep.data.shared_batch import remedy, share_batch
 from lockstep.kernel.errors import SampleError
 from lockstep.messages import say
 from lockstep.randomness import isolated
@@ -69,13 +68,12 @@ def load_in_workers(
             `timeout` seconds.
     """
     try:
-        reader = BlockReader(workers) if hasattr(os, "memfd_create") else None
         loader: DataLoader[Item] = DataLoader(
-            source if reader is None else share(source, reader),
+            source,
             batch_size=None,
             sampler=numbers,
             num_workers=workers,
-            collate_fn=_unchanged,
+            collate_fn=share_batch,
             pin_memory=pin_memory,
             timeout=min(timeout, POLL_SECONDS),
             # torch draws the seed of the workers from this generator instead of the default one.
@@ -135,10 +133,6 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _unchanged(item: Any) -> Any:
-    return item
 
 
 def _wait_for_item(items: Iterator[Item], timeout: float) -> Item | None:

@@ -1,8 +1,5 @@
-"""Blocks of loader workers: used again when nothing holds them, and never before."""
+"""Batches of loader workers: the data of the process itself, in memory of their own."""
 
-import gc
-import io
-import os
 from collections import UserDict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,9 +10,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from lockstep.data import shared_blocks
+from lockstep.data.iterable_dataset import IterableSource
 from lockstep.data.loader import Batches
-from lockstep.data.shared_blocks import BLOCKS, BlockReader
 from lockstep.kernel.errors import SampleError
 
 
@@ -32,13 +28,6 @@ class Rows(Dataset):
 class Stream(IterableDataset):
     def __iter__(self):
         return (Rows()[index] for index in range(160))
-
-
-class Growing(Rows):
-    """The samples of batch b have b + 1 rows."""
-
-    def __getitem__(self, index):
-        return torch.full((index // 4 + 1, 300), float(index))
 
 
 def parts(dataset, workers, **options):
@@ -66,13 +55,9 @@ def require_same(found, expected):
 
 
 @pytest.mark.parametrize("dataset", [Rows(), Stream()], ids=["map", "iterable"])
-def test_blocks_are_used_again(dataset):
-    addresses = set()
-    expected = parts(dataset, 0)
-    for found in parts(dataset, 1):
-        require_same(found, next(expected))
-        addresses |= {images.data_ptr() for images, _ in found}
-    assert 2 <= len(addresses) < 2 * BLOCKS
+def test_batches_are_those_of_the_process_itself(dataset):
+    for found, expected in zip(parts(dataset, 1), parts(dataset, 0), strict=True):
+        require_same(found, expected)
 
 
 def test_data_that_is_held_does_not_change():
@@ -81,18 +66,11 @@ def test_data_that_is_held_does_not_change():
         if number % 2:
             (images, labels), _ = found
             held.append((number, images[1:, ::7], labels.numpy()))
-    assert len(held) == 20 > 2 * BLOCKS
     expected = list(parts(Rows(), 0))
     for number, images, labels in held:
         (whole, names), _ = expected[number]
         assert torch.equal(images, whole[1:, ::7])
         assert numpy.array_equal(labels, names.numpy())
-
-
-def test_a_block_that_is_too_small_is_replaced():
-    expected = parts(Growing(), 0, shuffle=False)
-    for found in parts(Growing(), 1, shuffle=False):
-        require_same(found, next(expected))
 
 
 def kinds(samples):
@@ -176,7 +154,7 @@ def test_the_error_of_a_worker_is_shown(monkeypatch):
     def fail(source):
         raise RuntimeError("what went wrong")
 
-    monkeypatch.setattr(shared_blocks.IterableSource, "__iter__", fail)
+    monkeypatch.setattr(IterableSource, "__iter__", fail)
     with pytest.raises(SampleError, match=r"Caught RuntimeError.*RuntimeError: what went wrong;"):
         list(parts(Stream(), 1))
 
@@ -190,55 +168,12 @@ def test_data_that_cannot_be_sent_is_one_sentence(data):
         list(parts(Rows(), 1, collate_fn=collate))
 
 
-class Descriptor:
-    """Stands for the descriptor that a worker sends."""
-
-    def detach(self):
-        number = os.memfd_create("block")
-        os.truncate(number, 4096)
-        return number
-
-
-@pytest.fixture
-def reader():
-    return BlockReader(workers=2)
-
-
-def read(reader):
-    reader.in_use[1, 3] = 1
-    pickled = io.BytesIO()
-    shared_blocks._Pickler(pickled).dump([torch.ones(4), torch.ones(2, 2, dtype=torch.int64).t()])
-    return reader.read(1, 3, Descriptor(), 4096, pickled.getvalue())
-
-
-def test_a_block_is_free_when_its_last_tensor_is(reader):
-    numbers, names = read(reader)
-    view = names.numpy()[0]
-    del numbers, names
-    gc.collect()
-    assert reader.in_use.nonzero().tolist() == [[1, 3]]
-    del view
-    assert not reader.in_use.any()
-
-
-def test_a_forked_process_does_not_free_the_block_of_its_parent(reader):
-    numbers, names = read(reader)
-    child = os.fork()
-    if child == 0:
-        del numbers, names
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert reader.in_use[1, 3] == 1
-    assert numbers.sum() == names.sum() == 0
-
-
-def test_a_tensor_that_is_sent_on_is_copied(reader):
+def test_a_tensor_that_is_sent_on_is_copied():
     """Another process may keep it for longer than this one."""
-    assert not read(reader)[0].is_shared()
+    assert not next(parts(Rows(), 1))[0][0].is_shared()
 
 
 def test_systems_without_anonymous_files_use_torchs_memory(monkeypatch):
     monkeypatch.delattr("os.memfd_create")
-    monkeypatch.delattr(shared_blocks.BlockReader, "read")
     for found, expected in zip(parts(Rows(), 1), parts(Rows(), 0), strict=True):
         require_same(found, expected)
