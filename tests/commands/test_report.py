@@ -1,13 +1,11 @@
 """`lockstep report`: output files, formats and errors."""
 
-import io
 import json
 import subprocess
 import sys
 
 import pytest
 from click.testing import CliRunner
-from PIL import Image
 
 import records
 from lockstep.cli import cli
@@ -33,7 +31,7 @@ def test_a_run_is_found_by_name_folder_or_record(place, run):
 
 @pytest.mark.parametrize(
     ("kind", "beginning"),
-    [("html", b"<!doctype"), ("md", b"## night"), ("svg", b"<svg"), ("png", b"\x89PNG")],
+    [("html", b"<!doctype"), ("md", b"## night")],
 )
 def test_formats(place, kind, beginning):
     invoke("night", "--format", kind)
@@ -51,9 +49,8 @@ def test_a_suffix_that_is_no_format_is_refused(place):
 
 
 def test_standard_output(place):
-    done = invoke("night", "--format", "png", "-o", "-")
-    assert Image.open(io.BytesIO(done.stdout_bytes)).size == (2400, 1350)
-    assert not (place / "runs/night/report.png").exists()
+    assert invoke("night", "--format", "md", "-o", "-").stdout.startswith("## night")
+    assert not (place / "runs/night/report.md").exists()
 
 
 def test_a_trace(place):

@@ -25,7 +25,7 @@ PROGRAM = {
 COMMANDS = [
     ["report", "x"], ["runs"], ["runs", "--json"], ["report", "x", "--trace", "-"],
     ["compare", "x", "plain"], ["bisect", "x", "plain", "--json"],
-    *(["report", "x", "--format", form, "-o", "-"] for form in ("md", "html", "svg")),
+    *(["report", "x", "--format", form, "-o", "-"] for form in ("md", "html")),
     *(["compare", "plain", "x", "--format", form, "-o", "-"] for form in ("md", "html")),
 ]  # fmt: skip
 OTHER_FILES = [

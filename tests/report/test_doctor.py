@@ -185,10 +185,6 @@ def test_too_little_memory_is_bad(monkeypatch, tmp_path):
     assert "200 MB left of the container's limit" in found.what
 
 
-def test_memory_speed_is_measured():
-    assert "one thread copies" in only(machine.check_memory_speed).what
-
-
 def test_dockers_small_dev_shm_is_noted(monkeypatch):
     docker = types.SimpleNamespace(f_blocks=16384, f_frsize=4096, f_bavail=16384)
     monkeypatch.setattr(machine.os, "statvfs", lambda path: docker)
@@ -220,25 +216,6 @@ def test_open_files(monkeypatch, soft, verdict):
     assert only(machine.check_open_files).verdict == verdict
 
 
-def test_the_clock_is_measured():
-    assert only(machine.check_clock).verdict in ("good", "note")
-
-
-def test_a_host_name_of_another_machine_is_noted(monkeypatch):
-    monkeypatch.setattr(communication.socket, "gethostname", lambda: "192.0.2.1")  # never ours
-    found = only(communication.check_host_name)
-    assert found.verdict == "note"
-    assert "192.0.2.1, which is not this machine" in found.what
-
-
-def test_an_unresolvable_host_name_is_noted(monkeypatch):
-    def getaddrinfo(name, port):
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(communication.socket, "getaddrinfo", getaddrinfo)
-    assert "cannot be resolved" in only(communication.check_host_name).what
-
-
 @pytest.mark.parametrize(
     ("variable", "value", "verdict"),
     [
@@ -262,14 +239,11 @@ def test_a_used_master_port_is_noted(monkeypatch):
 
 
 def test_a_refusing_loopback_interface_is_bad(monkeypatch):
-    assert only(communication.check_loopback).verdict in ("good", "note")
-
     def create_connection(*args, **options):
         raise ConnectionRefusedError(111, "Connection refused")
 
     monkeypatch.setattr(communication.socket, "create_connection", create_connection)
     assert only(communication.check_ports).verdict == "bad"
-    assert only(communication.check_loopback).verdict == "bad"
 
 
 def test_contradicting_variables_are_bad(monkeypatch):
@@ -299,27 +273,13 @@ def test_a_torch_that_cannot_be_imported_is_a_result_and_no_traceback():
     assert "cannot be imported" in done.stdout
 
 
-def test_the_compiler_is_checked(monkeypatch, tmp_path):
+def test_the_compiler_is_checked(monkeypatch):
     if shutil.which(os.environ.get("CXX", "c++")):
-        assert "builds and runs C++20" in only(software.check_compiler).what
-    too_old = tmp_path / "too_old"
-    too_old.write_text('#!/bin/sh\ncase "$*" in *c++20*) echo "unknown value" >&2; exit 1;; esac')
-    too_old.chmod(0o755)
-    monkeypatch.setenv("CXX", str(too_old))
-    assert "does not build a C++20 program: exit status 1, unknown" in (
-        only(software.check_compiler).what
-    )
-    broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\necho 'no room' >&2\nexit 3\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
-    found = only(software.check_compiler)
-    assert found.verdict == "note"
-    assert "exit status 3, no room" in found.what
+        assert only(software.check_compiler).verdict == "good"
     monkeypatch.setenv("CXX", "/nowhere/c++")
     found = only(software.check_compiler)
+    assert found.verdict == "note"
     assert "not found" in found.what
-    assert found.advice == "only `lockstep build` needs one: install g++ or clang++, or set CXX"
 
 
 @pytest.mark.parametrize(

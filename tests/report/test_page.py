@@ -173,20 +173,6 @@ def test_the_resumed_steps_are_marked_in_the_loss_curve(reader):
     assert reader.errors == []
 
 
-def test_the_members_of_an_elastic_run_are_drawn_over_time(reader):
-    reader.open("elastic")
-    bars = [bar.bounding_box() for bar in reader.page.locator("#members rect").all()]
-    frame = reader.page.locator("#members .lane svg").first.bounding_box()
-    begins = [round((bar["x"] - frame["x"]) / frame["width"], 3) for bar in bars]
-    assert begins == pytest.approx([0, 0.15 / 2, 0, 0.09 / 2], abs=0.003)
-    dead = [mark.bounding_box() for mark in reader.page.locator("#members path.killed").all()]
-    ends = [bars[0]["x"] + bars[0]["width"], bars[2]["x"] + bars[2]["width"]]
-    assert [mark["x"] + mark["width"] / 2 for mark in dead] == pytest.approx(ends, abs=2)
-    assert reader.page.locator("#members .mark").count() == 2 * 4, "each round in each lane"
-    assert reader.page.locator("#rounds tbody tr").count() == 4
-    assert reader.errors == []
-
-
 @pytest.mark.parametrize("name", ["report", "long", "compare", "resumed", "elastic"])
 def test_a_phone_shows_everything_without_horizontal_scrolling(phone, name):
     phone.open(name)

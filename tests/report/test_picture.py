@@ -7,9 +7,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import records
-from lockstep.record.reader import read_run
-from lockstep.report import slide
 from lockstep.report.picture import Area, Box, Dot, Label, Line, Picture, text_width
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -76,29 +73,3 @@ def test_text_is_escaped_in_svg():
     picture.add(Label(0, 0, "<script>\x00&\n", 3, "#000"))
     text = ElementTree.fromstring(picture.svg()).find(f"{SVG}text")
     assert text.text == "<script> & "
-
-
-@pytest.mark.parametrize("cut", ["whole", "no ranks", "one step", "only the header", "many steps"])
-def test_slides_of_complete_and_incomplete_runs(tmp_path, cut):
-    lines = {
-        "whole": records.whole(),
-        "no ranks": [records.HEADER, *(records.step(n, ranks=None) for n in range(5))],
-        "one step": [records.HEADER, records.step(0), records.END],
-        "only the header": [records.HEADER],
-        "many steps": [records.HEADER, *map(records.step, range(3000)), records.END],
-    }[cut]
-    picture = slide.draw_slide(read_run(records.write(tmp_path, lines)))
-    texts = [element.text for element in ElementTree.fromstring(picture.svg()).iter(f"{SVG}text")]
-    assert "night" in texts
-    assert ("".join(t for t in texts if t and set(t) == {"a", "b"}) == "ab" * 32) == (
-        records.END in lines
-    )
-    assert opened(picture).size == (2400, 1350)
-
-
-def test_all_shapes_are_within_the_slide(tmp_path):
-    picture = slide.draw_slide(read_run(records.write(tmp_path, records.whole())))
-    for shape in picture.shapes:
-        for x, y in getattr(shape, "points", None) or [(shape.x, shape.y)]:
-            assert 0 <= x <= picture.width
-            assert 0 <= y <= picture.height

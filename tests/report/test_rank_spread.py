@@ -5,7 +5,7 @@ import pytest
 import records
 from lockstep.record.reader import read_run
 from lockstep.record.recorder import Recorder
-from lockstep.report.breakdown import peak_memory, time_by_rank, time_shares, wait_matrix
+from lockstep.report.breakdown import peak_memory, time_by_rank, time_shares
 from lockstep.report.rank_spread import list_slow_ranks, mean_times, spread_table
 from lockstep.report.run_report import report_html, report_markdown
 from lockstep.report.summary import find_slowest_rank, find_slowest_step
@@ -40,7 +40,6 @@ def test_times_and_memory_are_the_mean_and_the_slowest_ranks(run):
     assert rows[1].note == "slowest in 99.5% of the steps, among the slowest in 100.0%"
     assert sum(time_shares(run).values()) == pytest.approx(1)
     assert [(each.rank, each.num_bytes) for each in peak_memory(run)] == [(9, 4e8), (1, 3.9e8)]
-    assert wait_matrix(run) is None
     table = spread_table(run)
     assert table.ranks == 1024
     assert table.rows[0] == ["compute", "6.00 ms", "7.00 ms", "7.80 ms"]

@@ -1,4 +1,4 @@
-"""The rounds of an elastic run: sentences, tables, and the drawing of its members."""
+"""The rounds of an elastic run: sentences and tables."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 import records
 from lockstep.record.reader import read_run
-from lockstep.report.rounds import CHAOS_FILE, HTML_WIDTH, summarize_rounds
+from lockstep.report.rounds import CHAOS_FILE, summarize_rounds
 from lockstep.report.run_report import report_html, report_markdown
 from lockstep.report.summary import summarize
 
@@ -16,23 +16,10 @@ def run(tmp_path):
     return read_run(records.write(tmp_path, records.elastic()))
 
 
-def drawn(run):
-    """Return (member, begin, end, whether it was killed) of each place, as fractions."""
-    drawing = summarize_rounds(run).drawing
-    return [
-        [
-            (int(bar.tooltip.split(":")[0].removeprefix("member ")), bar.x / HTML_WIDTH,
-             (bar.x + bar.width) / HTML_WIDTH, bar.is_killed)
-            for bar in lane.bars
-        ]
-        for lane in drawing.lanes
-    ]  # fmt: skip
-
-
 def test_a_run_without_rounds_has_no_section_about_them(tmp_path):
     run = read_run(records.write(tmp_path, records.whole()))
     found = summarize_rounds(run)
-    assert (found.sentences, found.rows, found.kills, found.drawing) == ([], [], [], None)
+    assert (found.sentences, found.rows, found.kills) == ([], [], [])
     assert "Rounds" not in report_html(run)
     assert "Rounds" not in report_markdown(run)
 
@@ -51,68 +38,12 @@ def test_each_round_is_a_row(run):
     assert len(rows) == 4
 
 
-def test_a_newcomer_takes_the_place_of_a_dead_member(run):
-    first, second = drawn(run)
-    assert [bar[0] for bar in first] == [0, 3]
-    assert [bar[0] for bar in second] == [1, 2]
-    assert [bar[3] for bar in (*first, *second)] == [True, False, True, False]
-    for dead, newcomer in (first, second):
-        assert dead[1] == 0
-        assert dead[2] <= newcomer[1]
-        assert newcomer[2] == 1
-
-
-def test_the_time_of_a_death_is_when_it_was_noticed(tmp_path):
-    lines = [
-        *(records.HEADER, *map(records.step, range(2))),
-        records.new_round(1, 2, t=4.0, lost=[{"member": 0, "signal": 9}]),
-        *(*map(records.step, range(2, 4)), records.END | {"t": 5.0}),
-    ]
-    (killed,), (survivor,) = drawn(read_run(records.write(tmp_path, lines)))
-    assert killed == (0, 0, 0.75, True)  # 4 s, of which training paused for 0.25 s
-    assert survivor == (1, 0, 1, False)
-
-
-def test_a_member_that_ended_because_another_died_was_not_killed(tmp_path):
-    lost = [{"member": 0, "signal": 9}, {"member": 1, "signal": 0}]
-    lines = [
-        *(records.HEADER, *map(records.step, range(2))),
-        records.new_round(1, 2, t=4.0, lost=lost, joined=[2, 3]),
-        *(*map(records.step, range(2, 4)), records.END | {"t": 5.0}),
-    ]
-    run = read_run(records.write(tmp_path, lines))
-    ended = [bar for lane in drawn(run) for bar in lane if bar[0] < 2]
-    assert [(bar[0], bar[3]) for bar in ended] == [(0, True), (1, False)]
-    tooltips = [bar.tooltip for lane in summarize_rounds(run).drawing.lanes for bar in lane.bars]
-    assert any("member 1: " in each and "lost another member" in each for each in tooltips)
-
-
-def test_members_that_left_and_those_of_a_later_launch(tmp_path):
-    layout = records.HEADER["layout"] | {"world_size": 3}
-    lines = [
-        *(records.HEADER, records.step(0), records.new_round(1, 1, t=0.5, joined=[2])),
-        records.resume(1, t=1.0, layout=layout),
-        *(records.step(1), records.new_round(1, 2, t=1.5, left=[1, 2])),
-        *(records.new_round(2, 2, t=2.0, joined=[3]), records.END | {"t": 3.0}),
-    ]
-    run = read_run(records.write(tmp_path, lines))
-    first, second, third = drawn(run)
-    assert first == [(0, 0, 1, False)]
-    assert second == [(1, 0, 0.25, False), (3, 0.5, 1, False)]
-    assert third == [(2, 0, 0.25, False)]
-    assert "3 left" not in summarize_rounds(run).sentences[0]
-    assert "2 joined, 2 left" in summarize_rounds(run).sentences[0]
-
-
-def test_many_places_and_rounds_stay_readable(tmp_path):
-    layout = records.HEADER["layout"] | {"world_size": 40}
+def test_many_rounds_are_cut(tmp_path):
     rounds = [records.new_round(n, n, t=n / 10) for n in range(1, 101)]
-    lines = [records.HEADER | {"layout": layout}, records.step(0), *rounds]
-    found = summarize_rounds(read_run(records.write(tmp_path, lines)))
-    assert (len(found.drawing.lanes), found.drawing.num_hidden) == (32, 8)
-    assert found.drawing.rounds == ()
-    assert len(found.rows) == 41
-    assert found.rows[20][0] == "... 60 more"
+    lines = [records.HEADER, records.step(0), *rounds]
+    rows = summarize_rounds(read_run(records.write(tmp_path, lines))).rows
+    assert len(rows) == 41
+    assert rows[20][0] == "... 60 more"
 
 
 DAMAGED = [

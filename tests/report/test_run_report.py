@@ -10,7 +10,7 @@ import records
 from lockstep.record.reader import read_run
 from lockstep.record.recorder import RECORD_FILE
 from lockstep.record.timeline import Span, Timeline, typical_timeline
-from lockstep.report.breakdown import peak_memory, resume_table, time_by_rank, wait_matrix
+from lockstep.report.breakdown import peak_memory, resume_table, time_by_rank
 from lockstep.report.run_report import report_html, report_markdown
 from lockstep.report.summary import find_slowest_rank, find_slowest_step, summarize
 from lockstep.report.summary_text import (
@@ -115,23 +115,6 @@ def test_both_digests_are_named(run):
         assert f"| digest of the {what} | {records.END[name]} |" in text
 
 
-def test_the_bytes_that_replicas_receive_are_those_of_the_plan(tmp_path):
-    """8 micro-batches on 3 replicas: they hold 2, 2 and 1 nodes of the tree."""
-    layout = records.HEADER["layout"] | {"world_size": 3, "replicas": 3}
-    rows = [[0.006, 0.002, 0.001, 0.0]] * 3
-    found = []
-    for storage in ("replicated", "shared"):
-        model = records.HEADER["model"] | {"gradient_bytes": 3000}
-        header = records.HEADER | {"layout": layout | {"storage": storage}, "model": model}
-        lines = [header, *(records.step(n, ranks=rows) for n in range(5))]
-        run = read_run(records.write(tmp_path / storage, lines))
-        found.append(wait_matrix(run).num_bytes.tolist())
-    assert found[0] == [[0, 3000, 2000], [3000, 0, 2000], [3000, 3000, 0]]
-    assert found[1] == [[0, 2000, 1000], [2000, 0, 1000], [2000, 2000, 0]]
-    assert "| 2 | 1.00 ms, 2.00 kB | 0 s, 2.00 kB |  | 4.00 kB |" in report_markdown(run)
-    assert "receives, by the plan of the all-reduce" in report_html(run)
-
-
 def test_a_busy_machine_is_reported(tmp_path):
     lines = [*records.whole()[:-1], records.END | {"core_wait": 0.31}]
     run = read_run(records.write(tmp_path, lines))
@@ -172,9 +155,7 @@ def test_stages_are_drawn_as_recorded_and_as_simulated(tmp_path):
         "<title>rank 0: backward of micro-batch 0 on stage 0, 4.00 ms, "
         "after waiting 4.00 ms for rank 1</title>"
     ) in page
-    assert "5.00 ms, 2.00 kB" in page
     text = report_markdown(run)
-    assert "| 0 |  | 5.00 ms, 2.00 kB |" in text
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         assert len({line.count("|") for line in table.splitlines()}) == 1
 
@@ -337,7 +318,6 @@ def test_times_of_a_resumed_run_are_those_of_its_last_layout(resumed):
     assert summarize(resumed).speed == pytest.approx(8 * 32 / 0.17)
     assert [one.rank for one in time_by_rank(resumed)] == [0, 1]
     assert [one.num_bytes for one in peak_memory(resumed)] == [300_000_000, 310_000_000]
-    assert len(wait_matrix(resumed).seconds) == 2
     assert typical_timeline(resumed).num_ranks == 2
 
 

@@ -32,9 +32,9 @@ def command(
 ) -> None:
     """Check whether this machine has what a run needs. Takes about ten seconds.
 
-    Starts ranks and reduces a tensor with each backend, measures memory and the
-    loopback interface, and compiles a program. The exit status is 1 if a run would
-    fail. The output ends with a block to paste into an issue.
+    Starts ranks and reduces a tensor with each backend, and looks at cores, memory,
+    disk, network and compiler. The exit status is 1 if a run would fail. The output
+    ends with a block to paste into an issue.
 
     Started on every host by `lockstep run -n 1 --nnodes 2 ... --no-python lockstep
     doctor`, it also compares the hosts: versions, processors, backends and clocks.

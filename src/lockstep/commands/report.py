@@ -1,4 +1,4 @@
-"""`lockstep report`: renders the record of a run as a page, as Markdown or as a picture."""
+"""`lockstep report`: renders the record of a run as a page or as Markdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command", "find_run", "format_of", "open_in_browser", "save"]
 
-SUFFIXES = {"html": "html", "md": "md", "svg": "svg", "png": "png"}
+SUFFIXES = ("html", "md")
 
 
 @click.command()
@@ -31,7 +31,7 @@ SUFFIXES = {"html": "html", "md": "md", "svg": "svg", "png": "png"}
 @click.option(
     "--format",
     "kind",
-    type=click.Choice(list(SUFFIXES)),
+    type=click.Choice(SUFFIXES),
     help="Format of the report.  [default: by the suffix of --output, else html]",
 )
 @click.option(
@@ -46,9 +46,9 @@ def command(
     """Write a report of RUN, the name or folder of a run.
 
     The default is an HTML page in a single file, runs/NAME/report.html. Runs that
-    are still going, failed or died are rendered up to their last line. Use md, svg
-    or png for an issue or a slide. --trace writes the timelines of all ranks as
-    JSON for ui.perfetto.dev and chrome://tracing.
+    are still going, failed or died are rendered up to their last line. Use md for an
+    issue. --trace writes the timelines of all ranks as JSON for ui.perfetto.dev and
+    chrome://tracing.
     """
     from lockstep.record.reader import read_run
 
@@ -60,21 +60,17 @@ def command(
         return
     kind = kind or format_of(output)
     content = _render(found, kind)
-    place = save(content, output, found.folder / f"report.{SUFFIXES[kind]}")
+    place = save(content, output, found.folder / f"report.{kind}")
     if opened and place is not None:
         open_in_browser(place)
 
 
 def _render(run: Run, kind: str) -> bytes:
     """Return the report of a run in the format `kind`."""
-    from lockstep.report import run_report, slide
+    from lockstep.report.run_report import report_html, report_markdown
 
-    if kind == "md":
-        return run_report.report_markdown(run).encode()
-    if kind == "html":
-        return run_report.report_html(run, _simulate(run)).encode()
-    picture = slide.draw_slide(run)
-    return picture.svg().encode() if kind == "svg" else picture.png()
+    text = report_markdown(run) if kind == "md" else report_html(run, _simulate(run))
+    return text.encode()
 
 
 def _simulate(run: Run) -> Timeline | None:

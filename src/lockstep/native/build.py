@@ -26,7 +26,7 @@ from pathlib import Path
 from lockstep.native.binding_folder import publish, temporary_folder, write_abi
 from lockstep.native.extension_abi import CSRC, FLAGS, ExtensionABI, list_sources
 
-__all__ = ["CompilationError", "build_binding", "find_compiler"]
+__all__ = ["CompilationError", "build_binding", "find_compiler", "find_requirements"]
 
 MODULE = "_native.so"
 
@@ -81,14 +81,12 @@ def build_binding(
 
 def compile_extension(folder: Path, log: Path, show_progress: Callable[[int, int], None]) -> None:
     """Compile the extension into FOLDER/_native.so; see `build_binding`."""
-    compiler = find_compiler()
-    path = os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)))
-    _check_requirements(path)
+    compiler = find_requirements()
     environment = {
         "MAX_JOBS": str(len(os.sched_getaffinity(0))),
         **os.environ,
         "CXX": shlex.join(compiler),
-        "PATH": path,  # of ninja, also if the virtual environment is not activated
+        "PATH": _search_path(),  # of ninja, also if the virtual environment is not activated
         "LC_ALL": "C",  # `_find_error` looks for "error"
         "TORCH_DONT_CHECK_COMPILER_ABI": "1",  # it warns of every compiler not named g++
     }
@@ -162,14 +160,24 @@ def find_compiler(environment: Mapping[str, str] = os.environ) -> tuple[str, ...
     raise CompilationError("there is no C++ compiler")
 
 
-def _check_requirements(path: str) -> None:
+def find_requirements() -> tuple[str, ...]:
+    """Return the C++ compiler.
+
+    Raises:
+        CompilationError: The compiler, or something else that a build needs, is missing.
+    """
+    compiler, include = find_compiler(), sysconfig.get_path("include")
     if not list_sources(CSRC, ".cpp"):
         raise CompilationError(f"the C++ sources are missing in {CSRC}")
-    include = sysconfig.get_path("include")
     if not Path(include, "Python.h").is_file():
         raise CompilationError(f"the headers of Python are missing (no Python.h in {include})")
-    if shutil.which("ninja", path=path) is None:
+    if shutil.which("ninja", path=_search_path()) is None:
         raise CompilationError("there is no ninja (pip install ninja)")
+    return compiler
+
+
+def _search_path() -> str:
+    return os.pathsep.join((sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)))
 
 
 def _terminate(process: subprocess.Popen[str]) -> None:

@@ -1,4 +1,4 @@
-"""Breakdowns of a run: time and memory by rank, waiting between ranks, epochs, resumptions.
+"""Breakdowns of a run: time and memory by rank, epochs, resumptions.
 
 If a run was resumed in another layout, breakdowns by rank cover only the last layout.
 """
@@ -6,34 +6,29 @@ If a run was resumed in another layout, breakdowns by rank cover only the last l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from lockstep.formatting import (
-    format_bytes,
     format_duration,
     format_loss,
     format_metric_value,
     format_number,
     format_percent,
 )
-from lockstep.kernel.tree import nodes_of
-from lockstep.record.columns import Column, as_dict
+from lockstep.record.columns import as_dict
 from lockstep.record.reader import Run
 from lockstep.record.recorder import TIME_CATEGORIES
-from lockstep.record.timeline import Timeline, read_timelines
 from lockstep.report.rank_spread import ListedRank, list_slow_ranks, mean_times
 from lockstep.report.summary import as_text, describe_layout, number_or, numbers_of
 
 __all__ = ["MAX_EPOCHS", "MAX_RANKS", "RESUME_COLUMNS", "EpochTable", "RankMemory", "RankTime"]
-__all__ += ["WaitMatrix", "epoch_table", "peak_memory", "resume_table", "time_by_rank"]
-__all__ += ["time_shares", "wait_matrix"]
+__all__ += ["epoch_table", "peak_memory", "resume_table", "time_by_rank", "time_shares"]
 
 MAX_RANKS = 32  # ranks that are shown
-MAX_MATRIX_RANKS = 16  # ranks in the matrix of waiting
 MAX_EPOCHS = 60  # epochs that are listed
 
 
@@ -112,104 +107,6 @@ def time_shares(run: Run) -> dict[str, float]:
     if not total > 0:
         return {}
     return dict(zip(TIME_CATEGORIES, (totals / total).tolist(), strict=True))
-
-
-@dataclass(frozen=True)
-class WaitMatrix:
-    """The waiting between ranks, as means per step.
-
-    `seconds[r, s]` is the time that rank r waited for rank s, and `num_bytes[r, s]` the number of
-    bytes that it received from it; both have the shape [ranks, ranks]. `is_planned` is true if the
-    bytes are computed from the plan of the gradients' all-reduce instead of recorded.
-    """
-
-    steps: int
-    seconds: Column
-    num_bytes: Column
-    is_planned: bool = False
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the columns of `rows`."""
-        received = ["received"] if self.num_bytes.any() else []
-        return ["rank", *(f"for rank {rank}" for rank in range(self._shown_ranks)), *received]
-
-    @property
-    def rows(self) -> list[list[str]]:
-        """The matrix as text: each row begins with its rank and ends with its received bytes."""
-        ranks = range(self._shown_ranks)
-        rows = [[f"{rank}", *(self._cell(rank, source) for source in ranks)] for rank in ranks]
-        if self.num_bytes.any():
-            rows = [
-                [*row, format_bytes(float(self.num_bytes[rank].sum()))]
-                for rank, row in enumerate(rows)
-            ]
-        return rows
-
-    @property
-    def _shown_ranks(self) -> int:
-        return min(len(self.seconds), MAX_MATRIX_RANKS)
-
-    def _cell(self, rank: int, source: int) -> str:
-        seconds = float(self.seconds[rank, source])
-        num_bytes = float(self.num_bytes[rank, source])
-        parts = [format_duration(seconds)] if seconds > 0 or num_bytes > 0 else []
-        return ", ".join([*parts, *([format_bytes(num_bytes)] if num_bytes > 0 else [])])
-
-
-def wait_matrix(run: Run) -> WaitMatrix | None:
-    """Return the waiting between ranks; None if no rank waited or no times were recorded."""
-    recorded = read_timelines(run.layout_timelines)
-    found = _waits_of_timelines(recorded) if recorded else _waits_of_steps(run)
-    return found if found and (found.seconds.any() or found.num_bytes.any()) else None
-
-
-def _waits_of_timelines(recorded: Sequence[Timeline]) -> WaitMatrix:
-    ranks = max(one.num_ranks for one in recorded)
-    seconds, num_bytes = np.zeros((ranks, ranks)), np.zeros((ranks, ranks))
-    for one in recorded:
-        for span in one.spans:
-            if span.source is not None and span.source < ranks:
-                seconds[span.rank, span.source] += span.waited
-                num_bytes[span.rank, span.source] += span.num_bytes
-    return WaitMatrix(len(recorded), seconds / len(recorded), num_bytes / len(recorded))
-
-
-def _waits_of_steps(run: Run) -> WaitMatrix | None:
-    """Add up the waiting per step, in which all ranks wait for the one that works longest."""
-    rows = np.nan_to_num(run.layout_steps.ranks)
-    steps, ranks = rows.shape[:2]
-    if steps == 0 or ranks < 2:
-        return None
-    compute, data, waiting = map(TIME_CATEGORIES.index, ("compute", "data", "waiting"))
-    slowest = (rows[:, :, compute] + rows[:, :, data]).argmax(axis=1)
-    seconds = np.zeros((ranks, ranks))
-    np.add.at(seconds.T, slowest, rows[:, :, waiting])
-    np.fill_diagonal(seconds, 0.0)
-    return WaitMatrix(steps, seconds / steps, _gradient_bytes(run, ranks), is_planned=True)
-
-
-def _gradient_bytes(run: Run, ranks: int) -> Column:
-    """Return the bytes of gradients that each replica receives from each other one per step.
-
-    A replica adds one slice of the gradients: it receives that slice of every tree node that
-    another replica holds, and one slice of the sums from each other replica.
-    """
-    found = np.zeros((ranks, ranks))
-    layout, model = run.layout, as_dict(run.header.get("model"))
-    num_bytes, leaves = number_or(model.get("gradient_bytes")), layout.get("microbatches")
-    if not isinstance(leaves, int) or leaves < 1 or layout.get("replicas") != ranks:
-        return found
-    if not math.isfinite(num_bytes):
-        return found
-    gathered = 0 if layout.get("storage") == "shared" else 1  # no replica receives the sums
-    small, larger = divmod(leaves, ranks)
-    starts = [rank * small + min(rank, larger) for rank in range(ranks + 1)]
-    for source in range(ranks):
-        nodes = nodes_of(range(starts[source], starts[source + 1]), leaves)
-        found[:, source] = (len(nodes) + gathered) * num_bytes / ranks
-    np.fill_diagonal(found, 0.0)
-    return found
 
 
 @dataclass(frozen=True)

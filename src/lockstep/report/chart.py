@@ -1,4 +1,4 @@
-"""Charts as plain values (axes, ticks and curves), which page.py and slide.py draw.
+"""Charts as plain values (axes, ticks and curves), which page.py draws.
 
 A curve of a million steps is downsampled to a few hundred points that preserve its peaks:
 

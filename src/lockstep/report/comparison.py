@@ -1,13 +1,12 @@
 """Comparison of runs: speed, digests, losses, weights and settings.
 
 Each run is compared with the first one. If one run is faster, the sentence about it also names
-other possible reasons: different times, different machines, a busy machine.
-Saved weights are compared tensor by tensor.
+other possible reasons: different machines, a busy machine. Saved weights are compared tensor by
+tensor.
 """
 
 from __future__ import annotations
 
-import datetime
 import math
 import os
 import re
@@ -29,14 +28,13 @@ from lockstep.formatting import (
 )
 from lockstep.kernel.errors import FileError
 from lockstep.messages import escape_control
-from lockstep.record.columns import as_dict
+from lockstep.record.columns import Column, as_dict
 from lockstep.record.reader import Run
 from lockstep.report.breakdown import resume_table
 from lockstep.report.chart import comparison_charts
 from lockstep.report.markdown import escape_markdown, markdown_table
 from lockstep.report.page import draw_panel, render_template
-from lockstep.report.significance import Significance, compare_speeds, step_times
-from lockstep.report.summary import Summary, last_time, number_or, summarize
+from lockstep.report.summary import Summary, number_or, summarize
 from lockstep.report.summary_text import (
     BUSY,
     STATE_NAMES,
@@ -69,6 +67,28 @@ __all__ = [
 
 RATE = "learning rate"
 MAX_NAMED = 6  # settings in a sentence
+WARMUP_FRACTION = 0.05  # fraction of the steps that does not count for the speed
+NUM_BLOCKS, MIN_BLOCKS = 20, 6  # blocks of steps; fewer allow no conclusion
+NUM_RESAMPLES = 4000
+
+
+@dataclass(frozen=True)
+class SpeedRatio:
+    """The ratio of the second run's speed to the first one's, with its 95% interval, or NaN."""
+
+    ratio: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the runs have enough steps for a conclusion."""
+        return math.isfinite(self.ratio)
+
+    @property
+    def is_significant(self) -> bool:
+        """Whether the variation of the steps does not explain the difference."""
+        return self.is_known and not self.low <= 1 <= self.high
 
 
 @dataclass(frozen=True)
@@ -89,7 +109,7 @@ class PairComparison:
     """The comparison of one run with the first one; `sentences` describe it."""
 
     name: str
-    speed: Significance
+    speed: SpeedRatio
     same_digest: bool | None
     losses: LossDifference
     sentences: list[str]
@@ -110,10 +130,10 @@ class Comparison:
 def compare_runs(runs: list[Run]) -> Comparison:
     """Compare two or more runs with the first of them."""
     names = _unique_names(runs)
-    times = [step_times(run) for run in runs]
+    costs = [_sample_seconds(run) for run in runs]
     pairs = []
-    for run, name, own_times in list(zip(runs, names, times, strict=True))[1:]:
-        speed = compare_speeds(times[0], own_times)
+    for run, name, cost in list(zip(runs, names, costs, strict=True))[1:]:
+        speed = compare_speeds(costs[0], cost)
         losses = _compare_losses(runs[0], run)
         same = _same_digest(runs[0], run)
         sentences = [
@@ -130,10 +150,39 @@ def compare_runs(runs: list[Run]) -> Comparison:
         runs=runs,
         names=names,
         summaries=list(map(summarize, runs)),
-        speeds=[one.speed for one in times],
+        speeds=[1 / float(np.median(cost)) if len(cost) else math.nan for cost in costs],
         pairs=pairs,
         settings=find_setting_differences(runs),
     )
+
+
+def _sample_seconds(run: Run) -> Column:
+    """Return the seconds per sample of each step in the last layout, without the first steps."""
+    steps = run.layout_steps
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        cost = steps.seconds / np.where(np.isfinite(steps.samples), steps.samples, 1.0)
+    cost = cost[math.ceil(WARMUP_FRACTION * len(cost)) :]
+    return cost[np.isfinite(cost) & (cost > 0)]
+
+
+def compare_speeds(first: Column, second: Column) -> SpeedRatio:
+    """Compare two runs by the seconds per sample of their steps.
+
+    Consecutive steps are correlated, because a busy machine stays busy for a while. The interval is
+    therefore bootstrapped from the medians of blocks of steps. The resampling is seeded, so the
+    result is reproducible.
+    """
+    if min(len(first), len(second)) < MIN_BLOCKS:
+        return SpeedRatio()
+    generator = np.random.default_rng(0)
+    resampled = []
+    for cost in (first, second):
+        blocks = np.array_split(cost, min(NUM_BLOCKS, len(cost)))
+        medians = np.array([np.median(block) for block in blocks])
+        drawn = generator.integers(0, len(medians), (NUM_RESAMPLES, len(medians)))
+        resampled.append(np.median(medians[drawn], axis=1))
+    low, high = np.quantile(resampled[0] / resampled[1], [0.025, 0.975])
+    return SpeedRatio(float(np.median(first) / np.median(second)), float(low), float(high))
 
 
 def _unique_names(runs: list[Run]) -> list[str]:
@@ -169,7 +218,7 @@ def _same_digest(first: Run, second: Run) -> bool | None:
     return digests[0] == digests[1] if all(digests) else None
 
 
-def _speed_sentence(runs: tuple[Run, Run], names: tuple[str, str], speed: Significance) -> str:
+def _speed_sentence(runs: tuple[Run, Run], names: tuple[str, str], speed: SpeedRatio) -> str:
     """Return the sentence about the difference in speed and its other possible reasons."""
     first, second = names
     busy = " and ".join(_busy_phrases(runs, names))
@@ -184,13 +233,12 @@ def _speed_sentence(runs: tuple[Run, Run], names: tuple[str, str], speed: Signif
     if speed.ratio < 1:
         span = f"95% interval {_format_factor(1 / speed.high)} to {_format_factor(1 / speed.low)}"
     hosts = [run.environment.get("hostname") or "?" for run in runs]
-    when = "at the same time" if _is_overlapping(*runs) else "at different times"
     if hosts[0] != hosts[1]:
         caveat = f"but they ran on different machines ({hosts[0]} and {hosts[1]})"
     elif busy:
-        caveat = f"but the machine was busy: they ran {when}, and {busy}"
+        caveat = f"but the machine was busy: {busy}"
     else:
-        caveat = f"but they ran once each, {when}: the load of the machine may be the reason"
+        caveat = "but they ran once each: the load of the machine may be the reason"
     return f"{faster} is {_format_factor(much)} times as fast as {slower} ({span}), {caveat}."
 
 
@@ -202,23 +250,6 @@ def _busy_phrases(runs: tuple[Run, Run], names: tuple[str, str]) -> list[str]:
         for name, wait in zip(names, waits, strict=True)
         if wait > BUSY
     ]
-
-
-def _is_overlapping(first: Run, second: Run) -> bool:
-    """Return whether the times of two runs are known and overlap."""
-    spans = _time_span(first), _time_span(second)
-    known = [span for span in spans if span is not None]
-    return len(known) == 2 and max(s[0] for s in known) < min(s[1] for s in known)
-
-
-def _time_span(run: Run) -> tuple[float, float] | None:
-    """Return the begin and end of a run, in seconds since 1970; None if the begin is not known."""
-    try:
-        began = datetime.datetime.fromisoformat(run.header["started"]).timestamp()
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
-    last = last_time(run)
-    return began, began + number_or((run.end or {}).get("t"), last if math.isfinite(last) else 0.0)
 
 
 def _format_factor(value: float) -> str:
@@ -411,7 +442,6 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
             "name": pair.name,
             "speed_ratio": _finite(pair.speed.ratio),
             "interval": [_finite(pair.speed.low), _finite(pair.speed.high)],
-            "chance": pair.speed.p_value,
             "significant": pair.speed.is_significant,
             "same_digest": pair.same_digest,
             "steps_compared": pair.losses.num_compared,

@@ -1,7 +1,7 @@
 """Pictures of simple shapes, as SVG or, drawn with Pillow, as PNG.
 
 Coordinates are in points, with the origin at the top left. Both formats support the same
-shapes, so a slide looks the same in either of them.
+shapes, so a plot looks the same in either of them.
 """
 
 from __future__ import annotations

@@ -25,13 +25,11 @@ from lockstep.report.breakdown import (
     MAX_EPOCHS,
     MAX_RANKS,
     RESUME_COLUMNS,
-    WaitMatrix,
     epoch_table,
     peak_memory,
     resume_table,
     time_by_rank,
     time_shares,
-    wait_matrix,
 )
 from lockstep.report.chart import run_charts
 from lockstep.report.markdown import escape_markdown, fenced_block, markdown_table
@@ -73,7 +71,7 @@ def report_html(run: Run, simulated: Timeline | None = None) -> str:
         run: The run.
         simulated: The simulation of the run's typical timeline, drawn below it. None: none.
     """
-    recorded, waits = typical_timeline(run), wait_matrix(run)
+    recorded = typical_timeline(run)
     summary = summarize(run)
     panels = {chart.key: draw_panel(chart) for chart in run_charts(run)}
     times, repeated = time_by_rank(run), summarize_reproduction(run)
@@ -95,8 +93,6 @@ def report_html(run: Run, simulated: Timeline | None = None) -> str:
         spread=spread_table(run),
         timelines=layout_timelines([one for one in (recorded, simulated) if one]),
         timeline_sentences=timeline_sentences(recorded, simulated),
-        waits=waits,
-        waits_sentence=waits and _waits_sentence(waits),
         memory=peak_memory(run),
         rounds=summarize_rounds(run),
         round_columns=ROUND_COLUMNS,
@@ -117,15 +113,6 @@ def report_html(run: Run, simulated: Timeline | None = None) -> str:
         version=VERSION,
         path=str(Path(run.folder.name) / RECORD_FILE),
     )
-
-
-def _waits_sentence(waits: WaitMatrix) -> str:
-    what = "each row is one rank: how long it waits for each other rank in a step"
-    if waits.num_bytes.any() and waits.is_planned:
-        what += ", and how many bytes of gradients it receives, by the plan of the all-reduce"
-    elif waits.num_bytes.any():
-        what += ", and how many bytes of activations and their gradients it receives"
-    return f"Means of {format_quantity(waits.steps, 'step')}; {what}."
 
 
 @dataclass(frozen=True)
@@ -169,7 +156,6 @@ def report_markdown(run: Run) -> str:
     sentences = [*filter(None, [learning_rate_sentence(run)]), *sentences]
     lines += ["", *(f"- {escape_markdown(sentence)}" for sentence in sentences)]
     lines += _time_table(run)
-    lines += _waits_table(run)
     lines += _rounds_lines(run)
     lines += _epoch_table(run)
     lines += _checkpoint_lines(run)
@@ -205,15 +191,6 @@ def _time_table(run: Run) -> list[str]:
         lines += ["", f"Spread over {format_quantity(spread.ranks, 'rank')}, per step:", ""]
         lines += markdown_table(spread.names, spread.rows)
     return lines
-
-
-def _waits_table(run: Run) -> list[str]:
-    """Return the waiting between ranks, as a Markdown table."""
-    waits = wait_matrix(run)
-    if waits is None:
-        return []
-    sentence = escape_markdown(_waits_sentence(waits))
-    return ["", sentence, "", *markdown_table(waits.names, waits.rows)]
 
 
 def _checkpoint_lines(run: Run) -> list[str]:

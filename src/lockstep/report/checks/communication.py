@@ -1,4 +1,4 @@
-"""Checks of communication: environment, host name, interfaces, ports, loopback, backends."""
+"""Checks of communication: environment, interfaces, ports, backends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import os
 import socket
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lockstep.comm import backend as native
 from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
-from lockstep.formatting import format_bytes, format_duration
+from lockstep.formatting import format_duration
 from lockstep.kernel.errors import LockstepError
 from lockstep.launcher.backend_choice import choose_backend
 from lockstep.native.binding import BindingError
@@ -30,38 +29,12 @@ __all__ = [
     "check_backend",
     "check_backends",
     "check_environment",
-    "check_host_name",
     "check_interfaces",
-    "check_loopback",
     "check_native",
     "check_ports",
 ]
 
 SOCKET_TIMEOUT = 10.0  # seconds for each socket operation
-TRANSFER_BYTES = 64 << 20
-NUM_ROUND_TRIPS = 200
-
-
-def check_host_name(requirements: Requirements) -> Iterator[CheckResult]:
-    """Check that the name of this host resolves to its own address."""
-    name = socket.gethostname()
-    advice = (
-        f"ls.init() does not use it, but torch's own init_process_group does: add a line "
-        f"'127.0.1.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME"
-    )
-    try:
-        address = socket.getaddrinfo(name, None)[0][4][0]
-    except OSError as error:
-        yield note("host name", f"{name} cannot be resolved ({error.strerror})", advice)
-        return
-    family = socket.AF_INET6 if ":" in str(address) else socket.AF_INET
-    try:
-        with socket.socket(family) as probe:
-            probe.bind((address, 0))
-    except OSError:
-        yield note("host name", f"{name} resolves to {address}, which is not this machine", advice)
-        return
-    yield good("host name", f"{name} resolves to {address}")
 
 
 def check_interfaces(requirements: Requirements) -> Iterator[CheckResult]:
@@ -118,71 +91,6 @@ def _is_port_used(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
         return True
     return False
-
-
-def check_loopback(requirements: Requirements) -> Iterator[CheckResult]:
-    """Measure throughput and round-trip time of the loopback interface."""
-    try:
-        speed, trip = _measure_loopback()
-    except OSError as error:
-        yield bad("loopback", f"fails ({error.strerror or error})", "check the loopback interface")
-        return
-    what = f"{format_bytes(speed)}/s, round-trip time {format_duration(trip)}"
-    if speed < 0.3e9 or trip > 1e-3:
-        yield note("loopback", what, "this is slow: is the machine busy, or is traffic filtered?")
-    else:
-        yield good("loopback", what)
-
-
-def _measure_loopback() -> tuple[float, float]:
-    """Return the bytes per second in one direction, and the median round-trip time in seconds."""
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        ours = stack.enter_context(socket.create_connection(server.getsockname(), SOCKET_TIMEOUT))
-        theirs = stack.enter_context(server.accept()[0])
-        for end in (ours, theirs):
-            end.settimeout(SOCKET_TIMEOUT)
-            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        echo = threading.Thread(target=_answer, args=(theirs,))
-        echo.start()
-        try:
-            trips = [_time_round_trip(ours) for _ in range(NUM_ROUND_TRIPS)]
-            began = time.perf_counter()
-            ours.sendall(bytes(TRANSFER_BYTES))
-            _receive(ours, 1)
-            seconds = time.perf_counter() - began
-        finally:
-            ours.shutdown(socket.SHUT_RDWR)
-            echo.join()
-    return TRANSFER_BYTES / seconds, statistics.median(trips)
-
-
-def _time_round_trip(end: socket.socket) -> float:
-    """Return the round-trip time of one byte, in seconds."""
-    began = time.perf_counter()
-    end.sendall(b"?")
-    _receive(end, 1)
-    return time.perf_counter() - began
-
-
-def _answer(end: socket.socket) -> None:
-    """Answer the small messages and then the large one with one byte each."""
-    with contextlib.suppress(OSError):
-        for _ in range(NUM_ROUND_TRIPS):
-            _receive(end, 1)
-            end.sendall(b"!")
-        _receive(end, TRANSFER_BYTES)
-        end.sendall(b"!")
-
-
-def _receive(end: socket.socket, count: int) -> None:
-    """Receive `count` bytes; raise ConnectionError if the other end is closed."""
-    room = bytearray(min(count, 1 << 20))
-    while count:
-        got = end.recv_into(room, min(count, len(room)))
-        if not got:
-            raise ConnectionError("the other end is closed")
-        count -= got
 
 
 def check_environment(requirements: Requirements) -> Iterator[CheckResult]:

@@ -1,4 +1,4 @@
-"""Checks of the machine: cores, memory, shared memory, disk, open files, clock."""
+"""Checks of the machine: cores, memory, shared memory, disk, open files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import resource
-import statistics
 import sys
 import tempfile
 import time
@@ -15,7 +14,6 @@ from pathlib import Path
 
 from lockstep.formatting import (
     format_bytes,
-    format_duration,
     format_number,
     format_percent,
     format_quantity,
@@ -24,15 +22,14 @@ from lockstep.kernel.errors import LockstepError
 from lockstep.record.environment import count_usable_cores, processor_name
 from lockstep.report.checks import CheckResult, Requirements, bad, good, note
 
-__all__ = ["check_clock", "check_cores", "check_disk", "check_memory", "check_memory_speed"]
-__all__ += ["check_microbatches", "check_open_files", "check_ranks_at_once", "check_shared_memory"]
+__all__ = ["check_cores", "check_disk", "check_memory", "check_microbatches", "check_open_files"]
+__all__ += ["check_ranks_at_once", "check_shared_memory"]
 
 RANK_BYTES = 400e6  # memory of a rank that has imported torch, without a model
 CGROUP = Path("/sys/fs/cgroup")
 SHM = Path("/dev/shm")
 MIN_SHM_BYTES = 1 << 30
 MICROBATCHES = 8  # the Trainer's default
-COPY_BYTES = 64 << 20
 FILES_PER_RANK = 64
 OTHER_FILES = 128
 MIN_DISK_BYTES = 100e6
@@ -119,25 +116,6 @@ def memory_limit() -> float | None:
     return None
 
 
-def check_memory_speed(requirements: Requirements) -> Iterator[CheckResult]:
-    """Measure the speed of copying 64 MiB with one thread."""
-    import numpy as np
-
-    source = np.ones(COPY_BYTES, np.uint8)
-    target = np.zeros_like(source)
-    seconds = []
-    for _ in range(7):
-        began = time.perf_counter()
-        np.copyto(target, source)
-        seconds.append(time.perf_counter() - began)
-    speed = COPY_BYTES / statistics.median(seconds)
-    what = f"one thread copies {format_bytes(speed)}/s"
-    if speed < 1e9:
-        yield note("memory speed", what, "this is very slow: is the machine busy or emulated?")
-    else:
-        yield good("memory speed", what)
-
-
 def check_shared_memory(requirements: Requirements) -> Iterator[CheckResult]:
     """Check that shared memory can be allocated, and the size of /dev/shm."""
     if refusal := segment_refusal():
@@ -215,34 +193,6 @@ def check_open_files(requirements: Requirements) -> Iterator[CheckResult]:
         f"up to {soft:,}; {format_quantity(requirements.ranks, 'rank')} may need {wanted}",
         advice,
     )
-
-
-def check_clock(requirements: Requirements) -> Iterator[CheckResult]:
-    """Check that reading the clock is fast, and that the clock of the disk agrees."""
-    began = time.perf_counter()
-    for _ in range(10_000):
-        time.perf_counter()
-    cost = (time.perf_counter() - began) / 10_000
-    with tempfile.NamedTemporaryFile() as file:
-        apart = os.fstat(file.fileno()).st_mtime - time.time()
-    if time.gmtime().tm_year < 2025:
-        yield note(
-            "clock",
-            f"the date is {time.strftime('%Y-%m-%d')}",
-            "set it: names of runs contain the date",
-        )
-    elif abs(apart) > 2:
-        yield note(
-            "clock", f"the clock of the disk differs by {apart:+.0f} s", "synchronize both with NTP"
-        )
-    elif cost > 2e-6:
-        yield note(
-            "clock",
-            f"reading it takes {format_duration(cost)}",
-            "measuring steps is slow; is the clock source not tsc?",
-        )
-    else:
-        yield good("clock", f"reading it takes {cost * 1e9:.0f} ns")
 
 
 def check_ranks_at_once(requirements: Requirements) -> Iterator[CheckResult]:

@@ -6,15 +6,13 @@ import platform
 import shutil
 import subprocess
 import sys
-import sysconfig
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
 from lockstep.formatting import format_bytes
-from lockstep.native.build import CompilationError, find_compiler
+from lockstep.native.build import CompilationError, find_requirements
 from lockstep.report.checks import CheckResult, Requirements, bad, good, note
 
 if TYPE_CHECKING:
@@ -51,19 +49,6 @@ if world.Get_size() != 2:
     sys.exit(f"each of the 2 ranks is alone in {name}, which is not the MPI of this mpiexec")
 if world.Get_rank() == 0:
     print(name)
-"""
-
-CPP_PROGRAM = """
-#include <atomic>
-#include <bit>
-#include <vector>
-template <class T> requires(sizeof(T) == 8) int count_bits(T bits) { return std::popcount(bits); }
-int main() {
-    std::atomic<unsigned long long> bits{40};
-    bits.fetch_add(2);
-    std::vector<int> counts{count_bits(bits.load()), 0};
-    return std::erase_if(counts, [](int count) { return count != 3; }) == 1 ? 0 : 1;
-}
 """
 
 
@@ -103,31 +88,18 @@ def check_torch(requirements: Requirements) -> Iterator[CheckResult]:
 
 
 def check_compiler(requirements: Requirements) -> Iterator[CheckResult]:
-    """Check that a C++20 program can be compiled and run, as the native extension requires."""
-    advice = "only `lockstep build` needs one: install g++ or clang++, or set CXX"
+    """Check that there is what `lockstep build` needs."""
     try:
-        found = find_compiler()
+        compiler = find_requirements()
     except CompilationError as error:
-        yield note("compiler", str(error), advice)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "try.cpp"
-        source.write_text(CPP_PROGRAM)
-        program = str(Path(folder) / "try")
-        answer = _run([*found, "-std=c++20", "-o", program, str(source)])
-        answer = answer if isinstance(answer, str) else _run([program])
-    if isinstance(answer, str):
-        yield note("compiler", f"{found[0]} does not build a C++20 program: {answer}", advice)
-        return
-    headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    if not headers.exists():
         yield note(
             "compiler",
-            "works, but Python's headers are missing",
-            "only `lockstep build` needs them: install python3-dev",
+            str(error),
+            "only `lockstep build` needs it: install g++ or clang++, python3-dev and ninja, or set "
+            "CXX",
         )
-        return
-    yield good("compiler", f"{found[0]} builds and runs C++20; Python's headers are installed")
+    else:
+        yield good("compiler", f"{compiler[0]}, ninja and Python's headers are installed")
 
 
 def check_gpus(requirements: Requirements) -> Iterator[CheckResult]:
