@@ -96,18 +96,6 @@ def test_replays_that_differ_or_failed_say_why(tmp_path):
     assert found.replays[-1][0] == "?"
 
 
-def test_changed_files_of_fingerprints_are_said(tmp_path):
-    folder = checkpointed(tmp_path)
-    path = write_fingerprints(folder, 1, range(4))
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:2] + lines[3:]))
-    run = read_run(folder)
-    (remark,) = summarize_reproduction(run).remarks
-    assert remark.startswith("fingerprints/rank-1.jsonl: The record was changed")
-    assert remark.partition(":")[2].strip()[:20] in report_html(run)
-    assert "fingerprints/rank-1.jsonl" in report_markdown(run)
-
-
 def test_a_report_reads_fingerprints_one_line_at_a_time(tmp_path):
     folder = checkpointed(tmp_path)
     file = FingerprintFile(folder, 0)
