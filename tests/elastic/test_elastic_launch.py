@@ -7,7 +7,7 @@ import json
 import pytest
 
 from lockstep.commands.run import command
-from lockstep.elastic import rounds
+from lockstep.elastic import coordinator
 from processes import restoring_handlers
 
 SCRIPT = """
@@ -52,7 +52,7 @@ print(ls.world_size())
 def test_a_rank_that_is_killed_while_the_ranks_connect_is_replaced(tmp_path, monkeypatch, capfd):
     """The others have found it in the store, and would wait for it until the limit of init."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(rounds, "REPORT_TIMEOUT", 0.2)
+    monkeypatch.setattr(coordinator, "REPORT_TIMEOUT", 0.2)
     (tmp_path / "train.py").write_text(DIES_IN_INIT)
     with pytest.raises(SystemExit) as exited:
         command.main(("--min", "1", "--max", "3", "train.py"), standalone_mode=False)
