@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.record.columns import parse_block
+from lockstep.record.columns import parse_steps
 from lockstep.record.recorder import TIME_CATEGORIES
 
 JSON = st.sampled_from(
@@ -18,8 +18,8 @@ NAMES = st.sampled_from(["loss", "t", "step", "metrics", "ranks", "samples", "el
 
 @given(st.lists(st.dictionaries(NAMES, JSON, max_size=4), min_size=1, max_size=6))
 def test_columns_have_the_number_of_lines(lines):
-    found = parse_block(lines)
-    assert {len(column) for column in found.scalars.values()} == {len(lines)}
+    found = parse_steps(lines)
+    assert {len(found.t), len(found.step), len(found.lr)} == {len(lines)}
     assert all(len(column) == len(lines) for column in found.metrics.values())
     assert found.ranks.shape[0] == len(lines)
     assert found.ranks.shape[2] == len(TIME_CATEGORIES)
@@ -28,5 +28,5 @@ def test_columns_have_the_number_of_lines(lines):
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6))
 def test_rows_of_varying_numbers_of_ranks_keep_their_positions(worlds):
     row = [1.0, 2.0, 3.0, 4.0]
-    found = parse_block([{"ranks": [row] * world} for world in worlds]).ranks
+    found = parse_steps([{"ranks": [row] * world} for world in worlds]).ranks
     assert (~np.isnan(found[:, :, 3])).sum(axis=1).tolist() == worlds

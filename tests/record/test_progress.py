@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import time
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -366,40 +365,6 @@ def test_a_progress_bar_of_tqdm_is_left_alone(script_progress, monkeypatch):
     bars._instances = []
     take(progress, clock, 5, 5.0)
     assert stream.getvalue().startswith("step 3  loss")
-
-
-NOTEBOOK = """
-import time
-from lockstep.record.progress import ScriptProgress
-now, progress = 0.0, ScriptProgress(clock=lambda: now)
-def train(epoch):
-    global now
-    progress.begin_epoch(epoch, 4, 0)
-    for step in range(4):
-        now += 1.0
-        progress.step(epoch=epoch, loss=0.5, samples=32)
-    progress.epoch(epoch=epoch, loss=0.25, samples=128, seconds=4.0)
-"""
-
-
-def test_a_notebook_has_a_display_in_each_cell(tmp_path):
-    nbformat = pytest.importorskip("nbformat", reason="needs the extra [test]")
-    nbclient = pytest.importorskip("nbclient", reason="needs the extra [test]")
-    sources = [NOTEBOOK, "train(0); print('mine'); train(1)", "progress.step(epoch=2, loss=0.1)"]
-    cells = [nbformat.v4.new_code_cell(each) for each in (*sources, "now += 9; train(2)")]
-    notebook = nbformat.v4.new_notebook(cells=cells)
-    folder = {"metadata": {"path": str(tmp_path)}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Jupyter's own
-        nbclient.NotebookClient(notebook, timeout=60, resources=folder).execute()
-    shown, printed = cells[1]["outputs"]
-    assert printed["text"] == "mine\n"
-    lines = shown["data"]["text/plain"].splitlines()
-    ending = "  loss 0.2500  32.0 samples/s  4.00 s"
-    assert lines[:2] == [f"epoch 1{ending}", f"epoch 2{ending}"]
-    assert cells[2]["outputs"] == []
-    (last,) = cells[3]["outputs"]
-    assert last["data"]["text/plain"].startswith("epoch 3  loss 0.2500")
 
 
 def test_the_estimate_counts_pauses_between_epochs():

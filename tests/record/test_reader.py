@@ -288,23 +288,7 @@ def test_a_stopped_run(tmp_path):
     assert read_run(written(tmp_path, lines)).state == "stopped"
 
 
-DAMAGED = ["oops", '{"kind": "resume", "st', json.dumps({"kind": "resume", "step": "many"})]
-
-
-@pytest.mark.parametrize("damaged", DAMAGED)
-def test_steps_are_not_counted_twice_if_the_line_that_resumes_is_damaged(tmp_path, damaged):
-    lines = [HEADER, *steps(0, 5), {"kind": "epoch", "t": 0.45, "epoch": 0}]
-    lines += [*steps(5, 10), {"kind": "epoch", "t": 0.95, "epoch": 1}]
-    again = [step(number, t=3.0 + number / 10, loss=2.0) for number in range(5, 8)]
-    tail = "".join(f"{line}\n" for line in (damaged, *map(json.dumps, again)))
-    run = read_run(written(tmp_path, lines, tail))
-    assert run.steps.step.tolist() == list(range(8))
-    assert run.steps.loss.tolist() == [1.0] * 5 + [2.0] * 3
-    assert [line["epoch"] for line in run.epochs] == [0]
-    assert [line["step"] for line in run.resumes] == ([5] if "many" in damaged else [])
-
-
-def test_a_line_that_is_damaged_without_a_resumption_rewinds_nothing(tmp_path):
+def test_a_damaged_line_rewinds_nothing(tmp_path):
     tail = "oops\n" + "".join(json.dumps(line) + "\n" for line in [*steps(6, 9), END])
     run = read_run(written(tmp_path, [HEADER, *steps(0, 5)], tail))
     assert run.steps.step.tolist() == [0, 1, 2, 3, 4, 6, 7, 8]
@@ -371,13 +355,6 @@ def test_the_line_at_which_rank_0_was_killed_is_no_remark_before_a_round(tmp_pat
     run = read_run(tmp_path)
     assert run.steps.loss.tolist() == [1.0] * 3 + [2.0] * 3
     assert (run.state, run.remarks) == ("done", [])
-
-
-def test_a_round_without_a_step_is_placed_by_the_next_one(tmp_path):
-    lines = [HEADER, *steps(0, 5), new_round(1, 4, step=None), *steps(4, 6, loss=2.0), END]
-    run = read_run(written(tmp_path, lines))
-    assert run.steps.loss.tolist() == [1.0] * 4 + [2.0] * 2
-    assert run.rounds[0]["step"] == 4
 
 
 @pytest.mark.parametrize("after", [0, 5, 400])

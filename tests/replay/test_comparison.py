@@ -7,7 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.record.columns import concatenate_blocks
+from lockstep.record.columns import concatenate_steps
 from lockstep.record.fingerprints import RecordedStep
 from lockstep.record.reader import Run
 from lockstep.redaction import redact
@@ -24,7 +24,7 @@ def compared(step=STEP, replayed=REPLAYED, digest=None, request=REQUEST):
 
 
 def make_run(**lines):
-    return Run(Path("runs/mine"), {}, concatenate_blocks([]), **lines)
+    return Run(Path("runs/mine"), {}, concatenate_steps([]), **lines)
 
 
 def test_equal_bits_are_equal_and_what_was_compared_is_named():

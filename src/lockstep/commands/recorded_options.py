@@ -95,7 +95,7 @@ def store_options(folder: Path, recipe: str, nprocs: int, given: dict[str, Any])
 
 def _load_options(folder: Path) -> Run | None:
     """Return a run with only the options that `store_options` stored; None if there are none."""
-    from lockstep.record.columns import concatenate_blocks
+    from lockstep.record.columns import concatenate_steps
     from lockstep.record.reader import Run
 
     try:
@@ -104,7 +104,7 @@ def _load_options(folder: Path) -> Run | None:
         header = {"options": options, "layout": {"world_size": int(stored["nprocs"])}}
     except (OSError, ValueError, KeyError, TypeError, ImportError, RecursionError):
         return None
-    return Run(folder=folder, header=header, steps=concatenate_blocks([]))
+    return Run(folder=folder, header=header, steps=concatenate_steps([]))
 
 
 def resolve_options(recipe: str, given: Mapping[str, Any]) -> Options:

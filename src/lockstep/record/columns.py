@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import itemgetter
 from typing import Any
@@ -16,13 +16,15 @@ from lockstep.messages import escape_control
 from lockstep.record.rank_summary import STATISTICS
 from lockstep.record.recorder import TIME_CATEGORIES
 
-__all__ = ["Column", "Line", "StepBlock", "Steps", "as_dict", "as_float"]
-__all__ += ["concatenate_blocks", "parse_block"]
+__all__ = ["Column", "Line", "Steps", "as_dict", "as_float", "concatenate_steps", "parse_steps"]
 
 Column = npt.NDArray[np.float64]
 Line = dict[str, Any]
 
 SCALARS = ("t", "step", "epoch", "loss", "samples", "seconds", "lr")
+ROWS = {"ranks": len(TIME_CATEGORIES), "spread": len(TIME_CATEGORIES)}
+ROWS |= {"slowest": len(TIME_CATEGORIES) + 1}
+"""The columns with several rows per step, and the width of a row."""
 
 
 @dataclass(frozen=True)
@@ -56,42 +58,24 @@ class Steps:
 
     def since(self, first: int) -> Steps:
         """Return the steps from position `first`, without ranks that occur in none of them."""
-        ranks = self.ranks[first:]
-        known = np.flatnonzero(~np.isnan(ranks).all(axis=(0, 2)))
+        found = self.select(slice(first, None))
+        known = np.flatnonzero(~np.isnan(found.ranks).all(axis=(0, 2)))
+        return replace(
+            found,
+            ranks=found.ranks[:, : known[-1] + 1 if len(known) else 0],
+            spread=_without_unknown(found.spread),
+            slowest=_without_unknown(found.slowest),
+        )
+
+    def select(self, chosen: slice | npt.NDArray[np.bool_]) -> Steps:
+        """Return some of the steps."""
         return Steps(
-            **{name: getattr(self, name)[first:] for name in SCALARS},
-            metrics={name: column[first:] for name, column in self.metrics.items()},
-            ranks=ranks[:, : known[-1] + 1 if len(known) else 0],
-            spread=_without_unknown(self.spread[first:]),
-            slowest=_without_unknown(self.slowest[first:]),
+            **{name: getattr(self, name)[chosen] for name in (*SCALARS, *ROWS)},
+            metrics={name: column[chosen] for name, column in self.metrics.items()},
         )
 
 
-@dataclass(frozen=True)
-class StepBlock:
-    """The columns of one block of steps, with the shapes of those of `Steps`."""
-
-    scalars: dict[str, Column]
-    metrics: dict[str, Column]
-    ranks: Column
-    spread: Column
-    slowest: Column
-
-    def rewind(self, step: float) -> StepBlock:
-        """Return the block without the steps whose number is `step` or higher."""
-        kept = ~(self.scalars["step"] >= step)
-        if kept.all():
-            return self
-        return StepBlock(
-            {name: column[kept] for name, column in self.scalars.items()},
-            {name: column[kept] for name, column in self.metrics.items()},
-            self.ranks[kept],
-            self.spread[kept],
-            self.slowest[kept],
-        )
-
-
-def parse_block(steps: list[Line]) -> StepBlock:
+def parse_steps(steps: list[Line]) -> Steps:
     """Convert the lines of some steps to columns."""
     scalars = {name: _column(steps, name) for name in SCALARS}
     metrics = _metric_columns([line.get("metrics") for line in steps])
@@ -107,7 +91,7 @@ def parse_block(steps: list[Line]) -> StepBlock:
         ]
         spread = _rank_rows(rows, width)
         slowest = _rank_rows([summary.get("slowest") for summary in dicts], width + 1)
-    return StepBlock(scalars, metrics, ranks, spread, slowest)
+    return Steps(**scalars, metrics=metrics, ranks=ranks, spread=spread, slowest=slowest)
 
 
 def _column(lines: list[Any], name: str) -> Column:
@@ -155,20 +139,21 @@ def as_dict(value: Any) -> Line:
     return value if isinstance(value, dict) else {}
 
 
-def concatenate_blocks(blocks: list[StepBlock]) -> Steps:
-    """Concatenate blocks; metrics and ranks that a block does not have are NaN in it."""
+def concatenate_steps(blocks: list[Steps]) -> Steps:
+    """Concatenate blocks of steps; metrics and ranks that a block lacks are NaN in it."""
     names = dict.fromkeys(chain.from_iterable(block.metrics for block in blocks))
+    unknown = [np.full(len(block), np.nan) for block in blocks]
+    blocks_and_unknown = list(zip(blocks, unknown, strict=True))
     return Steps(
-        **{name: _concatenate([block.scalars[name] for block in blocks]) for name in SCALARS},
+        **{name: _concatenate([getattr(block, name) for block in blocks]) for name in SCALARS},
+        **{
+            name: _concatenate_rows([getattr(block, name) for block in blocks], width)
+            for name, width in ROWS.items()
+        },
         metrics={
-            name: _concatenate(
-                [block.metrics.get(name, np.full(len(block.ranks), np.nan)) for block in blocks]
-            )
+            name: _concatenate([block.metrics.get(name, nan) for block, nan in blocks_and_unknown])
             for name in names
         },
-        ranks=_concatenate_rows([block.ranks for block in blocks], len(TIME_CATEGORIES)),
-        spread=_concatenate_rows([block.spread for block in blocks], len(TIME_CATEGORIES)),
-        slowest=_concatenate_rows([block.slowest for block in blocks], len(TIME_CATEGORIES) + 1),
     )
 
 

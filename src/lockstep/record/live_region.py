@@ -7,8 +7,6 @@ r"""A region at the end of the terminal's output that is redrawn in place.
 When the program prints, the region is erased and the output is written unchanged; the next drawing
 puts the region below it. Nothing is drawn while the last line is unfinished (a prompt, another
 progress bar). Tracebacks and debuggers therefore need no special treatment, and no thread draws.
-
-In a notebook the region is a display of the cell, whose text is replaced.
 """
 
 from __future__ import annotations
@@ -18,28 +16,11 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, RenderableType
 
-from lockstep.launcher.tracebacks import find_ipython_shell
-
-__all__ = ["LiveRegion", "NotebookRegion", "Region", "find_notebook", "is_terminal"]
-
-MAX_LINES = 30  # the lines that are kept above the region in a notebook
-
-
-class Region(Protocol):
-    """The region in which a progress display draws."""
-
-    def draw(self, content: RenderableType) -> None:
-        """Replace the content of the region."""
-
-    def print(self, line: RenderableType) -> None:
-        """Print a permanent line above the region."""
-
-    def close(self) -> None:
-        """End the region. Calling it again does nothing."""
+__all__ = ["LiveRegion", "is_terminal"]
 
 
 class LiveRegion:
@@ -143,64 +124,12 @@ class OutputAbove:
         return getattr(self._stream, name)
 
 
-class NotebookRegion:
-    """The region of a notebook: a display in the running cell, which is updated.
-
-    Args:
-        console: The console that renders the text.
-        shell: IPython's shell.
-    """
-
-    def __init__(self, console: Console, shell: Any) -> None:
-        self._console, self._shell = console, shell
-        self._cell = -1
-        self._handle: Any = None
-        self._lines: list[str] = []
-        self._drawn = ""
-
-    def draw(self, content: RenderableType) -> None:
-        """Replace the content; a new cell gets a new display."""
-        self._drawn = self._render(content)
-        self._show()
-
-    def print(self, line: RenderableType) -> None:
-        """Print a permanent line above the region."""
-        self._lines = [*self._lines, self._render(line)][-MAX_LINES:]
-        self._drawn = ""
-        self._show()
-
-    def close(self) -> None:
-        """Do nothing: the last content stays in the cell."""
-
-    def _render(self, content: RenderableType) -> str:
-        with self._console.capture() as capture:
-            self._console.print(content)
-        return capture.get().strip("\n")
-
-    def _show(self) -> None:
-        from IPython.display import display
-
-        if self._shell.execution_count != self._cell:
-            self._cell, self._handle, self._lines = self._shell.execution_count, None, []
-        text = {"text/plain": "\n".join([*self._lines, self._drawn]).strip("\n")}
-        if self._handle is None:
-            self._handle = display(text, raw=True, display_id=True)  # type: ignore[no-untyped-call]
-        else:
-            self._handle.update(text, raw=True)
-
-
 def is_terminal(stream: TextIO | None) -> bool:
     """Return whether a region can be drawn on `stream`."""
     try:
         return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
     except ValueError:  # a closed stream
         return False
-
-
-def find_notebook() -> Any:
-    """Return IPython's shell if this process is the kernel of a notebook, else None."""
-    shell = find_ipython_shell()
-    return shell if getattr(shell, "kernel", None) is not None else None
 
 
 def _redirect_logging(old: Any, new: Any) -> None:

@@ -1,7 +1,6 @@
 """The progress display of a run, on rank 0.
 
     on a terminal    a live region, redrawn at most five times per second
-    in a notebook    a display of the cell, replaced at most twice per second
     elsewhere        one line per epoch, and one every ten seconds within a long epoch
     quiet            nothing
 
@@ -25,7 +24,6 @@ between two steps, such as loading data and the user's code.
 
 from __future__ import annotations
 
-import io
 import sys
 import time
 from collections import deque
@@ -37,19 +35,12 @@ from rich.text import Text
 
 from lockstep.formatting import format_duration, format_loss, format_metric, format_number
 from lockstep.messages import discard_if_lost
-from lockstep.record.live_region import (
-    LiveRegion,
-    NotebookRegion,
-    Region,
-    find_notebook,
-    is_terminal,
-)
+from lockstep.record.live_region import LiveRegion, is_terminal
 from lockstep.record.recorder import TIME_CATEGORIES
 
 __all__ = ["Progress", "ProgressMeter", "ScriptProgress"]
 
 REDRAW_INTERVAL = 0.2  # seconds between two drawings of the live region
-NOTEBOOK_INTERVAL = 0.5  # the same in a notebook, where each drawing is a message
 LINE_INTERVAL = 10.0  # seconds between two plain lines within an epoch
 EPOCH_INTERVAL = 1.0  # minimum seconds between the lines of two epochs in a script
 IDLE_SECONDS = 2.0  # without a step, after which a new trainer replaces the shown one
@@ -72,7 +63,7 @@ class Progress:
         steps: The number of steps per epoch. None: unknown.
         title: A description of the run, such as "digits, 2 replicas x 8 micro-batches, gloo".
         quiet: Whether to show nothing.
-        stream: The stream to write to. None: standard error, or the cell of a notebook.
+        stream: The stream to write to. None: standard error.
         clock: A monotonic clock, in seconds.
         is_live: Whether a live region may be drawn.
     """
@@ -93,18 +84,11 @@ class Progress:
         self.quiet = quiet
         self.meter = ProgressMeter(epochs, steps, clock())
         self._clock = clock
-        shell = find_notebook() if stream is None else None
         stream = stream or sys.stderr
         self._console = Console(file=stream, highlight=False, soft_wrap=False)
-        self._interval = REDRAW_INTERVAL
-        self._live: Region | None = None
-        if not quiet and is_live and shell is not None:
-            text = io.StringIO()
-            self._console = Console(file=text, width=100, color_system=None, force_jupyter=False)
-            self._live, self._interval = NotebookRegion(self._console, shell), NOTEBOOK_INTERVAL
-        elif not quiet and is_live and is_terminal(stream):
-            self._live = LiveRegion(self._console)
-        self._next = clock() + (self._interval if self._live else LINE_INTERVAL)
+        is_live = not quiet and is_live and is_terminal(stream)
+        self._live = LiveRegion(self._console) if is_live else None
+        self._next = clock() + (REDRAW_INTERVAL if self._live else LINE_INTERVAL)
         if not quiet and title and self._live is None:
             self._print(title)
 
@@ -177,7 +161,7 @@ class Progress:
         """
         if not self.quiet:
             self.meter.resume(self._clock(), step, epochs)
-            self._next = self._clock() + (self._interval if self._live else LINE_INTERVAL)
+            self._next = self._clock() + (REDRAW_INTERVAL if self._live else LINE_INTERVAL)
 
     def note(self, message: str) -> None:
         """Print a message above the live region, or on a line if there is none."""
@@ -221,7 +205,7 @@ class Progress:
             return
         self._live.draw(self._region(now))
         # Drawing takes at most 5% of the time.
-        self._next = now + max(self._interval, 20 * (self._clock() - now))
+        self._next = now + max(REDRAW_INTERVAL, 20 * (self._clock() - now))
 
     def _print(self, line: str, style: str = "") -> None:
         if self._live is not None:
@@ -310,7 +294,7 @@ class ScriptProgress:
 
     Args:
         is_wanted: Whether to show it anyway, as plain lines if another trainer is shown.
-        stream: The stream to write to. None: standard error, or the cell of a notebook.
+        stream: The stream to write to. None: standard error.
         clock: A monotonic clock, in seconds.
     """
 

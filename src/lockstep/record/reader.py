@@ -34,12 +34,11 @@ from lockstep.kernel.errors import FileError, UsageError
 from lockstep.messages import escape_control
 from lockstep.record.columns import (
     Line,
-    StepBlock,
     Steps,
     as_dict,
     as_float,
-    concatenate_blocks,
-    parse_block,
+    concatenate_steps,
+    parse_steps,
 )
 from lockstep.record.recorder import RECORD_FILE, RECORD_VERSION
 from lockstep.redaction import redact
@@ -228,9 +227,7 @@ class RecordParser:
         self.header: Line = {}
         self.end: Line | None = None
         self.lines: dict[str, list[Line]] = {kind: [] for kind in KEPT}
-        self.blocks: list[StepBlock] = []
-        self.may_repeat = False  # whether an unreadable line may have been one that rewinds
-        self.undated: Line | None = None  # the last line that rewinds, if it has no valid step
+        self.blocks: list[Steps] = []
         self.was_bad = False  # whether the last line was unreadable
         self.num_good = 0
         self.num_bad = 0
@@ -248,7 +245,6 @@ class RecordParser:
                 if RESUME_MARK in block:
                     marked = [line for line in block.split(b"\n") if RESUME_MARK in line]
                     self._add(list(filter(_is_resume, self._load(marked))))
-            self.may_repeat = False
         self.parse_all(file)
 
     def _is_rewound_after(self, file: BinaryIO, position: int) -> bool:
@@ -289,7 +285,7 @@ class RecordParser:
                 if kind in REWINDING or kind is None:
                     self._add_lines(kinds[begin:at], objects[begin:at])
                     if kind is None:
-                        self._skip()
+                        self.num_bad, self.was_bad = self.num_bad + 1, True
                     else:
                         self._add_rewinding(kind, objects[at])
                     begin = at + 1
@@ -304,19 +300,12 @@ class RecordParser:
         steps = objects
         if kinds.count("step") < len(kinds):
             steps = [line for kind, line in zip(kinds, objects, strict=True) if kind == "step"]
-        if steps and self.may_repeat:
-            self._rewind_repeated(as_float(steps[0].get("step")))
         if len(steps) < len(objects):
             for kind, line in zip(kinds, objects, strict=True):
                 if kind != "step":
                     self._add_other(kind, line)
         if steps:
-            self.blocks.append(parse_block(steps))
-
-    def _skip(self) -> None:
-        """Count an unreadable line, which may have been one that rewinds."""
-        self.num_bad += 1
-        self.was_bad = self.may_repeat = True
+            self.blocks.append(parse_steps(steps))
 
     def _add_rewinding(self, kind: str, line: Line) -> None:
         """Add a line that resumes the run or begins a round, and rewind to its step."""
@@ -327,22 +316,11 @@ class RecordParser:
         self.lines[kind].append(line)
         self.end = None
         step, epochs = as_float(line.get("step")), line.get("epochs")
-        self.may_repeat = not math.isfinite(step)
-        if not self.may_repeat:
+        if math.isfinite(step):
             is_count = isinstance(epochs, int) and epochs >= 0
             self._rewind(step, epochs if is_count else None)
         else:
-            line["step"] = None  # unknown until the next step
-            self.undated = line
-
-    def _rewind_repeated(self, step: float) -> None:
-        """Rewind to `step`, the first step after an unreadable line or one without a step."""
-        self.may_repeat = False
-        if self.undated is not None:
-            self.undated["step"], self.undated = step, None
-        if any((block.scalars["step"] >= step).any() for block in self.blocks):
-            self.end = None
-            self._rewind(step, None)
+            line["step"] = None
 
     def _rewind(self, step: float, epochs: int | None) -> None:
         """Drop the lines that were recorded from `step` on.
@@ -352,13 +330,13 @@ class RecordParser:
             epochs: The number of epochs to keep. None: the epochs that ended before `step`.
         """
         if epochs is None:
-            times = [block.scalars["t"][block.scalars["step"] >= step] for block in self.blocks]
+            times = [block.t[block.step >= step] for block in self.blocks]
             begin = np.concatenate([*times, [math.inf]]).min()
             self._keep("epoch", lambda line: not as_float(line.get("t")) > begin)
         else:
             del self.lines["epoch"][epochs:]
-        rewound = [block.rewind(step) for block in self.blocks]
-        self.blocks = [block for block in rewound if len(block.ranks)]
+        rewound = [block.select(~(block.step >= step)) for block in self.blocks]
+        self.blocks = [block for block in rewound if len(block)]
         self._keep("timeline", lambda line: not as_float(line.get("step")) >= step)
         # A checkpoint of step N holds the state after N steps: keep the one that was resumed.
         self._keep("checkpoint", lambda line: not as_float(line.get("step")) > step)
@@ -390,7 +368,7 @@ class RecordParser:
         return Run(
             folder=folder,
             header=self.header,
-            steps=concatenate_blocks(self.blocks),
+            steps=concatenate_steps(self.blocks),
             epochs=self.lines["epoch"],
             warnings=self.lines["warning"],
             end=self.end,

@@ -114,9 +114,9 @@ class Trainer:
             or of the checkpoints, if there is one. An empty list: the run is not recorded.
         checkpoint: When and where checkpoints are saved, from which `resume` continues. None: no
             checkpoints. See the guide on checkpoints.
-        progress: Whether rank 0 shows its progress, as a live display on a terminal or in a
-            notebook, and as occasional lines elsewhere. None: yes, unless the progress of
-            another trainer of the script is shown.
+        progress: Whether rank 0 shows its progress, as a live display on a terminal, and
+            as occasional lines elsewhere. None: yes, unless the progress of another trainer of
+            the script is shown.
         fingerprints: "unit" records hashes of the results of every unit in every step;
             "unit:100-110" and "unit:%50" do so in some steps. None: the environment variable
             LOCKSTEP_FINGERPRINTS decides. See the guide on monitoring.
