@@ -6,8 +6,14 @@ import pytest
 import torch
 
 from lockstep import devices
+from lockstep.kernel.seeds import (
+    default_generator,
+    global_states,
+    isolated,
+    seed_torch,
+    state_of_torch,
+)
 from lockstep.model import operator_tracer
-from lockstep.randomness import global_states, isolated, seed_torch, state_of_torch
 from simulated import ranks as simulated
 
 CPU = torch.device("cpu")
@@ -19,7 +25,7 @@ def test_without_an_accelerator_everything_is_the_cpu():
     assert devices.count_devices("cuda") == devices.count_devices("no such kind") == 0
     assert not devices.is_accelerator(CPU)
     assert not devices.is_accelerator(torch.device("meta"))
-    assert devices.default_generator(CPU) is torch.default_generator
+    assert default_generator(CPU) is torch.default_generator
     devices.synchronize(CPU)
 
 

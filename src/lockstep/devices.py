@@ -9,13 +9,10 @@ a fault of torch spares CUDA (`lockstep.training.optimizer_config`).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 __all__ = [
     "count_devices",
-    "default_generator",
     "device_names",
     "find_accelerator",
     "is_accelerator",
@@ -56,20 +53,6 @@ def device_names() -> list[str]:
         return []
     name = getattr(torch.get_device_module(kind), "get_device_name", lambda index: kind)
     return [str(name(index)) for index in range(count_devices(kind))]
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator from which operators on a device draw if they are given none."""
-    if not is_accelerator(device):
-        return torch.default_generator
-    module: Any = torch.get_device_module(device)
-    found: torch.Generator
-    if device.type == "mps":  # has a single one, and a function instead of a tuple
-        found = module._get_default_mps_generator()
-    else:
-        index = module.current_device() if device.index is None else device.index
-        found = module.default_generators[index]
-    return found
 
 
 def record_event(device: torch.device) -> torch.Event:

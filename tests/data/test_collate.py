@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.data.loader import Batches
-from lockstep.randomness import key, seed_all
+from lockstep.kernel.seeds import key, seed_all
 
 
 def draw() -> list[float]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lockstep.data.epoch_order import EpochOrder, epoch_permutation
 from lockstep.data.partition import partition_sizes
 from lockstep.kernel.errors import DatasetError
-from lockstep.randomness import key
+from lockstep.kernel.seeds import key
 
 weights = st.lists(st.integers(0, 1000), min_size=1, max_size=8).filter(
     lambda parts: sum(parts) > 0

@@ -10,7 +10,7 @@ from lockstep.data.image_transforms import center_crop_box, crop_and_resize, nor
 from lockstep.data.images import ImageDataset, SyntheticImages
 from lockstep.data.loader import Batches
 from lockstep.kernel.errors import FileError, SampleError
-from lockstep.randomness import key
+from lockstep.kernel.seeds import key
 
 
 def epoch_of(dataset, number, replicas=1, replica=0, workers=0):

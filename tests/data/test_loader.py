@@ -24,7 +24,7 @@ from lockstep.data.epoch_order import epoch_permutation
 from lockstep.data.loader import Batches
 from lockstep.data.microbatch import ALIGNMENT, Batch, map_tensors
 from lockstep.kernel.errors import DatasetError, DisagreementError, LayoutError, SampleError
-from lockstep.randomness import key
+from lockstep.kernel.seeds import key
 
 
 class Numbers(Dataset[Any]):

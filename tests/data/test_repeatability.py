@@ -18,7 +18,7 @@ from lockstep.data import repeatability
 from lockstep.data.loader import Batches
 from lockstep.data.repeatability import check_samples, select_positions
 from lockstep.kernel.errors import DatasetError, DisagreementError, SampleError
-from lockstep.randomness import key
+from lockstep.kernel.seeds import key
 
 
 class Numbers(Dataset[Any]):

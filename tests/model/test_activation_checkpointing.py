@@ -13,9 +13,9 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import lockstep as ls
 from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.kernel.rng_scopes import is_in_backward
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.buffers import Buffers
-from lockstep.model.units import is_in_backward
 
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1)

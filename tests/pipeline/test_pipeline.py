@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.kernel.errors import LossError, RankError
-from lockstep.model.units import is_in_backward
+from lockstep.kernel.rng_scopes import is_in_backward
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = partial(torch.optim.AdamW, lr=0.01)

@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from lockstep.kernel.errors import DatasetError
-from lockstep.randomness import key
+from lockstep.kernel.seeds import key
 
 __all__ = ["EpochOrder", "epoch_permutation", "hash_indices"]
 

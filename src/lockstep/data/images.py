@@ -22,7 +22,7 @@ from lockstep.data.image_transforms import (
     upright_size,
 )
 from lockstep.kernel.errors import FileError
-from lockstep.randomness import key
+from lockstep.kernel.seeds import key
 
 __all__ = ["ImageDataset", "ImageSource", "SyntheticImages"]
 

@@ -52,8 +52,8 @@ from lockstep.data.workers import Items, load_in_process, load_in_workers, load_
 from lockstep.devices import find_accelerator
 from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import DatasetError
+from lockstep.kernel.seeds import key
 from lockstep.kernel.splitting import Hosts, ReplicaShare, count_microbatches, on_one_host
-from lockstep.randomness import key
 
 __all__ = ["Agree", "Batches"]
 

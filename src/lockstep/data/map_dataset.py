@@ -34,8 +34,8 @@ from lockstep.data.repeatability import (
 )
 from lockstep.data.worker_info import hidden_worker_info
 from lockstep.kernel.errors import DatasetError, LockstepError, SampleError
+from lockstep.kernel.seeds import key, seed_all
 from lockstep.kernel.splitting import ReplicaShare
-from lockstep.randomness import key, seed_all
 
 __all__ = [
     "Collate",

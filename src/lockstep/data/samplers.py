@@ -26,7 +26,7 @@ from torch.utils.data import DistributedSampler
 from lockstep.data.epoch_order import EpochOrder
 from lockstep.data.generators import generator_state, private_generators, set_generator_state
 from lockstep.kernel.errors import DatasetError
-from lockstep.randomness import isolated, key, seed_all
+from lockstep.kernel.seeds import isolated, key, seed_all
 
 __all__ = [
     "KnownSamplers",

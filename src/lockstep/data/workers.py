@@ -19,8 +19,8 @@ from lockstep.data.map_dataset import Item
 from lockstep.data.microbatch import align_tensors, map_tensors
 from lockstep.data.shared_batch import remedy, share_batch
 from lockstep.kernel.errors import SampleError
+from lockstep.kernel.seeds import isolated
 from lockstep.messages import say
-from lockstep.randomness import isolated
 
 __all__ = ["Items", "load_in_process", "load_in_workers", "load_isolated"]
 

@@ -26,10 +26,10 @@ from lockstep.data_parallel.join import DDPJoinHook, exchange_iteration, find_la
 from lockstep.data_parallel.mean_reducer import MeanReducer
 from lockstep.data_parallel.state_prefix import hide_prefix
 from lockstep.kernel.errors import UsageError
+from lockstep.kernel.rng_scopes import is_in_backward
 from lockstep.launcher.world import world
 from lockstep.model.agreement import broadcast_weights, require_same_settings
 from lockstep.model.description import describe_tensors
-from lockstep.model.units import is_in_backward
 
 __all__ = ["DistributedDataParallel"]
 

@@ -20,10 +20,10 @@ from torch import nn
 from lockstep.data_parallel.scatter import SplitGradient, list_tensors
 from lockstep.devices import is_accelerator
 from lockstep.kernel.errors import UsageError
+from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls
+from lockstep.kernel.seeds import set_state_of_torch, state_of_torch
 from lockstep.model.batch_norm import explain_batch_norm
 from lockstep.model.forward import check_scalar, compute_loss
-from lockstep.model.units import UnitCalls, Units
-from lockstep.randomness import set_state_of_torch, state_of_torch
 
 __all__ = ["Replica", "replicate"]
 
@@ -84,11 +84,11 @@ class Replica:
     sources: Sequence[torch.Tensor]
     module: nn.Module
     parameters: Sequence[torch.Tensor]
-    units: Units
+    units: RngScopes
     loss: Callable[..., Any] | None
     outputs: Any = None
     tensors: list[torch.Tensor] = field(default_factory=list)
-    calls: UnitCalls | None = None
+    calls: ScopeCalls | None = None
     state: bytes = b""
 
     def forward(self, step: int) -> None:

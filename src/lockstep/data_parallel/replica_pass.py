@@ -37,6 +37,8 @@ from lockstep.data_parallel.scatter import (
 )
 from lockstep.kernel.errors import GradientError, LossError, UsageError
 from lockstep.kernel.loss_weights import WeightFunction, compute_shares, is_sum
+from lockstep.kernel.rng_scopes import find_scopes
+from lockstep.kernel.seeds import isolated
 from lockstep.kernel.splitting import (
     assign_microbatches,
     count_microbatches,
@@ -45,8 +47,7 @@ from lockstep.kernel.splitting import (
 )
 from lockstep.kernel.tree import Node, TreeAccumulator, nodes_of, total
 from lockstep.model.buffers import Buffers
-from lockstep.model.units import Units, find_units
-from lockstep.randomness import isolated
+from lockstep.model.native_seeder import make_rng_scopes
 
 __all__ = ["Call", "ReplicaPass"]
 
@@ -120,7 +121,9 @@ class ReplicaPass:
                 leaves = [tensors[key] for key in trained]
                 tensors |= {id(each): each.detach().to(device, copy=True) for each in buffers}
                 module, span = replicate(call.module, tensors), self._spans[index]
-                units = Units(find_units(module, call.unit_names), module, call.seed, device)
+                units = make_rng_scopes(
+                    find_scopes(module, call.unit_names), module, call.seed, device
+                )
                 data = (call.args, call.kwargs)
                 data, sources = take_part(data, span, call.dim, device, self._sources)
                 place = f"micro-batch {index} on {device} (device {number} of {len(call.devices)})"

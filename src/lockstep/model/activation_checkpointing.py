@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.kernel.seeds import isolated, remembered
 from lockstep.model.buffers import Buffers
 from lockstep.model.compilation import is_compiled, is_compiled_in_place
-from lockstep.randomness import isolated, remembered
 
 __all__ = ["ActivationCheckpointing", "check_blocks"]
 

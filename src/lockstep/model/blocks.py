@@ -1,7 +1,7 @@
 """Blocks: the parts of a model that its forward calls one after another.
 
-They are the units of random numbers (`lockstep.model.units`), and pipeline stages consist of whole
-blocks (`lockstep.pipeline.partition`).
+They are the RNG scopes (`lockstep.kernel.rng_scopes`), and pipeline stages consist of whole blocks
+(`lockstep.pipeline.partition`).
 """
 
 from __future__ import annotations

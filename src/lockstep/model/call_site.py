@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.autograd import graph as autograd_graph
 
-from lockstep.model.units import is_in_backward
+from lockstep.kernel.rng_scopes import is_in_backward
 
 __all__ = ["CallSite", "CallSites", "describe_line", "find_source", "is_user_code"]
 

@@ -23,8 +23,8 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.kernel.errors import UsageError
+from lockstep.kernel.rng_scopes import is_in_backward
 from lockstep.model.call_site import LOCKSTEP, TORCH, describe_line, is_user_code
-from lockstep.model.units import is_in_backward
 
 __all__ = ["CollectiveCallGuard", "wrap_collective_calls"]
 

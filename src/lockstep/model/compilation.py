@@ -26,7 +26,6 @@ __all__ = [
     "find_compiled",
     "is_compiled",
     "is_compiled_in_place",
-    "mark_as_plain",
 ]
 
 LOCAL_SETTINGS = ("compile_threads", "trace.", "worker_")
@@ -42,11 +41,6 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     """Return whether a module was compiled by `module.compile()`."""
     call = vars(module).get("_compiled_call_impl")
     return call is not None and not getattr(call, "is_plain", False)
-
-
-def mark_as_plain(call: Any, replaced: Any) -> None:
-    """Mark a function that replaces a module's `_compiled_call_impl`, unless that is compiled."""
-    call.is_plain = replaced is None or getattr(replaced, "is_plain", False)
 
 
 def find_compiled(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

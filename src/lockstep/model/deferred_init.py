@@ -26,8 +26,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lockstep.kernel.errors import UsageError
+from lockstep.kernel.seeds import isolated, key, seed_all
 from lockstep.model.blocks import BlockSequence
-from lockstep.randomness import isolated, key, seed_all
 
 __all__ = [
     "BlockLike",

@@ -16,12 +16,13 @@ from lockstep.comm.exact_sum import ExactSum, add_exactly
 from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.kernel.errors import LossError, StoppedError, UsageError
 from lockstep.kernel.loss_weights import is_sum
+from lockstep.kernel.rng_scopes import find_scopes
 from lockstep.model.buffers import Buffers
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.forward import Metric, check_scalar, forward
+from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.static_shapes import static_shapes
-from lockstep.model.units import Units, find_units
 
 __all__ = [
     "Evaluation",
@@ -153,7 +154,7 @@ def evaluate(
         names: The names of the model's blocks.
     """
     rows: list[MicrobatchScores] = []
-    units = Units(find_units(model, names), model, seed, parallel.device)
+    units = make_rng_scopes(find_scopes(model, names), model, seed, parallel.device)
     buffers = Buffers(parallel.modules_with(model))
     place = ""
     with evaluation_mode(model), units.seed_calls(), CollectiveCallGuard(lambda: place):

@@ -36,12 +36,12 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.checksum import checksum
 from lockstep.data.microbatch import Batch
-from lockstep.devices import default_generator
+from lockstep.kernel.rng_scopes import is_in_backward
+from lockstep.kernel.seeds import default_generator
 from lockstep.model.call_site import CallSites
 from lockstep.model.operator_call import KeptTensors, OperatorCall, Phase
 from lockstep.model.operator_schema import describe_operator, format_value, tensors_in
 from lockstep.model.step_context import Position, StepContext
-from lockstep.model.units import is_in_backward
 
 __all__ = ["OperatorTracer", "record_graphs_as_operators"]
 

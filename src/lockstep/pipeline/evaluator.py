@@ -15,6 +15,7 @@ from torch import nn
 
 from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.kernel.errors import LostError, StoppedError
+from lockstep.kernel.seeds import isolated
 from lockstep.model.buffers import Buffers
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.evaluation import (
@@ -32,7 +33,6 @@ from lockstep.pipeline.p2p import RngState
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.placement import Placement
 from lockstep.pipeline.stage import StageInput, make_first_input
-from lockstep.randomness import isolated
 
 __all__ = ["PipelineEvaluator"]
 

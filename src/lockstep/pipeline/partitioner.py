@@ -24,6 +24,7 @@ from torch import nn
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.microbatch import Microbatch
 from lockstep.kernel.errors import LayoutError
+from lockstep.kernel.seeds import isolated
 from lockstep.model.activation_checkpointing import check_blocks
 from lockstep.model.blocks import Blocks, is_sequence
 from lockstep.model.compilation import is_compiled
@@ -34,7 +35,6 @@ from lockstep.pipeline.partition import Partition
 from lockstep.pipeline.profiler import profile_blocks, record_outputs
 from lockstep.pipeline.schedule_planner import choose_schedule, make_ranges, plan_schedule
 from lockstep.pipeline.schedules import NAMES
-from lockstep.randomness import isolated
 
 __all__ = ["Partitioner", "PipelineConfig", "StagePlan"]
 

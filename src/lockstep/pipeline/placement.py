@@ -9,9 +9,10 @@ from torch import nn
 
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.kernel.rng_scopes import RngScopes, find_scopes
 from lockstep.model.held_parameters import HeldParameters
+from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.units import Units, find_units
 from lockstep.pipeline.partition import Partition
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.python_state import find_python_states
@@ -112,14 +113,14 @@ class Placement:
         names = self.partition.block_names[span.start : span.stop]
         return {name: model.get_submodule(name) for name in names}
 
-    def make_units(self, model: nn.Module, stage: int, seed: int) -> Units:
+    def make_units(self, model: nn.Module, stage: int, seed: int) -> RngScopes:
         """Return the units of random numbers of a stage, in `model` or a copy of it."""
-        units = find_units(model, self.partition.block_names)
+        units = find_scopes(model, self.partition.block_names)
         begin = self.partition.ranges[stage].start
         before = [model.get_submodule(name) for name in self.partition.block_names[:begin]]
         counts = [sum(each is unit for each in before) for unit in units]
         here = set(self.select_blocks(model, stage).values())
-        return Units(
+        return make_rng_scopes(
             [unit if unit in here else None for unit in units],
             None,
             seed,

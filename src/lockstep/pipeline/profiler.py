@@ -23,6 +23,7 @@ from torch import nn
 
 from lockstep.data.microbatch import map_tensors
 from lockstep.kernel.errors import LayoutError
+from lockstep.kernel.seeds import isolated
 from lockstep.model.batch_norm import freeze_batch_norm
 from lockstep.model.buffers import Buffers
 from lockstep.model.forward import call_model
@@ -31,7 +32,6 @@ from lockstep.pipeline.boundary import flatten, unflatten
 from lockstep.pipeline.composition import hide_values
 from lockstep.pipeline.simulation import Costs
 from lockstep.pipeline.split_backward import GraphInput, SplitBackward, is_splittable
-from lockstep.randomness import isolated
 
 __all__ = ["BYTES_PER_SECOND", "profile_blocks", "record_outputs"]
 

@@ -17,6 +17,7 @@ import torch
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.kernel.errors import LayoutError, LostError, StoppedError
+from lockstep.kernel.seeds import isolated
 from lockstep.model.buffers import Buffers
 from lockstep.model.forward import Metric, compute_loss, extract_loss, split_targets
 from lockstep.model.step_context import ComputedMicrobatch, Span, StepContext
@@ -29,7 +30,6 @@ from lockstep.pipeline.schedules import Action
 from lockstep.pipeline.split_backward import GraphInput
 from lockstep.pipeline.stage import Stage, StageInput, make_first_input
 from lockstep.pipeline.tied_weights import disable_hooks
-from lockstep.randomness import isolated
 
 __all__ = ["ScheduleExecutor"]
 

@@ -24,18 +24,18 @@ from torch import nn
 from lockstep.data.microbatch import Microbatch, map_tensors
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel.errors import UsageError
+from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls
+from lockstep.kernel.seeds import set_state_of_torch, state_of_torch
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.buffers import Buffers, PausedBuffers
 from lockstep.model.forward import split_targets
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.units import UnitCalls, Units
 from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
 from lockstep.pipeline.boundary import Structure
 from lockstep.pipeline.inspection import BlockInspector
 from lockstep.pipeline.p2p import INITIAL_RNG_STATE, RngState
 from lockstep.pipeline.python_state import Assigned, PythonState
 from lockstep.pipeline.split_backward import GraphInput, SplitBackward, is_splittable
-from lockstep.randomness import set_state_of_torch, state_of_torch
 
 __all__ = ["Stage", "StageInput", "StageOutput", "make_first_input"]
 
@@ -101,7 +101,7 @@ class InFlightMicrobatch:
     outputs: list[torch.Tensor]
     sent: SentTensors
     buffers: PausedBuffers
-    calls: UnitCalls | None
+    calls: ScopeCalls | None
     rng_state: RngState
     assigned: list[Assigned]
     split: SplitBackward | None = None
@@ -126,7 +126,7 @@ class Stage:
         self,
         number: int,
         blocks: Mapping[str, nn.Module],
-        units: Units,
+        units: RngScopes,
         gradients: GradientReducer,
         checkpointing: ActivationCheckpointing,
         device: torch.device,
@@ -334,7 +334,7 @@ class Stage:
         del self._in_flight[leaf]
         self.units.pause()
 
-    def _pause(self) -> tuple[PausedBuffers, UnitCalls | None]:
+    def _pause(self) -> tuple[PausedBuffers, ScopeCalls | None]:
         held = self.buffers.pause(), self.units.pause()
         if self._shares_rank:
             self.buffers.hide()

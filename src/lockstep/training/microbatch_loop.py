@@ -27,6 +27,7 @@ from torch import nn
 from lockstep.data.microbatch import Microbatch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel.errors import UsageError
+from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.autograd_engine import run_backward
 from lockstep.model.batch_norm import explain_batch_norm, warn_of_batch_norm
@@ -34,7 +35,6 @@ from lockstep.model.buffers import Buffers
 from lockstep.model.parallel_context import NOTHING
 from lockstep.model.side_effects import SideEffects
 from lockstep.model.step_context import ComputedMicrobatch, StepContext
-from lockstep.model.units import Units
 from lockstep.training.history import StepResult
 
 __all__ = ["ManualStep", "MicrobatchLoop"]
@@ -46,7 +46,7 @@ class MicrobatchLoop:
     def __init__(
         self,
         step: StepContext,
-        units: Units,
+        units: RngScopes,
         buffers: Buffers,
         gradients: GradientReducer,
         checkpointing: ActivationCheckpointing,

@@ -11,14 +11,15 @@ from torch import nn
 
 from lockstep.data.microbatch import Batch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.kernel.rng_scopes import find_scopes
 from lockstep.model.buffers import Buffers
 from lockstep.model.evaluation import Evaluation, evaluate
 from lockstep.model.forward import Metric, forward
 from lockstep.model.held_parameters import HeldParameters
+from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import SideEffects
 from lockstep.model.step_context import StepContext
-from lockstep.model.units import Units, find_units
 from lockstep.pipeline.placement import Placement
 from lockstep.training.microbatch_loop import MicrobatchLoop
 
@@ -53,7 +54,7 @@ class WholeModelExecutor:
         self._parallel, self._called, self._module = parallel, called, module
         self._gradients, self._blocks = gradients, blocks
         self._metrics, self._seed = metrics, seed
-        self._units = Units(find_units(called, blocks), called, seed, parallel.device)
+        self._units = make_rng_scopes(find_scopes(called, blocks), called, seed, parallel.device)
         self._checkpointing = parallel.make_checkpointing(
             {name: called.get_submodule(name) for name in blocks}
         )

@@ -1,4 +1,4 @@
-"""Units: which random numbers a model draws, and that nobody else's are disturbed."""
+"""Rule 3: which random numbers a model draws, and that no others are disturbed."""
 
 import copy
 
@@ -6,10 +6,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.kernel.rng_scopes import RngScopes, find_scopes
+from lockstep.kernel.seeds import key
 from lockstep.model.blocks import find_block_names
 from lockstep.model.compilation import is_compiled_in_place
-from lockstep.model.units import Units, find_units
-from lockstep.randomness import key
 
 CPU = torch.device("cpu")
 
@@ -31,25 +31,25 @@ def drawn_with(*parts):
     return torch.rand((), generator=generator).item()
 
 
-def units_in(model):
-    return Units(find_units(model, find_block_names(model, None)), model, seed=0, device=CPU)
+def scopes_in(model):
+    return RngScopes(find_scopes(model, find_block_names(model, None)), model, seed=0, device=CPU)
 
 
-def test_units_are_the_blocks_each_once_and_else_the_model():
+def test_scopes_are_the_blocks_each_once_and_else_the_model():
     layers = [nn.Linear(1, 1), nn.ReLU()]
     shared = nn.Sequential(layers[0], layers[1], layers[0])
-    assert find_units(shared, ["0", "1", "2"]) == layers
+    assert find_scopes(shared, ["0", "1", "2"]) == layers
     alone = nn.Linear(1, 1)
-    assert find_units(alone) == [alone]
+    assert find_scopes(alone) == [alone]
 
 
-def test_every_unit_draws_from_its_own_key():
+def test_every_scope_draws_from_its_own_key():
     first, second = Draws(), Draws()
     model = nn.Sequential(first, second)
-    units = Units([first, second], model, seed=3, device=CPU)
-    with units.seed_calls():
+    scopes = RngScopes([first, second], model, seed=3, device=CPU)
+    with scopes.seed_calls():
         for step, m in [(0, 0), (0, 1), (7, 2)]:
-            units.begin_microbatch(step, m)
+            scopes.begin_microbatch(step, m)
             before = torch.rand(()).item()
             model(torch.zeros(2))
             after = torch.rand(()).item()
@@ -60,11 +60,11 @@ def test_every_unit_draws_from_its_own_key():
     assert len({*first.drawn, *second.drawn}) == 6
 
 
-def test_a_unit_called_twice_draws_other_numbers():
+def test_a_scope_called_twice_draws_other_numbers():
     model = Draws()
-    units = units_in(model)
-    with units.seed_calls():
-        units.begin_microbatch(4, 5)
+    scopes = scopes_in(model)
+    with scopes.seed_calls():
+        scopes.begin_microbatch(4, 5)
         model(torch.zeros(1))
         model(torch.zeros(1))
     assert model.drawn == [drawn_with(0, 4, 5, 0), drawn_with(0, 4, 5, 0, 1)]
@@ -72,10 +72,10 @@ def test_a_unit_called_twice_draws_other_numbers():
 
 def test_recomputation_repeats_the_numbers_of_its_own_call():
     model = Draws()
-    units = units_in(model)
+    scopes = scopes_in(model)
     weight = torch.ones(1, requires_grad=True)
-    with units.seed_calls():
-        units.begin_microbatch(0, 0)
+    with scopes.seed_calls():
+        scopes.begin_microbatch(0, 0)
         # Three calls, each recomputed in backward, in whatever order autograd takes.
         outputs = [checkpoint(model, weight * (i + 1), use_reentrant=False) for i in range(3)]
         torch.stack(outputs).prod().backward()
@@ -86,12 +86,12 @@ def test_recomputation_repeats_the_numbers_of_its_own_call():
 
 def test_nothing_is_left_of_the_seeding():
     model = nn.Sequential(Draws())
-    units = units_in(model)
+    scopes = scopes_in(model)
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    with units.seed_calls():
-        units.begin_microbatch(0, 0)
+    with scopes.seed_calls():
+        scopes.begin_microbatch(0, 0)
         model(torch.zeros(1))
     assert torch.equal(torch.rand(3), expected)
     assert not model._forward_hooks
@@ -107,14 +107,14 @@ class Hooked(nn.Module):
         return self.draws(inputs)
 
 
-def test_hooks_of_the_user_draw_from_the_key_of_their_unit():
+def test_hooks_of_the_user_draw_from_the_key_of_their_scope():
     model = Hooked()
     drawn = []
     model.register_forward_pre_hook(lambda *_: drawn.append(torch.rand(()).item()))
     model.register_forward_hook(lambda *_: drawn.append(torch.rand(()).item()))
-    units = Units([model], model, seed=3, device=CPU)
-    with units.seed_calls():
-        units.begin_microbatch(4, 1)
+    scopes = RngScopes([model], model, seed=3, device=CPU)
+    with scopes.seed_calls():
+        scopes.begin_microbatch(4, 1)
         model(torch.zeros(2))
         after = torch.rand(()).item()
     generator = torch.Generator().manual_seed(key(3, 4, 1, 0))
@@ -128,7 +128,7 @@ def test_a_seeded_module_is_no_compiled_one_and_can_be_copied():
     compiled.compile(backend="eager")
     own = compiled._compiled_call_impl
     for module, is_compiled in ((model, False), (compiled, True)):
-        with Units([module], module, seed=0, device=CPU).seed_calls():
+        with RngScopes([module], module, seed=0, device=CPU).seed_calls():
             assert is_compiled_in_place(module) is is_compiled
             assert not module._forward_pre_hooks
             copied = copy.deepcopy(module)

@@ -1,18 +1,18 @@
-"""Units: the parts of a model whose random numbers are seeded separately.
+"""Rule 3, RNG scopes: the parts of a model whose random numbers are seeded separately.
 
     random numbers of           seed of the generators
     before the model            key(seed, step, m, -1)
-    unit u of the model         key(seed, step, m, u)         u = 0 ... U - 1
-    the loss and what follows   key(seed, step, m, U)
-    both, in call c > 0         key(seed, step, m, ..., c)      a unit called several times
+    scope s of the model        key(seed, step, m, s)         s = 0 ... S - 1
+    the loss and what follows   key(seed, step, m, S)
+    both, in call c > 0         key(seed, step, m, ..., c)    a scope called several times
 
-torch's generators are seeded before each unit, Python's and numpy's once per micro-batch.
+torch's generators are seeded before each scope, Python's and numpy's once per micro-batch.
 
-The units depend only on the model, so that a partition into stages changes no bit. They are its
+The scopes depend only on the model, so that a partition into stages changes no bit. They are its
 blocks (`lockstep.model.blocks`), or the whole model if it has none. During a step their
 calls are wrapped in functions that seed the generators, outside of compiled graphs.
 
-Activation checkpointing calls a unit again during backward, after it has restored the state of
+Activation checkpointing calls a scope again during backward, after it has restored the state of
 the generators. Such a call repeats an earlier call, and gets the number of that call.
 """
 
@@ -26,47 +26,39 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.comm import native_module
-from lockstep.comm.activity import publish
-from lockstep.devices import default_generator, is_accelerator
-from lockstep.model.compilation import mark_as_plain
-from lockstep.randomness import (
-    TwisterSeeder,
-    pack_key,
-    remembered,
-    seed_generator,
-    seed_others,
-)
+from lockstep.kernel.seeds import PlainSeeder, Seeder, default_generator, pack_key, remembered
 
-__all__ = ["BEFORE", "UnitCalls", "Units", "find_units", "is_in_backward"]
+__all__ = ["BEFORE", "RngScopes", "ScopeCalls", "find_scopes", "is_in_backward"]
 
 BEFORE = -1
-"""The unit number of the random numbers that a manual step draws before the model."""
+"""The scope number of the random numbers that a manual step draws before the model."""
 
 
-def find_units(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
-    """Return the units of a model in order, each module once: the blocks with these names."""
+def find_scopes(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
+    """Return the scopes of a model in order, each module once: the blocks with these names."""
     return list(dict.fromkeys(model.get_submodule(name) for name in names)) or [model]
 
 
 @dataclass
-class UnitCalls:
-    """The calls of the units in a micro-batch so far."""
+class ScopeCalls:
+    """The calls of the scopes in a micro-batch so far."""
 
-    key: bytes  # the parts of every key that come before the unit
-    states: list[list[bytes]]  # for each unit, the generator's state at each call
-    last: int = 0  # the number of the last call of the first unit, so of the model
+    prefix: bytes  # the parts of every key that come before the scope
+    states: list[list[bytes]]  # for each scope, the generator's state at each call
+    last: int = 0  # the number of the last call of the first scope, so of the model
 
 
-class Units:
-    """The units of one model, which are seeded for the current micro-batch.
+class RngScopes:
+    """The RNG scopes of one model, which are seeded for the current micro-batch.
 
     Args:
-        modules: All units of the model, in order; None for a unit on another rank.
+        modules: All scopes of the model, in order; None for a scope on another rank.
         model: The module that is called last before the loss; None for a pipeline stage.
         seed: The seed of all random numbers.
         device: The device whose generators are seeded.
-        before: The number of calls of each unit in earlier stages.
+        before: The number of calls of each scope in earlier stages.
+        seeder: Seeds the generators that the CPU has; None for a `PlainSeeder`.
+        announce: A function that is called with the micro-batch that begins, in words.
     """
 
     def __init__(
@@ -76,35 +68,34 @@ class Units:
         seed: int,
         device: torch.device,
         before: Sequence[int] | None = None,
+        seeder: Seeder | None = None,
+        announce: Callable[[str], object] = lambda text: None,
     ) -> None:
         self.modules = list(modules)
         self._model, self._seed, self._device = model, seed, device
-        self._accelerator = default_generator(device) if is_accelerator(device) else None
-        self._seed_cpu: Callable[[bytes, int, int], int] = seed_generator
-        self._seeder: TwisterSeeder | None = None
-        if native_module.reason_unavailable() is None:
-            called = [number for number, unit in enumerate(self.modules) if unit is not None]
-            order = [BEFORE, *called, len(self.modules)]
-            native = native_module.load()
-            self._seeder = seeder = native.UnitSeeder(order)
-            self._seed_cpu = seeder.seed
+        generator = default_generator(device)
+        self._accelerator = None if generator is torch.default_generator else generator
+        self._seeder = seeder or PlainSeeder()
+        self._announce = announce
         self._before_here = list(before or [0] * len(self.modules))
-        self._now: UnitCalls | None = None
+        self._now: ScopeCalls | None = None
 
     @contextmanager
     def seed_calls(self) -> Iterator[None]:
-        """Seed every call of a unit in the body; restore the generators afterwards."""
-        restore = remembered(self._device, everything=True)
+        """Seed every call of a scope in the body; restore the generators afterwards."""
+        restore = remembered(self._device)
+        restore_others = self._seeder.remember_others()
         remove = self._install_hooks()
         try:
             yield
         finally:
             remove()
             restore()
+            restore_others()
 
     @contextmanager
     def install_hooks(self) -> Iterator[None]:
-        """Seed every call of a unit in the body."""
+        """Seed every call of a scope in the body."""
         remove = self._install_hooks()
         try:
             yield
@@ -112,25 +103,25 @@ class Units:
             remove()
 
     def _install_hooks(self) -> Callable[[], None]:
-        """Seed every call of a unit, until the result is called."""
+        """Seed every call of a scope, until the result is called."""
         removals = [
-            _call_around(unit, before=self._make_seed_hook(number))
-            for number, unit in enumerate(self.modules)
-            if unit is not None
+            _call_around(module, before=self._make_seed_hook(number))
+            for number, module in enumerate(self.modules)
+            if module is not None
         ]
         if self._model is not None:
             removals.append(_call_around(self._model, after=self.begin_loss))
 
         def remove() -> None:
             self._now = None
-            for each in reversed(removals):
-                each()
+            for undo in reversed(removals):
+                undo()
 
         return remove
 
     @property
     def last_call(self) -> int:
-        """The number of the last call of the first unit in the current micro-batch."""
+        """The number of the last call of the first scope in the current micro-batch."""
         return 0 if self._now is None else self._now.last
 
     def begin_microbatch(self, step: int, microbatch: int, last_call: int = 0) -> None:
@@ -139,54 +130,54 @@ class Units:
         Args:
             step: The number of the step.
             microbatch: The number of the micro-batch.
-            last_call: The number of the last call of the first unit in earlier stages.
+            last_call: The number of the last call of the first scope in earlier stages.
         """
         about = f"step {step}" if step >= 0 else f"evaluation {-1 - step}"
-        publish(f"micro-batch {microbatch} of {about}")
-        key = pack_key(self._seed, step, microbatch)
-        self._now = UnitCalls(key, [[] for _ in self.modules], last_call)
-        seed_others(self._seed_unit(BEFORE), self._seeder)
+        self._announce(f"micro-batch {microbatch} of {about}")
+        prefix = pack_key(self._seed, step, microbatch)
+        self._now = ScopeCalls(prefix, [[] for _ in self.modules], last_call)
+        self._seeder.seed_others(self._seed_scope(BEFORE))
 
     def begin_loss(self, last_call: int | None = None) -> None:
-        """Seed the generators for the loss, after the given call of the first unit.
+        """Seed the generators for the loss, after the given call of the first scope.
 
-        Each call of the model gets its own seed here. Otherwise every call of a unit could begin
+        Each call of the model gets its own seed here. Otherwise every call of a scope could begin
         with the same generator state, by which a recomputation finds the call that it repeats.
         """
         if self._now is not None:
-            self._seed_unit(len(self.modules), self._now.last if last_call is None else last_call)
+            self._seed_scope(len(self.modules), self._now.last if last_call is None else last_call)
 
-    def pause(self) -> UnitCalls | None:
+    def pause(self) -> ScopeCalls | None:
         """Return the calls of the current micro-batch so far, so that another one can start."""
         calls, self._now = self._now, None
         return calls
 
-    def resume(self, calls: UnitCalls | None) -> None:
+    def resume(self, calls: ScopeCalls | None) -> None:
         """Continue a micro-batch that was paused."""
         self._now = calls
 
-    def _seed_unit(self, unit: int, call: int = 0) -> int:
-        """Seed torch's generators for a call of a unit, and return the seed."""
+    def _seed_scope(self, scope: int, call: int = 0) -> int:
+        """Seed torch's generators for a call of a scope, and return the seed."""
         assert self._now is not None
-        seed = self._seed_cpu(self._now.key, unit, call)
+        seed = self._seeder.seed(self._now.prefix, scope, call)
         if self._accelerator is not None:
             self._accelerator.manual_seed(seed)
         return seed
 
-    def _make_seed_hook(self, unit: int) -> Callable[[], None]:
-        before = self._before_here[unit]
+    def _make_seed_hook(self, scope: int) -> Callable[[], None]:
+        before = self._before_here[scope]
 
         def seed() -> None:
             now = self._now
             if now is None:
                 return
-            states, call = now.states[unit], before
+            states, call = now.states[scope], before
             if states or is_in_backward():
                 call += self._call_number(states)
             else:  # the first call needs no state: a repetition that matches none repeats it
                 states.append(b"")
-            self._seed_unit(unit, call)
-            if unit == 0:
+            self._seed_scope(scope, call)
+            if scope == 0:
                 now.last = call
 
         return seed
@@ -241,7 +232,8 @@ def _call_around(
         else:
             attributes["_compiled_call_impl"] = replaced
 
-    mark_as_plain(call, replaced)
+    # Whether a module is compiled in place is asked of its call (`lockstep.model.compilation`).
+    vars(call)["is_plain"] = replaced is None or getattr(replaced, "is_plain", False)
     attributes["_compiled_call_impl"] = call
     return remove_call
 

@@ -1,0 +1,277 @@
+"""Rule 3, seeds: random numbers depend on what is computed, never on the rank that computes it.
+
+A *key* identifies a piece of work by integers: (seed, step, micro-batch, scope) in training,
+(seed, epoch, sample) in loading. Its 64-bit seed is
+
+    key(a, b, ...) = BLAKE2b of a, b, ... as int64 LE, with 8 bytes, read as an integer LE
+
+so that the seeds of neighbouring keys are unrelated. Seeding a generator object takes about
+1 us; `torch.manual_seed` visits every device and takes 100 us.
+
+The generators are those of torch, on the CPU and on the accelerator, and the *others*: Python's,
+and numpy's global one if the process has loaded numpy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import random
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+__all__ = [
+    "PlainSeeder",
+    "Seeder",
+    "default_generator",
+    "global_states",
+    "isolated",
+    "key",
+    "key_prefix",
+    "pack_key",
+    "remember_numpy",
+    "remember_others",
+    "remembered",
+    "seed_all",
+    "seed_others",
+    "seed_torch",
+    "set_global_states",
+    "set_state_of_torch",
+    "state_of_others",
+    "state_of_torch",
+]
+
+
+def key(*parts: int) -> int:
+    """Return the 64-bit seed of the work that `parts` identify (integers in the int64 range)."""
+    packed = struct.pack(f"<{len(parts)}q", *parts)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+def key_prefix(*parts: int) -> Callable[..., int]:
+    """Return `key` with its first parts fixed, which is then twice as fast.
+
+    `key_prefix(a, b)(c, d) == key(a, b, c, d)`.
+    """
+    prefix = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8)
+
+    def extend(*more: int) -> int:
+        hashed = prefix.copy()
+        hashed.update(_pack(*more))
+        return int.from_bytes(hashed.digest(), "little")
+
+    return extend
+
+
+@functools.lru_cache(1 << 12)
+def _pack(*parts: int) -> bytes:
+    return struct.pack(f"<{len(parts)}q", *parts)
+
+
+def pack_key(*parts: int) -> bytes:
+    """Return the first parts of a key, for a `Seeder`."""
+    return struct.pack(f"<{len(parts)}q", *parts)
+
+
+class Seeder(Protocol):
+    """Seeds and restores the generators that the CPU has, many times per step."""
+
+    def seed(self, prefix: bytes, scope: int, call: int, /) -> int:
+        """Seed torch's default generator with the key of a call; return the seed.
+
+        Args:
+            prefix: The first parts of the key, as `pack_key` returns them.
+            scope: The next part.
+            call: The last part; 0 for none.
+        """
+
+    def seed_others(self, seed: int) -> None:
+        """Seed the generators of Python and numpy with the seed that `seed` has just returned."""
+
+    def remember_others(self) -> Callable[[], None]:
+        """Return a function that restores the present states of Python's and numpy's generators."""
+
+
+class PlainSeeder:
+    """The seeder that calls the generators' own functions; others may only be faster."""
+
+    def seed(self, prefix: bytes, scope: int, call: int, /) -> int:
+        """Seed torch's default generator with the key of a call; return the seed."""
+        last = _pack(scope, call) if call else _pack(scope)
+        digest = hashlib.blake2b(prefix + last, digest_size=8).digest()
+        seed = int.from_bytes(digest, "little")
+        torch.default_generator.manual_seed(seed)
+        return seed
+
+    def seed_others(self, seed: int) -> None:
+        """Seed the generators of Python and numpy."""
+        seed_others(seed)
+
+    def remember_others(self) -> Callable[[], None]:
+        """Return a function that restores the present states of Python's and numpy's generators."""
+        return remember_others()
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator from which operators on a device draw if they are given none."""
+    if device.type in ("cpu", "meta"):
+        return torch.default_generator
+    module: Any = torch.get_device_module(device)
+    generator: torch.Generator
+    if device.type == "mps":  # has a single one, and a function instead of a tuple
+        generator = module._get_default_mps_generator()
+    else:
+        index = module.current_device() if device.index is None else device.index
+        generator = module.default_generators[index]
+    return generator
+
+
+def seed_torch(seed: int, device: torch.device | None = None) -> None:
+    """Seed torch's default generator of the CPU, and of `device` if it is an accelerator.
+
+    The CPU's Mersenne Twister takes the low 32 bits of `seed`.
+    """
+    for generator in _generators(device).values():
+        generator.manual_seed(seed)
+
+
+def seed_others(seed: int) -> None:
+    """Seed Python's `random` and numpy's global generator, as `seed_all` does."""
+    random.seed(seed)
+    if (numpy := _find_numpy()) is not None:
+        numpy.random.seed(seed & 0xFFFF_FFFF)
+
+
+def seed_all(seed: int, device: torch.device | None = None) -> None:
+    """Seed torch's generators, as `seed_torch` does, `random`, and numpy's global generator."""
+    seed_torch(seed, device)
+    seed_others(seed)
+
+
+def _generators(device: torch.device | None) -> dict[str, torch.Generator]:
+    """Return torch's generators by the names of their states."""
+    generators = {"torch": torch.default_generator}
+    if device is not None and device.type not in ("cpu", "meta"):
+        generators[device.type] = default_generator(device)
+    return generators
+
+
+def _find_numpy() -> Any:
+    """Return the module numpy if the process has loaded it; nobody draws from it otherwise."""
+    return sys.modules.get("numpy")
+
+
+def state_of_torch(device: torch.device | None = None) -> bytes:
+    """Return the states of the generators that `seed_torch` seeds."""
+    return b"".join(
+        generator.get_state().numpy().tobytes() for generator in _generators(device).values()
+    )
+
+
+def set_state_of_torch(state: bytes, device: torch.device | None = None) -> None:
+    """Restore the states of torch's generators that `state_of_torch` returned."""
+    rest = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    for generator in _generators(device).values():
+        size = generator.get_state().numel()
+        generator.set_state(rest[:size].clone())
+        rest = rest[size:]
+
+
+def state_of_others() -> tuple[object, ...]:
+    """Return the states of Python's and numpy's global generators, for comparison."""
+    if (numpy := _find_numpy()) is None:
+        return (random.getstate(),)
+    _, numbers, position, *_ = numpy.random.get_state()
+    return random.getstate(), bytes(numbers), position
+
+
+def global_states(device: torch.device | None = None, *, everything: bool = True) -> dict[str, Any]:
+    """Return the states of the global generators by name, as tensors, tuples and arrays.
+
+    These are torch's generators, on the CPU and on `device` if it is an accelerator, whose type is
+    the name of its state; with `everything` also those of `random` and numpy.
+    """
+    states: dict[str, Any] = {
+        name: generator.get_state() for name, generator in _generators(device).items()
+    }
+    if everything:
+        states["random"] = random.getstate()
+        if (numpy := _find_numpy()) is not None:
+            states["numpy"] = numpy.random.get_state()
+    return states
+
+
+def set_global_states(states: Mapping[str, Any], device: torch.device | None = None) -> None:
+    """Restore the states of global generators that `global_states` returned."""
+    for name, generator in _generators(device).items():
+        if name in states:
+            generator.set_state(states[name])
+    if "random" in states:
+        random.setstate(states["random"])
+    if "numpy" in states and (numpy := _find_numpy()) is not None:
+        numpy.random.set_state(states["numpy"])
+
+
+def remember_others() -> Callable[[], None]:
+    """Return a function that restores the present states of Python's and numpy's generators."""
+    state, restore_numpy = random.getstate(), remember_numpy()
+
+    def restore() -> None:
+        random.setstate(state)
+        restore_numpy()
+
+    return restore
+
+
+def remember_numpy() -> Callable[[], None]:
+    """Return a function that restores numpy's present global generator and its state."""
+    if (numpy := _find_numpy()) is None:
+        return lambda: None
+    generator = numpy.random.get_bit_generator()
+    state = numpy.random.get_state(legacy=False)
+
+    def restore() -> None:
+        if numpy.random.get_bit_generator() is not generator:
+            numpy.random.set_bit_generator(generator)
+        numpy.random.set_state(state)
+
+    return restore
+
+
+def remembered(
+    device: torch.device | None = None, *, everything: bool = False
+) -> Callable[[], None]:
+    """Return a function that restores the generators' present states, each time it is called.
+
+    `device` and `everything` select the generators as in `global_states`.
+    """
+    states = global_states(device, everything=False)
+    if not everything:
+        return functools.partial(set_global_states, states, device)
+    restore_others = remember_others()
+
+    def restore() -> None:
+        set_global_states(states, device)
+        restore_others()
+
+    return restore
+
+
+@contextlib.contextmanager
+def isolated(device: torch.device | None = None, *, everything: bool = False) -> Iterator[None]:
+    """Restore the generators' states after the body.
+
+    Without this, the numbers that the user's code draws between two steps would depend on
+    which micro-batch this rank computed last. `device` and `everything` select the generators
+    as in `remembered`.
+    """
+    restore = remembered(device, everything=everything)
+    try:
+        yield
+    finally:
+        restore()
