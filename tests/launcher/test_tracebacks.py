@@ -41,7 +41,8 @@ def test_lockstep_errors_are_shown_with_the_users_frames_only(capsys, monkeypatc
     assert f"line {line}, in raised\n    ls.world()\n" in frames
     assert frames.count("File") == 1
     show(error)
-    shown = f"Traceback (most recent call last):\n{frames}lockstep.errors.UsageError: {SENTENCE}\n"
+    last = f"lockstep.kernel.errors.UsageError: {SENTENCE}\n"
+    shown = f"Traceback (most recent call last):\n{frames}{last}"
     assert capsys.readouterr().err == shown
     monkeypatch.setenv("LOCKSTEP_TRACEBACK", "1")
     show(error)
@@ -60,9 +61,10 @@ def test_causes_in_the_users_code_are_shown_and_others_are_not(capsys):
         show(fail(mine))
     shown = capsys.readouterr().err
     assert 'raise ValueError("mine")\nValueError: mine\n' in shown
-    assert shown.endswith("lockstep.errors.SampleError: sample 3 cannot be loaded\n")
+    assert shown.endswith("lockstep.kernel.errors.SampleError: sample 3 cannot be loaded\n")
     show(fail(KeyError("inside")))
-    assert capsys.readouterr().err == "lockstep.errors.SampleError: sample 3 cannot be loaded\n"
+    expected = "lockstep.kernel.errors.SampleError: sample 3 cannot be loaded\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_errors_of_other_classes_keep_every_frame(capsys):
@@ -132,7 +134,7 @@ def test_a_program_shows_its_own_line_and_keeps_its_own_hook():
     assert shown[0].stderr.splitlines()[1:] == [
         '  File "<string>", line 5, in <module>',
         '  File "<string>", line 4, in main',
-        f"lockstep.errors.UsageError: {SENTENCE}",
+        f"lockstep.kernel.errors.UsageError: {SENTENCE}",
     ]
     assert (shown[1].stdout, shown[1].stderr) == ("hooked\n", "")
 

@@ -123,7 +123,3 @@ class StoppedError(WorkError):
 
 class LostError(WorkError):
     """Another rank of the pipeline cannot be reached."""
-
-
-for _name in __all__:
-    globals()[_name].__module__ = "lockstep.errors"  # from where users import them

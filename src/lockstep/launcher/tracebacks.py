@@ -3,7 +3,7 @@
     Traceback (most recent call last):
       File "/home/ann/train.py", line 31, in main
         trainer = ls.Trainer(model, loss, optimizer)
-    lockstep.errors.UsageError: this process has not joined a world: call lockstep.init() first
+    lockstep.kernel.errors.UsageError: this process has not joined a world: call lockstep.init()
 
 The message says what is wrong, so the frames that raised it do not help; nor do the frames of
 torch.distributed, through which the backend "lockstep" is called. Errors of other classes, such

@@ -6,8 +6,8 @@
 In a selected step each rank hashes, for every micro-batch that it computes: the data; the inputs,
 the outputs and the gradients of the outputs of each unit; the gradients of the parameters; the
 buffers. The ranks of the first replica also hash the state before and after the step, and the
-reduced gradients. The units are the blocks of the model (`lockstep.model.blocks`), or its modules if
-it has no blocks. The hashes are the same in every layout. They are written to RUN/fingerprints
+reduced gradients. The units are the blocks of the model (`lockstep.model.blocks`), or its modules
+if it has no blocks. The hashes are the same in every layout. They are written to RUN/fingerprints
 (`model/fingerprint_file.py`).
 """
 
