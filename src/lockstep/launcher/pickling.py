@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 
 import cloudpickle  # type: ignore[import-untyped]
 
-import lockstep.errors  # noqa: F401  (the module that errors name: by value they lose their class)
-
 __all__ = ["Pickler", "dumps"]
 
 
