@@ -2,8 +2,8 @@
 
     python benchmarks/collectives.py --vs gloo,mpi      writes collectives.json, .md and pictures
 
-Runs `lockstep bench` for each collective. `--vs`, `--backend`, `--seconds`, `--bind`
-and `--mpi-python` are passed on. Close other programs first: with more programs
+Runs `lockstep bench` for each collective. `--vs`, `--backend`, `--seconds` and `--bind`
+are passed on. Close other programs first: with more programs
 than cores the medians are theirs.
 """
 
@@ -99,13 +99,11 @@ def page(records: list[Record], load: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name in ("--vs", "--backend", "--seconds", "--mpi-python"):
+    for name in ("--vs", "--backend", "--seconds"):
         parser.add_argument(name)
     parser.add_argument("--bind", action="store_true")
     given = vars(parser.parse_args())
     bind = ["--bind"] if given.pop("bind") else []
-    if given["mpi_python"]:  # a path of this machine, which says nothing to a reader
-        os.environ["LOCKSTEP_MPI_PYTHON"] = given.pop("mpi_python")
     flags = [part for name, value in given.items() if value for part in (f"--{name}", value)]
     flags += bind
     load = os.getloadavg()[0]

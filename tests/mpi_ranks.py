@@ -61,7 +61,7 @@ needed = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 def mpiexec() -> str:
     """Return MPICH's mpiexec, which is installed beside Python."""
-    return runners.mpiexec(sys.executable)
+    return runners.find_mpiexec()
 
 
 @contextlib.contextmanager

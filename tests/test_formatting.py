@@ -16,7 +16,6 @@ from lockstep.formatting import (
     format_size,
     parse_size,
     parse_sizes,
-    size_range,
 )
 from lockstep.kernel.errors import UsageError
 
@@ -85,20 +84,6 @@ def test_invalid_size_raises(text):
 
 def test_a_list():
     assert parse_sizes("4,1K, 1M") == [4, 1024, 1 << 20]
-
-
-@given(st.integers(1, 10_000), st.integers(0, 1 << 30), st.floats(1.01, 100))
-def test_sizes_ascend_from_begin_to_end(begin, more, factor):
-    sizes = size_range(begin, begin + more, factor)
-    assert sizes[0] == begin
-    assert sizes[-1] <= begin + more
-    assert sizes == sorted(set(sizes))
-
-
-@pytest.mark.parametrize(("begin", "end", "factor"), [(0, 4, 2), (8, 4, 2), (4, 8, 1)])
-def test_invalid_size_range_raises(begin, end, factor):
-    with pytest.raises(UsageError, match="by a factor of"):
-        size_range(begin, end, factor)
 
 
 @given(st.integers(0, 16), st.sampled_from(["", "K", "M", "G"]))

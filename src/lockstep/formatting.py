@@ -23,7 +23,6 @@ __all__ = [
     "is_ratio",
     "parse_size",
     "parse_sizes",
-    "size_range",
 ]
 
 # Metrics between 0 and 1, shown as percentages.
@@ -127,20 +126,6 @@ def parse_size(text: str) -> int:
 def parse_sizes(text: str) -> list[int]:
     """Return the sizes of a comma-separated list, in bytes."""
     return [parse_size(part) for part in text.split(",")]
-
-
-def size_range(begin: int, end: int, factor: float) -> list[int]:
-    """Return `begin`, `begin * factor`, ... up to `end`."""
-    if begin < 1 or end < begin or factor <= 1:
-        raise UsageError(
-            f"sizes from {begin} to {end} bytes by a factor of {factor:g}: the first must be at "
-            "least 1, the last not below the first, and the factor greater than 1"
-        )
-    sizes, size = [], float(begin)
-    while size <= end:
-        sizes.append(int(size))
-        size *= factor
-    return sorted(set(sizes))
 
 
 def format_size(size: float) -> str:

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
-from lockstep.bench.collectives import COLLECTIVES, Part
-from lockstep.bench.numpy_libraries import NumpyBuffers
+from lockstep.bench.collectives import Part
+from lockstep.bench.mpi_library import MpiLibrary
+from lockstep.bench.torch_library import TorchLibrary
 from lockstep.bench.workload import (
     PERIOD,
     PreparedWorkload,
@@ -20,7 +22,7 @@ from lockstep.bench.workload import (
 COUNT = 2 * PERIOD + 5
 
 
-class Alone(NumpyBuffers):
+class Alone(TorchLibrary):
     """Pretends to be rank 0 of two: it knows what the other rank would send."""
 
     def __init__(self, forgets: bool = False, misplaces: bool = False) -> None:
@@ -28,7 +30,9 @@ class Alone(NumpyBuffers):
         self.forgets = forgets
         self.misplaces = misplaces
 
-    def call(self, workload: Workload, send: np.ndarray, receive: np.ndarray) -> Callable[[], None]:
+    def call(
+        self, workload: Workload, send: torch.Tensor, receive: torch.Tensor
+    ) -> Callable[[], None]:
         assert workload.collective == "all_reduce"
 
         def reduce() -> None:
@@ -36,8 +40,8 @@ class Alone(NumpyBuffers):
             self.calls += 1
             if self.forgets and self.calls == 4:
                 return
-            mine = np.resize(other, len(receive)).astype(receive.dtype)
-            receive[:] += np.roll(mine, 1024) if self.misplaces else mine
+            mine = np.resize(other, len(receive)).astype(np.float32)
+            receive.numpy()[:] += np.roll(mine, 1024) if self.misplaces else mine
 
         return reduce
 
@@ -71,22 +75,7 @@ def test_ranks_synchronize_between_fill_and_call():
     assert seen == [(0, True), (1, True), (2, True)]
 
 
-@pytest.mark.parametrize("name", [name for name, one in COLLECTIVES.items() if one.can_alias])
-def test_in_place_the_smaller_buffer_is_a_part_of_the_larger(name):
-    held = {}
-
-    class Holder(NumpyBuffers):
-        def call(self, workload, send, receive):
-            held.update(send=send, receive=receive)
-            return lambda: None
-
-    PreparedWorkload(Holder(), Workload(name, 10, "int32", "SUM", in_place=True), 1, 3)
-    small, large = sorted(held.values(), key=len)
-    assert (len(small), len(large)) == (10, 30)
-    assert np.shares_memory(small, large[10:20])
-    assert not np.shares_memory(small, large[:10])
-
-
-def test_unsupported_dtype_raises():
-    with pytest.raises(UnsupportedError, match="numpy has no bfloat16"):
-        PreparedWorkload(Alone(), Workload("send_recv", 4, "bfloat16", "SUM"), 0, 2)
+def test_a_call_that_mpi_lacks_raises():
+    library = MpiLibrary(None, None)
+    with pytest.raises(UnsupportedError, match="MPI has no bfloat16"):
+        PreparedWorkload(library, Workload("send_recv", 4, "bfloat16", "SUM"), 0, 2)

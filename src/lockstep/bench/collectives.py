@@ -46,7 +46,6 @@ class Collective:
         after: The contents of the output.
         bus_factor: Bus bandwidth over algorithm bandwidth, by number of ranks.
         is_in_place: Whether input and output are always one buffer (all_reduce).
-        can_alias: Whether the smaller buffer can be a part of the larger one.
         is_reduction: Whether it takes a reduction operation.
         has_part_per_rank: Whether the message consists of one part per rank.
     """
@@ -57,7 +56,6 @@ class Collective:
     after: ContentsOf
     bus_factor: Callable[[int], float]
     is_in_place: bool = False
-    can_alias: bool = False
     is_reduction: bool = False
     has_part_per_rank: bool = False
 
@@ -128,7 +126,7 @@ _ALL = (
     Collective(
         "reduce_scatter", "the sum of all ranks' tensors, one slice per rank",
         own_parts, lambda rank, ranks: (Part(None, rank),), other_ranks,
-        can_alias=True, is_reduction=True, has_part_per_rank=True,
+        is_reduction=True, has_part_per_rank=True,
     ),
     Collective(
         "broadcast", "the first rank's tensor, to every rank",
@@ -136,7 +134,7 @@ _ALL = (
     ),
     Collective(
         "all_gather", "every rank's tensor, to every rank",
-        own, all_parts, other_ranks, can_alias=True, has_part_per_rank=True,
+        own, all_parts, other_ranks, has_part_per_rank=True,
     ),
     Collective(
         "gather", "every rank's tensor, to the first rank",

@@ -107,7 +107,7 @@ def send_request(progress: Progress, message: dict[str, Any]) -> list[dict[str, 
 def copy_workload(workload: Workload, ranks: int) -> Workload:
     """Return the workload of a copy that moves as many bytes as the message contains."""
     parts = ranks if COLLECTIVES[workload.collective].has_part_per_rank else 1
-    return replace(workload, collective=COPY.name, count=workload.count * parts, in_place=False)
+    return replace(workload, collective=COPY.name, count=workload.count * parts)
 
 
 def slowest_times(progress: Progress, answers: list[dict[str, Any]]) -> list[float]:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from lockstep.bench.collectives import COLLECTIVES
 from lockstep.bench.runners import Runner
 from lockstep.bench.workload import Workload
@@ -31,10 +33,7 @@ LEFT = "backend"
 
 def quantile(times: Sequence[float], share: float) -> float:
     """Return a quantile of ascending times, interpolated linearly."""
-    place = share * (len(times) - 1)
-    low = int(place)
-    high = min(low + 1, len(times) - 1)
-    return times[low] + (place - low) * (times[high] - times[low])
+    return float(np.quantile(times, share))
 
 
 class TimingResult:
@@ -174,7 +173,7 @@ def record(result: Result, first: Result, machine: str, command: str) -> dict[st
         "count": workload.count,
         "dtype": workload.dtype,
         "op": workload.op if is_reduction else None,
-        "in_place": workload.in_place or COLLECTIVES[workload.collective].is_in_place,
+        "in_place": COLLECTIVES[workload.collective].is_in_place,
         "nprocs": result.ranks,
         "calls": len(result.times),
         "median_us": round(result.median, 3),

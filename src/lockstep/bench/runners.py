@@ -28,12 +28,17 @@ from lockstep.comm.mpi.library import is_installed
 from lockstep.kernel.errors import LockstepError, RankError, UsageError, WorkError
 from lockstep.launcher.launch import launch
 
-__all__ = ["MpiRunner", "Rendezvous", "Runner", "TorchRunner", "mpi_python"]
+__all__ = ["MpiRunner", "Rendezvous", "Runner", "TorchRunner", "find_mpiexec"]
 
-MPI_PYTHON = "LOCKSTEP_MPI_PYTHON"
 START_TIMEOUT = 60.0  # seconds until all ranks of a runner have connected
 END_TIMEOUT = 10.0  # seconds until they have exited
 PACKAGES = str(Path(__file__).parents[2])
+# Open MPI starts more ranks than cores only with these settings; others ignore them.
+OVERSUBSCRIBE = {
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMP_NUM_THREADS": "1",
+}
 
 Answer = dict[str, Any]
 Main = Callable[[str, str, str, float], None]
@@ -201,28 +206,33 @@ class MpiRunner(ProcessRunner):
     """Ranks of `mpiexec`.
 
     Args:
-        python: The Python of the ranks; with "mpi" that of an environment with mpi4py and numpy,
-            with "mpi4py" this one.
+        name: "mpi" for MPI's own calls, "mpi4py" for the backend of torch.
         rendezvous: The rendezvous of the ranks.
-        name: "mpi" for MPI's own calls on numpy arrays, "mpi4py" for the backend of torch.
     """
 
-    def __init__(self, python: str, rendezvous: Rendezvous, name: str = "mpi") -> None:
+    def __init__(self, name: str, rendezvous: Rendezvous) -> None:
         super().__init__(name, rendezvous)
         code = (
             f"import sys; sys.path.append({PACKAGES!r}); "
             f"from lockstep.bench.worker import {name}_main; {name}_main()"
         )
-        program = [python, "-c", code, rendezvous.folder, self._key, str(rendezvous.timeout)]
+        program = [
+            sys.executable,
+            "-c",
+            code,
+            rendezvous.folder,
+            self._key,
+            str(rendezvous.timeout),
+        ]
         self._output = tempfile.TemporaryFile(  # noqa: SIM115 - closed in end()
             "w+", encoding="utf-8", errors="replace"
         )
         self._process = subprocess.Popen(
-            [mpiexec(python), "-n", str(rendezvous.ranks), *program],
+            [find_mpiexec(), "-n", str(rendezvous.ranks), *program],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
-            env=mpi_environment(),
+            env=os.environ | OVERSUBSCRIBE,
             start_new_session=True,
         )
         try:
@@ -256,52 +266,14 @@ class MpiRunner(ProcessRunner):
         return WorkError(f"{self.name}: {what}" + (f"; last output: {lines[-1]}" if lines else ""))
 
 
-def mpi_python(asked: str | None) -> str:
-    """Return a Python that has mpi4py, or raise UsageError with installation instructions."""
-    python = asked or os.environ.get(MPI_PYTHON)
-    if not python and not is_installed():
-        raise UsageError(
-            "--vs mpi needs mpi4py and an MPI: pip install mpi4py mpich; or in a separate "
-            "environment: python3 -m venv mpi; mpi/bin/pip install mpi4py mpich numpy; then "
-            f"--mpi-python mpi/bin/python or {MPI_PYTHON}=mpi/bin/python"
-        )
-    if not python:
-        mpiexec(sys.executable)
-        return sys.executable
-    tried = subprocess.run(
-        [python, "-c", "import mpi4py, numpy"], capture_output=True, text=True, check=False
-    ) if shutil.which(python) else None  # fmt: skip
-    if tried is None or tried.returncode:
-        why = "is not a program" if tried is None else tried.stderr.strip().splitlines()[-1]
-        raise UsageError(
-            f"--vs mpi: {python} {why}; create it with python3 -m venv mpi; "
-            "mpi/bin/pip install mpi4py mpich numpy"
-        )
-    mpiexec(python)
-    return os.path.abspath(python)
+def find_mpiexec() -> str:
+    """Return the `mpiexec` beside this Python, or else the first one on PATH.
 
-
-def mpiexec(python: str) -> str:
-    """Return the `mpiexec` in the folder of `python`, or else the first one on PATH."""
-    beside = Path(os.path.abspath(python)).parent / "mpiexec"
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
-        raise UsageError(
-            f"--vs mpi: there is no mpiexec next to {python}: run pip install mpich there"
-        )
-    return found
-
-
-def mpi_environment() -> dict[str, str]:
-    """Return the environment of mpiexec, without the variables of this Python."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    # Open MPI starts more ranks than cores only with these settings; others ignore them.
-    more = {
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-        "OMP_NUM_THREADS": "1",
-        # numpy asks for huge pages, torch does only with this variable. On equal pages the
-        # libraries are compared; reading 16 MiB of another process takes 3.5 ms or 1.4 ms.
-        "NUMPY_MADVISE_HUGEPAGE": "1" if os.environ.get("THP_MEM_ALLOC_ENABLE") == "1" else "0",
-    }
-    return kept | more
+    Raises:
+        UsageError: mpi4py or mpiexec is not installed.
+    """
+    beside = Path(os.path.abspath(sys.executable)).parent / "mpiexec"
+    program = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if not is_installed() or program is None:
+        raise UsageError("--vs mpi and mpi4py need mpi4py and an MPI: pip install mpi4py mpich")
+    return program

@@ -65,7 +65,7 @@ def mpi_main() -> None:
     folder, key, timeout = sys.argv[-3:]
     from mpi4py import MPI  # type: ignore[import-not-found, unused-ignore]
 
-    from lockstep.bench.numpy_libraries import MpiLibrary
+    from lockstep.bench.mpi_library import MpiLibrary
     from lockstep.comm.mpi.library import library_name
 
     comm = MPI.COMM_WORLD

@@ -3,7 +3,7 @@
     write the input ──> start barrier ──> clock ──> call ──> clock ──> next
                                                                 last ──> check the output
 
-Only the call itself is timed. Ranks under MPI have no torch, so this module imports none.
+Only the call itself is timed.
 
 Input data are small integers in blocks of PERIOD elements that repeat over the buffer. A
 block depends on the rank, on the part of the buffer and on the *variant*, which alternates
@@ -89,7 +89,7 @@ class UnsupportedError(Exception):
 
 @dataclass(frozen=True)
 class Workload:
-    """A collective on parts of `count` elements, in place or not.
+    """A collective on parts of `count` elements.
 
     `shared_memory` puts the buffers in memory that the ranks share.
     """
@@ -98,7 +98,6 @@ class Workload:
     count: int
     dtype: str
     op: str
-    in_place: bool = False
     shared_memory: bool = False
 
 
@@ -130,12 +129,6 @@ class PreparedWorkload:
         sent, received = len(before) * workload.count, len(after) * workload.count
         if collective.is_in_place:
             send = receive = library.new(max(sent, received), workload)
-        elif workload.in_place and sent > received:
-            send = library.new(sent, workload)
-            receive = send[rank * received : (rank + 1) * received]
-        elif workload.in_place:
-            receive = library.new(received, workload)
-            send = receive[rank * sent : (rank + 1) * sent]
         else:
             send, receive = library.new(sent, workload), library.new(received, workload)
         self.workload = workload

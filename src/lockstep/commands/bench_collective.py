@@ -15,20 +15,21 @@ import click
 
 from lockstep.bench.collectives import COLLECTIVES, COPY, Collective
 from lockstep.files import write_output
-from lockstep.formatting import format_size, parse_size, parse_sizes, size_range
+from lockstep.formatting import format_size, parse_sizes
 from lockstep.kernel.errors import UsageError, WorkError
 from lockstep.messages import say
 
 if TYPE_CHECKING:
     from lockstep.bench.results import Contender, Result
-    from lockstep.bench.runners import Rendezvous
 
 __all__ = ["RANKS_HELP", "make", "parse_rank_counts"]
 
+SIZES = "4,16,64,256,1K,4K,16K,64K,256K,1M,4M,16M,64M"
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 RANKS_HELP = "Numbers of ranks, measured one after another: 2 or 2,4."
-PATH_OPTIONS = ("--json", "--plot", "--mpi-python")  # private, left out of recorded commands
+MPI_NAMES = {"mpi", "mpi4py"}
+PATH_OPTIONS = ("--json", "--plot")  # private, left out of recorded commands
 
 
 def make(name: str) -> click.Command:
@@ -86,12 +87,6 @@ def options(collective: Collective) -> list[Any]:
         ),
         click.option("--bind", is_flag=True, help="Bind each rank to one core, round-robin."),
         click.option(
-            "--mpi-python",
-            metavar="PATH",
-            help="Python with mpi4py, for --vs mpi.  [default: $LOCKSTEP_MPI_PYTHON, or the one "
-            "that runs the command]",
-        ),
-        click.option(
             "--json",
             "json_file",
             type=click.Path(path_type=Path),
@@ -106,29 +101,10 @@ def options(collective: Collective) -> list[Any]:
     if collective.name != "barrier":
         chosen += [
             click.option(
-                "-b",
-                "--begin",
-                default="4",
-                show_default=True,
-                help="Smallest size in bytes, with K, M or G.",
-            ),
-            click.option(
-                "-e",
-                "--end",
-                default="64M",
-                show_default=True,
-                help="Largest size in bytes, with K, M or G.",
-            ),
-            click.option(
-                "-f",
-                "--factor",
-                default=4.0,
-                show_default=True,
-                help="Factor from one size to the next.",
-            ),
-            click.option(
                 "--sizes",
-                help="List of sizes in bytes: 4,64K,1M.  [default: from --begin to --end]",
+                default=SIZES,
+                metavar="SIZES",
+                help="Sizes in bytes: 4,64K,1M.  [default: from 4 to 64M in steps of 4]",
             ),
             click.option(
                 "--dtype",
@@ -145,33 +121,27 @@ def options(collective: Collective) -> list[Any]:
                 "--op", type=ops, default="SUM", show_default=True, help="Reduction operation."
             )
         )
-    if collective.can_alias:
-        text = "Call it in place: the smaller buffer is a part of the larger one."
-        chosen.append(click.option("--in-place", is_flag=True, help=text))
     return chosen
 
 
 def run(collective: Collective, flags: dict[str, Any]) -> None:
     """Measure with each number of ranks; print and write the results."""
     counts = parse_rank_counts(flags["nprocs"])
-    sizes = requested_sizes(flags)
+    sizes = parse_sizes(flags.get("sizes", "0"))  # a barrier has no size
     others = [name for name in flags["vs"].split(",") if name]
     validate(collective, flags)
     from lockstep.bench.results import record
-    from lockstep.bench.runners import mpi_python
-    from lockstep.comm.mpi.library import is_installed
+    from lockstep.bench.runners import find_mpiexec
 
-    asked = [*others, flags["backend"]]
-    python = mpi_python(flags["mpi_python"]) if "mpi" in asked else ""
-    if "mpi4py" in asked and not is_installed():
-        raise UsageError("--vs mpi4py needs mpi4py and an MPI: pip install mpi4py mpich")
     names = list(dict.fromkeys([flags["backend"] or default_backend(), *others]))
+    if not MPI_NAMES.isdisjoint(names):
+        find_mpiexec()  # its error comes before the other backends start
     machine, command = describe_machine(), command_line()
     everything: list[Result] = []
     records: list[dict[str, Any]] = []
     click.echo(f"# {machine}\n# {command}")
     for ranks in counts:
-        found = measure_sizes(collective, ranks, sizes, names, python, flags)
+        found = measure_sizes(collective, ranks, sizes, names, flags)
         for results in found:
             everything += results
             records += [record(one, results[0], machine, command) for one in results if one.times]
@@ -198,7 +168,6 @@ def measure_sizes(
     ranks: int,
     sizes: list[int],
     names: list[str],
-    python: str,
     flags: dict[str, Any],
 ) -> Iterator[list[Result]]:
     """Start the backends on `ranks` ranks; print and yield the results of each size."""
@@ -207,11 +176,10 @@ def measure_sizes(
     from lockstep.bench.workload import Workload, itemsize
 
     dtype, op = flags.get("dtype", "uint8"), flags.get("op", "SUM").upper()
-    in_place = bool(flags.get("in_place"))
     width = itemsize(dtype)
     check_memory(max(sizes), ranks, len(names))
-    with start_contenders(collective, ranks, names, python, flags) as contenders:
-        click.echo(f"\n# {collective.name} on {ranks} ranks" + (", in place" if in_place else ""))
+    with start_contenders(collective, ranks, names, flags) as contenders:
+        click.echo(f"\n# {collective.name} on {ranks} ranks")
         click.echo(tables.header())
         done: set[int] = set()
         results: list[Result] = []
@@ -220,7 +188,7 @@ def measure_sizes(
             if count in done:
                 continue
             done.add(count)
-            workload = Workload(collective.name, count, dtype, op, in_place)
+            workload = Workload(collective.name, count, dtype, op)
             actual = collective.bytes(count, width, ranks)
             status(f"{collective.name}, {ranks} ranks, {format_size(actual)} ...")
             results = measure(contenders, workload, ranks, actual, flags["seconds"])
@@ -232,18 +200,18 @@ def measure_sizes(
 
 @contextmanager
 def start_contenders(
-    collective: Collective, ranks: int, names: list[str], python: str, flags: dict[str, Any]
+    collective: Collective, ranks: int, names: list[str], flags: dict[str, Any]
 ) -> Iterator[list[Contender]]:
     """Start the ranks of each backend, and stop all of them in the end."""
     from lockstep.bench.results import Contender
-    from lockstep.bench.runners import Rendezvous
+    from lockstep.bench.runners import MpiRunner, Rendezvous, TorchRunner
 
     with ExitStack() as opened:
         rendezvous = opened.enter_context(closing(Rendezvous(ranks, flags["timeout"])))
         contenders = []
         for name in names:
             status(f"starting {ranks} ranks of {name} ...")
-            runner = start_runner(name, python, rendezvous)
+            runner = (MpiRunner if name in MPI_NAMES else TorchRunner)(name, rendezvous)
             opened.callback(runner.end)
             if flags["bind"]:
                 runner.ask({"bind": True})
@@ -254,15 +222,6 @@ def start_contenders(
             contenders.append(Contender(COPY.name, contenders[0].runner, is_copy=True))
         status("")
         yield contenders
-
-
-def start_runner(name: str, python: str, rendezvous: Rendezvous) -> Any:
-    """Start the ranks of one backend."""
-    from lockstep.bench.runners import MpiRunner, TorchRunner
-
-    if name == "mpi4py":
-        return MpiRunner(sys.executable, rendezvous, name)
-    return MpiRunner(python, rendezvous) if name == "mpi" else TorchRunner(name, rendezvous)
 
 
 def default_backend() -> str:
@@ -306,7 +265,7 @@ def check_memory(size: int, ranks: int, backends: int) -> None:
         raise UsageError(
             f"{format_size(size)} on {ranks} ranks of {backends} backends needs about "
             f"{format_size(needed)} of memory, but only {format_size(free)} are available: choose "
-            "a smaller size with -e"
+            "smaller --sizes"
         )
 
 
@@ -319,16 +278,6 @@ def parse_rank_counts(text: str) -> list[int]:
     if min(found) < 1:
         raise UsageError(f"-n {text}: expected a number of ranks of at least 1, or several: 2,4")
     return found
-
-
-def requested_sizes(flags: dict[str, Any]) -> list[int]:
-    """Return the requested sizes in bytes; [0] for a barrier."""
-    if "begin" not in flags:
-        return [0]
-    if flags["sizes"]:
-        return parse_sizes(flags["sizes"])
-    begin, end = parse_size(flags["begin"]), parse_size(flags["end"])
-    return size_range(begin, end, flags["factor"])
 
 
 def describe_machine() -> str:

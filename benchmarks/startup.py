@@ -1,4 +1,4 @@
-"""`lockstep bench startup`: the time to start ranks and join a group, next to torchrun.
+"""The time to start ranks and join a group, next to torchrun: `python -m benchmarks.startup`.
 
 All launchers run the same script in turn, so that other load on the machine affects all of
 them. Times are wall-clock seconds of the whole command.
@@ -24,7 +24,7 @@ import click
 
 from lockstep.commands.bench_collective import RANKS_HELP, parse_rank_counts
 from lockstep.files import write_output
-from lockstep.kernel.errors import UsageError, WorkError
+from lockstep.kernel.errors import UsageError
 from lockstep.launcher.launch import launch
 from lockstep.record.environment import count_usable_cores, processor_name
 
@@ -57,8 +57,11 @@ def command(nprocs: str, repeats: int, file: Path | None) -> None:
     """
     counts = parse_rank_counts(nprocs)
     if repeats < 1:
-        raise UsageError("bench startup: --repeats must be at least 1")
-    context = {"machine": _machine(), "command": shlex.join(["lockstep", *sys.argv[1:]])}
+        raise UsageError("--repeats must be at least 1")
+    context = {
+        "machine": _machine(),
+        "command": shlex.join(["python", "-m", "benchmarks.startup", *sys.argv[1:]]),
+    }
     click.echo(f"# {context['machine']}\n# {context['command']}")
     records = []
     for count in counts:
@@ -102,7 +105,7 @@ def measure(nprocs: int, repeats: int) -> Iterator[StartTimes]:
     """Time each launcher `repeats` times in turn, after a warm-up round.
 
     Raises:
-        WorkError: A launcher failed; the message ends with the last line of its output.
+        RuntimeError: A launcher failed; the message ends with the last line of its output.
     """
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "join.py")
@@ -136,8 +139,12 @@ def _run(command: list[str], folder: Path) -> None:
     )
     if done.returncode != 0:
         last = done.stdout.decode(errors="replace").strip().splitlines()[-1:]
-        raise WorkError(f"{' '.join(command)} failed with status {done.returncode}: {last}")
+        raise RuntimeError(f"{' '.join(command)} failed with status {done.returncode}: {last}")
 
 
 def _join() -> None:
     exec(SCRIPT, {})
+
+
+if __name__ == "__main__":
+    command()
