@@ -17,9 +17,11 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.commands.run import command, make_config
-from lockstep.elastic import coordinator as rounds_module
-from lockstep.elastic.coordinator import ElasticCoordinator
+from lockstep.elastic import coordinator, member_exits
+from lockstep.elastic.current_round import CurrentRound
 from lockstep.elastic.elastic_launch import launch_elastic
+from lockstep.elastic.member_exits import MemberExits
+from lockstep.elastic.newcomers import Newcomers
 from lockstep.elastic.scale_request import request_ranks
 from lockstep.kernel.errors import LockstepError
 from lockstep.launcher import supervisor
@@ -146,8 +148,8 @@ def test_several_killed_ranks_are_replaced(run, kills, dead):
 @pytest.mark.parametrize(("place", "number"), [("admit", 1), ("connect", 2), ("share", 2)])
 def test_nobody_waits_for_newcomers_when_the_only_state_is_lost(run, monkeypatch, place, number):
     """Those that are getting it, or are about to, notice and leave at once."""
-    for name in ("REPORT_TIMEOUT", "LEAVE_TIMEOUT"):
-        monkeypatch.setattr(rounds_module, name, 1e9)
+    monkeypatch.setattr(coordinator, "REPORT_TIMEOUT", 1e9)
+    monkeypatch.setattr(member_exits, "LEAVE_TIMEOUT", 1e9)
     done = run("--max", "2", KILLS=f"1:4:prepare 0:r{number}:{place}", RANKS="2")
     require_success(done, 2)
     joined = ["round 2: 2 ranks, member 2 joined"] * (number - 1)
@@ -234,7 +236,7 @@ def count_over_rounds(run: Run, kills: int) -> list[list[int]]:
     """
     counts: dict[int, list[int]] = {}
 
-    def count(ranks: RankSupervisor, rounds: ElasticCoordinator, folder: Path | None) -> None:
+    def count(ranks: RankSupervisor, rounds: object, folder: Path | None) -> None:
         form_round = ranks.after_events
 
         def form_and_count():
@@ -345,29 +347,23 @@ def test_a_round_that_ends_though_nobody_has_died_is_formed_again(run):
     assert said(done) == ["round 1: 2 ranks"]
 
 
-def test_an_error_and_the_exit_after_it_may_be_noticed_at_once(tmp_path):
+def test_an_error_and_the_exit_after_it_may_be_noticed_at_once():
     """On a busy machine: before the death of the other member, whose consequence they are."""
     outcomes = {member: Outcome(member) for member in (0, 1)}
     ranks = SimpleNamespace(
-        outcomes=outcomes, running=[1], pids={}, send=lambda *_: None, release=lambda member: None,
-        remove_at_end=lambda path: None,
-    )  # fmt: skip
-    environment = SimpleNamespace(store="store")
-    rounds = ElasticCoordinator(ranks, None, environment, wanted=2, at_least=1, folder=tmp_path)  # type: ignore[arg-type]
-    try:
-        rounds._round.members = (0, 1)
-        outcomes[0].status = 1
-        outcomes[0].error = {"message": "Connection reset by peer", "time": monotonic()}
-        rounds._notice_end(0, outcomes[0])
-        rounds._reconsider_consequences()
-        assert outcomes[0].is_replaced
-        rounds._fill_up()  # which cannot start a member here, and has none to start yet
-        outcomes[1].status = -signal.SIGKILL
-        for member in (1, 0):
-            rounds._notice_end(member, outcomes[member])
-        assert rounds._round.lost == {1: signal.SIGKILL, 0: 0}
-    finally:
-        rounds.close()
+        outcomes=outcomes, running=[1], pids={}, send=lambda *_: None, release=lambda member: None
+    )
+    current = CurrentRound(members=(0, 1))
+    exits = MemberExits(ranks, current, Newcomers(lambda rank: rank))  # type: ignore[arg-type]
+    outcomes[0].status = 1
+    outcomes[0].error = {"message": "Connection reset by peer", "time": monotonic()}
+    exits.notice_end(0, outcomes[0])
+    exits.reconsider_consequences()
+    assert outcomes[0].is_replaced
+    outcomes[1].status = -signal.SIGKILL
+    for member in (1, 0):
+        exits.notice_end(member, outcomes[member])
+    assert current.lost == {1: signal.SIGKILL, 0: 0}
 
 
 def test_an_exception_of_a_newcomer_does_not_end_the_run(run):

@@ -19,7 +19,7 @@ WAITS_FOR = re.compile(r"waiting for rank (\d+)\b")
 
 @dataclass
 class CurrentRound:
-    """The state of a round, as its launcher knows it.
+    """The state of the current round, as its launcher knows it.
 
     Attributes:
         number: Its number, from 0.
@@ -30,6 +30,9 @@ class CurrentRound:
         reports: The reports of the members that have left the round.
         noticed: When the first death was noticed, in Unix time; None if nobody has died.
         reported: When the last report came, in `time.monotonic()` seconds.
+        stuck: The members that are killed because they still waited for a lost one.
+        writers: The members that are writing the state for the processes that replace them.
+        unexplained: The number of rounds in a row that ended although no member had died.
     """
 
     number: int = 0
@@ -39,6 +42,9 @@ class CurrentRound:
     reports: dict[int, Report] = field(default_factory=dict)
     noticed: float | None = None
     reported: float = 0.0
+    stuck: set[int] = field(default_factory=set)
+    writers: set[int] = field(default_factory=set)
+    unexplained: int = 0
 
     def note_report(self, report: Report) -> None:
         """Store the report of a member at the end of the round."""
@@ -54,19 +60,20 @@ class CurrentRound:
     def find_stuck(
         self, members: Iterable[int], read_activity: Callable[[int], Activity]
     ) -> Iterator[tuple[int, int]]:
-        """Yield members that go on waiting for a lost one, each with that one.
+        """Yield members that go on waiting for a lost one, each once and with that one.
 
         If Gloo finds that a connection is closed while it writes a message, it forgets the message
         and never wakes the thread that waits for it.
         """
         if self.noticed is None or time.time() - self.noticed < STUCK:
             return
-        for member in set(members) - self.reports.keys():
+        for member in set(members) - self.reports.keys() - self.stuck:
             activity = read_activity(member)
             waits = WAITS_FOR.search(activity.wait)
             awaited = self.members[int(waits[1]) :][:1] if waits else ()
             is_lost = not self.lost.keys().isdisjoint(awaited)
             if is_lost and time.monotonic() - activity.wait_since >= STUCK:
+                self.stuck.add(member)
                 yield member, awaited[0]
 
     @property
@@ -95,10 +102,16 @@ class CurrentRound:
         """Return the number of the next round, and the reason why this one ended."""
         return {
             "round": self.number + 1,
-            "lost": [{"member": each, "signal": number} for each, number in self.lost.items()],
+            "lost": [{"member": member, "signal": number} for member, number in self.lost.items()],
             "noticed": time.time() if self.noticed is None else self.noticed,
         }
 
-    def follow(self, members: tuple[int, ...]) -> CurrentRound:
-        """Return the next round; members whose script has ended stay done in it."""
-        return CurrentRound(self.number + 1, members, done=self.done)
+    def begin_next(self, members: tuple[int, ...]) -> None:
+        """Become the next round; members whose script has ended stay done in it."""
+        if self.lost:
+            self.unexplained = 0
+        self.number, self.members = self.number + 1, members
+        self.lost.clear()
+        self.reports.clear()
+        self.stuck.clear()
+        self.noticed = None

@@ -73,9 +73,7 @@ class HostAgent(RankSupervisor):
         self._end: Message | None = None
         self._lost = ""
         self._has_asked_to_leave = False
-        self._started_known: set[int] = set()
-        self._ended_known: set[int] = set()
-        self._begun_known: set[int] = set()
+        self._told: set[tuple[str, int]] = set()  # what host 0 knows of which member
         self._last_state = LastState(self)
 
     def wait(
@@ -261,22 +259,21 @@ class HostAgent(RankSupervisor):
     def _report_changes(self) -> None:
         """Report which members have started, published something, and exited."""
         for member, pid in self.pids.items():
-            if member not in self._started_known:
-                self._started_known.add(member)
+            if self._is_news("started", member):
                 self._post({"kind": "started", "member": member, "pid": pid})
-        begun = [
-            member
-            for member in self.running
-            if member not in self._begun_known and self.has_begun(member)
-        ]
-        if begun:
-            self._begun_known.update(begun)
-            self._post({"kind": "begun", "members": begun})
+        for member in self.running:
+            if self.has_begun(member) and self._is_news("begun", member):
+                self._post({"kind": "begun", "members": [member]})
         for member, outcome in self.outcomes.items():
-            if outcome.status is not None and member not in self._ended_known:
-                self._ended_known.add(member)
+            if outcome.status is not None and self._is_news("exit", member):
                 status, hint = outcome.status, outcome.hint
                 self._post({"kind": "exit", "member": member, "status": status, "hint": hint})
+
+    def _is_news(self, kind: str, member: int) -> bool:
+        """Return whether this is called for the first time with these arguments."""
+        is_news = (kind, member) not in self._told
+        self._told.add((kind, member))
+        return is_news
 
     # --- the end ------------------------------------------------------------------------------
 
