@@ -10,7 +10,8 @@ import pytest
 
 from lockstep.elastic import host_connection
 from lockstep.elastic.host_connection import PURPOSE, ConnectionLost, HostConnection
-from lockstep.transport.message_connection import MessageListener, connect_to
+from lockstep.transport.listener import MessageListener
+from lockstep.transport.message_connection import connect_to
 
 SILENCE = 10.0
 

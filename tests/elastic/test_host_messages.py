@@ -17,7 +17,7 @@ from lockstep.launcher.channel import open_pair
 from lockstep.launcher.failure_attribution import Outcome
 from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.rank_process import describe_error
-from lockstep.transport.message_connection import MessageListener
+from lockstep.transport.listener import MessageListener
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),

@@ -15,7 +15,8 @@ from lockstep.kernel.errors import RendezvousError
 from lockstep.launcher.channel import Message, open_pair
 from lockstep.launcher.failure_attribution import describe_end
 from lockstep.launcher.hang_monitor import HangPolicy
-from lockstep.transport.message_connection import MessageListener, connect_to
+from lockstep.transport.listener import MessageListener
+from lockstep.transport.message_connection import connect_to
 from processes import until
 
 SECRET = bytes(range(32))

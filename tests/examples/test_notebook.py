@@ -56,9 +56,9 @@ def test_what_workers_print_appears_in_the_cell_that_waits(cells):
     assert printed[2] == "[30.0, 30.0]"
 
 
-def test_objects_of_the_notebook_live_in_workers(cells):
-    assert cell_with(cells, "class Counter") == "(15, 115, 115)\n"
-    assert "rank 1 raised TypeError: unsupported operand" in cell_with(cells, 'add("one")')
+def test_calls_on_one_worker(cells):
+    assert cell_with(cells, "def square") == "(9, 25)\n"
+    assert "rank 1 raised TypeError: can't multiply" in cell_with(cells, 'square, "one"')
 
 
 def test_one_digest_in_every_layout(cells):

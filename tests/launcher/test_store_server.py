@@ -1,4 +1,4 @@
-"""The store of a run with a secret: its table, its server and torch's view of it."""
+"""The store of a run with a secret: its server and torch's view of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed import DistNetworkError, DistStoreError, HashStore, Prefi
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.secret_store import SecretStore
-from lockstep.launcher.store_server import PURPOSE, StoreServer, StoreTable, decode, encode
+from lockstep.launcher.store_server import PURPOSE, StoreServer, decode, encode
 from lockstep.transport.message_connection import connect_to
 
 SECRET = b"s" * 32
@@ -26,66 +26,14 @@ keys = st.sampled_from(["a", "b"])
 texts = st.text("01", max_size=2)
 
 
-# --- the table ------------------------------------------------------------------------------
-
-
-def ask(table: StoreTable, client: str, do: str, **request) -> list:
-    return table.handle(client, {"id": client, "do": do, **request})
-
-
-@given(st.lists(st.tuples(keys, st.booleans()), max_size=6), st.lists(keys, min_size=1))
-def test_a_request_is_answered_when_the_last_of_its_keys_comes(steps, wanted):
-    table, present, is_answered = StoreTable(), set(), False
-    is_answered = bool(ask(table, "waiter", "wait", keys=wanted))
-    for key, is_set in steps:
-        if is_set:
-            answers = ask(table, "setter", "set", items={key: encode(b"x")})
-            present.add(key)
-        else:
-            answers = ask(table, "setter", "delete", key=key)
-            present.discard(key)
-        assert answers[0][0] == "setter"
-        now = bool(answers[1:])
-        assert now == (not is_answered and is_set and present >= set(wanted))
-        is_answered = is_answered or now
-
-
-def test_a_new_request_replaces_the_one_that_waits():
-    table = StoreTable()
-    ask(table, "a", "wait", keys=["never"])
-    ask(table, "a", "check", keys=["x"])
-    assert ask(table, "b", "set", items={"never": ""}) == [("b", {"id": "b"})]
-
-
-def test_a_client_that_left_gets_no_answer():
-    table = StoreTable()
-    ask(table, "a", "get", keys=["x"])
-    table.forget("a")
-    assert ask(table, "b", "set", items={"x": ""}) == [("b", {"id": "b"})]
-
-
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=3,
 )
+seconds = st.sampled_from([0.0, -1.0, float("nan"), float("-inf"), "1", None])  # none that waits
 OPERATIONS = ["set", "get", "wait", "check", "add", "compare_set", "append", "delete", "list"]
-NAMES = ["id", "items", "keys", "key", "number", "old", "new", "value"]
-
-
-@example({"do": "get", "id": 0, "keys": ["", []]})
-@given(
-    st.fixed_dictionaries(
-        {"do": st.sampled_from([*OPERATIONS, "count"]) | json_values},
-        optional=dict.fromkeys(NAMES, json_values),
-    )
-)
-def test_a_request_of_any_form_is_answered_or_refused_with_valueerror(request):
-    with contextlib.suppress(ValueError):
-        StoreTable().handle("client", request)
-
-
-# --- torch's view ---------------------------------------------------------------------------
+NAMES = ["items", "keys", "key", "number", "old", "new", "value"]
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +145,19 @@ def test_values_are_sent_as_text():
     assert decode(encode(bytes(range(256)))) == bytes(range(256))
     with pytest.raises(ValueError, match="base64"):
         decode("?")
+
+
+@example({"do": "get", "keys": ["", []], "seconds": 0.0})
+@example({"do": "add", "key": "a", "number": 1 << 70})
+@given(
+    st.fixed_dictionaries(
+        {"do": st.sampled_from(OPERATIONS) | json_values, "seconds": seconds},
+        optional=dict.fromkeys(NAMES, json_values),
+    )
+)
+def test_a_messageof_any_form_is_answered_or_refused_with_valueerror(server, message):
+    with contextlib.suppress(ValueError):
+        server._answer(message)
 
 
 def test_a_client_that_sends_other_requests_loses_its_connection(server, stores):

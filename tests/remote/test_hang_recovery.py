@@ -16,7 +16,7 @@ import lockstep as ls
 import processes
 from lockstep.kernel.errors import RankError
 from lockstep.remote.future import Future
-from lockstep.remote.hang_recovery import COMMUNICATION, HangRecovery
+from lockstep.remote.hang_recovery import COMMUNICATION, FailedCall
 
 LONG = 600.0  # seconds for a collective; a test that waits for it is ended before
 until = partial(processes.until, seconds=60.0)
@@ -48,15 +48,14 @@ def test_workers_that_wait_for_one_that_raised_are_released(tmp_path):
     with ls.Driver(nprocs=2, timeout=LONG) as driver:
         with pytest.raises(RankError, match=RAISED):
             driver.run(fail_or_look_for, tmp_path / "found")
-        (recovery,) = driver._pool._recoveries
+        (recovery,) = driver._pool.recovery.calls
         until(lambda: recovery.checks > 3, "the driver does not check busy workers")
         (tmp_path / "found").touch()
         assert driver.run(summed) == [2.0] * 2  # a worker that computes is left alone
-        thing = driver.on(0).create(list)
         with pytest.raises(RankError, match=RAISED):
             driver.run(fail_or_wait)
-        thing.append(1)  # after the collective, whose deadline is far away
-        assert driver.run(os.getpid) == [driver.on(each).run(os.getpid) for each in range(2)]
+        # After the collective, whose deadline is far away.
+        assert driver.run(os.getpid) == [driver.on(rank).run(os.getpid) for rank in range(2)]
         with pytest.raises(RankError) as raised:
             driver.run(summed)
         (broken,) = (note for note in raised.value.__notes__ if "start another driver" in note)
@@ -94,7 +93,7 @@ def test_a_callback_that_raises_on_one_stage_ends_the_training(backend, tmp_path
 
 def test_checks_are_taken_at_intervals_and_find_calls_that_have_not_returned():
     futures = [Future(rank, "a call", lambda done, deadline: None) for rank in range(3)]
-    recovery = HangRecovery(futures, "rank 1 failed")
+    recovery = FailedCall(futures, "rank 1 failed")
     futures[2].set_result(None)
     assert (recovery.failed(), recovery.busy()) == ([], [0, 1])
     assert [recovery.start_check(), recovery.start_check()] == [True, False]

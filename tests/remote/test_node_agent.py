@@ -21,8 +21,8 @@ import lockstep as ls
 import warm
 from lockstep.kernel.errors import RankError, RendezvousError
 from lockstep.remote.credentials import KEY_VARIABLE, make_key
-from lockstep.transport.connection import requires_secret
 from lockstep.transport.listener import REPORT_INTERVAL
+from lockstep.transport.message_connection import requires_secret
 
 WORKER = [*warm.LOCKSTEP, "worker"]
 PATIENCE = 60.0
@@ -34,19 +34,19 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def place() -> str:
+def endpoint() -> str:
     return f"127.0.0.1:{free_port()}"
 
 
 @pytest.fixture
-def connect(tmp_path, place):
+def connect(tmp_path, endpoint):
     """Start `lockstep worker` commands, and end what is left of them."""
     started = []
 
     def start(*arguments: str, **options) -> subprocess.Popen:
         started.append(
             warm.Popen(
-                [*WORKER, "--connect", place, *arguments],
+                [*WORKER, "--connect", endpoint, *arguments],
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, **options,
             )
         )  # fmt: skip
@@ -64,20 +64,17 @@ def all_reduced() -> tuple[str, int, float]:
     return os.environ["GROUP_RANK"], ls.local_rank(), tensor.item()
 
 
-def test_local_and_remote_workers_are_one_world(connect, place, tmp_path, capsys):
+def test_local_and_remote_workers_are_one_world(connect, endpoint, tmp_path, capsys):
     key = str(tmp_path / "driver.key")
     make_key(key)
     worker = connect("-n", "2", "--key-file", key)
-    with ls.Driver(nprocs=1, remote=2, listen=place, key_file=key, timeout=PATIENCE) as driver:
+    with ls.Driver(nprocs=1, remote=2, listen=endpoint, key_file=key, timeout=PATIENCE) as driver:
         assert driver.run(all_reduced) == [("0", 0, 6.0), ("1", 0, 6.0), ("1", 1, 6.0)]
         port = int(driver.on(2).run(lambda: os.environ["MASTER_PORT"]))
         assert requires_secret("127.0.0.1", port, PATIENCE)
-        shelf = driver.on(2).create(list)
-        driver.on(1).run(lambda ref: ref.append(5), shelf)
-        assert driver.on(0).run(lambda ref: ref.get(), shelf) == [5]
         pids = driver.run(os.getpid)
         assert {psutil.Process(pid).pid for pid in pids[1:]} <= {
-            each.pid for each in psutil.Process(worker.pid).children(recursive=True)
+            child.pid for child in psutil.Process(worker.pid).children(recursive=True)
         }
         future = driver.on(2).start(os.kill, pids[2], signal.SIGKILL)
         with pytest.raises(RankError, match=r"^rank 2 was killed by SIGKILL") as caught:
@@ -89,12 +86,12 @@ def test_local_and_remote_workers_are_one_world(connect, place, tmp_path, capsys
             driver._pool.output.wait(lambda: False, time.monotonic() + 0.05)
             said += capsys.readouterr().out
     assert worker.wait(PATIENCE) == 0
-    assert worker.stderr.read() == f"lockstep: serving the driver at {place} with 2 workers\n"
+    assert worker.stderr.read() == f"lockstep: serving the driver at {endpoint} with 2 workers\n"
     assert not any(map(psutil.pid_exists, pids))
 
 
-def test_another_key_is_refused_and_reported_on_both_sides(connect, place, capsys):
-    with ls.Driver(nprocs=1, listen=place, timeout=PATIENCE) as driver:
+def test_another_key_is_refused_and_reported_on_both_sides(connect, endpoint, capsys):
+    with ls.Driver(nprocs=1, listen=endpoint, timeout=PATIENCE) as driver:
         worker = connect(env={**os.environ, KEY_VARIABLE: "ab" * 32})
         assert worker.wait(PATIENCE) == 2
         assert driver.run(ls.rank) == [0]
@@ -103,11 +100,11 @@ def test_another_key_is_refused_and_reported_on_both_sides(connect, place, capsy
 
 
 def test_strangers_neither_keep_workers_out_nor_fill_the_terminal(
-    connect, place, monkeypatch, capsys
+    connect, endpoint, monkeypatch, capsys
 ):
-    """Silent connections, replaced as soon as they are closed, and others that say something."""
+    """Silent connections, reendpointd as soon as they are closed, and others that say something."""
     monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
-    address, _, port = place.rpartition(":")
+    address, _, port = endpoint.rpartition(":")
     besieged, over = threading.Event(), threading.Event()
     workers = []
 
@@ -134,7 +131,7 @@ def test_strangers_neither_keep_workers_out_nor_fill_the_terminal(
     for thread in threads:
         thread.start()
     try:
-        with ls.Driver(nprocs=1, remote=1, listen=place, timeout=PATIENCE) as driver:
+        with ls.Driver(nprocs=1, remote=1, listen=endpoint, timeout=PATIENCE) as driver:
             assert driver.run(all_reduced) == [("0", 0, 3.0), ("1", 0, 3.0)]
     finally:
         over.set()
@@ -146,14 +143,14 @@ def test_strangers_neither_keep_workers_out_nor_fill_the_terminal(
     assert "\x1b" not in said
 
 
-def test_the_error_counts_workers_that_did_not_connect(place):
+def test_the_error_counts_workers_that_did_not_connect(endpoint):
     with pytest.raises(
-        RendezvousError, match="0 of 2 workers connected in time: .*--connect " + place
+        RendezvousError, match="0 of 2 workers connected in time: .*--connect " + endpoint
     ):
-        ls.Driver(nprocs=0, remote=2, listen=place, timeout=0.2)
+        ls.Driver(nprocs=0, remote=2, listen=endpoint, timeout=0.2)
 
 
-def test_without_a_driver_or_a_key(connect, place):
+def test_without_a_driver_or_a_key(connect, endpoint):
     environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
     keyless = connect(env=environment)
     alone = connect("--timeout", "0.5", env={**environment, KEY_VARIABLE: "ab" * 32})
@@ -162,15 +159,15 @@ def test_without_a_driver_or_a_key(connect, place):
     assert alone.wait(PATIENCE) == 1
     said = alone.stderr.read()
     assert said.startswith(
-        f"lockstep: the driver at {place} could not be reached within 0.5 s: connection refused"
+        f"lockstep: the driver at {endpoint} could not be reached within 0.5 s: connection refused"
     )
     assert said.count("\n") == 1
 
 
-def test_workers_end_with_a_lost_driver(connect, place):
+def test_workers_end_with_a_lost_driver(connect, endpoint):
     script = f"""
 import os, lockstep as ls
-driver = ls.Driver(nprocs=0, remote=1, listen={place!r}, timeout=60)
+driver = ls.Driver(nprocs=0, remote=1, listen={endpoint!r}, timeout=60)
 print(*driver.run(os.getpid), flush=True)
 os.kill(os.getpid(), 9)
 """
@@ -181,18 +178,18 @@ os.kill(os.getpid(), 9)
     pid = int(driver.stdout.splitlines()[-1])
     assert worker.wait(PATIENCE) == 1
     assert (
-        f"the driver at {place} closed the connection, so its workers were ended"
+        f"the driver at {endpoint} closed the connection, so its workers were ended"
         in worker.stderr.read()
     )
     assert not psutil.pid_exists(pid)
 
 
-def test_an_agent_outlives_its_workers_and_ends_with_its_driver(connect, place, tmp_path):
+def test_an_agent_outlives_its_workers_and_ends_with_its_driver(connect, endpoint, tmp_path):
     """Workers that notice the end of the driver first had made a clean end an error."""
     key = str(tmp_path / "driver.key")
     make_key(key)
     worker = connect("--key-file", key)
-    with ls.Driver(nprocs=1, remote=1, listen=place, key_file=key, timeout=PATIENCE) as driver:
+    with ls.Driver(nprocs=1, remote=1, listen=endpoint, key_file=key, timeout=PATIENCE) as driver:
         pid = driver.on(1).run(os.getpid)
         with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL"):
             driver.on(1).run(os.kill, pid, signal.SIGKILL)
@@ -202,12 +199,12 @@ def test_an_agent_outlives_its_workers_and_ends_with_its_driver(connect, place, 
     assert worker.wait(PATIENCE) == 0
 
 
-def test_too_many_workers_are_refused(connect, place, monkeypatch):
+def test_too_many_workers_are_refused(connect, endpoint, monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, "ef" * 32)
     many = connect("-n", "3")
     few = threading.Thread(target=lambda: (many.wait(PATIENCE), connect("-n", "1")))
     few.start()
-    with ls.Driver(nprocs=0, remote=1, listen=place, timeout=PATIENCE) as driver:
+    with ls.Driver(nprocs=0, remote=1, listen=endpoint, timeout=PATIENCE) as driver:
         few.join()
         assert many.returncode == 2
         assert "the driver waits for 1 more workers, not for 3" in many.stderr.read()

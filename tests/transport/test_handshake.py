@@ -1,19 +1,14 @@
-"""The handshake accepts processes with the key, under their own identity, and no others."""
+"""The handshake accepts processes with the secret and the same purpose, and no others."""
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lockstep.transport import handshake
-from lockstep.transport.credentials import UNKNOWN_SESSION, Credentials, Identity, Role
-from lockstep.transport.handshake import GREETING, NONCE, Agreement, Refused, Status, answer, call
+from lockstep.transport.handshake import GREETING, NONCE, Keys, Refused, Status, answer, call
 
-KEY, OTHER_KEY = b"k" * 32, b"o" * 32
-SESSION, LATER = b"s" * 16, b"l" * 16
-DRIVER, AGENT = Identity(Role.DRIVER), Identity(Role.NODE_AGENT)
-FIRST, SECOND = Identity(Role.WORKER, 0, 0), Identity(Role.WORKER, 1, 0)
+SECRET, OTHER = b"k" * 32, b"o" * 32
+OPENING = len(GREETING) + 96  # bytes of the first message
 
 
 class End:
@@ -24,7 +19,7 @@ class End:
         self._step = next(steps)
         self._arrived = b""
         self.first = self._step.send
-        self.outcome: Agreement | Refused | None = None
+        self.outcome: Keys | Refused | None = None
 
     def take(self, message: bytes) -> bytes:
         """Take what has arrived; return what is said to it."""
@@ -39,7 +34,7 @@ class End:
                 self.outcome = error
                 return b"" if error.status is None else bytes([error.status])
             said += self._step.send
-            self.outcome = self._step.agreement
+            self.outcome = self._step.keys
         return said
 
 
@@ -53,35 +48,35 @@ def met(caller, listener, carry=lambda number, message: message):
     return ends[0].outcome, ends[1].outcome, said
 
 
-def worker_to_driver():
-    return call(Credentials(KEY, FIRST, SESSION), DRIVER), answer(Credentials(KEY, DRIVER, SESSION))
+def store():
+    return call(SECRET, "store"), answer(SECRET, "store")
 
 
-def worker_to_worker():
-    return (
-        call(Credentials(KEY, FIRST, SESSION), SECOND),
-        answer(Credentials(KEY, SECOND, SESSION)),
-    )
+def driver():
+    return call(SECRET, "driver"), answer(SECRET, "driver")
 
 
-def test_both_ends_agree_on_their_identities_and_on_a_key_for_each_direction():
-    here, there, said = met(*worker_to_worker())
-    assert (here.other, there.other) == (SECOND, FIRST)
-    assert (here.sending, here.receiving) == (there.receiving, there.sending)
-    assert here.sending != here.receiving
-    again, _, _ = met(*worker_to_worker())
-    assert len({here.sending, here.receiving, again.sending, again.receiving}) == 4
-    assert [len(message) for message in said] == [116, 33, 32, 33]
+def test_both_ends_agree_on_a_key_for_each_direction():
+    here, there, said = met(*store())
+    assert here == there[::-1]
+    again, _, _ = met(*store())
+    assert len({*here, *again}) == 4
+    assert [len(message) for message in said] == [OPENING, 33, 32, 33]
 
 
-def test_another_key_is_refused():
-    caller = call(Credentials(OTHER_KEY, FIRST, SESSION), DRIVER)
-    here, there, _ = met(caller, answer(Credentials(KEY, DRIVER, SESSION)))
+def test_another_secret_is_refused():
+    here, there, _ = met(call(OTHER, "store"), answer(SECRET, "store"))
     assert str(here) == str(there) == "it holds another key"
 
 
+def test_another_purpose_is_refused():
+    here, there, _ = met(call(SECRET, "store"), answer(SECRET, "driver"))
+    assert str(here) == "it is another process than the one that was called"
+    assert str(there) == "it called another process"
+
+
 def test_every_changed_bit_is_refused():
-    _, _, said = met(*worker_to_driver())
+    _, _, said = met(*store())
     for number, message in enumerate(said):
         for bit in range(8 * len(message)):
 
@@ -91,16 +86,16 @@ def test_every_changed_bit_is_refused():
                     changed[bit // 8] ^= 1 << bit % 8
                 return bytes(changed)
 
-            here, there, _ = met(*worker_to_driver(), flip)
-            assert not isinstance(here, Agreement), (number, bit)
+            here, there, _ = met(*store(), flip)
+            assert not isinstance(here, tuple), (number, bit)
             # The listener has agreed before it sends the last message, and hears nothing more.
-            assert isinstance(there, Agreement) == (number == 3), (number, bit)
+            assert isinstance(there, tuple) == (number == 3), (number, bit)
 
 
 @given(st.data())
 def test_composed_recorded_messages_are_refused(data):
     """Any stretch of earlier handshakes, of both ends, in place of any stretch of this one."""
-    recorded = [b"".join(met(*make())[2]) for make in (worker_to_driver, worker_to_worker)]
+    recorded = [b"".join(met(*make())[2]) for make in (store, driver)]
     victim = data.draw(st.integers(0, 3))
     changes = []
 
@@ -116,15 +111,15 @@ def test_composed_recorded_messages_are_refused(data):
         changes.append(changed != message)
         return changed[: len(message)]
 
-    here, there, _ = met(*worker_to_driver(), splice)
+    here, there, _ = met(*store(), splice)
     assume(any(changes))
-    assert not isinstance(here, Agreement)
-    assert victim == 3 or not isinstance(there, Agreement)
+    assert not isinstance(here, tuple)
+    assert victim == 3 or not isinstance(there, tuple)
 
 
 def test_a_repeated_caller_is_refused():
-    _, _, said = met(*worker_to_driver())
-    listener = End(answer(Credentials(KEY, DRIVER, SESSION)))
+    _, _, said = met(*store())
+    listener = End(answer(SECRET, "store"))
     assert len(listener.take(said[0])) == 1 + NONCE
     assert listener.take(said[2]) == b""
     assert str(listener.outcome) == "it repeated messages of another connection"
@@ -137,72 +132,29 @@ def test_reflected_messages_are_refused():
         said.append(message)
         return message if number != 3 else message[:1] + said[2]
 
-    here, _, _ = met(*worker_to_driver(), reflect)
+    here, _, _ = met(*store(), reflect)
     assert str(here) == "it does not prove that it holds the key"
-
-
-@pytest.mark.parametrize(
-    "listener",
-    [
-        Credentials(KEY, FIRST, SESSION),  # the caller itself
-        Credentials(KEY, Identity(Role.WORKER, 1, 1), SESSION),
-        Credentials(KEY, Identity(Role.WORKER, 0, 1), SESSION),
-        Credentials(KEY, DRIVER, SESSION),
-        Credentials(KEY, SECOND, LATER),  # of a later driver with the same key
-    ],
-    ids=str,
-)
-def test_only_the_process_that_was_called_answers(listener):
-    caller = call(Credentials(KEY, FIRST, SESSION), SECOND)
-    here, there, _ = met(caller, answer(listener))
-    assert str(here) == "it is another process than the one that was called"
-    assert str(there) == "it called another process"
-
-
-def test_only_a_node_agent_may_not_know_the_session():
-    driver = Credentials(KEY, DRIVER, SESSION)
-    here, there, _ = met(call(Credentials(KEY, AGENT), DRIVER), answer(driver))
-    assert (here.other, there.other) == (DRIVER, AGENT)
-    here, _, _ = met(call(Credentials(KEY, FIRST, UNKNOWN_SESSION), DRIVER), answer(driver))
-    assert here.status is Status.MISDIRECTED
-
-
-def test_the_keys_depend_on_both_identities_and_on_the_session(monkeypatch):
-    monkeypatch.setattr(handshake.secrets, "token_bytes", lambda size: b"n" * size)
-    keys = set()
-    for own in (FIRST, AGENT):
-        for called in (SECOND, DRIVER):
-            for session in (SESSION, LATER):
-                caller = call(Credentials(KEY, own, session), called)
-                here, there, _ = met(caller, answer(Credentials(KEY, called, session)))
-                assert here.sending == there.receiving
-                keys |= {here.sending, here.receiving}
-    assert len(keys) == 16
 
 
 @given(st.binary(min_size=len(GREETING), max_size=300))
 def test_garbage_is_refused_by_its_first_bytes(said):
     assume(not said.startswith(GREETING))
-    listener = End(answer(Credentials(KEY, DRIVER, SESSION)))
+    listener = End(answer(SECRET, "store"))
     assert listener.take(said) == b""
     assert str(listener.outcome) == "it is not a process of this version of Lockstep"
 
 
-@given(st.binary(min_size=116 - len(GREETING), max_size=300))
+@given(st.binary(min_size=96, max_size=300))
 def test_garbage_after_a_greeting_is_refused(said):
-    listener = End(answer(Credentials(KEY, DRIVER, SESSION)))
+    listener = End(answer(SECRET, "store"))
     assert listener.take(GREETING + said) == bytes([Status.OTHER_KEY])
     assert isinstance(listener.outcome, Refused)
 
 
 @given(st.binary(min_size=1, max_size=300))
 def test_a_listener_without_a_proof_is_refused(said):
-    caller = End(call(Credentials(KEY, FIRST, SESSION), DRIVER))
+    caller = End(call(SECRET, "store"))
     while caller.outcome is None:
         caller.take(said)
     assert isinstance(caller.outcome, Refused)
     assert str(caller.outcome).isascii()
-
-
-def test_the_repr_of_credentials_does_not_contain_the_key():
-    assert KEY.decode() not in repr(Credentials(KEY, DRIVER, SESSION))

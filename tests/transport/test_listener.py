@@ -1,4 +1,4 @@
-"""The listener accepts callers with the key, regardless of how many strangers connect."""
+"""The listener accepts callers with the secret, regardless of how many strangers connect."""
 
 from __future__ import annotations
 
@@ -17,37 +17,23 @@ from hypothesis import strategies as st
 import processes
 from lockstep.launcher.listening_socket import listen
 from lockstep.transport import listener as listening
-from lockstep.transport.connection import connect
-from lockstep.transport.credentials import Credentials, Identity, Role
-from lockstep.transport.frame import Frame
 from lockstep.transport.handshake import Status, call
-from lockstep.transport.listener import REPORT_INTERVAL, SLOTS, Listener, RefusalLog
+from lockstep.transport.listener import REPORT_INTERVAL, SLOTS, MessageListener, RefusalLog
+from lockstep.transport.message_connection import connect_to
 
-KEY, SESSION = b"k" * 32, b"s" * 16
-DRIVER, WORKER = Identity(Role.DRIVER), Identity(Role.WORKER, 0, 3)
-OWN = Credentials(KEY, WORKER, SESSION)
+SECRET, PURPOSE = b"k" * 32, "test"
 PATIENCE = 30.0
 until = partial(processes.until, seconds=PATIENCE)
 
 
 @pytest.fixture
 def door(monkeypatch):
-    """A driver's listener, with what it accepted and the one line that it says."""
+    """A listener, with the one line that it says."""
     monkeypatch.setattr(listening, "REPORT_INTERVAL", 1e6)
     monkeypatch.setattr(listening, "HANDSHAKE_TIMEOUT", PATIENCE)
-    with contextlib.ExitStack() as opened:
-        accepted, lines = [], []
-
-        def accept(wire, caller) -> None:
-            opened.enter_context(wire.end)
-            accepted.append((caller, wire))
-
-        own = Credentials(KEY, DRIVER, SESSION)
-        listener = Listener(listen("127.0.0.1", 0), own, PATIENCE, accept, lines.append)
-        try:
-            yield SimpleNamespace(port=listener.port, accepted=accepted, lines=lines)
-        finally:
-            listener.close()
+    lines = []
+    with MessageListener(listen("127.0.0.1", 0), SECRET, PURPOSE, lines.append) as listener:
+        yield SimpleNamespace(port=listener.port, accept=listener.accept, lines=lines)
 
 
 @pytest.fixture
@@ -67,15 +53,13 @@ def strangers():
 
 
 def joined(door) -> None:
-    """Join with the key, and let a frame pass."""
-    before = len(door.accepted)
-    wire = connect("127.0.0.1", door.port, OWN, DRIVER, PATIENCE)
-    with wire.end:
-        wire.send(Frame({"kind": "a"}))
-        until(lambda: len(door.accepted) > before, "not let in")
-        caller, other = door.accepted[-1]
-        assert caller == WORKER
-        assert other.receive().kind == "a"
+    """Join with the secret, and let a message pass."""
+    with (
+        connect_to("127.0.0.1", door.port, SECRET, PURPOSE, PATIENCE) as here,
+        door.accept(PATIENCE) as there,
+    ):
+        here.send({"kind": "a"})
+        assert there.receive(PATIENCE) == {"kind": "a"}
 
 
 def told(end: socket.socket) -> bytes | None:
@@ -133,7 +117,7 @@ def test_connections_that_are_renewed_do_not_keep_callers_out(door):
 
 def test_a_caller_that_has_introduced_itself_keeps_its_slot(door, strangers):
     (caller,) = strangers(door, 1)
-    steps = call(OWN, DRIVER)
+    steps = call(SECRET, PURPOSE)
     caller.sendall(next(steps).send)
     assert caller.recv(1) == bytes([Status.ACCEPTED])
     silent = strangers(door, 2 * SLOTS)
@@ -141,7 +125,7 @@ def test_a_caller_that_has_introduced_itself_keeps_its_slot(door, strangers):
     steps.send(bytes([Status.ACCEPTED]))
     caller.sendall(steps.send(caller.recv(32, socket.MSG_WAITALL)).send)
     assert caller.recv(33, socket.MSG_WAITALL)[:1] == bytes([Status.ACCEPTED])
-    until(lambda: door.accepted, "not let in")
+    door.accept(PATIENCE).close()
 
 
 def test_an_address_with_one_slot_keeps_it(door, strangers):
@@ -207,10 +191,7 @@ def test_a_stranger_that_sends_without_end_is_refused(door, strangers):
 
 def test_the_last_refusals_are_reported_at_the_end(strangers):
     lines = []
-    own = Credentials(KEY, DRIVER, SESSION)
-    listener = Listener(
-        listen("127.0.0.1", 0), own, PATIENCE, lambda wire, caller: None, lines.append
-    )
+    listener = MessageListener(listen("127.0.0.1", 0), SECRET, PURPOSE, lines.append)
     for end in strangers(listener, 3):
         end.sendall(b"GET / HTTP/1.1\r\n\r\n")
         until(lambda end=end: told(end) == b"", "not closed")

@@ -14,18 +14,6 @@ def add(number: int) -> float:
     return tensor.item()
 
 
-class Counter:
-    """An object that lives on a worker."""
-
-    def __init__(self, start: int) -> None:
-        self.value = start
-
-    def add(self, number: int) -> int:
-        """Add a number."""
-        self.value += number
-        return self.value
-
-
 def launch() -> float:
     """Call a function on two ranks."""
     return sum(ls.launch(add, (1,), nprocs=2))
@@ -34,8 +22,8 @@ def launch() -> float:
 def drive() -> list[float]:
     """Command two workers."""
     with ls.Driver(nprocs=2) as driver:
-        counter = driver.on(1).create(Counter, 10)
-        print(counter.add(5))
+        number: float = driver.on(1).run(add, 5)
+        print(number)
         return driver.run(add, 1)
 
 

@@ -36,7 +36,7 @@ from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.run_secret import make_secret
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.messages import say
-from lockstep.transport.message_connection import MessageListener
+from lockstep.transport.listener import MessageListener
 from lockstep.transport.secret import SECRET_SIZE
 
 __all__ = ["Watch", "launch_elastic"]

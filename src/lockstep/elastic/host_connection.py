@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 
 from lockstep.launcher.channel import Message
-from lockstep.transport.frame import ForgedFrame
+from lockstep.transport.message_codec import ForgedMessage
 from lockstep.transport.message_connection import MessageConnection
 
 __all__ = ["PURPOSE", "ConnectionLost", "HostConnection"]
@@ -60,7 +60,7 @@ class HostConnection:
                 message = self._connection.receive(timeout)
             except TimeoutError:
                 return messages
-            except (EOFError, ForgedFrame, OSError) as error:
+            except (EOFError, ForgedMessage, OSError) as error:
                 if messages:
                     return messages  # the next call raises
                 raise ConnectionLost(_describe(error)) from None

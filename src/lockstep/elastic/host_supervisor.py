@@ -29,7 +29,8 @@ from lockstep.launcher.failure_attribution import Outcome
 from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy
 from lockstep.launcher.supervisor import STOP_GRACE, TICK, RankSupervisor
 from lockstep.messages import escape_control, say
-from lockstep.transport.message_connection import MessageConnection, MessageListener
+from lockstep.transport.listener import MessageListener
+from lockstep.transport.message_connection import MessageConnection
 
 __all__ = ["HostSupervisor"]
 

@@ -64,8 +64,8 @@ from lockstep.launcher.run_secret import SECRET_FILE, read_secret, warn_without_
 from lockstep.launcher.secret_store import SecretStore
 from lockstep.launcher.store_server import StoreServer
 from lockstep.messages import say
-from lockstep.transport.connection import requires_secret
 from lockstep.transport.handshake import Refused, Status
+from lockstep.transport.message_connection import requires_secret
 
 __all__ = [
     "choose_interface",

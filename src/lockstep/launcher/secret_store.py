@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,13 +14,14 @@ from torch.distributed import (  # type: ignore[attr-defined]
     Store,
 )
 
-from lockstep.launcher.store_server import PURPOSE, Message, decode, encode
-from lockstep.transport.frame import ForgedFrame
+from lockstep.launcher.store_server import PURPOSE, decode, encode
+from lockstep.transport.message_codec import ForgedMessage
 from lockstep.transport.message_connection import connect_to
 
 __all__ = ["SecretStore"]
 
 ANSWER_TIMEOUT = 30.0  # seconds for an answer that waits for no key
+LATE = 5.0  # seconds for the answer that keys have not come in time
 SHOWN = 3  # keys in a message
 
 
@@ -54,7 +54,7 @@ class SecretStore(Store):
         connect_timeout: float = 10.0,
     ) -> None:
         super().__init__()
-        self._place = address, port, secret
+        self._endpoint = address, port, secret
         self.set_timeout(timedelta(seconds=timeout))
         self._connection = connect_to(address, port, secret, PURPOSE, connect_timeout)
         self._lock = threading.Lock()  # torch's threads use the store, too
@@ -63,12 +63,12 @@ class SecretStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key's value."""
-        self._ask("set", items={key: encode(_to_bytes(value))})
+        self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set several keys at once."""
         items = zip(keys, values, strict=True)
-        self._ask("set", items={key: encode(_to_bytes(value)) for key, value in items})
+        self._ask("set", items={key: _encode(value) for key, value in items})
 
     def get(self, key: str) -> bytes:
         """Wait for a key and return its value."""
@@ -76,42 +76,40 @@ class SecretStore(Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait for several keys and return their values."""
-        answer = self._ask("get", self._default_timeout(), keys=list(keys))
-        return [decode(text) for text in answer["values"]]
+        return [decode(text) for text in self._ask_for("get", keys, self._default_timeout())]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys have values."""
-        seconds = timeout.total_seconds() if timeout else self._default_timeout()
-        self._ask("wait", seconds, keys=list(keys))
+        self._ask_for("wait", keys, timeout.total_seconds() if timeout else self._default_timeout())
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys have values."""
-        return bool(self._ask("check", keys=list(keys))["found"])
+        return bool(self._ask("check", keys=list(keys)))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a key's value, a decimal number that is 0 at first; return the sum."""
-        return int(self._ask("add", key=key, number=amount)["number"])
+        return int(self._ask("add", key=key, number=amount))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Replace the expected value ("" for a missing key); return what the key has then."""
-        old, new = encode(_to_bytes(expected)), encode(_to_bytes(desired))
-        return decode(self._ask("compare_set", key=key, old=old, new=new)["value"])
+        old, new = _encode(expected), _encode(desired)
+        return decode(self._ask("compare_set", key=key, old=old, new=new))
 
     def append(self, key: str, value: str | bytes) -> None:
         """Append to a key's value."""
-        self._ask("append", key=key, value=encode(_to_bytes(value)))
+        self._ask("append", key=key, value=_encode(value))
 
     def delete_key(self, key: str) -> bool:
         """Remove a key; return whether it had a value."""
-        return bool(self._ask("delete", key=key)["found"])
+        return bool(self._ask("delete", key=key))
 
     def list_keys(self) -> list[str]:
         """Return all keys."""
-        return list(self._ask("list")["keys"])
+        return list(self._ask("list"))
 
     def num_keys(self) -> int:
         """Return the number of keys."""
-        return int(self._ask("count")["number"])
+        return len(self.list_keys())
 
     # torch's C++ calls these two by their names in C++.
     deleteKey, getNumKeys = delete_key, num_keys
@@ -122,7 +120,7 @@ class SecretStore(Store):
 
     def clone(self) -> SecretStore:
         """Return another connection to the same store."""
-        clone = SecretStore(*self._place, self._default_timeout())
+        clone = SecretStore(*self._endpoint, self._default_timeout())
         self._clones.append(clone)  # see the class: torch keeps no reference to it
         return clone
 
@@ -130,32 +128,38 @@ class SecretStore(Store):
         store: Any = self  # torch's stub does not declare the property
         return float(store.timeout.total_seconds())
 
-    def _ask(self, operation: str, wait: float = 0.0, **request: Any) -> Message:
-        """Send a request and return the answer; `wait` is how long the server may wait for keys.
+    def _ask_for(self, operation: str, keys: Sequence[str], seconds: float) -> Any:
+        """Send a request that waits for keys, and return its result.
 
         Raises:
             DistStoreError: The keys did not come in time.
+        """
+        result = self._ask(operation, seconds + LATE, keys=list(keys), seconds=seconds)
+        if result is None or result is False:
+            more = ", ..." if len(keys) > SHOWN else ""
+            raise DistStoreError(
+                f"wait timeout after {seconds:g} s, keys: {', '.join(keys[:SHOWN])}{more}"
+            )
+        return result
+
+    def _ask(self, operation: str, timeout: float = ANSWER_TIMEOUT, **request: Any) -> Any:
+        """Send a request and return the result, which must come within `timeout` seconds.
+
+        Raises:
             DistNetworkError: The server is gone.
         """
-        address, port, _ = self._place
+        address, port, _ = self._endpoint
         with self._lock:
             number = next(self._numbers)
-            deadline = time.monotonic() + (wait or ANSWER_TIMEOUT)
             try:
                 self._connection.send({"id": number, "do": operation, **request})
                 while True:
-                    answer = self._connection.receive(max(0.0, deadline - time.monotonic()))
-                    if answer["id"] == number:  # not that of a request that timed out
-                        return answer
-            except (OSError, EOFError, ForgedFrame) as error:
-                if isinstance(error, TimeoutError) and wait:
-                    keys = request["keys"]
-                    more = ", ..." if len(keys) > SHOWN else ""
-                    raise DistStoreError(
-                        f"wait timeout after {wait:g} s, keys: {', '.join(keys[:SHOWN])}{more}"
-                    ) from None
+                    answer = self._connection.receive(timeout)
+                    if answer["id"] == number:  # not that of a request that was interrupted
+                        return answer["result"]
+            except (OSError, EOFError, ForgedMessage) as error:
                 raise DistNetworkError(f"the store at {address}:{port} is gone") from error
 
 
-def _to_bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+def _encode(value: str | bytes) -> str:
+    return encode(value.encode() if isinstance(value, str) else bytes(value))

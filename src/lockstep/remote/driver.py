@@ -39,9 +39,9 @@ class Driver:
     """Starts `nprocs` workers on this host, which join one world, and controls them.
 
         with ls.Driver(nprocs=4) as driver:
-            counter = driver.on(1).create(Counter, 10)     # an object in worker 1
-            counter.add(5)                                 # runs there, returns the value
-            driver.run(function, argument)                 # on all, values in rank order
+            driver.run(function, argument)           # on all, values in rank order
+            driver.on(1).run(function, argument)     # on one
+            trainer = driver.trainer(blocks, loss, optimizer)
 
     Functions and classes of a notebook or `__main__` are sent by value. An error in a worker
     is raised here, with the worker's traceback as a note. Ctrl-C ends the wait for a call, but
@@ -104,7 +104,7 @@ class Driver:
             key = "" if key_file is None else f" --key-file {key_file}"
             print(
                 f"lockstep: waiting for {workers} on other hosts: lockstep worker --connect "
-                f"{address}:{self._pool.port}{key}",
+                f"{address}:{self._pool.address[1]}{key}",
                 flush=True,
             )
         try:
@@ -120,7 +120,7 @@ class Driver:
 
     def on(self, rank: int) -> Worker:
         """Return one worker; raise UsageError if there is no such rank."""
-        self._pool.handle(rank)
+        self._pool.find_worker(rank)
         return Worker(self._pool, rank)
 
     def run(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> list[T]:
@@ -164,7 +164,7 @@ class Driver:
         return TrainerProxy(self._pool, blocks, seed, microbatches, arguments)
 
     def close(self) -> None:
-        """End the workers and their objects; may be called again."""
+        """End the workers; may be called again."""
         self._finalizer.detach()
         self._pool.close()
 
@@ -190,18 +190,6 @@ class Worker:
     def start(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> Future[T]:
         """Call `function` there and return a Future at once."""
         return self._pool.calls.start(self.rank, _function_name(function), function, args, options)
-
-    def create(self, factory: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Call `factory`, a class or function, there; return a reference to the value.
-
-        The value stays in the worker. Calls of the reference's methods are forwarded to it, so to
-        a type checker the reference has the type of the value.
-        """
-        calls = self._pool.calls
-        reference: T = calls.start(
-            self.rank, _function_name(factory), factory, args, options, keep=True
-        ).result()
-        return reference
 
 
 def _function_name(function: Callable[..., Any]) -> str:

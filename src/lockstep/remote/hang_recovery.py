@@ -24,9 +24,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.remote.future import Future
+from lockstep.remote.future import SETTLE, Future
+from lockstep.remote.roster import WorkerHandle
 
-__all__ = ["HangRecovery", "is_in_collective"]
+__all__ = ["COMMUNICATION", "FailedCall", "HangRecovery", "is_in_collective"]
 
 CHECK_INTERVAL = 0.5  # seconds
 CHECKS = 2  # checks in a row that must find a worker waiting: longer than a running collective
@@ -35,7 +36,7 @@ MAX_FRAMES = 6  # counted from the innermost one
 
 
 @dataclass(eq=False)
-class HangRecovery:
+class FailedCall:
     """A call on all workers that failed on some of them.
 
     Attributes:
@@ -68,6 +69,67 @@ class HangRecovery:
             return False
         self.last_check, self.checks = now, self.checks + 1
         return True
+
+
+class HangRecovery:
+    """The failed calls of one driver.
+
+    Attributes:
+        calls: The failed calls whose workers are still checked.
+        world_error: Why the workers' world has ended; empty while it exists.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[FailedCall] = []
+        self.world_error = ""
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether it is known if the world has ended."""
+        return not self.calls or bool(self.world_error)
+
+    def add(self, futures: Sequence[Future[Any]], error: Exception) -> None:
+        """Watch a call on all workers that has raised; add a note if the world has ended."""
+        if self.world_error:
+            error.add_note(self.world_error)
+        else:
+            self.calls.append(FailedCall(futures, str(error)))
+
+    def proceed(self, workers: Sequence[WorkerHandle]) -> None:
+        """Take the next step for each failed call; `workers` are in rank order."""
+        for call in list(self.calls):
+            busy = [workers[rank] for rank in call.busy()]
+            failed = [workers[rank] for rank in call.failed()]
+            # After the death of a worker, the backend reports it to the others.
+            if (
+                not busy
+                or any(worker.lost for worker in failed)
+                or self._release(call, busy, failed)
+            ):
+                self.calls.remove(call)
+
+    def _release(
+        self, call: FailedCall, busy: Sequence[WorkerHandle], failed: Sequence[WorkerHandle]
+    ) -> bool:
+        """Check or release busy workers; return whether nothing more can be done."""
+        if call.left_at:  # leaving the world may not have helped
+            is_late = time.monotonic() > call.left_at + SETTLE
+            for worker in failed if is_late else ():
+                worker.connection.post({"kind": "end"})
+            return is_late
+        if call.checks > CHECKS and all(worker.waits >= CHECKS for worker in busy):
+            self.world_error = (
+                f"the world of these workers has ended, because the others waited in a collective "
+                f"after this error: {call.reason}; start another driver"
+            )
+            call.left_at = time.monotonic()
+            for worker in failed:
+                worker.connection.post({"kind": "leave"})
+        elif call.start_check():
+            for worker in busy:
+                worker.waits = worker.waits if call.checks > 1 else 0
+                worker.connection.post({"kind": "look"})
+        return False
 
 
 def is_in_collective() -> bool:

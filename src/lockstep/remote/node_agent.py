@@ -13,29 +13,17 @@ driver                               this process                    workers
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from functools import partial
-from typing import Any
 
 from lockstep.kernel.errors import RendezvousError, UsageError
-from lockstep.launcher.channel import write_memfd
-from lockstep.launcher.failure_attribution import describe_end
-from lockstep.launcher.fork_server import get_fork_server
-from lockstep.launcher.launch import function_task
-from lockstep.launcher.output import RankOutput
-from lockstep.launcher.pickling import dumps
-from lockstep.launcher.supervisor import GRACE, TICK, RankSupervisor
+from lockstep.launcher.supervisor import GRACE
 from lockstep.messages import say
-from lockstep.remote.connection import Connection
-from lockstep.remote.credentials import KEY_SOURCE, KEY_VARIABLE
-from lockstep.remote.output_forwarder import ForwardedStream
-from lockstep.transport.connection import connect
-from lockstep.transport.credentials import UNKNOWN_SESSION, Credentials, Identity, Role
-from lockstep.transport.frame import Frame
+from lockstep.remote.connection import Connection, Message, connect_to_driver
+from lockstep.remote.host_workers import HostWorkers
+from lockstep.remote.output_forwarder import StreamName
 
-__all__ = ["NodeAgent", "start_worker"]
+__all__ = ["NodeAgent"]
 
 
 class NodeAgent:
@@ -58,13 +46,12 @@ class NodeAgent:
         self._address, self._port, self._key, self._timeout = address, port, key, timeout
         self._nprocs = nprocs
         self._changed = threading.Condition()
-        self._host, self._session = 0, UNKNOWN_SESSION  # until the driver sends them
+        self._welcome: Message | None = None  # until the driver sends it
         self._refusal = self._lost = ""
         self._is_ended = False
-        own = Credentials(key, Identity(Role.NODE_AGENT), source=KEY_SOURCE)
-        frames = connect(address, port, own, Identity(Role.DRIVER), timeout, timeout)
-        self._server = get_fork_server(for_training=True)  # imports while the driver answers
-        self._connection = Connection(frames, self._on_frame, self._on_lost).start()
+        opened = connect_to_driver(address, port, key, timeout)
+        self._workers = HostWorkers(nprocs)  # its fork server imports while the driver answers
+        self._connection = Connection(opened, timeout, self._on_message, self._on_lost).start()
 
     def serve(self) -> None:
         """Serve until the driver exits.
@@ -74,14 +61,15 @@ class NodeAgent:
             UsageError: The driver needs no more workers.
         """
         try:
-            self._connection.post(Frame({"kind": "host", "workers": self._nprocs}))
+            self._connection.post({"kind": "host", "workers": self._nprocs})
             with self._changed:
-                self._changed.wait_for(lambda: self._host or self._is_over, self._timeout)
-            if self._host:
+                self._changed.wait_for(lambda: self._welcome or self._is_over, self._timeout)
+            if self._welcome:
                 workers = "1 worker" if self._nprocs == 1 else f"{self._nprocs} workers"
                 say(f"serving the driver at {self._driver} with {workers}")
-                self._run_workers()
+                self._run_workers(self._welcome)
         finally:
+            self._workers.close(GRACE if self._is_ended else 0)
             self._connection.close()
         if self._refusal:
             raise UsageError(f"the driver at {self._driver} refused: {self._refusal}")
@@ -91,56 +79,34 @@ class NodeAgent:
                 f"the driver at {self._driver} {reason}, so its workers were ended"
             )
 
-    def _run_workers(self) -> None:
-        workers = RankSupervisor(self._server.open_launch(), range(self._nprocs))
-        try:
-            for index in range(self._nprocs):
-                output = self._open_output(index)
-                own = Identity(Role.WORKER, self._host, index)
-                credentials = Credentials(self._key, own, self._session, KEY_SOURCE)
-                arguments = (self._address, self._port, credentials, self._timeout)
-                start_worker(workers, index, arguments, output)
-            reported: set[int] = set()
-            while not self._is_over and workers.running:
-                workers.process_events(TICK)
-                self._report_exits(workers, reported)
-            # Workers may notice the end of the driver before this process, or all have failed.
-            # The connection reports a driver that is silent.
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_over)
-            until = time.monotonic() + (GRACE if self._is_ended else 0)
-            while workers.running and time.monotonic() < until:
-                workers.process_events(TICK)
-        finally:
-            workers.terminate()
+    def _run_workers(self, welcome: Message) -> None:
+        for index in range(self._nprocs):
+            hello = {**welcome, "kind": "hello", "index": index}
+            arguments = (self._address, self._port, self._key, self._timeout, hello)
+            self._workers.start(index, arguments, partial(self._forward, index), is_prefixed=False)
+        while not self._is_over and self._workers.are_running:
+            self._workers.process_events()
+            for index, reason, status in self._workers.new_ends():
+                ended = {"kind": "ended", "index": index, "reason": reason, "status": status}
+                self._connection.post(ended)
+        # Workers may notice the end of the driver before this process, or all have failed.
+        # The connection reports a driver that is silent.
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over)
 
-    def _open_output(self, index: int) -> RankOutput:
-        stdout, stderr = (
-            ForwardedStream(partial(self._forward, index, name)) for name in ("stdout", "stderr")
-        )
-        return RankOutput(index, None, (stdout, stderr), prefixed=False)  # type: ignore[arg-type]
-
-    def _forward(self, index: int, stream: str, text: str) -> None:
-        header = {"kind": "output", "index": index, "stream": stream, "text": text}
-        self._connection.post(Frame(header))
-
-    def _report_exits(self, workers: RankSupervisor, reported: set[int]) -> None:
-        for index, outcome in workers.outcomes.items():
-            if outcome.status is not None and index not in reported:
-                reported.add(index)
-                reason = {"reason": describe_end(outcome), "status": outcome.status}
-                self._connection.post(Frame({"kind": "ended", "index": index, **reason}))
+    def _forward(self, index: int, stream: StreamName, text: str) -> None:
+        output = {"kind": "output", "index": index, "stream": stream}
+        self._connection.post({**output, "payload": text.encode()})
 
     # --- on the connection's thread -------------------------------------------------------
 
-    def _on_frame(self, connection: Connection, frame: Frame) -> None:
+    def _on_message(self, connection: Connection, message: Message) -> None:
         with self._changed:
-            match frame.kind:
+            match message["kind"]:
                 case "welcome":
-                    self._session = bytes.fromhex(frame.header["session"])
-                    self._host = frame.header["host"]
+                    self._welcome = message
                 case "refused":
-                    self._refusal = frame.header["reason"]
+                    self._refusal = message["reason"]
                 case "end":
                     self._is_ended = True
             self._changed.notify_all()
@@ -157,24 +123,3 @@ class NodeAgent:
     @property
     def _driver(self) -> str:
         return f"{self._address}:{self._port}"
-
-
-def start_worker(
-    workers: RankSupervisor,
-    rank: int,
-    arguments: tuple[str, int, Credentials, float],
-    output: RankOutput,
-) -> None:
-    """Start a worker with the arguments of `run_worker`, and without the key's variable."""
-    task = function_task({})
-    task["environ"].pop(KEY_VARIABLE, None)
-    work = write_memfd(dumps((call_run_worker, arguments)))
-    workers.start_rank(rank, task, work, output, has_input=rank == 0)
-    os.close(work)
-
-
-def call_run_worker(*arguments: Any) -> None:
-    """Call `run_worker`; imported only in the worker, because it needs torch."""
-    from lockstep.remote.worker import run_worker
-
-    run_worker(*arguments)

@@ -11,6 +11,8 @@ The workers run ordinary trainers, so results are bit-identical to those of a sc
 from __future__ import annotations
 
 import inspect
+import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -23,7 +25,7 @@ from lockstep.kernel.splitting import Hosts, ReplicaShare
 from lockstep.launcher.world import rank, world
 from lockstep.model.deferred_init import Blocks, materialize_block
 from lockstep.model.evaluation import Evaluation
-from lockstep.remote.objects import RemoteObject
+from lockstep.remote.serialization import serialize
 from lockstep.remote.worker_pool import WorkerPool
 from lockstep.training.history import EpochResult, StepResult
 from lockstep.training.trainer import Trainer
@@ -93,13 +95,14 @@ class TrainerProxy:
         self._is_weighted = arguments["loss"] is None or bool(
             arguments.get("loss_weight") or infer_weight_function(arguments["loss"])
         )
-        given = (blocks, seed, {**arguments, "microbatches": microbatches})
         pool.require_world()
-        self._actors: list[RemoteObject] = pool.gather_values(
-            [
-                pool.calls.start(each, "the trainer", TrainerActor, given, keep=True)
-                for each in range(pool.size)
-            ]
+        self._number = next(_numbers)
+        drop = {"kind": "call", "number": None, "payload": _serialize_drop(self._number)}
+        weakref.finalize(self, pool.post_to_all, drop).atexit = False
+        given = (self._number, blocks, seed, {**arguments, "microbatches": microbatches})
+        ranks = range(pool.size)
+        pool.gather_values(
+            [pool.calls.start(rank, "the trainer", create_actor, given) for rank in ranks]
         )
         self._hosts: Hosts = self._call_all("find_hosts")
 
@@ -120,7 +123,7 @@ class TrainerProxy:
             for replica in range(self._pool.size // self._stages)
         ]
         arguments = [
-            (self.select_data(each, stage),) for each in batches for stage in range(self._stages)
+            (self.select_data(part, stage),) for part in batches for stage in range(self._stages)
         ]
         results: list[StepResult] = self._call_each("step", arguments)
         self.last = results[0]
@@ -202,7 +205,8 @@ class TrainerProxy:
         return replace(
             batch,
             microbatches=tuple(
-                replace(each, data=_select(each.data, first, last)) for each in batch.microbatches
+                replace(microbatch, data=_select(microbatch.data, first, last))
+                for microbatch in batch.microbatches
             ),
         )
 
@@ -214,9 +218,10 @@ class TrainerProxy:
         # finish() must close the record even if the world has ended.
         if not (method == "call" and arguments[0][0] == "finish"):
             self._pool.require_world()
+        what = f"{TrainerActor.__name__}.{method}"
         futures = [
-            getattr(actor, method).start(*args)
-            for actor, args in zip(self._actors, arguments, strict=True)
+            self._pool.calls.start(rank, what, call_actor, (self._number, method, *args))
+            for rank, args in enumerate(arguments)
         ]
         return self._pool.gather_values(futures)
 
@@ -276,6 +281,32 @@ class TrainerActor:
     ) -> Evaluation:
         """Evaluate this worker's part of a dataset."""
         return self._trainer.evaluate(make_dataset(dataset), batch_size, **options)
+
+
+# --- called on the workers ------------------------------------------------------------------
+
+_numbers = itertools.count()  # of the trainers of this driver
+_actors: dict[int, TrainerActor] = {}  # of this worker
+
+
+def create_actor(number: int, blocks: Blocks, seed: int, arguments: dict[str, Any]) -> None:
+    """Create trainer `number` on this worker."""
+    _actors[number] = TrainerActor(blocks, seed, arguments)
+
+
+def call_actor(number: int, method: str, *args: Any) -> Any:
+    """Call a method of trainer `number` on this worker."""
+    return getattr(_actors[number], method)(*args)
+
+
+def _serialize_drop(number: int) -> bytes:
+    """Return the call that frees trainer `number` on a worker."""
+    return serialize((drop_actor, (number,), {}))
+
+
+def drop_actor(number: int) -> None:
+    """Free trainer `number` on this worker, if there is one."""
+    _actors.pop(number, None)
 
 
 def _select(data: Any, inputs: bool, targets: bool) -> Any:

@@ -1,4 +1,4 @@
-"""The listener: accepts callers that hold the key, and never waits for any other.
+"""The listener: accepts callers that hold the secret, and never waits for any other.
 
     accepted ──first message──> introduced ──proof──> authenticated
         │                           │
@@ -7,8 +7,8 @@
 One thread serves all connections that are not authenticated yet. There are `SLOTS` for them,
 and each has `HANDSHAKE_TIMEOUT` seconds. When all slots are taken, a new connection takes the
 slot of the oldest connection from the network that has the most slots. Only connections that
-have not introduced themselves with the key are considered, if there are any. So strangers only
-compete with strangers. A caller with the key that loses its slot before its first message has
+have not introduced themselves with the secret are considered, if there are any. So strangers only
+compete with strangers. A caller with the secret that loses its slot before its first message has
 arrived gets the status BUSY, and tries again. Authenticated connections take no slot.
 
 All refused connections are reported in one line. The line consists of the callers' addresses,
@@ -21,6 +21,7 @@ import contextlib
 import errno
 import ipaddress
 import math
+import queue
 import selectors
 import socket
 import threading
@@ -30,12 +31,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from lockstep.transport.connection import HANDSHAKE_TIMEOUT, open_frame_socket
-from lockstep.transport.credentials import Credentials, Identity
-from lockstep.transport.frame import FrameSocket
-from lockstep.transport.handshake import Agreement, Refused, Status, Steps, answer
+from lockstep.transport.handshake import Keys, Refused, Status, Steps, answer
+from lockstep.transport.message_connection import HANDSHAKE_TIMEOUT, MessageConnection
 
-__all__ = ["SLOTS", "Listener", "RefusalLog"]
+__all__ = ["SLOTS", "MessageListener", "RefusalLog"]
 
 SLOTS = 128  # connections at a time that are not authenticated yet
 BATCH = 16  # connections accepted before the others are read again
@@ -97,15 +96,18 @@ class Pending:
         return ipaddress.ip_address(self.address).packed[:8]
 
 
-class Listener:
-    """Passes each authenticated connection to a listening socket on to `accept`.
+class MessageListener:
+    """Accepts connections from processes with the secret.
+
+    Others cannot keep them out, and cost a fixed amount of memory.
 
     Args:
         listening: A socket that listens. It belongs to the listener from now on.
-        credentials: The credentials of this process.
-        silence: Seconds that an authenticated connection may be silent.
-        accept: Called with each authenticated connection and the caller's identity.
+        secret: The secret of both ends, 32 bytes.
+        purpose: What the connections are for; the same text at both ends.
         refused: Called with a line about refused connections, every 10 s at most.
+        accepted: Called with each authenticated connection. By default `accept` returns them.
+        max_payload: The largest payload of a message to accept, in bytes.
 
     Both callables run on the listener's own thread, so they must not wait.
     """
@@ -113,16 +115,19 @@ class Listener:
     def __init__(
         self,
         listening: socket.socket,
-        credentials: Credentials,
-        silence: float,
-        accept: Callable[[FrameSocket, Identity], None],
+        secret: bytes,
+        purpose: str,
         refused: Callable[[str], None] = lambda line: None,
+        accepted: Callable[[MessageConnection], None] | None = None,
+        max_payload: int = 0,
     ) -> None:
         self._socket = listening
         self._socket.setblocking(False)
         self.port = int(self._socket.getsockname()[1])
-        self._credentials, self._silence = credentials, silence
-        self._accept, self._refused = accept, refused
+        self._queue: queue.SimpleQueue[MessageConnection] = queue.SimpleQueue()
+        self._start_handshake = partial(answer, secret, purpose)
+        self._accepted = accepted or self._queue.put
+        self._refused, self._max_payload = refused, max_payload
         self._refusals = RefusalLog()
         self._pending: dict[socket.socket, Pending] = {}  # oldest first
         self._is_open = True
@@ -133,17 +138,38 @@ class Listener:
         self._thread = threading.Thread(target=self._serve, name="lockstep listener", daemon=True)
         self._thread.start()
 
+    def accept(self, timeout: float) -> MessageConnection:
+        """Return the next authenticated connection.
+
+        Raises:
+            TimeoutError: None came within `timeout` seconds.
+        """
+        try:
+            return self._queue.get(timeout=max(0.0, timeout))
+        except queue.Empty:
+            raise TimeoutError(f"no connection within {timeout:g} s") from None
+
     def close(self) -> None:
-        """Stop listening, and refuse the connections that are not authenticated yet."""
+        """Stop listening, and close connections that nobody has taken."""
         self._is_open = False
         self._wake.send(b"!")
         self._thread.join()
-        for each in list(self._pending.values()):
-            self._remove(each)
-            each.end.close()
+        for pending in list(self._pending.values()):
+            self._remove(pending)
+            pending.end.close()
         self._report(last=True)
         for end in (self._selector, self._socket, self._wake, self._woken):
             end.close()
+        while not self._queue.empty():
+            self._queue.get().close()
+
+    def __enter__(self) -> MessageListener:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close the listener."""
+        self.close()
 
     # --- on the listener's thread -----------------------------------------------------------
 
@@ -153,16 +179,16 @@ class Listener:
             # New connections come last: others may introduce themselves first and keep their slot.
             for key, _ in sorted(events, key=lambda event: event[0].fileobj is self._socket):
                 key.data()
-            for each in list(self._pending.values()):
-                if each.deadline > time.monotonic():
+            for pending in list(self._pending.values()):
+                if pending.deadline > time.monotonic():
                     break
-                self._refuse(each, f"it was not authenticated within {HANDSHAKE_TIMEOUT:g} s")
+                self._refuse(pending, f"it was not authenticated within {HANDSHAKE_TIMEOUT:g} s")
             self._report()
 
     def _timeout(self) -> float | None:
         """Return the seconds until something is due; None if nothing is."""
         oldest = list(self._pending.values())[:1]
-        times = [each.deadline for each in oldest]
+        times = [pending.deadline for pending in oldest]
         if (report := self._refusals.due()) is not None:
             times.append(report)
         return max(0.0, min(times) - time.monotonic()) if times else None
@@ -178,67 +204,67 @@ class Listener:
             if len(self._pending) >= SLOTS:
                 self._make_room()
             end.setblocking(False)
-            steps = answer(self._credentials)
+            steps = self._start_handshake()
             deadline = time.monotonic() + HANDSHAKE_TIMEOUT
-            each = Pending(end, str(caller[0]), deadline, steps, next(steps).size)
-            self._pending[end] = each
-            self._selector.register(end, selectors.EVENT_READ, partial(self._read, each))
-            self._read(each)  # its first message has often arrived already
+            pending = Pending(end, str(caller[0]), deadline, steps, next(steps).size)
+            self._pending[end] = pending
+            self._selector.register(end, selectors.EVENT_READ, partial(self._read, pending))
+            self._read(pending)  # its first message has often arrived already
 
     def _make_room(self) -> bool:
         """Refuse one connection; return whether there was one."""
-        strangers = [each for each in self._pending.values() if not each.is_introduced]
+        strangers = [pending for pending in self._pending.values() if not pending.is_introduced]
         candidates = strangers or list(self._pending.values())
         if not candidates:
             return False
-        counts = Counter(each.network for each in candidates)
+        counts = Counter(pending.network for pending in candidates)
         # max returns the first of several: the oldest.
-        victim = max(candidates, key=lambda each: counts[each.network])
+        victim = max(candidates, key=lambda pending: counts[pending.network])
         self._refuse(victim, "its slot was given to a newer connection", Status.BUSY)
         return True
 
-    def _read(self, each: Pending) -> None:
+    def _read(self, pending: Pending) -> None:
         try:
-            agreement = self._continue_handshake(each)
-            frames = open_frame_socket(each.end, agreement, self._silence)
+            keys = self._continue_handshake(pending)
+            connection = MessageConnection(pending.end, keys, self._max_payload)
         except BlockingIOError:  # continue when more arrives
             return
         except Refused as error:
-            self._refuse(each, str(error), error.status)
+            self._refuse(pending, str(error), error.status)
         except (OSError, EOFError):
-            self._refuse(each, "it closed the connection before it was authenticated")
+            self._refuse(pending, "it closed the connection before it was authenticated")
         else:
-            self._remove(each)
-            self._accept(frames, agreement.other)
+            self._remove(pending)
+            self._accepted(connection)
 
-    def _continue_handshake(self, each: Pending) -> Agreement:
+    def _continue_handshake(self, pending: Pending) -> Keys:
         """Process what has arrived, and answer; raise BlockingIOError if more is needed."""
         while True:
-            content = each.end.recv(each.missing - len(each.received))
+            content = pending.end.recv(pending.missing - len(pending.received))
             if not content:
                 raise EOFError
-            each.received += content
-            if len(each.received) < each.missing:
+            pending.received += content
+            if len(pending.received) < pending.missing:
                 continue
-            step = each.steps.send(each.received)
-            each.received, each.missing = b"", step.size
+            step = pending.steps.send(pending.received)
+            pending.received, pending.missing = b"", step.size
             if step.send:
-                each.is_introduced = True
-                each.end.send(step.send)  # the first bytes of this connection: there is room
-            if step.agreement is not None:
-                return step.agreement
+                pending.is_introduced = True
+                pending.end.send(step.send)  # the first bytes of this connection: there is room
+            if step.keys is not None:
+                return step.keys
 
-    def _refuse(self, each: Pending, reason: str, status: Status | None = None) -> None:
-        self._remove(each)
+    def _refuse(self, pending: Pending, reason: str, status: Status | None = None) -> None:
+        self._remove(pending)
         if status is not None:
             with contextlib.suppress(OSError):
-                each.end.send(bytes([status]))
-        each.end.close()
-        self._refusals.add(each.address, reason)
+                pending.end.send(bytes([status]))
+        pending.end.close()
+        self._refusals.add(pending.address, reason)
 
-    def _remove(self, each: Pending) -> None:
-        del self._pending[each.end]
-        self._selector.unregister(each.end)
+    def _remove(self, pending: Pending) -> None:
+        del self._pending[pending.end]
+        self._selector.unregister(pending.end)
 
     def _report(self, *, last: bool = False) -> None:
         due = self._refusals.due()

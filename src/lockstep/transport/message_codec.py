@@ -1,97 +1,124 @@
-"""The messages of an authenticated connection as bytes: JSON objects, in frames without pieces.
+"""The messages of an authenticated connection as bytes; every part carries its own proof.
 
-The codec does no input or output: a blocking connection (`message_connection.py`) and a server
-of many connections (`launcher/store_server.py`) use it. Content is parsed after its proof has been
-checked. No memory is allocated for a length before its proof and the limit have been checked.
+    ┌───────────────────────┬───────────┐   ┌─────────┬─────────────┬───────────┐
+    │ sizes of both, 4 + 8  │ proof, 32 │   │ message │ its payload │ proof, 32 │
+    └───────────────────────┴───────────┘   └─────────┴─────────────┴───────────┘
+    proof of a part    HMAC(key, kind of part, number of the message, content of the part)
+
+A message is a JSON object. Between a driver and its workers it may have a payload, raw bytes
+under the key "payload": a pickle.
+
+The key belongs to one direction of one connection (`handshake.py`), and both ends count
+messages. A proof is therefore valid in exactly one place: nothing can be changed, exchanged,
+reordered, repeated or left out undetected. A connection can be cut at any point, which always
+counts as a lost connection, never as the end of a message. No memory is allocated for a message
+before the proof of its sizes and the limits have been checked, and nothing is parsed, or returned
+to be unpickled, before its own proof.
+
+Nothing is encrypted: anyone who can listen on the network can read the messages. The codec does
+no input or output.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Mapping
 from typing import Any
 
-from lockstep.transport.frame import (
-    HEADER_PART,
-    LENGTH,
-    PROOF,
-    ForgedFrame,
-    check_proof,
-    decode_length,
-    encode_header,
-    prove,
-)
+from lockstep.transport.handshake import Keys
 
-__all__ = ["MAX_MESSAGE", "MessageCodec"]
+__all__ = ["MAX_MESSAGE", "ForgedMessage", "MessageCodec"]
 
+SIZES = struct.Struct("<IQ")
+PART = struct.Struct("<BQ")  # kind of part, number of the message
+SIZES_PART, CONTENT_PART = range(2)
+PROOF = 32  # bytes
 MAX_MESSAGE = 1 << 20  # bytes of JSON
+
+
+class ForgedMessage(Exception):
+    """Bytes that the other end of this connection did not send, or not at this point."""
 
 
 class MessageCodec:
     """One end of a connection: encodes messages to send, decodes bytes that were received.
 
     Args:
-        sending: Key of the messages that this end sends.
-        receiving: Key of the messages that this end receives; differs from `sending`.
+        keys: The keys of this end.
+        max_payload: The largest payload to accept, in bytes.
         max_message: The largest message to send or to accept, in bytes of JSON.
     """
 
-    def __init__(self, sending: bytes, receiving: bytes, max_message: int = MAX_MESSAGE) -> None:
-        self._sending, self._receiving, self._max_message = sending, receiving, max_message
+    def __init__(self, keys: Keys, max_payload: int = 0, max_message: int = MAX_MESSAGE) -> None:
+        self._sending, self._receiving = keys
+        self._limits = max_message, max_payload
         self._sent = self._received = 0
         self._buffer = bytearray()
-        self._size: int | None = None  # of the message whose length has been proven
+        self._sizes: tuple[int, int] | None = None  # of the message that comes next
 
-    def encode(self, message: Mapping[str, Any]) -> bytes:
+    def encode(self, message: Mapping[str, Any]) -> list[bytes]:
         """Return the bytes of the next message to send; ValueError if it is too large."""
-        content = json.dumps(message).encode()
-        if len(content) > self._max_message:
-            raise ValueError(
-                f"a message has {len(content):,} bytes, more than {self._max_message:,}"
-            )
+        payload = message.get("payload", b"")
+        content = json.dumps({k: v for k, v in message.items() if k != "payload"}).encode()
+        if len(content) > self._limits[0]:
+            raise ValueError(f"a message has {len(content):,} bytes, more than {self._limits[0]:,}")
         number = self._sent
         self._sent += 1
-        return encode_header(self._sending, number, content)
+        sizes = SIZES.pack(len(content), len(payload))
+        proof = prove(self._sending, SIZES_PART, number, sizes)
+        return [
+            sizes + proof + content,
+            payload,
+            prove(self._sending, CONTENT_PART, number, content, payload),
+        ]
 
     @property
     def missing(self) -> int:
         """How many bytes to receive next, at least 1: at most the rest of one message."""
-        return self._next_size - len(self._buffer)
+        return (SIZES.size if self._sizes is None else sum(self._sizes)) + PROOF - len(self._buffer)
 
-    def decode(self, content: bytes) -> Iterator[dict[str, Any]]:
-        """Yield the messages that `content`, the next received bytes, completes.
+    def decode(self, received: bytes) -> dict[str, Any] | None:
+        """Return the message that the next bytes complete; None if more are needed.
+
+        Args:
+            received: At most `missing` bytes.
 
         Raises:
-            ForgedFrame: The bytes are not what the other end sent next, or too many, or not a
+            ForgedMessage: The bytes are not what the other end sent next, or too many, or not a
                 JSON object. Close the connection.
         """
-        self._buffer += content
-        while len(self._buffer) >= (size := self._next_size):
-            part = bytes(self._buffer[:size])
-            del self._buffer[:size]
-            if self._size is None:
-                self._size = self._check_length(part)
-            else:
-                yield self._parse(part)
-
-    @property
-    def _next_size(self) -> int:
-        return (LENGTH.size if self._size is None else self._size) + PROOF
-
-    def _check_length(self, part: bytes) -> int:
-        size = decode_length(self._receiving, self._received, part)
-        if size > self._max_message:
-            raise ForgedFrame(f"a message of {size:,} bytes")
-        return size
-
-    def _parse(self, part: bytes) -> dict[str, Any]:
+        self._buffer += received
+        if self.missing:
+            return None
+        part, self._buffer = memoryview(self._buffer), bytearray()
         content, proof = part[:-PROOF], part[-PROOF:]
-        check_proof(proof, prove(self._receiving, HEADER_PART, self._received, content), "message")
-        self._size, self._received = None, self._received + 1
-        try:
-            message = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise ForgedFrame("a message that is not JSON") from error
-        if not isinstance(message, dict):
-            raise ForgedFrame("a message that is not a JSON object")
-        return message
+        kind = SIZES_PART if self._sizes is None else CONTENT_PART
+        if not hmac.compare_digest(proof, prove(self._receiving, kind, self._received, content)):
+            raise ForgedMessage("a message without its proof")
+        if self._sizes is None:
+            self._sizes = SIZES.unpack(content)
+            if any(size > limit for size, limit in zip(self._sizes, self._limits, strict=True)):
+                raise ForgedMessage(f"a message of {sum(self._sizes):,} bytes")
+            return None
+        size, self._sizes, self._received = self._sizes[0], None, self._received + 1
+        return _parse(content[:size], content[size:])
+
+
+def prove(key: bytes, kind: int, number: int, *content: bytes | memoryview) -> bytes:
+    """Return the proof of one part of message `number`."""
+    proof = hmac.new(key, PART.pack(kind, number), "sha256")
+    for piece in content:
+        proof.update(piece)
+    return proof.digest()
+
+
+def _parse(content: memoryview, payload: memoryview) -> dict[str, Any]:
+    try:
+        message = json.loads(bytes(content))
+    except (ValueError, RecursionError) as error:
+        raise ForgedMessage("a message that is not JSON") from error
+    if not isinstance(message, dict):
+        raise ForgedMessage("a message that is not a JSON object")
+    return {**message, "payload": payload} if payload else message

@@ -1,59 +1,53 @@
 """Authenticated connections for messages between processes that share a secret.
 
-    with MessageListener(listen(address, port), secret, "check of hosts") as listener:
+    with MessageListener(listen(address, port), secret, "elastic run") as listener:
         with listener.accept(timeout=10) as connection:
             request = connection.receive(timeout=5)
 
-    with connect_to(address, port, secret, "check of hosts") as connection:
+    with connect_to(address, port, secret, "elastic run") as connection:
         connection.send({"kind": "hello"})
         answer = connection.receive(timeout=5)
 
-Messages are JSON objects of at most 1 MiB. Both ends prove that they have the secret
-(`handshake.py`), and every message carries a proof of its content and position (`frame.py`).
-Nothing is encrypted. The purpose is part of the proof: a connection for one purpose cannot be
-redirected to a listener for another.
+Both ends prove that they have the secret (`handshake.py`), and every message carries a proof of
+its content and position (`message_codec.py`). The purpose is part of the proof: a connection for
+one purpose cannot be redirected to a listener for another.
 """
 
 from __future__ import annotations
 
-import hashlib
-import queue
+import contextlib
+import secrets
 import select
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from lockstep.transport.connection import connect
-from lockstep.transport.credentials import SESSION, Credentials, Identity, Role
-from lockstep.transport.frame import FrameSocket
-from lockstep.transport.listener import Listener
-from lockstep.transport.message_codec import MAX_MESSAGE, MessageCodec
+from lockstep.kernel.errors import RendezvousError, UsageError
+from lockstep.transport.handshake import Keys, Refused, Status, Steps, call
+from lockstep.transport.message_codec import MessageCodec
 
-__all__ = ["MessageConnection", "MessageListener", "connect_to", "derive_credentials"]
+__all__ = ["HANDSHAKE_TIMEOUT", "MessageConnection", "connect_to", "requires_secret"]
 
+HANDSHAKE_TIMEOUT = 5.0  # seconds; the caller tries again
 SEND_TIMEOUT = 10.0  # seconds for the other end to take a message
-CHUNK = 1 << 16  # bytes
-
-
-def derive_credentials(secret: bytes, purpose: str, source: str = "--secret-file") -> Credentials:
-    """Return the credentials of both ends of connections for `purpose`."""
-    session = hashlib.sha256(purpose.encode()).digest()[:SESSION]
-    return Credentials(secret, Identity(Role.PEER), session, source)
+RETRY = 0.2  # seconds between two attempts
+CHUNK = 1 << 20  # bytes for one system call
 
 
 class MessageConnection:
-    """One end of an authenticated connection; use it on one thread at a time.
+    """One end of an authenticated connection; one thread may send while another receives.
 
     Args:
-        frames: The connection on which the handshake is complete.
-        max_message: The largest message to send or to accept, in bytes of JSON.
+        end: The connected socket, after the handshake.
+        keys: The result of the handshake.
+        max_payload: The largest payload of a message to accept, in bytes.
     """
 
-    def __init__(self, frames: FrameSocket, max_message: int = MAX_MESSAGE) -> None:
-        self._end = frames.end
-        self._codec = MessageCodec(frames.sending, frames.receiving, max_message)
-        self._received: list[dict[str, Any]] = []
+    def __init__(self, end: socket.socket, keys: Keys, max_payload: int = 0) -> None:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.setblocking(False)
+        self._end, self._codec = end, MessageCodec(keys, max_payload)
 
     @property
     def peer(self) -> str:
@@ -69,36 +63,38 @@ class MessageConnection:
 
         Raises:
             ValueError: The message is too large.
-            TimeoutError: The other end did not take it within `timeout` seconds. The message
-                may have been sent in part: close the connection.
+            TimeoutError: The other end took nothing for `timeout` seconds. The message may have
+                been sent in part: close the connection.
             OSError: The connection broke.
         """
-        self._end.settimeout(timeout)
-        self._end.sendall(self._codec.encode(message))
+        for part in self._codec.encode(message):
+            rest = memoryview(part)
+            while rest:
+                self._wait(select.POLLOUT, timeout)
+                rest = rest[self._end.send(rest[:CHUNK]) :]
 
-    def receive(self, timeout: float) -> dict[str, Any]:
-        """Wait for one message.
+    def receive(self, timeout: float | None) -> dict[str, Any]:
+        """Wait for one message; None waits without limit.
 
         Raises:
-            TimeoutError: No complete message came within `timeout` seconds. You may call
-                `receive` again.
+            TimeoutError: Nothing came for `timeout` seconds. You may call `receive` again.
             EOFError: The other end closed the connection.
-            ForgedFrame: The bytes are not what the other end sent next. Close the connection.
+            ForgedMessage: The bytes are not what the other end sent next. Close the connection.
             OSError: The connection broke.
         """
-        deadline = time.monotonic() + timeout
-        self._end.settimeout(0)
-        poll = select.poll()
-        poll.register(self._end, select.POLLIN)
-        while not self._received:
-            left = deadline - time.monotonic()
-            if not poll.poll(max(0.0, left) * 1000):
-                raise TimeoutError(f"no message within {timeout:g} s")
+        while True:
+            self._wait(select.POLLIN, timeout)
             content = self._end.recv(min(self._codec.missing, CHUNK))
             if not content:
                 raise EOFError
-            self._received += self._codec.decode(content)
-        return self._received.pop(0)
+            message = self._codec.decode(content)
+            if message is not None:
+                return message
+
+    def shut_down(self) -> None:
+        """End the connection for both ends; threads that send or receive notice it at once."""
+        with contextlib.suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection; may be called again."""
@@ -112,9 +108,27 @@ class MessageConnection:
         """Close the connection."""
         self.close()
 
+    def _wait(self, event: int, timeout: float | None) -> None:
+        poll = select.poll()
+        poll.register(self._end, event)
+        if not poll.poll(None if timeout is None else max(0.0, timeout) * 1000):
+            raise TimeoutError(f"no message within {timeout:g} s")
+
+
+class _AttemptFailed(Exception):
+    """An attempt that may succeed when it is repeated; the message says why it failed."""
+
 
 def connect_to(
-    address: str, port: int, secret: bytes, purpose: str, timeout: float = 10.0
+    address: str,
+    port: int,
+    secret: bytes,
+    purpose: str,
+    timeout: float = 10.0,
+    *,
+    called: str = "the process",
+    source: str = "--secret-file",
+    max_payload: int = 0,
 ) -> MessageConnection:
     """Connect to a `MessageListener`, trying again for `timeout` seconds.
 
@@ -124,65 +138,93 @@ def connect_to(
         secret: The secret of both ends, 32 bytes.
         purpose: What the connection is for; the same text at both ends.
         timeout: Seconds until the last attempt.
+        called: What listens there, for messages.
+        source: Where users set the secret, for messages.
+        max_payload: The largest payload of a message to accept, in bytes.
 
     Raises:
-        RendezvousError: Nobody answered, or a process that listens for another purpose did.
+        RendezvousError: Nobody answered, or it was busy or closed the connection, or a process
+            that listens for another purpose answered.
         UsageError: The address is unknown, or the process there has another secret or is not
             one of this version of Lockstep.
     """
-    own = derive_credentials(secret, purpose)
-    return MessageConnection(connect(address, port, own, own.own, SEND_TIMEOUT, timeout))
-
-
-class MessageListener:
-    """Accepts connections from processes with the secret.
-
-    Others cannot keep them out, and cost a fixed amount of memory (`listener.py`).
-
-    Args:
-        listening: A socket that listens. It belongs to the listener from now on.
-        secret: The secret of both ends, 32 bytes.
-        purpose: What the connections are for; the same text at both ends.
-        refused: Called with a line about refused connections, every 10 s at most, on another
-            thread.
-    """
-
-    def __init__(
-        self,
-        listening: socket.socket,
-        secret: bytes,
-        purpose: str,
-        refused: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self._accepted: queue.SimpleQueue[MessageConnection] = queue.SimpleQueue()
-        credentials = derive_credentials(secret, purpose)
-        self._listener = Listener(listening, credentials, SEND_TIMEOUT, self._accept, refused)
-        self.port = self._listener.port
-
-    def _accept(self, frames: FrameSocket, caller: Identity) -> None:
-        self._accepted.put(MessageConnection(frames))
-
-    def accept(self, timeout: float) -> MessageConnection:
-        """Return the next authenticated connection.
-
-        Raises:
-            TimeoutError: None came within `timeout` seconds.
-        """
+    deadline = time.monotonic() + timeout
+    target = f"{called} at {address}:{port}"
+    try:
+        socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(f"{address!r} cannot be resolved on this host") from error
+    while True:
         try:
-            return self._accepted.get(timeout=max(0.0, timeout))
-        except queue.Empty:
-            raise TimeoutError(f"no connection within {timeout:g} s") from None
+            attempt_timeout = min(HANDSHAKE_TIMEOUT, max(RETRY, deadline - time.monotonic()))
+            end, keys = _attempt(address, port, call(secret, purpose), attempt_timeout)
+            return MessageConnection(end, keys, max_payload)
+        except Refused as error:
+            if error.status is Status.MISDIRECTED:
+                raise RendezvousError(f"{target} refused the connection: {error}") from error
+            remedy = f": give both the same key, with {source}"
+            raise UsageError(
+                f"{target} refused the connection: {error}"
+                f"{remedy if error.status is Status.OTHER_KEY else ''}"
+            ) from error
+        except _AttemptFailed as error:
+            if time.monotonic() > deadline:
+                raise RendezvousError(
+                    f"{target} could not be reached within {timeout:g} s: {error}"
+                ) from error
+            time.sleep(RETRY)
 
-    def close(self) -> None:
-        """Stop listening, and close connections that were not taken with `accept`."""
-        self._listener.close()
-        while not self._accepted.empty():
-            self._accepted.get().close()
 
-    def __enter__(self) -> MessageListener:
-        """Return itself."""
-        return self
+def requires_secret(address: str, port: int, timeout: float) -> bool:
+    """Return whether a Lockstep process listens at an address and refuses those without its key."""
+    try:
+        stranger = call(secrets.token_bytes(32), "")
+        _attempt(address, port, stranger, timeout)[0].close()
+    except Refused as error:
+        return error.status is Status.OTHER_KEY
+    except _AttemptFailed:
+        pass
+    return False
 
-    def __exit__(self, *exception: object) -> None:
-        """Close the listener."""
-        self.close()
+
+def _attempt(address: str, port: int, steps: Steps, timeout: float) -> tuple[socket.socket, Keys]:
+    try:
+        end = socket.create_connection((address, port), timeout)
+    except OSError as error:
+        raise _AttemptFailed((error.strerror or str(error)).lower()) from error
+    with contextlib.ExitStack() as failing:
+        failing.enter_context(end)
+        try:
+            keys = _shake_hands(end, steps, time.monotonic() + timeout)
+        except TimeoutError as error:
+            raise _AttemptFailed("it accepts connections but does not answer") from error
+        except (OSError, EOFError) as error:
+            raise _AttemptFailed(
+                "it closes connections before the handshake is complete; it is shutting down, or "
+                "is not a process of this version of Lockstep"
+            ) from error
+        except Refused as error:
+            if error.status is Status.BUSY:
+                raise _AttemptFailed(
+                    f"{error}; check on its host which processes connect to that port"
+                ) from error
+            raise
+        failing.pop_all()
+    return end, keys
+
+
+def _shake_hands(end: socket.socket, steps: Steps, deadline: float) -> Keys:
+    """Run the caller's end of a handshake until `deadline`, a `time.monotonic()` time."""
+    step = next(steps)
+    while step.keys is None:
+        end.settimeout(max(0.001, deadline - time.monotonic()))
+        end.sendall(step.send)
+        received = b""
+        while len(received) < step.size:
+            end.settimeout(max(0.001, deadline - time.monotonic()))
+            content = end.recv(step.size - len(received))
+            if not content:
+                raise EOFError
+            received += content
+        step = steps.send(received)
+    return step.keys
