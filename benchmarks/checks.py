@@ -46,11 +46,13 @@ CHECKS = {
         ("lockstep.data.loader.Batches._exchange_samples", lambda self, probed: [b"[]"]),
     ],
     "settings": [
-        ("lockstep.training.live_settings.LiveSettings.begin", lambda self: None),
-        ("lockstep.training.live_settings.LiveSettings.finish", lambda self: ""),
+        ("lockstep.training.hyperparameter_check.HyperparameterCheck.begin", lambda *_: None),
+        ("lockstep.training.hyperparameter_check.HyperparameterCheck.status", lambda *_: ""),
     ],
     # Measured in a step that is checked, as the first three and every hundredth are.
-    "side effects": [("lockstep.model.side_effects.SideEffects.begin", lambda self, step: None)],
+    "side effects": [
+        ("lockstep.model.side_effects.StateMutationCheck.compare_before", lambda *_: None)
+    ],
 }
 ALWAYS = [("lockstep.model.side_effects.EVERY", 1)]
 """What holds with and without a check: every step looks for side effects."""

@@ -26,13 +26,21 @@ from lockstep.launcher import rendezvous_check
 from lockstep.launcher.environment import RankInfo
 from lockstep.model.buffers import BufferReport
 from lockstep.model.evaluation import EvaluationSums, MicrobatchScores
+from lockstep.model.rank_status import RankStatus, StatusPlace, summarize
+from lockstep.model.side_effects import StateMutationCheck
 from lockstep.model.step_context import MicrobatchResult
-from lockstep.record.rank_summary import Durations
+from lockstep.record.rank_summary import Durations, RankTimes, RankUsage
 from lockstep.training.history import StepResult, describe_step
-from lockstep.training.rank_status import RankStatus, StatusPlace, StatusSummary, summarize
+from lockstep.training.hyperparameter_check import HyperparameterCheck
+from lockstep.training.status_exchange import pack, unpack
+from lockstep.training.step_usage import StepUsage
 
 LATENCY, BANDWIDTH = 50e-6, 125e6  # seconds per message, bytes per second
 BUFFERS, PARAMETERS = 20, 64
+# Merging a value needs nothing of a trainer.
+HOOKS = {
+    hook.name: hook.__new__(hook) for hook in (HyperparameterCheck, StateMutationCheck, StepUsage)
+}
 
 
 class World:
@@ -138,9 +146,15 @@ def make_status(rank, ranks):
     return RankStatus(
         [MicrobatchResult(rank, 32, 1 / ranks, 1 / (rank + 3), make_metrics(rank))],
         buffers=[BufferReport([f"{number:016x}" for number in range(BUFFERS)])],
-        compute=0.05 + rank % 97 * 1e-5, data=0.002 + rank % 13 * 1e-5, memory=10**9 + rank,
-        gradients=[f"{(1 << PARAMETERS) - 1:x}"], weights="a" * 16, settings="b" * 32,
-        batch="0 3 1f2e3d4c5b6a7988 -",
+        gradients=[f"{(1 << PARAMETERS) - 1:x}"], batch="0 3 1f2e3d4c5b6a7988 -",
+        hooks={
+            "hyperparameters": "b" * 32, "state": ({"0": "a" * 16}, []),
+            "usage": RankUsage.of(
+                RankTimes(
+                    rank, 0.05 + rank % 97 * 1e-5, 0.002 + rank % 13 * 1e-5, 0.0, 10**9 + rank
+                ), ranks,
+            ),
+        },
     )  # fmt: skip
 
 
@@ -151,7 +165,12 @@ def take_step(ranks):
         summarize(make_status(rank, ranks), StatusPlace(rank, ranks, rank, 0, ranks))
         for rank in range(ranks)
     ]
-    found = world.combine(summaries, StatusSummary.merge, StatusSummary.pack, StatusSummary.unpack)
+    found = world.combine(
+        summaries,
+        lambda left, right: left.merge(right, HOOKS),
+        pack,
+        lambda message: unpack(message, HOOKS),
+    )
     sums = [compute_partial_sums([1 / (rank + 1), rank * 1e-9]) for rank in range(ranks)]
     world.combine(sums, merge_partial_sums, pack_floats, json.loads)
     return world, found
@@ -188,9 +207,9 @@ def record(summary, ranks):
     durations = Durations(0.05, 0.002, 0.01, 0.001)
     result = StepResult(
         3, 0, summary.sum_losses(), 32 * ranks, summary.average_metrics(), 0.1, 0.1,
-        summary.usage.compute_rows(durations), losses=summary.list_losses(), norm=1.5,
+        summary.hooks["usage"].compute_rows(durations), losses=summary.list_losses(), norm=1.5,
         batch="c" * 16,
-        rank_summary=summary.usage.summarize_times(durations),
+        rank_summary=summary.hooks["usage"].summarize_times(durations),
     )  # fmt: skip
     return len(orjson.dumps({"kind": "step", "t": 1.0, **describe_step(result)}))
 
@@ -246,7 +265,7 @@ def measure(ranks):
     return {
         "ranks": ranks,
         "step": step.row(),
-        "summary_bytes": len(summary.pack()),
+        "summary_bytes": len(pack(summary)),
         "record_bytes": record(summary, ranks),
         "evaluation": evaluate(ranks).row(),
         "comparison": compare(ranks).row(),

@@ -17,13 +17,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 from lockstep.model.step_context import Span
+from lockstep.model.step_hooks import take_part
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
-from lockstep.training.rank_status import RankStatus, StepTrace, make_span_row, make_timeline_rows
+from lockstep.training.history import History
+from lockstep.training.step_trace import StepTrace, make_span_row, make_timeline_rows
 
 STEP = 0.005
 TURNS = 12
@@ -97,19 +98,19 @@ def action(watched, spans):
 
 def timeline_turn(recorder, sees):
     """Return the processor time that the timelines of 1,000 steps of 16 actions take, a step."""
-    trace = StepTrace(0.0)
+    trace = [StepTrace(0.0, History())]
     taken = 0.0
     for step in range(1000):
         if step % 10 == 0:
             busy_step()  # the caches of a real step
         began = time.thread_time()
-        spans, watched = [], sees and trace.covers(step)
+        spans, watched = [], sees and bool(take_part(trace, step))
         for _ in range(ACTIONS):
             action(watched, spans)
-        status = RankStatus(spans=[make_span_row(span, 0.0) for span in spans])
-        message = json.dumps(asdict(status))  # what a rank sends
-        statuses = [RankStatus(**json.loads(message))] * 2  # what it reads: of two ranks, as one
-        if ranks := make_timeline_rows(statuses, (1.0, 2.0, 3.0)):
+        if watched:
+            message = json.dumps([[0.0, [make_span_row(span, 0.0) for span in spans]]])
+            traced = json.loads(message) * 2  # what a rank reads: of two ranks, as one
+            ranks = make_timeline_rows(traced, (1.0, 2.0, 3.0))
             recorder.write("timeline", step=step, ranks=ranks)
         taken += time.thread_time() - began
     return taken / 1000

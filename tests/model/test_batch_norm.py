@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch.utils.data import BatchSampler, TensorDataset
 import lockstep as ls
 from lockstep.data.microbatch import Batch
 from lockstep.kernel.errors import LockstepError, UsageError
-from lockstep.model.batch_norm import check_batch_norm
+from lockstep.model.batch_norm import BatchNormCheck
+from lockstep.model.step_context import Attempt, StepContext
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -145,5 +147,7 @@ def test_a_compiled_model_gets_no_hooks():
     for compiled in (False, True):
         model = network()
         model[3]._compiled_call_impl = model.forward if compiled else None
-        with check_batch_norm(model, batch, lambda: None):
+        step = StepContext(Attempt(0, 0, 0), Any)
+        check = BatchNormCheck({"": model}, lambda: None, has_weights=False)
+        with check.begin(step, batch):
             assert bool(model[1]._forward_pre_hooks) != compiled

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import lockstep as ls
 from lockstep.kernel.errors import DisagreementError, LayoutError, StateError
-from lockstep.model.side_effects import FIRST, SideEffects
+from lockstep.model.side_effects import FIRST, StateMutationCheck
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 LAYOUTS = [
@@ -178,11 +178,11 @@ def test_what_changes_once_or_is_replaced_is_no_state():
             self.attention = inputs * 2
 
     module = Caching()
-    effects = SideEffects({"": module})
+    effects = StateMutationCheck({"": module})
     for step in range(FIRST):
-        effects.begin(step)
+        effects.compare_before(step)
         module(torch.randn(3))
-        effects.finish()
+        effects.compare_after()
         assert not effects.failure
         assert not effects.warnings
 
@@ -191,11 +191,11 @@ def test_generators_without_a_state_of_their_own_are_no_state():
     """Asking a SystemRandom for its state raised NotImplementedError in the first step."""
     module = nn.Linear(2, 2)
     module.system, module.common = random.SystemRandom(), torch.default_generator
-    effects = SideEffects({"": module})
-    effects.begin(step=0)
+    effects = StateMutationCheck({"": module})
+    effects.compare_before(0)
     module.system.random()
     torch.rand(1)
-    effects.finish()
+    effects.compare_after()
     assert not effects.failure
 
 
@@ -234,12 +234,12 @@ def draw(module):
 def test_what_begins_in_a_later_step_is_found_in_that_step(act):
     """It was found in the next hundredth step."""
     module = Late(act)
-    effects = SideEffects({"": module})
+    effects = StateMutationCheck({"": module})
     for step in range(6):
         module.is_late = step == 5
-        effects.begin(step)
+        effects.compare_before(step)
         module(torch.randn(2, 6))
-        effects.finish()
+        effects.compare_after()
         assert bool(effects.failure) == module.is_late
     name = "the generator generator" if act is draw else "parameter codes"
     assert effects.failure.startswith(f"{name} was ")
@@ -310,25 +310,25 @@ def test_what_is_read_after_it_was_replaced_is_no_state(monkeypatch):
             return super().forward(inputs)
 
     module = Resetting(lambda each: each, lambda each: each)
-    kind, effects = type(module), SideEffects({"": module})
+    kind, effects = type(module), StateMutationCheck({"": module})
     for step in range(FIRST):
-        effects.begin(step)
+        effects.compare_before(step)
         with effects.watching():
             assert (type(module) is kind) == (step == 0)
             effects.begin_microbatch()
             module(torch.randn(3, 6))
         assert type(module) is kind
-        effects.finish()
+        effects.compare_after()
         assert not effects.warnings
 
 
 def test_graphs_are_read_in_the_first_steps_and_in_some_later_ones():
-    effects = SideEffects({"": nn.Linear(1, 1)})
+    effects = StateMutationCheck({"": nn.Linear(1, 1)})
     steps = []
     for step in range(61):
-        effects.begin(step)
+        effects.compare_before(step)
         steps += [step] if effects.reads_graphs else []
-        effects.finish()
+        effects.compare_after()
     assert steps == [0, 1, 2, 20, 40, 60]
 
 

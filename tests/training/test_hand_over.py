@@ -17,7 +17,7 @@ from lockstep.launcher.environment import HANDOVER, MIRROR, ROUND
 from lockstep.launcher.run_folder import RESUME
 from lockstep.model import step_context
 from lockstep.record.reader import read_run
-from lockstep.training import hand_over, live_settings
+from lockstep.training import hand_over
 from processes import restoring_handlers
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -314,11 +314,8 @@ def test_modules_that_the_body_has_changed_are_handed_over(world_of_one, tmp_pat
     assert train(tmp_path / "run", Member())[:4] == expected[:4]
 
 
-def test_nothing_is_handed_over_if_the_body_has_changed_a_module(
-    world_of_one, tmp_path, monkeypatch
-):
+def test_nothing_is_handed_over_if_the_body_has_changed_a_module(world_of_one, tmp_path):
     """The body would change it a second time in the new process."""
-    monkeypatch.setattr(live_settings, "membership", lambda: object())
     seen = []
 
     def lose(at, trainer):

@@ -14,23 +14,44 @@ from lockstep.comm import collectives
 from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.tree import total
 from lockstep.model.buffers import BufferReport
-from lockstep.model.step_context import IGNORED_TARGETS, MicrobatchResult, StepLabel
-from lockstep.record.rank_summary import DETAILED_RANKS
-from lockstep.training.rank_status import (
+from lockstep.model.rank_status import (
+    DETAILED_RANKS,
     LISTED_WARNINGS,
     NonFiniteLoss,
     RankStatus,
     StatusPlace,
-    StatusSummary,
-    exchange_statuses,
     summarize,
 )
+from lockstep.model.side_effects import StateMutationCheck
+from lockstep.model.step_context import IGNORED_TARGETS, MicrobatchResult, StepLabel
+from lockstep.record.rank_summary import RankTimes, RankUsage
+from lockstep.training.hyperparameter_check import HyperparameterCheck
+from lockstep.training.run_hooks import CheckpointRequests, JoinRequests
+from lockstep.training.status_exchange import exchange_statuses, pack, unpack
+from lockstep.training.step_usage import StepUsage
 
 MANY = DETAILED_RANKS + 1  # as far as a status knows
 
 
+# Merging a value needs nothing of a trainer.
+HOOKS = {
+    kind.name: kind.__new__(kind)
+    for kind in (
+        CheckpointRequests,
+        HyperparameterCheck,
+        JoinRequests,
+        StateMutationCheck,
+        StepUsage,
+    )
+}
+
+
 def status(*results, **fields):
-    return RankStatus(list(results), compute=0.5, data=0.25, memory=7, **fields)
+    return RankStatus(list(results), **fields)
+
+
+def merge(left, right):
+    return left.merge(right, HOOKS)
 
 
 def summaries(statuses, leaves, stages=1, ranks=None):
@@ -42,7 +63,7 @@ def summaries(statuses, leaves, stages=1, ranks=None):
 
 
 def merged(statuses, leaves, **options):
-    return reduce(StatusSummary.merge, summaries(statuses, leaves, **options))
+    return reduce(merge, summaries(statuses, leaves, **options))
 
 
 def swap(threshold):
@@ -56,7 +77,7 @@ def swap(threshold):
         mine = RankStatus(results if rank != 2 else [], batch="b", warnings=long)
         place = StatusPlace(rank, 4, rank, 0, 4)
         label = StepLabel(1, "in step 1", "", "")
-        return exchange_statuses(summarize(mine, place), label)[0]
+        return exchange_statuses(summarize(mine, place), {}, label)[0]
     finally:
         collectives.ALL_GATHER_RANKS = 64
 
@@ -117,20 +138,26 @@ def test_metrics_are_means_over_the_samples():
 
 
 def test_the_first_rank_that_stops_the_step_is_named():
-    statuses = [status(), status(side_effect="wrote"), status(stopped="no memory")]
+    statuses = [
+        status(), status(failure=("side_effect", "wrote")), status(failure=("stopped", "no memory"))
+    ]  # fmt: skip
     assert merged(statuses, 1).failure == (1, "side_effect", "wrote")
     assert merged(statuses[2:], 1).failure == (0, "stopped", "no memory")
 
 
 def test_values_that_differ_are_none():
-    same = [status(batch="b", settings="s", weights="w")] * 3
+    hooks = {"hyperparameters": "s", "state": ({"0": "w"}, [])}
+    same = [status(batch="b", hooks=hooks)] * 3
     found = merged(same, 1)
-    assert (found.batch, found.settings, found.weights) == ("b", "s", {"0": "w"})
-    for name in ("batch", "settings"):
-        assert getattr(merged([*same, status(**{name: "x"}), *same], 1), name) is None
-    stages = [status(weights="first"), status(weights="second")] * 3
-    assert merged(stages, 1, stages=2).weights == {"0": "first", "1": "second"}
-    assert merged([*stages, status(weights="x")], 1, stages=2).weights["0"] is None
+    assert (found.batch, found.hooks) == ("b", hooks)
+    assert merged([*same, status(batch="x", hooks=hooks), *same], 1).batch is None
+    other = status(hooks=hooks | {"hyperparameters": "x"})
+    assert merged([*same, other, *same], 1).hooks["hyperparameters"] is None
+    first, second = ({"0": "first"}, []), ({"1": "second"}, [])
+    stages = [status(hooks={"state": each}) for each in (first, second)] * 3
+    assert merged(stages, 1, stages=2).hooks["state"][0] == first[0] | second[0]
+    stages.append(status(hooks={"state": ({"0": "x"}, [])}))
+    assert merged(stages, 1, stages=2).hooks["state"][0]["0"] is None
 
 
 def test_warnings_are_listed_once_with_the_first_rank_that_has_them():
@@ -169,21 +196,26 @@ def trainings(draw):
             for leaf in owned if draw(st.integers(0, 5))
         ]  # fmt: skip
         hashes = draw(st.lists(HASHES, min_size=2, max_size=2)) if spans[rank // stages] else []
-        fields = {name: draw(TEXTS) for name in ("batch", "settings", "weights", "stop")}
-        for name in ("failure", "side_effect", "stopped"):
-            fields[name] = draw(st.sampled_from(["", "", "", "", name]))
+        kinds = [None, None, None, "failure", "side_effect", "stopped"]
+        kind = draw(st.sampled_from(kinds))
+        times = RankTimes(rank, draw(st.integers(0, 999)) / 1000, 0.25, 0, draw(st.integers(0, 99)))
+        writers = draw(st.sampled_from([[], [(rank, "v")], [(-1, "w")]]))
+        hooks = {
+            "hyperparameters": draw(TEXTS),
+            "state": ({str(rank % stages): draw(TEXTS)}, writers),
+            "checkpoint": (draw(st.booleans()), draw(TEXTS)),
+            "join_round": draw(st.integers(-1, 2)),
+            "usage": RankUsage.of(times, MANY),
+        }
         found.append(
             RankStatus(
                 results,
                 buffers=[BufferReport(hashes)],
                 gradients=[f"{draw(st.integers(0, 9)):x}"],
                 warnings=[f"rank {rank}: {each}" for each in draw(st.lists(TEXTS, max_size=2))],
-                compute=draw(st.integers(0, 999)) / 1000,
-                memory=draw(st.integers(0, 99)),
-                is_checkpoint_due=draw(st.booleans()),
-                admits=draw(st.integers(-1, 2)),
-                writer=draw(st.sampled_from([None, (True, "v"), (False, "w")])),
-                **fields,
+                failure=None if kind is None else (kind, kind),
+                batch=draw(TEXTS),
+                hooks=hooks,
             )
         )
     return found, leaves, stages
@@ -195,7 +227,7 @@ def merge_in_tree(draw, parts):
         return parts[0]
     cut = draw(st.integers(1, len(parts) - 1))
     left, right = merge_in_tree(draw, parts[:cut]), merge_in_tree(draw, parts[cut:])
-    return left.merge(StatusSummary.unpack(right.pack()))
+    return merge(left, unpack(pack(right), HOOKS))
 
 
 class Expected(NamedTuple):
@@ -232,7 +264,7 @@ def test_any_tree_gives_the_summary_of_all_at_once(data, training, is_large):
     statuses, leaves, stages = training
     parts = summaries(statuses, leaves, stages, MANY if is_large else None)
     found = merge_in_tree(data.draw, parts)
-    assert found.pack() == reduce(StatusSummary.merge, parts).pack()
+    assert pack(found) == pack(reduce(merge, parts))
     expected = Expected.of(statuses, leaves, stages)
     assert found.sum_losses().hex() == expected.loss.hex()
     assert found.average_metrics() == expected.metrics
@@ -241,9 +273,11 @@ def test_any_tree_gives_the_summary_of_all_at_once(data, training, is_large):
     changed = [n for n, each in enumerate(report.hashes) if each not in ("differ", "")]
     assert changed == expected.changed
     assert int(found.gradients["0"][0], 16) == expected.used
-    assert found.admits == statuses[0].admits
-    assert found.is_checkpoint_due == statuses[0].is_checkpoint_due
-    assert found.stop == next((each.stop for each in statuses if each.stop), "")
+    assert found.hooks["join_round"] == statuses[0].hooks["join_round"]
+    is_due, signal = found.hooks["checkpoint"]
+    assert is_due == statuses[0].hooks["checkpoint"][0]
+    signals = [each.hooks["checkpoint"][1] for each in statuses]
+    assert signal == next(filter(None, signals), "")
     same = {each.batch for each in statuses}
     assert found.batch == (same.pop() if len(same) == 1 else None)
 
@@ -254,9 +288,10 @@ def test_the_size_of_a_summary_does_not_grow_with_the_number_of_ranks():
         statuses = [
             status(
                 MicrobatchResult(rank, 1, 1 / ranks, 1 / (rank + 1), {"hit": rank / 7}),
-                buffers=[BufferReport(["x"])], gradients=["ff"], batch="b", settings="s",
+                buffers=[BufferReport(["x"])], gradients=["ff"], batch="b",
+                hooks={"usage": RankUsage.of(RankTimes(rank, 0.5, 0.25, 0, 7), ranks)},
             )
             for rank in range(ranks)
         ]  # fmt: skip
-        sizes.append(len(merged(statuses, ranks).pack()))
+        sizes.append(len(pack(merged(statuses, ranks))))
     assert sizes[-1] <= sizes[0] + 60, sizes

@@ -1,35 +1,38 @@
 """The trace of steps: what a run with stages records, and how spans become rows."""
 
 import time
-from functools import partial, reduce
+from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.model.step_context import Span
+from lockstep.model.rank_status import DETAILED_RANKS
+from lockstep.model.step_context import Attempt, Span, StepContext
+from lockstep.model.step_hooks import take_part
 from lockstep.pipeline.schedule_executor import ScheduleExecutor
 from lockstep.pipeline.schedules import Action, one_f_one_b
 from lockstep.pipeline.simulation import simulate_recording
-from lockstep.record.rank_summary import DETAILED_RANKS
 from lockstep.record.reader import read_run
 from lockstep.record.timeline import read_timelines
 from lockstep.report.trace import find_transfers
-from lockstep.training.rank_status import (
-    RankStatus,
-    StatusPlace,
-    StatusSummary,
-    StepTrace,
-    make_span_row,
-    make_timeline_rows,
-    summarize,
-)
+from lockstep.training.history import History
+from lockstep.training.step_trace import StepTrace, make_span_row, make_timeline_rows
+
+
+class Place(NamedTuple):
+    """A layout, as far as a trace knows."""
+
+    rank: int
 
 
 def test_the_first_ten_steps_and_every_hundredth_are_traced():
-    assert [step for step in range(350) if StepTrace().covers(step)] == [*range(10), 100, 200, 300]
+    trace = StepTrace(0.0, History())
+    traced = [step for step in range(350) if take_part([trace], step)]
+    assert traced == [*range(10), 100, 200, 300]
 
 
 def test_a_span_begins_when_its_waiting_is_over():
@@ -40,35 +43,21 @@ def test_a_span_begins_when_its_waiting_is_over():
 
 
 def test_times_are_by_the_clock_of_rank_0():
-    assert StepTrace(offset=1000.0).rank0_time(50.0) == 1050.0
-
-
-def rows(statuses, times, ranks=2):
-    parts = [
-        summarize(each, StatusPlace(rank, ranks, rank, 0, 1)) for rank, each in enumerate(statuses)
-    ]
-    return make_timeline_rows(reduce(StatusSummary.merge, parts), times)
+    step = StepContext(Attempt(0, 0, 0), Place(3), spans=[])
+    step.times.begun = 50.0
+    assert StepTrace(1000.0, History()).status(step) == [(1050.0, [])]
+    step = StepContext(Attempt(0, 0, 0), Place(DETAILED_RANKS), spans=[])
+    assert StepTrace(1000.0, History()).status(step) == []
 
 
 def test_the_update_ends_together_on_all_ranks():
     row = make_span_row(Span("forward", 0, 0, 7, 8, 0, -1, 0), 6.0)
-    statuses = [RankStatus(spans=[row], begun=begun) for begun in (6.0, 6.5)]
-    first, second = rows(statuses, (9.0, 10.0, 11.0))
+    first, second = make_timeline_rows([(6.0, [row]), (6.5, [row])], (9.0, 10.0, 11.0))
     assert [work[:5] for work in first["works"][1:]] == [
         ["reduce", None, None, 3, 4],
         ["update", None, None, 4, 5],
     ]
     assert [work[3:5] for work in second["works"][1:]] == [[2.5, 3.5], [3.5, 4.5]]
-
-
-def test_a_step_that_is_not_traced_has_no_line():
-    assert rows([RankStatus(), RankStatus()], (0.0, 0.0, 0.0)) == []
-
-
-def test_of_many_ranks_the_first_are_traced():
-    row = make_span_row(Span("forward", 0, 0, 7, 8, 0, -1, 0), 6.0)
-    statuses = [RankStatus(spans=[row], begun=6.0)] * 100
-    assert len(rows(statuses, (9.0, 10.0, 11.0), ranks=100)) == DETAILED_RANKS
 
 
 def recorded(folder):

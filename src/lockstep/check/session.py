@@ -17,9 +17,9 @@ from lockstep.kernel.splitting import split_evenly
 from lockstep.model.blocks import find_block_names
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 from lockstep.model.fingerprinter import Fingerprinter
+from lockstep.model.step_hooks import StepResult
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.training.session import ObservedTrainer, SessionComplete
-from lockstep.training.step import CommittedStep
 
 __all__ = ["CheckSession", "choose_options"]
 
@@ -85,6 +85,7 @@ class CheckedTrainer:
             trainer.called,
             trainer.module,
             trainer.has_whole_gradients,
+            takes_refusals=True,
         )
         session.record(self.fingerprinter.trainer(trainer.backend))
 
@@ -92,10 +93,10 @@ class CheckedTrainer:
         """Return the fingerprinter, which observes the step."""
         return self.fingerprinter
 
-    def commit(self, committed: CommittedStep) -> None:
+    def commit(self, result: StepResult) -> None:
         """Record a step; raise SessionComplete when no trainer needs another one."""
         trainer = self._trainer
-        loss, state = committed.result.loss, trainer.optimizer_state()
+        loss, state = result.loss, trainer.optimizer_state()
         self._session.record(self.fingerprinter.commit(loss, trainer.digest(), state))
         self.steps += 1
         self._session.end_if_complete()

@@ -22,8 +22,7 @@ from lockstep.devices import is_accelerator
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls
 from lockstep.kernel.seeds import set_state_of_torch, state_of_torch
-from lockstep.model.batch_norm import explain_batch_norm
-from lockstep.model.forward import check_scalar, compute_loss
+from lockstep.model.forward import check_scalar, compute_loss, explain_batch_norm
 
 __all__ = ["Replica", "replicate"]
 

@@ -15,7 +15,7 @@ sample.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,12 +25,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.data.microbatch import Batch
 from lockstep.kernel.errors import UsageError
 from lockstep.model.compilation import is_compiled
+from lockstep.model.step_context import Position, StepContext, StepObserver
+from lockstep.model.step_hooks import StepHook
 
 __all__ = [
-    "check_batch_norm",
-    "explain_batch_norm",
+    "BatchNormCheck",
     "freeze_batch_norm",
-    "warn_of_batch_norm",
 ]
 
 ADVICE = (
@@ -39,79 +39,80 @@ ADVICE = (
 )
 
 
-def check_batch_norm(
-    model: nn.Module, batch: Any, position: Callable[[], tuple[int, int] | None]
-) -> AbstractContextManager[None]:
-    """Raise UsageError in the body if batch norm will fail in this or a later batch of the epoch.
+class BatchNormCheck(StepHook):
+    """The hook that reports if batch norm will fail in this or a later batch of the epoch.
 
-    Only certain failures raise: a batch norm of torch, in training mode, that gets one value per
-    sample. A compiled model is not checked, since hooks would change its graphs.
-
-    Args:
-        model: The model, or its compiled wrapper.
-        batch: The batch of the step. The first batch of an epoch has the sizes of the others.
-        position: A function that returns the micro-batch and the stage that are being computed.
-    """
-
-    def refuse(single: str, name: str) -> None:
-        raise UsageError(
-            f"a micro-batch of {single} holds one sample, on which the batch norm {name} cannot "
-            f"train: {ADVICE}"
-        )
-
-    return _watch({"": model}, batch, position, refuse)
-
-
-def warn_of_batch_norm(
-    modules: Mapping[str, nn.Module],
-    batch: Any,
-    position: Callable[[], tuple[int, int] | None],
-    warn: Callable[[str], None],
-) -> AbstractContextManager[None]:
-    """Warn where `check_batch_norm` would raise, since the user's loop may skip that batch.
+    Only certain failures are reported: a batch norm of torch, in training mode, that gets one value
+    per sample. A compiled model is not checked, since hooks would change its graphs. In a step with
+    the trainer's own loss this is an error; a user's loop may skip that batch, and gets a warning.
 
     Args:
-        modules: All modules that the loop may call, by their names in the warning.
-        batch: The batch of the step.
+        modules: The modules that a step calls, by their names in messages.
         position: A function that returns the micro-batch and the stage that are being computed.
-        warn: A function that is called with the warning, at most once.
+        has_weights: Whether micro-batches have weights. If so, one of a single sample may have
+            weight 0, and is not computed.
     """
-    said: list[str] = []
 
-    def report(single: str, name: str) -> None:
-        if not said:
-            said.append(name)
-            warn(
-                f"before {single}: a micro-batch of that batch holds one sample, on which the "
-                f"batch norm {name} cannot train: {ADVICE}"
+    def __init__(
+        self, modules: Mapping[str, nn.Module], position: Position, has_weights: bool
+    ) -> None:
+        self._modules, self._position, self._has_weights = dict(modules), position, has_weights
+        self._model = {"": self._modules[""]}
+
+    def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[object] | None:
+        """Watch the batch norms of the model if a batch of the epoch has such a micro-batch."""
+        if batch is None:
+            warning = _BatchNormWarning(step, self._modules, self._position)
+            step.observers.append(warning)
+            return warning.watching
+        single = getattr(batch, "single_sample", "")
+        if not single or self._has_weights or not isinstance(batch, Batch):
+            return None
+
+        def refuse(name: str) -> None:
+            raise UsageError(
+                f"a micro-batch of {single} holds one sample, on which the batch norm {name} "
+                f"cannot train: {ADVICE}"
             )
 
-    return _watch(modules, batch, position, report)
+        return _watch(self._model, batch, self._position, refuse)
 
 
-def explain_batch_norm(error: BaseException, place: str) -> UsageError | None:
-    """Return a better error for torch's error about one value per channel; None for others."""
-    if not isinstance(error, ValueError) or "more than 1 value per channel" not in str(error):
-        return None
-    return UsageError(
-        f"{place} holds one sample, and batch norm cannot train on one: pass drop_last=True to "
-        "trainer.batches, or choose the batch size and the number of micro-batches so that each "
-        "holds at least two, also in the short last batch of an epoch"
-    )
+class _BatchNormWarning(StepObserver):
+    """The warning in a manual step, whose batch is known when it is selected."""
+
+    def __init__(
+        self, step: StepContext, modules: Mapping[str, nn.Module], position: Position
+    ) -> None:
+        self._step, self._modules, self._position = step, modules, position
+        self.watching = ExitStack()
+
+    def select(self, batch: Batch) -> Batch:
+        """Watch the batch norms if a batch of the epoch has such a micro-batch."""
+        if batch.single_sample:
+            report = partial(self._warn, batch.single_sample)
+            self.watching.enter_context(_watch(self._modules, batch, self._position, report))
+        return batch
+
+    def _warn(self, single: str, name: str) -> None:
+        here = self._position()
+        self.watching.close()
+        self._step.warnings.append(
+            f"{self._step.place(here[0] if here else 0)}, before {single}: a micro-batch of that "
+            f"batch holds one sample, on which the batch norm {name} cannot train: {ADVICE}"
+        )
 
 
 def _watch(
     modules: Mapping[str, nn.Module],
-    batch: Any,
-    position: Callable[[], tuple[int, int] | None],
-    report: Callable[[str, str], None],
+    batch: Batch,
+    position: Position,
+    report: Callable[[str], None],
 ) -> AbstractContextManager[None]:
     """Report batch norm that gets one value per sample, before a micro-batch of one sample."""
-    if not isinstance(batch, Batch) or not batch.single_sample:
+    if any(is_compiled(part) for root in modules.values() for part in root.modules()):
         return nullcontext()
-    if any(is_compiled(each) for root in modules.values() for each in root.modules()):
-        return nullcontext()
-    return _watch_calls(modules, batch, position, partial(report, batch.single_sample))
+    return _watch_calls(modules, batch, position, report)
 
 
 @contextmanager

@@ -48,9 +48,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.checksum import checksum
 from lockstep.devices import device_names
 from lockstep.model.buffer_rules import describe_buffer_rules
-from lockstep.model.side_effects import MACHINERY
 
 __all__ = [
+    "MACHINERY",
     "PLAIN",
     "Description",
     "Difference",
@@ -66,6 +66,9 @@ __all__ = [
     "ignored_attributes",
     "iterate_attributes",
 ]
+
+MACHINERY = frozenset(vars(nn.Module()))
+"""The attributes that torch sets in every module."""
 
 Description = dict[str, str]
 """Values by entry, in the order in which a program sets them."""

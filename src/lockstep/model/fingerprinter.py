@@ -33,7 +33,7 @@ from lockstep.model.compilation import is_compiled_in_place
 from lockstep.model.deferred_init import named_tensors
 from lockstep.model.fingerprint import Checksums, StepFingerprint, TrainerFingerprint
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.step_context import Position, StepContext
+from lockstep.model.step_context import Position, StepContext, StepObserver
 
 __all__ = ["Fingerprinter", "checksums", "hookable_modules"]
 
@@ -41,7 +41,7 @@ WRAPPER = "_orig_mod"
 """The attribute of a compiled wrapper that holds the module, and so a part of each name."""
 
 
-class Fingerprinter:
+class Fingerprinter(StepObserver):
     """The observer that takes the fingerprints of one trainer's steps on this rank.
 
     Args:
@@ -54,6 +54,7 @@ class Fingerprinter:
             buffers of each micro-batch.
         names: The names of the modules whose calls are recorded; empty: all modules.
         with_state: Whether to record the state before and after a step, and the reduction.
+        takes_refusals: Whether a step continues if the trainer would have stopped.
     """
 
     def __init__(
@@ -67,9 +68,11 @@ class Fingerprinter:
         with_backward: bool = False,
         names: Sequence[str] = (),
         with_state: bool = True,
+        takes_refusals: bool = False,
     ) -> None:
         self.number = number
         self._with_backward, self._with_state = with_backward, with_state
+        self.observes_microbatches, self.takes_refusals = with_backward, takes_refusals
         self._model, self._has_whole_gradients = module, has_whole_gradients
         others = parallel.named_extra_modules()
         self._hooked = dict(hookable_modules(type(module).__name__, called, is_root=True))
@@ -99,8 +102,7 @@ class Fingerprinter:
         self._position = position
         self._numbers.clear()
         self.is_unfinished = True
-        if self._with_backward:
-            step.observe_microbatch = self._record_microbatch
+        step.observers.append(self)
         handles = [
             handle for name, module in self._hooked.items() for handle in self._hooks(name, module)
         ]
@@ -118,9 +120,6 @@ class Fingerprinter:
             if each.data is not None:
                 self.current.data[each.index] = checksums(each.data)
         return batch
-
-    def record_loss(self, loss: torch.Tensor) -> None:
-        """Do nothing: `record_reduction` gets all losses."""
 
     def record_refusal(self, sentence: str) -> None:
         """Record the error with which the trainer would have stopped; "" for none."""
@@ -224,7 +223,7 @@ class Fingerprinter:
             if is_tensor and tensor.grad_fn is not None:
                 self._tensor_hooks.append(tensor.register_hook(make_hook(number)))
 
-    def _record_microbatch(
+    def record_microbatch(
         self,
         microbatch: int,
         gradients: Mapping[str, torch.Tensor],

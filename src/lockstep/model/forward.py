@@ -10,7 +10,6 @@ from torch import nn
 
 from lockstep.kernel.errors import LockstepError, LossError, UsageError
 from lockstep.kernel.loss_weights import loss_name
-from lockstep.model.batch_norm import explain_batch_norm
 from lockstep.model.static_shapes import TOO_MANY_SHAPES, is_limit_error
 
 __all__ = [
@@ -19,6 +18,7 @@ __all__ = [
     "call_model",
     "check_scalar",
     "compute_loss",
+    "explain_batch_norm",
     "extract_loss",
     "forward",
     "split_targets",
@@ -158,6 +158,17 @@ def call_model(model: nn.Module, data: Any, place: str) -> Any:
         if (explained := explain_batch_norm(error, place)) is None:
             raise
         raise explained from error
+
+
+def explain_batch_norm(error: BaseException, place: str) -> UsageError | None:
+    """Return a better error for torch's error about one value per channel; None for others."""
+    if not isinstance(error, ValueError) or "more than 1 value per channel" not in str(error):
+        return None
+    return UsageError(
+        f"{place} holds one sample, and batch norm cannot train on one: pass drop_last=True to "
+        "trainer.batches, or choose the batch size and the number of micro-batches so that each "
+        "holds at least two, also in the short last batch of an epoch"
+    )
 
 
 def extract_loss(output: Any, place: str) -> Any:

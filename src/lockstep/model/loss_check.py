@@ -34,9 +34,10 @@ from lockstep.kernel.loss_weights import is_sum, loss_name
 from lockstep.kernel.seeds import isolated, state_of_others, state_of_torch
 from lockstep.kernel.splitting import split_evenly
 from lockstep.model.forward import compute_loss, split_targets
-from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.step_context import IGNORED_TARGETS, NOT_ADDITIVE, StepContext, StepObserver
+from lockstep.model.step_hooks import StepHook
 
-__all__ = ["NOT_ADDITIVE", "LossCheck", "is_due"]
+__all__ = ["LossCheck", "LossCheckHook"]
 
 FIRST, EVERY = 3, 1000
 """The steps that are checked: the first FIRST steps, and each multiple of EVERY."""
@@ -44,42 +45,58 @@ FIRST, EVERY = 3, 1000
 TOLERANCE = 1e-3
 """The largest difference of equal losses, relative to the largest of them, in float32."""
 
-NOT_ADDITIVE = "is not the sum of the losses of its halves times their shares"
-"""The words by which the warning is recognized."""
+
+class LossCheckHook(StepHook):
+    """The hook that checks the trainer's loss in some steps.
+
+    Args:
+        modules: The modules that a step calls, which the check must not call.
+    """
+
+    first, every = FIRST, EVERY
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+
+    def begin(self, step: StepContext, batch: Any) -> None:
+        """Check the losses of the step."""
+
+        def warn(microbatch: int, sentence: str) -> None:
+            step.warnings.append(f"{step.place(microbatch)}: {sentence}")
+
+        step.observers.append(LossCheck(step, self._modules, warn))
+
 
 Part = tuple[Any, Any]
 """The outputs of some samples, and their part of the batch."""
 
 
-class LossCheck:
+class LossCheck(StepObserver):
     """The check of one step on this rank.
 
     Args:
-        parallel: The layout and the loss.
+        step: The context of the step.
         modules: The modules that the step calls, which the check must not call.
         warn: A function of a micro-batch and a warning about it; called at most once.
     """
 
     def __init__(
         self,
-        parallel: ParallelContext,
+        step: StepContext,
         modules: Mapping[str, nn.Module],
         warn: Callable[[int, str], None],
     ) -> None:
-        self._parallel, self._warn = parallel, warn
+        self._step, self._parallel, self._warn = step, step.parallel, warn
         self._modules = {part for module in modules.values() for part in module.modules()}
         self._single: Part | None = None  # a micro-batch of one sample
         self._has_warned = False
 
-    def watch(self, microbatch: Microbatch, data: Any) -> Callable[..., Any]:
-        """Return the loss; it is checked when it is called.
-
-        Args:
-            microbatch: The micro-batch.
-            data: Its data on the device.
-        """
-        loss = self._parallel.loss
-        assert loss is not None
+    def watch_loss(
+        self, loss: Callable[..., Any], microbatch: Microbatch, data: Any
+    ) -> Callable[..., Any]:
+        """Return the loss; it is checked when it is called."""
+        if any(IGNORED_TARGETS in warning for warning in self._step.warnings):
+            return loss  # there is a warning already
 
         def checked(outputs: Any, targets: Any) -> Any:
             if not self._has_warned:
@@ -192,8 +209,3 @@ class LossCheck:
             f"that of the whole batch: {advice}; for a loss that compares samples with each other, "
             'see "Losses over the whole batch" in the guide to training'
         )
-
-
-def is_due(step: int) -> bool:
-    """Return whether the loss is checked in a step."""
-    return step < FIRST or step % EVERY == 0

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from lockstep.kernel.seeds import default_generator
 from lockstep.model.call_site import CallSites
 from lockstep.model.operator_call import KeptTensors, OperatorCall, Phase
 from lockstep.model.operator_schema import describe_operator, format_value, tensors_in
-from lockstep.model.step_context import Position, StepContext
+from lockstep.model.step_context import Position, StepContext, StepObserver
 
 __all__ = ["OperatorTracer", "record_graphs_as_operators"]
 
@@ -62,7 +62,7 @@ def record_graphs_as_operators() -> None:
             config.wrap_inductor_compiled_regions = True
 
 
-class OperatorTracer(TorchDispatchMode):
+class OperatorTracer(TorchDispatchMode, StepObserver):
     """The recorder of one step's operators on this rank.
 
     Args:
@@ -71,6 +71,7 @@ class OperatorTracer(TorchDispatchMode):
         keep: The index of the call whose tensors are kept; None for none.
     """
 
+    takes_refusals = True
     supports_higher_order_operators = True  # such as compiled graphs
 
     def __init__(self, modules: Mapping[str, nn.Module], keep: int | None = None) -> None:
@@ -92,7 +93,7 @@ class OperatorTracer(TorchDispatchMode):
     @contextmanager
     def recording(self, step: StepContext, position: Position) -> Iterator[None]:
         """Record the operators of micro-batches in the body, then of the step's other phases."""
-        step.phase_recorder = self.tracing
+        step.observers.append(self)
         with self.tracing("forward", position):
             yield
 
@@ -104,14 +105,9 @@ class OperatorTracer(TorchDispatchMode):
                     self.record_data(each.index, each.data)
         return batch
 
-    def record_loss(self, loss: torch.Tensor) -> None:
-        """Do nothing: the loss is the output of an operator."""
-
-    def record_refusal(self, sentence: str) -> None:
-        """Do nothing: an error is not an operator."""
-
-    def record_reduction(self, losses: Mapping[int, float]) -> None:
-        """Do nothing: the operators of the reduction are recorded."""
+    def record_phase(self, phase: Phase) -> AbstractContextManager[None]:
+        """Return the context in which the operators of a phase are recorded."""
+        return self.tracing(phase)
 
     @contextmanager
     def tracing(self, phase: Phase, position: Position | None = None) -> Iterator[None]:

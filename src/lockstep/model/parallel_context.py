@@ -36,7 +36,8 @@ class ParallelContext:
     """The layout, the loss and the arithmetic of a trainer, as seen by this rank.
 
     All parts of a trainer hold the same object. `loss_scale` changes between steps, equally on all
-    ranks. The layout changes only in `enter`, at the beginning of a round of an elastic run.
+    ranks. `is_recorded` is set while steps are recorded or replayed: batches are hashed then. The
+    layout changes only in `enter`, at the beginning of a round of an elastic run.
     """
 
     microbatches: int
@@ -57,6 +58,7 @@ class ParallelContext:
     extra_modules: tuple[nn.Module, ...] = ()
     activation_checkpointing: bool = False
     loss_scale: LossScale | None = None
+    is_recorded: bool = False
 
     def __post_init__(self) -> None:
         """Keep what every step or micro-batch asks for."""
@@ -141,7 +143,7 @@ class ParallelContext:
             "rank": self.rank,
         }
 
-    def split(self, batch: Any, is_recorded: bool = False) -> Batch:
+    def split(self, batch: Any) -> Batch:
         """Return this rank's part of a batch from a loader, or of a whole batch.
 
         A whole batch is hashed if there are other ranks to compare it with, or a record.
@@ -149,7 +151,7 @@ class ParallelContext:
         if isinstance(batch, Batch):
             return batch.for_share(self.share)
         part = split_batch(batch, self.share)
-        if self.replicas * self.stages == 1 and not is_recorded:
+        if self.replicas * self.stages == 1 and not self.is_recorded:
             return part
         return replace(part, identity=BatchIdentity(checksum=hash_content(batch)))
 

@@ -26,7 +26,7 @@ import json
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,14 @@ from torch import nn
 from lockstep.checksum import checksum
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.generators import generator_state, is_private_generator
-from lockstep.kernel.errors import DisagreementError
+from lockstep.kernel.errors import DisagreementError, LockstepError, StateError
+from lockstep.model.description import MACHINERY
 from lockstep.model.held_parameters import HeldParameters, explain_write
+from lockstep.model.rank_status import StatusSummary, merge_by_name
+from lockstep.model.step_context import StepContext, StepObserver
+from lockstep.model.step_hooks import StepHook
 
-__all__ = ["SideEffects", "require_same_weights"]
+__all__ = ["StateMutationCheck", "require_same_weights"]
 
 FIRST, EVERY = 3, 100
 """The steps that are checked: the first FIRST steps, and each multiple of EVERY."""
@@ -53,11 +57,16 @@ GRAPHS_EVERY = 20
 LARGEST = 1000
 """The largest number of entries of a container that is compared."""
 
+Findings = tuple[dict[str, str | None], list[tuple[int, str]]]
+"""What ranks compare of their state.
+
+For each position in a replica, the hash of the parameters and buffers before the step, "" if they
+are not compared. Then the last two ranks that wrote shared parameters since the last step, with the
+name of one; the rank is -1 where the writer is unknown.
+"""
+
 Watched = tuple[nn.Module, str, str]
 """A module, an attribute of it, and the name of the attribute in messages."""
-
-MACHINERY = frozenset(vars(nn.Module()))
-"""The attributes that torch sets in every module."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +85,19 @@ class Snapshot:
     """The values of plain attributes that are tensors or contain some."""
 
 
-class SideEffects:
-    """The comparison of the state of modules before and after a step's micro-batches.
+class StateMutationCheck(StepHook):
+    """The hook that compares the state of modules before and after a step's micro-batches.
 
-    `begin` and `finish` are called in every step; `failure`, `warnings` and `summary`
-    are the findings of the last step.
+    `compare_before` and `compare_after` are called in every step; `failure`, `warnings` and
+    `summary` are the results of the last one.
 
     Args:
         modules: The model, or its blocks on this rank, and the other modules that a step
             calls, by their names in messages.
         held: What the trainer holds; None: these modules.
     """
+
+    name = "state"
 
     def __init__(
         self, modules: Mapping[str, nn.Module], held: HeldParameters | None = None
@@ -114,7 +125,89 @@ class SideEffects:
         self.summary = ""
         """A hash of all parameters and buffers before the step; "" if the step is not checked."""
 
-    def begin(self, step: int) -> None:
+    def watch(self, modules: Mapping[str, nn.Module]) -> None:
+        """Compare these modules from now on."""
+        self._modules = dict(modules)
+
+    # --- in a step -----------------------------------------------------------------------------
+
+    def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[None]:
+        """Record the state before the first micro-batch, and watch the micro-batches."""
+        self.compare_before(step.number)
+        if self.is_checked or self.reads_graphs:
+            step.observers.append(_MicrobatchWatch(self))
+        return self._explaining(step)
+
+    @contextmanager
+    def _explaining(self, step: StepContext) -> Iterator[None]:
+        """Explain an error of the body by the failure that has been found before it."""
+        try:
+            with self.watching() if self.is_checked else nullcontext():
+                yield
+        except Exception as error:
+            if self.failure and not isinstance(error, LockstepError):
+                raise StateError(f"{step.where}: {self.failure}") from error
+            raise
+
+    def status(self, step: StepContext) -> Findings:
+        """Compare the state after the last micro-batch with the recorded one."""
+        position = str(step.parallel.position)
+        if not step.is_stopped:
+            self.compare_after()
+            step.warnings += (f"{step.where}: {sentence}" for sentence in self.warnings)
+        if self.failure:
+            step.refuse(self.failure)
+        if step.is_stopped:
+            return {position: ""}, []
+        writer = self.held.writer
+        writers = [] if writer is None else [(step.parallel.rank if writer[0] else -1, writer[1])]
+        # A step that continues despite refusals is compared by the observer that takes them.
+        return {position: "" if step.tolerates_refusals else self.summary}, writers
+
+    def decode(self, value: Any) -> Findings:
+        """Return the value from its JSON."""
+        weights, writers = value
+        return weights, [(rank, name) for rank, name in writers]
+
+    def merge(self, left: Findings, right: Findings) -> Findings:
+        """Return the value of two ranges of ranks: a hash is None if it differs."""
+        weights = merge_by_name(left[0], right[0], lambda one, two: one if one == two else None)
+        both = left[1] and right[1]
+        return weights, sorted({*left[1], *right[1]})[-2:] if both else left[1] or right[1]
+
+    def check(self, step: StepContext, summary: StatusSummary) -> None:
+        """Raise an error if ranks have other weights, or wrote shared ones.
+
+        Raises:
+            StateError: Shared parameters were written by several ranks, or by unknown ones. One
+                rank may write them. The others see new values without a write of their own.
+            DisagreementError: Ranks have other weights.
+        """
+        weights, writers = summary.hooks[self.name]
+        known = [writer for writer in writers if writer[0] >= 0]
+        if writers and len(known) != 1:
+            by = f"by ranks {known[0][0]} and {known[1][0]}" if known else "through .data"
+            raise StateError(
+                f"{step.where}: the parameter {writers[-1][1]} was written {by} after the "
+                'step before, and with storage="shared" the ranks have one copy of it: write it on '
+                "one rank, between two barriers and not through .data, call "
+                "trainer.load_state_dict() on every rank, or train with replicated storage"
+            )
+        if summary.failure is None and None in weights.values():
+            require_same_weights(self.checksums(), step.label.about, step.parallel.group)
+
+    def commit(self, step: StepContext) -> None:
+        """Note the parameters after the update."""
+        self.held.commit()
+
+    def undo(self) -> None:
+        """Discard the findings of `compare_after`, because the step is repeated."""
+        self._changes.subtract(self._noted)
+        self._noted = []
+
+    # --- before and after ----------------------------------------------------------------------
+
+    def compare_before(self, step: int) -> None:
         """Record the state before the first micro-batch."""
         self._before, self.warnings, self._noted, self._checksums = None, [], [], {}
         self._stranger = ""
@@ -168,7 +261,7 @@ class SideEffects:
         """
         self._stranger = self._stranger or self.held.check_graph(root, place)
 
-    def finish(self) -> None:
+    def compare_after(self) -> None:
         """Compare the state after the last micro-batch with the recorded one."""
         self.failure = self.failure or self.held.finish()
         if self._stranger and not self.failure:  # perhaps forward has added it to the model
@@ -199,11 +292,6 @@ class SideEffects:
         self._noted = changed
         self._changes.update(changed)
         self.warnings += [_warning(name) for name in changed if self._changes[name] == 2]
-
-    def undo(self) -> None:
-        """Discard the findings of `finish`, because the step is repeated."""
-        self._changes.subtract(self._noted)
-        self._noted = []
 
     def checksums(self) -> dict[str, int]:
         """Return the checksums of parameters and buffers by name, of which `summary` is a hash."""
@@ -257,7 +345,7 @@ def require_same_weights(
 ) -> None:
     """Find and report the first tensor in which ranks differ.
 
-    A collective call, for steps in which `SideEffects.summary` differs between ranks.
+    A collective call, for steps in which `StateMutationCheck.summary` differs between ranks.
 
     Args:
         mine: The checksums of this rank's tensors, by name.
@@ -302,6 +390,23 @@ def _warning(name: str) -> str:
 
 def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
     return [name for name, value in after.items() if name in before and before[name] != value]
+
+
+class _MicrobatchWatch(StepObserver):
+    """The part of the check during the micro-batches of a step."""
+
+    def __init__(self, check: StateMutationCheck) -> None:
+        self._check = check
+
+    def begin_microbatch(self) -> None:
+        """Begin a micro-batch, for which all attributes are those of another one."""
+        if self._check.is_checked:
+            self._check.begin_microbatch()
+
+    def record_graph(self, root: torch.Tensor, place: tuple[int, int]) -> None:
+        """Compare the leaves of a graph with the parameters that trainers hold."""
+        if self._check.reads_graphs:
+            self._check.check_graph(root, place)
 
 
 class _WatchedAttribute:

@@ -20,7 +20,7 @@ from lockstep.model.deferred_init import named_tensors, release
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import Metric
 from lockstep.model.held_parameters import HeldParameters
-from lockstep.model.side_effects import SideEffects
+from lockstep.model.side_effects import StateMutationCheck
 from lockstep.model.static_shapes import static_shapes
 from lockstep.model.step_context import StepContext
 from lockstep.pipeline.composition import Composition
@@ -63,6 +63,7 @@ class PipelineExecutor:
     ) -> None:
         self._partitioner, self._module, self._copies = partitioner, module, list(copies)
         self._metrics, self._seed, self._held = metrics, seed, held
+        self.side_effects = StateMutationCheck({}, held)
         self._pipeline: Pipeline | None = None
         self._running: ScheduleExecutor | None = None
         self.placement: Placement | None = None
@@ -71,11 +72,6 @@ class PipelineExecutor:
         self.owned_parameters: list[nn.Parameter] = []
         if (plan := partitioner.plan_without_data(module)) is not None:
             self._partition(plan)
-
-    @property
-    def side_effects(self) -> SideEffects:
-        """The detector of values that forward writes in addition to its result."""
-        return self._linked().side_effects
 
     @property
     def is_ready(self) -> bool:
@@ -154,8 +150,9 @@ class PipelineExecutor:
         """Build this rank's stages, and free the rest of the model."""
         placement = Placement.from_model(self._partitioner.parallel, plan.partition, self._module)
         pipeline = placement.build_pipeline(
-            self._module, self._seed, plan.schedule, plan.stages_per_rank, self._held
+            self._module, self._seed, plan.schedule, plan.stages_per_rank
         )
+        self.side_effects.watch(pipeline.modules())
         pipeline.find_views(
             {
                 name: tensor

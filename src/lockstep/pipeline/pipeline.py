@@ -22,9 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.model.held_parameters import HeldParameters
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.side_effects import SideEffects
 from lockstep.pipeline.link_groups import make_groups
 from lockstep.pipeline.p2p import Receiver, Sender
 from lockstep.pipeline.schedules import Action, build_schedule
@@ -69,7 +67,6 @@ class Pipeline:
         name: The name of the schedule.
         stages_per_rank: Stages per rank; more than one only for the schedule "interleaved".
         ties: The tied parameters of all stages; each gets its links here.
-        held: What the trainer holds.
     """
 
     def __init__(
@@ -79,7 +76,6 @@ class Pipeline:
         name: str,
         stages_per_rank: int,
         ties: Sequence[TiedParameters],
-        held: HeldParameters,
     ) -> None:
         self.parallel, self.name, self.stages_per_rank = parallel, name, stages_per_rank
         self.stages = {stage.number: stage for stage in stages}
@@ -87,10 +83,6 @@ class Pipeline:
         here = self.stages.keys()
         self.ties = [tie for tie in ties if tie.later in here or tie.earlier in here]
         self._all_ties = list(ties)
-        modules = {name: block for stage in stages for name, block in stage.blocks.items()}
-        self.side_effects = SideEffects(
-            modules | (parallel.loss_module() if self.last in here else {}), held
-        )
         self.failure = ""
         """The reason why no step can be computed; "" if there is none."""
         self._old_links: list[Any] = []
@@ -101,6 +93,13 @@ class Pipeline:
     def last(self) -> int:
         """The number of the last stage, which computes the loss."""
         return self.number - 1
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Return the modules that this rank calls in a step, by their names in messages."""
+        blocks = {
+            name: block for stage in self.stages.values() for name, block in stage.blocks.items()
+        }
+        return blocks | (self.parallel.loss_module() if self.last in self.stages else {})
 
     def find_views(self, released: Mapping[str, torch.Tensor]) -> None:
         """Set `failure` if a block or the loss refers to the memory of a tensor of another rank."""

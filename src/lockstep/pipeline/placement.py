@@ -10,7 +10,6 @@ from torch import nn
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel.rng_scopes import RngScopes, find_scopes
-from lockstep.model.held_parameters import HeldParameters
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.partition import Partition
@@ -74,7 +73,6 @@ class Placement:
         seed: int,
         schedule: str,
         stages_per_rank: int,
-        held: HeldParameters,
     ) -> Pipeline:
         """Build this rank's stages, and connect them to their neighbors."""
         parameters, sparse = dict(model.named_parameters()), sparse_weights(model.modules())
@@ -104,7 +102,6 @@ class Placement:
             schedule,
             stages_per_rank,
             find_tied_parameters(parameters, self.holders),
-            held,
         )
 
     def select_blocks(self, model: nn.Module, stage: int) -> dict[str, nn.Module]:

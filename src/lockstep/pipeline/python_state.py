@@ -31,7 +31,7 @@ from torch import nn
 
 from lockstep.data.generators import generator_state, is_private_generator
 from lockstep.kernel.errors import UsageError
-from lockstep.model.side_effects import MACHINERY
+from lockstep.model.description import MACHINERY
 
 __all__ = ["Assigned", "PythonState", "find_python_state", "find_python_states"]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,9 @@ from lockstep.kernel.errors import LayoutError, LostError, StoppedError
 from lockstep.kernel.seeds import isolated
 from lockstep.model.buffers import Buffers
 from lockstep.model.forward import Metric, compute_loss, extract_loss, split_targets
-from lockstep.model.step_context import ComputedMicrobatch, Span, StepContext
+from lockstep.model.loss_root import scale_loss
+from lockstep.model.loss_shares import start_batch
+from lockstep.model.step_context import ComputedMicrobatch, Span, StepContext, StepFailure
 from lockstep.pipeline.aliasing import ReceivedTensors
 from lockstep.pipeline.boundary import flatten, unflatten
 from lockstep.pipeline.composition import Composition
@@ -112,7 +113,7 @@ class ScheduleExecutor:
         return found
 
     def _prepare(self, batch: Any) -> None:
-        batch = self.step.start(batch)
+        batch = start_batch(self.step, batch)
         for stage in self.pipeline.stages.values():
             stage.gradients.begin(batch.leaves, self._parallel.hosts)
             self._missing[stage.number] = [each.index for each in batch.microbatches]
@@ -145,7 +146,7 @@ class ScheduleExecutor:
                 self._backward(stage, microbatch.index, action.kind)
             if action.kind != "input":
                 self._finish_leaf(stage, microbatch)
-        if self.step.is_traced:
+        if self.step.spans is not None:
             self.step.spans.append(
                 Span(
                     action.kind, stage.number, microbatch.index, self._begun, time.perf_counter(),
@@ -171,13 +172,13 @@ class ScheduleExecutor:
                 graph_input,
             )
         loss = self._make_loss(stage, microbatch, place) if links.outputs is None else None
-        effects = self.pipeline.side_effects
-        if effects.is_checked:
-            effects.begin_microbatch()
+        for observer in self.step.observers:
+            observer.begin_microbatch()
         with self._parallel.autocast():
             made = stage.forward(self.step.number, leaf, given, place, loss)
-        for root in made.tensors if effects.reads_graphs else ():
-            effects.check_graph(root, (self.step.number, leaf))
+        for observer in self.step.observers:
+            for root in made.tensors:
+                observer.record_graph(root, (self.step.number, leaf))
         if links.outputs is not None:
             links.outputs.send(
                 made.structure, made.tensors, self.step.attempt.number, leaf, made.rng_state
@@ -194,10 +195,7 @@ class ScheduleExecutor:
                 loss = extract_loss(outputs, place)
             else:
                 data = self._parallel.move_to_device(microbatch.data)
-                function: Callable[..., Any] | None = self._parallel.loss
-                if self.step.checks_loss:
-                    modules = partial(self._get_modules, stage)
-                    function = self.step.watch_loss(microbatch, data, modules)
+                function = self.step.find_loss(microbatch, data)
                 assert function is not None
                 targets = split_targets(data, place)[1]
                 loss, metrics = compute_loss(function, self._metrics, outputs, targets, place)
@@ -206,7 +204,7 @@ class ScheduleExecutor:
             computed = ComputedMicrobatch(microbatch, share, [loss.detach()], metrics)
             self.step.computed.append(computed)
             with self._parallel.without_autocast():
-                return self.step.scale_loss(loss, share)
+                return scale_loss(loss, share, self._parallel.loss_scale)
 
         return scaled
 
@@ -246,8 +244,8 @@ class ScheduleExecutor:
     def _finish_leaf(self, stage: Stage, microbatch: Microbatch) -> None:
         self._skip_absent(stage, microbatch.index)
         self._missing[stage.number].pop(0)
-        if self.step.observe_microbatch is not None:
-            gradients, buffers = stage.gradients.current(), stage.buffers.current()
+        if self.step.observers:
+            gradients, buffers = stage.gradients.current, stage.buffers.current
             self.step.observe_microbatch(microbatch.index, gradients, buffers)
         with self.step.in_phase("reduction"):
             stage.finish(microbatch.index, microbatch.size / self.step.samples)
@@ -263,20 +261,18 @@ class ScheduleExecutor:
             # The span begins with its waits: delays before them, such as time without a core, do
             # not count.
             self._begun = ended - self._waited
-            self.step.idle += waited
+            self.step.times.idle += waited
             self._source = receiver.peer
             self._bytes += receiver.received_bytes - before
 
     def _fail(self, error: Exception) -> None:
         """Notify the neighbors; the status of this rank notifies all other ranks."""
-        self.step.error = error
-        if isinstance(error, StoppedError):
-            self.step.stopped = str(error)
-        else:
-            first = (str(error).splitlines() or [""])[0]
+        sentence = str(error)
+        if not isinstance(error, StoppedError):
+            first = (sentence.splitlines() or [""])[0]
             has_place = first.startswith(self.place)
-            message = first if has_place else f"{self.place}: {type(error).__name__}: {first}"
-            self.step.stopped = message
+            sentence = first if has_place else f"{self.place}: {type(error).__name__}: {first}"
             error.add_note(f"in {self.place}")
+        self.step.failure = StepFailure("stopped", sentence, error)
         with suppress(RuntimeError):
-            self.pipeline.fail(self.step.stopped, self.step.attempt.number)
+            self.pipeline.fail(sentence, self.step.attempt.number)

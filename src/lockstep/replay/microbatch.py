@@ -37,7 +37,7 @@ from lockstep.launcher.stacks import is_user_code
 from lockstep.messages import say
 from lockstep.model.deferred_init import named_tensors
 from lockstep.model.fingerprinter import hookable_modules
-from lockstep.model.step_context import StepContext
+from lockstep.model.step_context import StepContext, StepObserver
 from lockstep.replay.result import ReplayRequest
 from lockstep.training.session import SessionComplete
 
@@ -53,7 +53,7 @@ INTERNAL = ["lockstep.*", "torch.nn.modules.module", "torch.utils.*", "torch._*"
 """Modules that the debugger does not stop in."""
 
 
-class LoneMicrobatch:
+class LoneMicrobatch(StepObserver):
     """Computes one micro-batch of a step, and ends the program.
 
     Args:
@@ -64,6 +64,8 @@ class LoneMicrobatch:
             not computed), the indices of the samples (None if they are not known) and sentences
             about what was found.
     """
+
+    takes_refusals = True
 
     def __init__(
         self,
@@ -136,6 +138,7 @@ class LoneMicrobatch:
         Raises:
             SessionComplete: It was computed.
         """
+        step.observers.append(self)
         try:
             with ExitStack() as stack:
                 if self._request.debug:
@@ -205,12 +208,6 @@ class LoneMicrobatch:
     def record_loss(self, loss: torch.Tensor) -> None:
         """Record the loss; the losses of several backward passes are added."""
         self._loss = (self._loss or 0.0) + float(loss.detach())
-
-    def record_refusal(self, sentence: str) -> None:
-        """Do nothing: the step is not finished."""
-
-    def record_reduction(self, losses: Mapping[int, float]) -> None:
-        """Do nothing: the step is not finished."""
 
     def _describe_samples(self) -> str:
         """Return a sentence about the samples; "" if they are not known."""

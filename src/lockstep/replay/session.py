@@ -19,14 +19,18 @@ from lockstep.check.session import choose_options
 from lockstep.launcher.rank_process import get_launch_number
 from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.model.operator_tracer import OperatorTracer, record_graphs_as_operators
-from lockstep.model.step_context import StepContext, StepObserver
+from lockstep.model.step_context import StepContext
+from lockstep.model.step_hooks import StepResult
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.replay.microbatch import LoneMicrobatch
 from lockstep.replay.program import Base
 from lockstep.replay.result import ReplayedStep, ReplayRequest
-from lockstep.training.history import StepResult
-from lockstep.training.session import ObservedTrainer, SessionComplete, TrainerObserver
-from lockstep.training.step import CommittedStep
+from lockstep.training.session import (
+    ObservedTrainer,
+    RecordingObserver,
+    SessionComplete,
+    TrainerObserver,
+)
 
 __all__ = ["ReplaySession"]
 
@@ -89,7 +93,7 @@ class UnobservedTrainer:
     def begin_step(self, step: int) -> None:
         """Observe nothing."""
 
-    def commit(self, committed: CommittedStep) -> None:
+    def commit(self, result: StepResult) -> None:
         """Do nothing."""
 
 
@@ -112,9 +116,10 @@ class ReplayedTrainer:
                 trainer.module,
                 trainer.has_whole_gradients,
                 with_backward=True,
+                takes_refusals=True,
             )
 
-    def begin_step(self, step: int) -> StepObserver | None:
+    def begin_step(self, step: int) -> RecordingObserver | None:
         """Return the observer of a step; None for none."""
         request, self._begun = self._session.request, step
         if request.is_alone:
@@ -131,9 +136,9 @@ class ReplayedTrainer:
             self._tracer = OperatorTracer(modules, kept)
         return self._tracer
 
-    def commit(self, committed: CommittedStep) -> None:
+    def commit(self, result: StepResult) -> None:
         """Record a wanted step; end the program after the last one."""
-        result, session = committed.result, self._session
+        session = self._session
         self._begun = None
         session.count(result.step + 1)
         if self._is_wanted(result.step):

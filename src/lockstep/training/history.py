@@ -20,6 +20,7 @@ from lockstep.launcher.run_folder import command_words
 from lockstep.launcher.world import World
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.step_hooks import CommittedStep, StepHook, StepResult
 from lockstep.record.environment import describe_environment
 from lockstep.record.loggers import Logger
 from lockstep.record.program import describe_program
@@ -47,48 +48,6 @@ IDENTITIES = {"step": "step", "epoch": "epoch", "warning": "message"}
 """Kinds of lines that a new rank 0 writes if they are missing, and the field that identifies one.
 """
 BACKLOG = 16  # lines that each rank keeps for this
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of one optimizer step.
-
-    Attributes:
-        step: The number of the step, from 0.
-        epoch: The epoch, from 0.
-        loss: The loss of the batch before the step.
-        samples: The number of samples of the batch.
-        metrics: The means of the metrics over the samples of the batch.
-        lr: The learning rate of the step.
-        seconds: The duration of the step, in seconds.
-        ranks: [compute, communication, waiting, data] of every rank, in seconds; empty if there are
-            more than 64 ranks.
-        rank_summary: The minimum, median, maximum and mean of these times over the ranks, and the
-            rows of the slowest ranks; None if there are at most 64 ranks.
-        norm: The 2-norm of the whole gradient before clipping.
-        loss_scale: The scale of the loss; None without float16 autocast.
-        is_skipped: Whether gradients overflowed, so that the weights did not change; None without
-            float16 autocast.
-        losses: The losses of the micro-batches; None for a micro-batch of weight 0, which is not
-            computed. Empty if there are more than 64 ranks.
-        batch: A hash of the batch's sample indices, or of its content if it does not come from
-            `trainer.batches`; None if neither is known.
-    """
-
-    step: int
-    epoch: int
-    loss: float
-    samples: int
-    metrics: dict[str, float]
-    lr: float
-    seconds: float = 0.0
-    ranks: list[list[float]] = field(default_factory=list)
-    norm: float = 0.0
-    loss_scale: float | None = None
-    is_skipped: bool | None = None
-    losses: list[float | None] = field(default_factory=list)
-    batch: str | None = None
-    rank_summary: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +89,7 @@ Callback = Callable[[StepResult], None] | OnStep | OnEpoch
 """A function of a `StepResult`, or an object with `on_step(result)` or `on_epoch(result)`."""
 
 
-class History:
+class History(StepHook):
     """The history of a training: sums steps up into epochs, and calls callbacks and loggers.
 
     The line of an epoch contains its evaluation. It is therefore written only at the next
@@ -207,6 +166,13 @@ class History:
     @property
     def _has_readers(self) -> bool:
         return bool(self.loggers) or self._backlog is not None
+
+    def report(self, committed: CommittedStep) -> None:
+        """Write the warnings and the result of a step."""
+        summary, own = committed.summary, committed.step.parallel.rank
+        for rank, message in summary.warnings:
+            self.warn(rank, message, show=rank == own)
+        self.step(committed.result, summary.hooks["usage"])
 
     def step(self, result: StepResult, usage: RankUsage | None = None) -> None:
         """Add one step, and the usage of the ranks in it."""

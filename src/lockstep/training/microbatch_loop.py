@@ -22,7 +22,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
@@ -30,12 +29,13 @@ from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.autograd_engine import run_backward
-from lockstep.model.batch_norm import explain_batch_norm, warn_of_batch_norm
 from lockstep.model.buffers import Buffers
+from lockstep.model.forward import explain_batch_norm
+from lockstep.model.loss_root import LossRoot
+from lockstep.model.loss_shares import start_batch
 from lockstep.model.parallel_context import NOTHING
-from lockstep.model.side_effects import SideEffects
-from lockstep.model.step_context import ComputedMicrobatch, StepContext
-from lockstep.training.history import StepResult
+from lockstep.model.step_context import ComputedMicrobatch, StepContext, StepFailure
+from lockstep.model.step_hooks import StepResult
 
 __all__ = ["ManualStep", "MicrobatchLoop"]
 
@@ -50,14 +50,12 @@ class MicrobatchLoop:
         buffers: Buffers,
         gradients: GradientReducer,
         checkpointing: ActivationCheckpointing,
-        modules: Mapping[str, nn.Module],
-        effects: SideEffects,
     ) -> None:
         self.step = step
         self.result: StepResult | None = None
         self.buffers, self.gradients = buffers, gradients
-        self._units, self._checkpointing, self._modules = units, checkpointing, modules
-        self._effects = effects
+        self._units, self._checkpointing = units, checkpointing
+        self._roots = LossRoot(step.parallel.loss_scale)
         self._iteration: Iterator[Any] | None = None
         self._current: ComputedMicrobatch | None = None
         self._place: str | None = None
@@ -85,30 +83,16 @@ class MicrobatchLoop:
             self._place = self.step.place(self._current.microbatch.index if self._current else 0)
         return self._place
 
-    def microbatches(self, batch: Any, *, is_manual: bool = False) -> Iterator[Any]:
-        """Yield the data of this rank's micro-batches, one after another.
-
-        Args:
-            batch: The batch of the step.
-            is_manual: Whether the loop is in the user's script.
-        """
+    def microbatches(self, batch: Any) -> Iterator[Any]:
+        """Yield the data of this rank's micro-batches of a batch, one after another."""
         if self._iteration is not None:
             raise UsageError("one step takes one batch: begin another step for the next batch")
         self._iteration = self._microbatches(batch)
-        if is_manual:
-            self._iteration = self._warn_of_batch_norm(batch, self._iteration)
         return self._iteration
-
-    def _warn_of_batch_norm(self, batch: Any, data: Iterator[Any]) -> Iterator[Any]:
-        def warn(sentence: str) -> None:
-            self.step.warnings.append(f"{self.place}, {sentence}")
-
-        with warn_of_batch_norm(self._modules, batch, lambda: self.position, warn):
-            yield from data
 
     def _microbatches(self, batch: Any) -> Iterator[Any]:
         step, parallel = self.step, self.step.parallel
-        batch = step.start(batch)
+        batch = start_batch(step, batch)
         compare = partial(step.label.require_same, parallel.group)
         self.gradients.begin(batch.leaves, parallel.hosts, compare)
         for microbatch in batch.microbatches:
@@ -118,8 +102,8 @@ class MicrobatchLoop:
                 continue
             self._current, self._place = ComputedMicrobatch(microbatch, step.shares[leaf]), None
             self.buffers.install_copies()
-            if self._effects.is_checked:
-                self._effects.begin_microbatch()
+            for observer in step.observers:
+                observer.begin_microbatch()
             self._units.begin_microbatch(step.number, leaf)
             data = parallel.move_to_device(microbatch.data)
             with parallel.autocast():
@@ -129,8 +113,8 @@ class MicrobatchLoop:
                     f"{step.place(leaf)}: step.backward(loss) was not called: write it instead of "
                     "loss.backward()"
                 )
-            if step.observe_microbatch is not None:
-                step.observe_microbatch(leaf, self.gradients.current(), self.buffers.current())
+            if step.observers:
+                step.observe_microbatch(leaf, self.gradients.current, self.buffers.current)
             with step.in_phase("reduction"):
                 self.buffers.collect(leaf, microbatch.size / step.samples)
                 self.gradients.accumulate(leaf)
@@ -152,14 +136,13 @@ class MicrobatchLoop:
                 "call step.backward(loss) inside the loop over step.microbatches(batch)"
             )
         self.step.check_loss(loss, self.place)
-        if self._effects.reads_graphs:
-            place = self.step.number, self._current.microbatch.index
-            self._effects.check_graph(loss, place)
+        for observer in self.step.observers:
+            observer.record_graph(loss, (self.step.number, self._current.microbatch.index))
         self._current.losses.append(loss.detach())
         if metrics:
             self._current.metrics.update(metrics)
         with self.step.parallel.without_autocast():
-            root, gradient = self.step.find_root(loss, self._current.share)
+            root, gradient = self._roots.find(loss, self._current.share)
             watched = self._watch_backward(root) if final else NOTHING
             with watched, self._checkpointing.explain_errors():
                 run_backward(root, gradient, retain_graph)
@@ -172,7 +155,8 @@ class MicrobatchLoop:
         """
         if isinstance(self._iteration, Generator):
             self._iteration.close()  # leaves autocast, even if the user keeps the generator
-        self.step.failure = self.gradients.failure
+        if self.gradients.failure:
+            self.step.failure = StepFailure("failure", self.gradients.failure)
         if error is None or self._current is None:
             return
         is_single = self._current.microbatch.size == 1
@@ -186,8 +170,8 @@ class MicrobatchLoop:
         assert self.step.batch is not None
         assert self._current is not None
         leaf = self._current.microbatch.index
-        if self.step.observe_microbatch is not None:  # it reads gradients after backward
-            return NOTHING
+        if any(observer.observes_microbatches for observer in self.step.observers):
+            return NOTHING  # gradients are read after backward
         if not self.gradients.can_launch_early or leaf != self.step.batch.microbatches[-1].index:
             return NOTHING
         return self.gradients.watch_backward(loss, leaf)
@@ -255,7 +239,7 @@ class ManualStep:
             UsageError: The step already has a batch, or its context was not entered.
         """
         given = self._batch if batch is None else batch
-        return self._entered().microbatches(given, is_manual=True)
+        return self._entered().microbatches(given)
 
     def backward(
         self,

@@ -39,7 +39,7 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.executor import PipelineExecutor
 from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
 from lockstep.pipeline.placement import Placement
-from lockstep.training.live_settings import LiveSettings
+from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.optimization import Optimization
 from lockstep.training.shared_storage import share_parameters
 from lockstep.training.trainer_arguments import Model, TrainerArguments
@@ -59,7 +59,7 @@ class ModelSetup:
         module: The model without the compiler's wrapper.
         partitioner: The partitioner of the model into stages.
         optimization: The optimizer, the scheduler and the average of the weights.
-        live_settings: The settings that ranks compare in every step.
+        hyperparameters: The settings that ranks compare in every step.
         executor: The executor, which computes the micro-batches.
         settings: The description of the model and the optimizer, which ranks have compared.
     """
@@ -69,17 +69,20 @@ class ModelSetup:
     module: nn.Module
     partitioner: Partitioner
     optimization: Optimization
-    live_settings: LiveSettings
+    hyperparameters: HyperparameterCheck
     executor: WholeModelExecutor | PipelineExecutor
     settings: dict[str, str]
 
 
-def set_up_model(model: Model, arguments: TrainerArguments) -> ModelSetup:
+def set_up_model(
+    model: Model, arguments: TrainerArguments, *, is_elastic: bool = False
+) -> ModelSetup:
     """Build this rank's part of the model, give all ranks the same weights, make the optimizer.
 
     Args:
         model: The argument of the trainer.
         arguments: The other arguments, which ranks have compared.
+        is_elastic: Whether the number of ranks can change.
 
     Raises:
         UsageError: The model cannot be trained, or another rank could not build its blocks.
@@ -114,7 +117,9 @@ def set_up_model(model: Model, arguments: TrainerArguments) -> ModelSetup:
     )
     optimization.require_split(parallel.stages, arguments.is_shared)
     foreign = modules.keys() - {"model", "loss"}
-    live_settings = LiveSettings(modules, foreign, optimization.optimizer, parallel.group)
+    hyperparameters = HyperparameterCheck(
+        modules, foreign, optimization.optimizer, parallel.group, is_elastic=is_elastic
+    )
     metrics = dict(arguments.metrics or {})
     executor = _build_executor(
         parallel,
@@ -126,13 +131,15 @@ def set_up_model(model: Model, arguments: TrainerArguments) -> ModelSetup:
         arguments.seed,
         arguments.is_shared,
     )
+    if optimization.sharded is not None:
+        optimization.sharded.log.is_elastic = is_elastic
     return ModelSetup(
         parallel=parallel,
         model=called,
         module=module,
         partitioner=partitioner,
         optimization=optimization,
-        live_settings=live_settings,
+        hyperparameters=hyperparameters,
         executor=executor,
         settings=description | of_optimizer,
     )

@@ -17,6 +17,8 @@ from lockstep.checksum import name_optimizer_tensors
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.model.description import Description, describe_object, describe_optimizer
+from lockstep.model.step_context import StepContext
+from lockstep.model.step_hooks import StepHook
 from lockstep.training.combined_optimizer import CombinedOptimizer
 from lockstep.training.learning_rate_schedule import LearningRateSchedule
 from lockstep.training.optimizer_config import OptimizerConfig, make_optimizers
@@ -29,9 +31,7 @@ from lockstep.training.optimizer_probe import (
 )
 from lockstep.training.sharded_optimizer import ShardedOptimizer
 
-__all__ = [
-    "Optimization",
-]
+__all__ = ["Optimization", "OptimizerHookCheck"]
 
 
 class Optimization:
@@ -65,7 +65,7 @@ class Optimization:
         self._guard = _StepGuard({id(each) for each in self.optimizers})
         self._nested = [each for optimizer in self.optimizers for each in find_nested(optimizer)]
         # Each rank steps some parameters, or pieces of them, so hooks would see only these.
-        self._is_split = False
+        self.is_split = False
         self.schedules = [
             LearningRateSchedule(config, optimizer)
             for config, optimizer in zip(configs, self.optimizers, strict=True)
@@ -95,7 +95,7 @@ class Optimization:
 
     def require_split(self, stages: int, is_shared: bool) -> None:
         """Raise LayoutError if the optimizers cannot step a part of the model on each rank."""
-        self._is_split = stages > 1 or is_shared
+        self.is_split = stages > 1 or is_shared
         if is_shared and len(self.optimizers) > 1:
             raise LayoutError(
                 'storage="shared" steps one optimizer, and this trainer has '
@@ -108,7 +108,7 @@ class Optimization:
 
     def find_foreign_code(self) -> str:
         """Return a sentence about a hook or replaced step that this layout cannot run, or ""."""
-        found = find_foreign_code(self._nested) if self._is_split else ""
+        found = find_foreign_code(self._nested) if self.is_split else ""
         return found and (
             f"{found} would get only the parameters, or the slices of them, that this rank "
             "updates: clip with max_grad_norm=, change weights after trainer.step(batch), or train "
@@ -279,6 +279,20 @@ def _make_average(module: nn.Module, decay: float) -> AveragedModel:
     finally:
         for attributes, name, value in computed:
             attributes[name] = value
+
+
+class OptimizerHookCheck(StepHook):
+    """The hook that refuses hooks of optimizers which got only a part of the parameters."""
+
+    name = "optimizer"
+
+    def __init__(self, optimization: Optimization) -> None:
+        self._optimization = optimization
+
+    def status(self, step: StepContext) -> None:
+        """Refuse the step if an optimizer has such a hook now."""
+        if not step.is_stopped and (foreign := self._optimization.find_foreign_code()):
+            step.refuse(foreign)
 
 
 @dataclass

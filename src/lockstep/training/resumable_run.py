@@ -30,7 +30,7 @@ from lockstep.data.content_hash import hash_content
 from lockstep.data.loader import Batches
 from lockstep.data.microbatch import Batch
 from lockstep.data.samplers import KnownSamplers
-from lockstep.elastic.membership import Membership, membership
+from lockstep.elastic.membership import Membership
 from lockstep.elastic.restart_source import RestartSource, find_restart_source
 from lockstep.kernel.errors import FileError, LockstepError, UsageError
 from lockstep.kernel.seeds import global_states
@@ -48,7 +48,6 @@ from lockstep.training.compatibility import (
 )
 from lockstep.training.hand_over import HandOver, read_newest_state
 from lockstep.training.history import History
-from lockstep.training.rank_status import StatusSummary
 from lockstep.training.repeated_work import measure_repeated_work
 from lockstep.training.run_checkpoints import RunCheckpoints, restore_objects
 from lockstep.training.run_record import RunRecord
@@ -68,9 +67,12 @@ class ResumableRun:
         parallel: The layout.
         record: The record of the run.
         checkpoints: The checkpoints of the run; None for a trainer without them.
+        member: This process as a member of an elastic run; None outside of one.
 
     Attributes:
         has_begun: Whether the script has made its first call, or the run was resumed.
+        ending_round: The round at whose end, as rank 0 has reported, members join or leave; -1 for
+            none.
         resumed_from: The number of steps that the training was resumed after; None if it was not.
     """
 
@@ -82,11 +84,13 @@ class ResumableRun:
         parallel: ParallelContext,
         record: RunRecord,
         checkpoints: RunCheckpoints | None,
+        member: Membership | None,
     ) -> None:
         self._state, self._history, self._settings = state, history, settings
         self._parallel, self._record, self._checkpoints = parallel, record, checkpoints
+        self._member = member
         self.has_begun = False
-        self._admits = -1  # the round in which rank 0 reported that members join or leave
+        self.ending_round = -1
         self._has_joined = False
         self._log, self._samplers = ScriptLog(), KnownSamplers()
         if checkpoints is not None:
@@ -187,7 +191,7 @@ class ResumableRun:
         if self._parallel.rank == 0:
             say_continued(origin, path, steps, checkpoints is not None)
             self._history.write_missing((state or {}).get("backlog", ()))
-        if membership() is not None:
+        if self._member is not None:
             self._record.agree_on_folder(self._parallel.group)
         self.has_begun = True
         self._round = origin.describe_round() | {
@@ -218,7 +222,7 @@ class ResumableRun:
             self._checkpoints.begin()
         elif self._parallel.rank == 0:
             self._record.begin()
-        if membership() is not None:
+        if self._member is not None:
             self._record.agree_on_folder(self._parallel.group)
         self.has_begun = True
 
@@ -226,7 +230,7 @@ class ResumableRun:
 
     def join(self) -> bool:
         """Join a running elastic run if this process is a newcomer; return whether it is one."""
-        member = membership()
+        member = self._member
         if member is None or not member.is_waiting:
             return False
         member.join()
@@ -402,22 +406,9 @@ class ResumableRun:
 
     # --- saving -------------------------------------------------------------------------------
 
-    def is_due_after(self, steps: int) -> bool:
-        """Return whether this rank wants a checkpoint after `steps` steps."""
-        return self._checkpoints is not None and self._checkpoints.is_due_after(steps)
-
-    def note_step(self, summary: StatusSummary, is_manual: bool) -> None:
-        """Note a step, and the requests of the ranks in it: to checkpoint, stop, join or leave.
-
-        A manual step is logged, so that a resumed script does not repeat it unnoticed.
-        """
-        if is_manual:
-            self._log.record_manual_step(self._state.position.steps)
-        self._admits = summary.admits
-        if self._checkpoints is not None:
-            steps = self._state.position.steps
-            self._checkpoints.note_step(summary.is_checkpoint_due, summary.stop, steps)
-            self._checkpoints.report(self._history)
+    def note_manual_step(self) -> None:
+        """Log a step whose micro-batches the script computed itself."""
+        self._log.record_manual_step(self._state.position.steps)
 
     def reach_safe_point(self, epoch: OpenEpoch | None = None, *, ask: bool = False) -> None:
         """Note that the script can be continued from here, and save a checkpoint if one is due.
@@ -436,9 +427,9 @@ class ResumableRun:
             return
         if self._checkpoints is not None:
             self._save_if_wanted(self._checkpoints, ask)
-        member = membership()
-        if member is not None and self._admits == member.round:  # not outdated by a loss
-            self._admits = -1
+        member = self._member
+        if member is not None and self.ending_round == member.round:  # not outdated by a loss
+            self.ending_round = -1
             self._note_safe_point(epoch)  # processes that cannot stay hand over
             member.admit()
         self._note_safe_point(epoch)  # last, since saving a checkpoint performs operations

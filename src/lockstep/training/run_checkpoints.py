@@ -41,7 +41,7 @@ from lockstep.checkpoint.stop_request import StopRequest
 from lockstep.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 from lockstep.checksum import checksum
 from lockstep.comm.collectives import broadcast_bytes
-from lockstep.elastic.membership import exchange, membership, run_transaction
+from lockstep.elastic.membership import Membership, exchange, run_transaction
 from lockstep.elastic.restart_source import find_mirror
 from lockstep.files import make_folder
 from lockstep.kernel.errors import FileError, UsageError
@@ -64,6 +64,7 @@ class RunCheckpoints:
         config: The settings of the checkpoints.
         parallel: The layout.
         run: The record of the run, which on rank 0 decides the folder.
+        member: This process as a member of an elastic run; None outside of one.
 
     Attributes:
         is_open: Whether the folder is decided. If the named folder has an earlier run, it is only
@@ -74,7 +75,13 @@ class RunCheckpoints:
         FileError: The folder cannot be created.
     """
 
-    def __init__(self, config: CheckpointConfig, parallel: ParallelContext, run: RunRecord) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        parallel: ParallelContext,
+        run: RunRecord,
+        member: Membership | None,
+    ) -> None:
         global _latest
         if _latest is not None:
             _latest.close()
@@ -96,7 +103,6 @@ class RunCheckpoints:
         self._schedule = CheckpointSchedule(config, time.monotonic())
         self._due_since: int | None = None
         self._told: set[str] = set()
-        member = membership()
         if member is not None and member.is_waiting:
             pass  # the folder is decided; this process receives it when it joins
         elif is_resuming():

@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.elastic.membership import membership
+from lockstep.elastic.membership import Membership
 from lockstep.kernel.errors import FileError
 from lockstep.launcher.failure_attribution import STOPPED
 from lockstep.launcher.rank_process import get_exit_code
@@ -47,10 +47,14 @@ class RunEnd:
         state: The state of the trainer, which computes the digests.
         history: The history, which writes the last line.
         has_stages: Whether the model has stages, so that computing a digest is a collective call.
+        member: This process as a member of an elastic run; None outside of one.
     """
 
-    def __init__(self, state: TrainingState, history: History, has_stages: bool) -> None:
+    def __init__(
+        self, state: TrainingState, history: History, has_stages: bool, member: Membership | None
+    ) -> None:
         self._state, self._history, self._has_stages = state, history, has_stages
+        self._member = member
         self._run: ResumableRun | None = None
         self._is_recorded = False
         self._began = time.perf_counter()
@@ -102,7 +106,7 @@ class RunEnd:
         """Write the last line; in an elastic run, ensure that a surviving rank 0 writes it."""
         has_digests = not self._has_stages or (self._is_recorded and state == "done")
         self._write(state, message, has_digests)
-        member = membership()
+        member = self._member
         if member is None or state != "done":
             return
         before = member.round
@@ -113,7 +117,8 @@ class RunEnd:
 
     def finish_alone(self, state: str, message: str | None) -> None:
         """End the run on this rank, without a collective call."""
-        if self._is_finished or self._run is None:
+        has_left = self._member is not None and self._member.has_left
+        if self._is_finished or self._run is None or has_left:
             return
         self._is_finished = True
         self._run.report_saved()
@@ -144,8 +149,6 @@ class RunEnd:
 def _end_all() -> None:
     if os.getpid() != _owner:
         return  # a forked child
-    if (member := membership()) is not None and member.has_left:
-        return
     state, message = _describe_exit()
     for each in list(_unfinished):
         with contextlib.suppress(Exception):

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -19,12 +19,14 @@ from typing import Any, Protocol, TypeVar
 from torch import nn
 
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.step_context import StepObserver
+from lockstep.model.step_context import Position, StepContext
+from lockstep.model.step_hooks import CommittedStep, StepHook, StepResult
 from lockstep.pipeline.partitioner import PipelineConfig
-from lockstep.training.step import CommittedStep
 
 __all__ = [
+    "Observation",
     "ObservedTrainer",
+    "RecordingObserver",
     "Session",
     "SessionComplete",
     "TrainerObserver",
@@ -63,6 +65,19 @@ class ObservedTrainer:
     optimizer_state: Callable[[], Mapping[str, Any]]
 
 
+class RecordingObserver(Protocol):
+    """An observer of the micro-batches of a step, with a context around them."""
+
+    def recording(self, step: StepContext, position: Position) -> AbstractContextManager[None]:
+        """Return the context in which the micro-batches are computed.
+
+        Args:
+            step: The step, to whose observers this one belongs.
+            position: A function that returns the (micro-batch, stage) being computed; None between
+                them.
+        """
+
+
 class TrainerObserver(Protocol):
     """The interface through which a session observes one trainer."""
 
@@ -70,11 +85,32 @@ class TrainerObserver(Protocol):
     def checkpoint(self) -> Path | None:
         """The checkpoint from which the trainer continues; None: it starts from the beginning."""
 
-    def begin_step(self, step: int) -> StepObserver | None:
+    def begin_step(self, step: int) -> RecordingObserver | None:
         """Return the observer of a step that begins; None: it is not observed."""
 
-    def commit(self, committed: CommittedStep) -> None:
+    def commit(self, result: StepResult) -> None:
         """Handle a committed step; may raise SessionComplete, then on every rank."""
+
+
+class Observation(StepHook):
+    """The hook through which a command, or the record of fingerprints, observes a trainer.
+
+    Args:
+        observer: The observer of the trainer.
+        position: A function that returns the micro-batch and the stage that are being computed.
+    """
+
+    def __init__(self, observer: TrainerObserver, position: Position) -> None:
+        self.observer, self._position = observer, position
+
+    def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[None] | None:
+        """Let the observer of the step record its micro-batches."""
+        observer = self.observer.begin_step(step.number)
+        return None if observer is None else observer.recording(step, self._position)
+
+    def report(self, committed: CommittedStep) -> None:
+        """Report the result of the step."""
+        self.observer.commit(committed.result)
 
 
 class Session(Protocol):

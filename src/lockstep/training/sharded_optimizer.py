@@ -38,11 +38,14 @@ from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.shards import PIECE, Piece, Shards
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.norm import in_memory_order
+from lockstep.model.held_parameters import HeldParameters
+from lockstep.model.step_context import StepContext
+from lockstep.model.step_hooks import StepHook
 from lockstep.training.optimizer_probe import without_hooks
 from lockstep.training.shared_parameters import SharedParameters, allocate
 from lockstep.training.step_log import StepLog, count_saved_bytes, pass_point
 
-__all__ = ["ShardedOptimizer"]
+__all__ = ["ShardedOptimizer", "SharedStateCheck"]
 
 NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 
@@ -463,3 +466,22 @@ class ShardedOptimizer:
                     place.fill_(value)
                 kept = place.item() if entry.kind == "number" else place
                 self._optimizer.state[parameter][key] = kept
+
+
+class SharedStateCheck(StepHook):
+    """The hook that begins a step only on a whole state.
+
+    Args:
+        sharded: The optimizer of the shared parameters.
+        held: What the trainer holds, which a loaded state replaces.
+    """
+
+    def __init__(self, sharded: ShardedOptimizer, held: HeldParameters) -> None:
+        self._sharded, self._held = sharded, held
+
+    def begin(self, step: StepContext, batch: Any) -> None:
+        """Raise WorkError unless parameters and optimizer state are those of a single step."""
+        self._sharded.log.require_whole_state()
+        if self._sharded.was_loaded:
+            self._held.commit()
+            self._sharded.was_loaded = False

@@ -18,8 +18,8 @@ from lockstep.model.step_context import Attempt
 from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_state
 from lockstep.pipeline.placement import Placement
 from lockstep.training.history import History
+from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.learning_rate_schedule import SCHEDULED
-from lockstep.training.live_settings import LiveSettings
 from lockstep.training.module_settings import ModuleSettings
 from lockstep.training.optimization import Optimization
 from lockstep.training.step import Executor
@@ -64,10 +64,10 @@ class TrainingState:
         executor: Executor,
         history: History,
         position: Position,
-        live_settings: LiveSettings,
+        hyperparameters: HyperparameterCheck,
     ) -> None:
         self._module, self._optimization, self._parallel = module, optimization, parallel
-        self._live_settings = live_settings
+        self._hyperparameters = hyperparameters
         self._executor, self._history = executor, history
         self.position, self.samplers = position, SamplerStates()
         self._device = parallel.device
@@ -285,7 +285,7 @@ class TrainingState:
         options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
         others = [each for module in self._parallel.extra_modules for each in module.parameters()]
         versions = [each._version for each in (*self._names, *others)]
-        return [repr(options), versions, self._live_settings.describe()]
+        return [repr(options), versions, self._hyperparameters.describe()]
 
     def describe_optimization(self) -> dict[str, str]:
         """Return the settings of the optimizers and schedulers, as they are now."""

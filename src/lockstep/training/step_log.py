@@ -51,7 +51,6 @@ from lockstep.comm.shared_memory import (
     atomic_store,
     create_group_tensor,
 )
-from lockstep.elastic.membership import membership
 from lockstep.kernel.errors import WorkError
 from lockstep.launcher.failure_attribution import is_lost_peer
 from lockstep.launcher.world import get_timeout
@@ -85,11 +84,12 @@ class StepLog:
     Constructing it is a collective call.
 
     Attributes:
+        is_elastic: Whether a run continues without a rank that is lost.
         is_committed: Whether the last step was committed.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+        self._group, self.is_elastic = group, False
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
         words = create_group_tensor(4 * self._ranks + 2, torch.int64, group)
         parts = words.split([self._ranks] * 4 + [2])
@@ -194,7 +194,7 @@ class StepLog:
             return
         yield from self._claim_unfinished(deadline, about)
         pass_point("finished")
-        if membership() is None or not is_lost_peer(lost):
+        if not self.is_elastic or not is_lost_peer(lost):
             raise lost
 
     def _claim_unfinished(self, deadline: float, about: str) -> Iterator[int]:

@@ -1,9 +1,9 @@
 """The steps of a trainer as operations, which every rank prepares and then commits.
 
-begin      the attempt's number, and the observer of the step
+begin      the number of the attempt
 prepare    (1) to (7) of `step.py`; undone and repeated if a rank is lost
 commit     (8), and the step is counted
-report     the record, the callbacks, the observer
+report     the hooks: checkpoints, the record, callbacks, an observer
 """
 
 from __future__ import annotations
@@ -13,20 +13,22 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from lockstep.elastic.membership import membership, run_transaction
+from torch import nn
+
+from lockstep.elastic.membership import Membership
 from lockstep.kernel.errors import GradientError, LossError, UsageError
 from lockstep.launcher.failure_attribution import is_lost_peer
+from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.step_context import Attempt, StepContext
+from lockstep.model.step_hooks import CommittedStep
 from lockstep.training.history import History
-from lockstep.training.live_settings import LiveSettings
+from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.microbatch_loop import ManualStep, MicrobatchLoop
-from lockstep.training.rank_status import make_timeline_rows
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.run_record import RunRecord
-from lockstep.training.session import TrainerObserver
 from lockstep.training.state import TrainingState
-from lockstep.training.step import CommittedStep, OptimizerStep, PreparedStep
+from lockstep.training.step import OptimizerStep, PreparedStep
 from lockstep.training.weights_file import save_last_good
 
 __all__ = ["StepOperation"]
@@ -40,36 +42,34 @@ class StepOperation:
 
     Args:
         optimizer_step: The phases of a step.
+        model: The model, or its compiled wrapper.
         parallel: The layout.
         state: The state, with the position, and the weights that are saved if training fails.
-        settings: The settings that ranks compare in every step.
-        run: The run, which is notified of steps, for checkpoints.
+        settings: The settings, which computing a partition may change.
+        run: The run, whose checkpoints are abandoned if training fails.
         record: The record of the run.
-        history: The history, to which the results are reported.
-        is_in_session: Whether a command such as `lockstep check` runs the script.
-
-    Attributes:
-        observer: The observer of the trainer in a session; None if there is none.
+        history: The history, to which failures are reported.
+        member: This process as a member of an elastic run; None outside of one.
     """
 
     def __init__(
         self,
         optimizer_step: OptimizerStep,
+        model: nn.Module,
         parallel: ParallelContext,
         state: TrainingState,
-        settings: LiveSettings,
+        settings: HyperparameterCheck,
         run: ResumableRun,
         record: RunRecord,
         history: History,
-        is_in_session: bool,
+        member: Membership | None,
     ) -> None:
         self._optimizer_step, self._parallel, self._state = optimizer_step, parallel, state
         self._settings, self._run, self._record = settings, run, record
-        self._history, self._is_in_session = history, is_in_session
+        self._history, self._member = history, member
         self._position = state.position
-        modules = parallel.modules_with(optimizer_step.model)
-        self._modules = {id(getattr(each, "_orig_mod", each)) for each in modules.values()}
-        self.observer: TrainerObserver | None = None
+        modules = parallel.modules_with(model).values()
+        self._modules = {id(getattr(module, "_orig_mod", module)) for module in modules}
 
     def take(self, batch: Any) -> float:
         """Take one step on a batch, and return its loss."""
@@ -78,11 +78,22 @@ class StepOperation:
         def prepare() -> PreparedStep:
             step = self._begin()
             with self._noting_failure(step):
-                return self._optimizer_step.compute(step, batch)
+                return self._optimizer_step.compute(step, self._partition(step, batch))
 
-        committed = run_transaction(prepare, self._commit, self._optimizer_step.undo)
+        if self._member is None:
+            committed = self._commit(prepare())
+        else:
+            committed = self._member.run(prepare, self._commit, self._optimizer_step.undo)
         self._report(committed)
         return committed.result.loss
+
+    def _partition(self, step: StepContext, batch: Any) -> Any:
+        """Partition the model with the first batch if that needs data, as with stages."""
+        executor = self._optimizer_step.executor
+        if executor.is_ready:
+            return batch
+        with CollectiveCallGuard(lambda: step.where), self._settings.evaluation():
+            return executor.prepare(batch)
 
     def open_manual(self) -> ManualStep:
         """Return the context of a step whose micro-batches the script computes."""
@@ -122,7 +133,7 @@ class StepOperation:
             is_repeatable: Whether the body runs again if the loop has no result. Otherwise this
                 process is replaced if a rank is lost.
         """
-        member = membership()
+        member = self._member
         self.require_closed("manual_step()")
         with ExitStack() as stack:
             _open_steps.append(self._modules)
@@ -151,21 +162,14 @@ class StepOperation:
                 member.operation += 1
                 member.go_on(decision)
         loop.result = committed.result
-        self._report(committed, is_manual=True)
+        committed.is_manual = True
+        self._report(committed)
 
     def _begin(self) -> StepContext:
         """Begin an attempt at the next step."""
-        position, member = self._position, membership()
-        attempt = position.attempt = position.attempt.following(position.steps)
-        self._settings.begin()
-        observer = None if self.observer is None else self.observer.begin_step(position.steps)
-        step = StepContext(attempt, self._parallel, observer)
-        step.is_recorded = self._is_in_session or bool(self._history.loggers)
-        step.stops_at_refusals = not self._is_in_session
-        step.is_checkpoint_due = self._run.is_due_after(position.steps + 1)
-        if member is not None and self._parallel.rank == 0 and member.poll():
-            step.admits = member.round
-        return step
+        position = self._position
+        position.attempt = position.attempt.following(position.steps)
+        return StepContext(position.attempt, self._parallel)
 
     def _commit(self, prepared: PreparedStep) -> CommittedStep:
         with self._noting_failure(prepared.step):
@@ -173,18 +177,9 @@ class StepOperation:
             self._position.steps += 1
         return committed
 
-    def _report(self, committed: CommittedStep, is_manual: bool = False) -> None:
-        """Report a committed step to the record and the callbacks."""
-        result, summary, rank = committed.result, committed.summary, self._parallel.rank
+    def _report(self, committed: CommittedStep) -> None:
         with self._noting_failure(committed.step):
-            self._run.note_step(summary, is_manual)
-            for number, message in summary.warnings:
-                self._history.warn(number, message, show=number == rank)
-            self._history.step(result, summary.usage)
-            if rank == 0 and (rows := make_timeline_rows(summary, committed.times)):
-                self._history.write("timeline", step=result.step, ranks=rows)
-            if self.observer is not None:
-                self.observer.commit(committed)
+            self._optimizer_step.report(committed)
 
     @contextmanager
     def _noting_failure(self, step: StepContext) -> Iterator[None]:
@@ -196,7 +191,8 @@ class StepOperation:
             yield
         except (LossError, GradientError) as error:
             self._fail(step.attempt, error)
-            if error is step.error or not step.is_agreed:
+            own = None if step.failure is None else step.failure.error
+            if error is own or not step.attempt.is_agreed:
                 raise  # an error of this rank alone: saving is a collective call
             microbatch = getattr(error, "microbatch", None)
             advice = self._record.describe_replay(self._position.steps, microbatch)
@@ -205,7 +201,7 @@ class StepOperation:
             )
             raise type(error)(f"{error}; training stopped, {saved}") from None
         except BaseException as error:
-            if membership() is None or not is_lost_peer(error):
+            if self._member is None or not is_lost_peer(error):
                 self._fail(step.attempt, error)
             raise
 

@@ -24,14 +24,18 @@ from lockstep.comm.collectives import broadcast_bytes
 from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Agree, Batches
 from lockstep.data.samplers import keep_sampler
-from lockstep.elastic.membership import exchange, membership, run_transaction
+from lockstep.elastic.membership import Membership, exchange, membership, run_transaction
 from lockstep.kernel.loss_weights import WeightFunction
 from lockstep.launcher.world import world
 from lockstep.messages import say
+from lockstep.model.batch_norm import BatchNormCheck
 from lockstep.model.deferred_init import BlockLike
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import Metric
+from lockstep.model.loss_check import LossCheckHook
 from lockstep.model.step_context import begin_attempts
+from lockstep.model.step_hooks import StepHook
+from lockstep.model.time_first import TimeFirstWarning
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.record.loggers import Logger
 from lockstep.record.progress import ScriptProgress
@@ -39,18 +43,29 @@ from lockstep.training.call_hints import explain_calls
 from lockstep.training.epoch import Epoch
 from lockstep.training.history import Callback, History, describe_run
 from lockstep.training.microbatch_loop import ManualStep
-from lockstep.training.model_setup import set_up_model
+from lockstep.training.model_setup import ModelSetup, set_up_model
+from lockstep.training.optimization import OptimizerHookCheck
 from lockstep.training.optimizer_config import OptimizerConfig, OptimizerFactory, list_configs
-from lockstep.training.rank_status import StepTrace
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.rounds import RoundEntry
 from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.run_end import RunEnd
+from lockstep.training.run_hooks import CheckpointRequests, JoinRequests, ManualStepLog
 from lockstep.training.run_record import LoggerLike, RunRecord
-from lockstep.training.session import ObservedTrainer, Session, current_session
+from lockstep.training.session import (
+    Observation,
+    ObservedTrainer,
+    Session,
+    TrainerObserver,
+    current_session,
+)
+from lockstep.training.sharded_optimizer import SharedStateCheck
 from lockstep.training.state import Position, TrainingState
 from lockstep.training.step import OptimizerStep
+from lockstep.training.step_environment import CollectiveCallCheck, KernelSettings
 from lockstep.training.step_operation import StepOperation
+from lockstep.training.step_trace import StepTrace
+from lockstep.training.step_usage import StepUsage
 from lockstep.training.trainer_arguments import Storage, TrainerArguments
 from lockstep.training.unit_recorder import UnitRecorder, read_selection
 from lockstep.training.weights_file import save_from_rank0
@@ -175,11 +190,11 @@ class Trainer:
             arguments = arguments.in_session(session, model)
             loggers, checkpoint, progress = (), None, False
         self._is_in_session = session is not None
-        setup = set_up_model(model, arguments)
+        setup = set_up_model(model, arguments, is_elastic=member is not None)
         self.parallel, self.model, self.module = setup.parallel, setup.model, setup.module
         self.metrics, self.seed = dict(metrics or {}), seed
         self._optimization, self._executor = setup.optimization, setup.executor
-        self._live_settings = setup.live_settings
+        self._hyperparameters = setup.hyperparameters
         self._position = Position(begin_attempts(self.parallel.group), seed)
         is_rank0 = world().rank == 0
         display = ScriptProgress(bool(progress)) if is_rank0 and progress is not False else None
@@ -191,57 +206,49 @@ class Trainer:
             self._executor,
             self.history,
             self._position,
-            self._live_settings,
+            self._hyperparameters,
         )
         has_stages = self.parallel.stages > 1
-        self._end = RunEnd(self._state, self.history, has_stages)
+        self.parallel.is_recorded = self._is_in_session
+        self._end = RunEnd(self._state, self.history, has_stages, member)
         self._record = RunRecord(loggers if is_rank0 else (), checkpoint, self._open_record)
         checkpoints = None
         if checkpoint is not None:
-            checkpoints = RunCheckpoints(checkpoint, self.parallel, self._record)
+            checkpoints = RunCheckpoints(checkpoint, self.parallel, self._record, member)
         settings |= setup.settings
         self._run = ResumableRun(
-            self._state, self.history, settings, self.parallel, self._record, checkpoints
+            self._state, self.history, settings, self.parallel, self._record, checkpoints, member
         )
         is_recorded = is_rank0 and self._record.may_record
         if has_stages:  # all ranks must take part in computing a digest
             here = b"1" if is_recorded else b""
             is_recorded = broadcast_bytes(here, "opening a record", self.parallel.group) == b"1"
         self._end.begin(self._run, is_recorded)
-        is_traced = has_stages and is_recorded
+        hooks = self._list_hooks(setup, checkpoints, member)
+        if has_stages and is_recorded:
+            hooks.append(StepTrace(clock_offset(self.parallel.group), self.history))
+        if (observer := self._find_observer(arguments, setup, session, member)) is not None:
+            hooks.append(Observation(observer, self._executor.position))
+        is_sharded = self._optimization.sharded is not None
         optimizer_step = OptimizerStep(
             self.parallel,
-            self.model,
             self._executor,
             self._optimization,
-            self._live_settings,
+            [*hooks, CollectiveCallCheck(self._executor.position)],
             max_grad_norm,
-            StepTrace(clock_offset(self.parallel.group)) if is_traced else None,
-            checkpoints.stop if checkpoints is not None else None,
+            is_repeatable=is_sharded or member is not None,
         )
         self._steps = StepOperation(
             optimizer_step,
+            self.model,
             self.parallel,
             self._state,
-            self._live_settings,
+            self._hyperparameters,
             self._run,
             self._record,
             self.history,
-            self._is_in_session,
+            member,
         )
-        if session is not None:
-            self._observe_in_session(session, arguments.checkpoint)
-        elif arguments.fingerprints is not None and member is not None:
-            if is_rank0:
-                say("no fingerprints are kept in an elastic run, whose ranks change")
-        elif arguments.fingerprints is not None:
-            self._steps.observer = UnitRecorder(
-                arguments.fingerprints,
-                self._observed(),
-                setup.partitioner.block_names,
-                self.history,
-                self._run,
-            )
         self._rounds: RoundEntry | None = None
         if member is not None and session is None:
             self._rounds = RoundEntry(
@@ -258,6 +265,58 @@ class Trainer:
                 self.history.keep_backlog()
         if session is None and self._run.is_resuming:
             self.resume()
+
+    def _list_hooks(
+        self, setup: ModelSetup, checkpoints: RunCheckpoints | None, member: Membership | None
+    ) -> list[StepHook]:
+        """Return the hooks that take part in every step, in this order."""
+        parallel, executor, optimization = self.parallel, self._executor, self._optimization
+        modules = parallel.modules_with(self.model)
+        has_weights = parallel.loss_weight is not None
+        hooks: list[StepHook] = [KernelSettings(self.model)]
+        if optimization.sharded is not None:
+            hooks.append(SharedStateCheck(optimization.sharded, executor.side_effects.held))
+        if setup.hyperparameters.is_needed:
+            hooks.append(setup.hyperparameters)
+        hooks.append(executor.side_effects)
+        if optimization.is_split:
+            hooks.append(OptimizerHookCheck(optimization))
+        hooks.append(BatchNormCheck(modules, executor.position, has_weights))
+        hooks.append(TimeFirstWarning(self.model, executor.position))
+        if parallel.loss is not None:
+            hooks.append(LossCheckHook(modules))
+        hooks.append(StepUsage())
+        if checkpoints is not None:
+            hooks.append(CheckpointRequests(checkpoints, self._run))
+        if checkpoints is not None or member is not None:
+            hooks.append(ManualStepLog(self._run))
+        if member is not None:
+            hooks.append(JoinRequests(member, self._run))
+        return [*hooks, self.history]
+
+    def _find_observer(
+        self,
+        arguments: TrainerArguments,
+        setup: ModelSetup,
+        session: Session | None,
+        member: Membership | None,
+    ) -> TrainerObserver | None:
+        """Return the observer of the steps: of a command, or the recorder of fingerprints."""
+        if session is not None:
+            observer = session.attach(self._observed())
+            if (checkpoint := arguments.checkpoint) and (path := observer.checkpoint) is not None:
+                self._run.replay_from(path, checkpoint.stateful, self.parallel.device)
+            return observer
+        if arguments.fingerprints is None:
+            return None
+        if member is not None:
+            if world().rank == 0:
+                say("no fingerprints are kept in an elastic run, whose ranks change")
+            return None
+        names = setup.partitioner.block_names
+        return UnitRecorder(
+            arguments.fingerprints, self._observed(), names, self.history, self._run
+        )
 
     # --- the training loop -------------------------------------------------------------
 
@@ -398,7 +457,7 @@ class Trainer:
             return Batches(**options, **self.parallel.loader_options(), agree=agree)
 
         def prepare() -> Evaluation:
-            with self._live_settings.evaluation():
+            with self._hyperparameters.evaluation():
                 return self._executor.evaluate(copy, make_batches())
 
         def commit(evaluation: Evaluation) -> dict[str, Any]:
@@ -604,6 +663,7 @@ class Trainer:
     def _open_record(self, loggers: list[Logger]) -> None:
         """Start to record the run with these loggers."""
         self.history.loggers = loggers
+        self.parallel.is_recorded |= bool(loggers)
         if loggers:
             self._end.end_at_exit(loggers)
             self.history.write("run", **self._describe_run())
@@ -619,12 +679,6 @@ class Trainer:
             self._state.optimizer_digest,
             self._optimization.local_state,
         )
-
-    def _observe_in_session(self, session: Session, checkpoint: CheckpointConfig | None) -> None:
-        """Let a session observe the steps; begin at a checkpoint of the observed run, if told."""
-        self._steps.observer = observer = session.attach(self._observed())
-        if checkpoint is not None and (path := observer.checkpoint) is not None:
-            self._run.replay_from(path, checkpoint.stateful, self.parallel.device)
 
     def _describe_run(self) -> dict[str, Any]:
         number = self._position.attempt.trainer

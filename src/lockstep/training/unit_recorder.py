@@ -30,10 +30,10 @@ from lockstep.model.fingerprint_file import (
     encode_fingerprint,
 )
 from lockstep.model.fingerprinter import Fingerprinter
+from lockstep.model.step_hooks import StepResult
 from lockstep.training.history import History
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.session import ObservedTrainer
-from lockstep.training.step import CommittedStep
 
 __all__ = ["VARIABLE", "StepSelection", "UnitRecorder", "read_selection"]
 
@@ -148,9 +148,9 @@ class UnitRecorder:
             self._open()
         return None if self._file is None else self._fingerprinter
 
-    def commit(self, committed: CommittedStep) -> None:
+    def commit(self, result: StepResult) -> None:
         """Write the fingerprint of a committed step, if it was observed."""
-        fingerprinter, result = self._fingerprinter, committed.result
+        fingerprinter = self._fingerprinter
         was_observed = fingerprinter.is_unfinished and fingerprinter.current.step == result.step
         if self._file is None or not was_observed:
             return

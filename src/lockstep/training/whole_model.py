@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -18,7 +17,7 @@ from lockstep.model.forward import Metric, forward
 from lockstep.model.held_parameters import HeldParameters
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.side_effects import SideEffects
+from lockstep.model.side_effects import StateMutationCheck
 from lockstep.model.step_context import StepContext
 from lockstep.pipeline.placement import Placement
 from lockstep.training.microbatch_loop import MicrobatchLoop
@@ -59,7 +58,7 @@ class WholeModelExecutor:
             {name: called.get_submodule(name) for name in blocks}
         )
         self._loop: MicrobatchLoop | None = None
-        self.side_effects = SideEffects(parallel.modules_with(module), held)
+        self.side_effects = StateMutationCheck(parallel.modules_with(module), held)
         self.parameters = list(module.parameters())
         self.owned_parameters = self.parameters
         self.placement: Placement | None = None
@@ -71,6 +70,8 @@ class WholeModelExecutor:
     def enter_group(self) -> None:
         """Discard the plans made for the ranks of an earlier group."""
         self._gradients.enter_group()
+
+    is_ready = True
 
     def prepare(self, batch: Any) -> Any:
         """Return the batch unchanged: a whole model needs no preparation."""
@@ -87,8 +88,6 @@ class WholeModelExecutor:
             buffers,
             self._gradients,
             self._checkpointing,
-            self._parallel.modules_with(self._called),
-            self.side_effects,
         )
         self._loop = loop
         with self._checkpointing.enable(buffers), self._units.seed_calls():
@@ -103,18 +102,11 @@ class WholeModelExecutor:
         """Compute every micro-batch of this rank with the trainer's loss."""
         assert self._loop is not None
         loop, function = self._loop, self._parallel.loss
-        modules = partial(self._parallel.modules_with, self._called)
-        checks_loss = loop.step.checks_loss
         for data in loop.microbatches(batch):
-            if checks_loss:
-                function = loop.step.watch_loss(loop.microbatch, data, modules)
+            if loop.step.observers:
+                function = loop.step.find_loss(loop.microbatch, data)
             loss, metrics = forward(self._called, function, self._metrics, data, loop.place)
             loop.backward(loss, metrics=metrics, final=True)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether steps can be computed."""
-        return True
 
     @property
     def is_complete(self) -> bool:

@@ -25,7 +25,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.comm.collectives import all_gather_bytes
-from lockstep.elastic.membership import membership
 from lockstep.kernel.errors import DisagreementError
 from lockstep.model.description import (
     PLAIN,
@@ -34,8 +33,11 @@ from lockstep.model.description import (
     find_difference,
     iterate_attributes,
 )
+from lockstep.model.rank_status import StatusSummary
+from lockstep.model.step_context import StepContext
+from lockstep.model.step_hooks import StepHook
 
-__all__ = ["LiveSettings"]
+__all__ = ["HyperparameterCheck"]
 
 LARGEST = 64
 """The largest container whose changes are detected, in members."""
@@ -51,8 +53,8 @@ class Text(str):
     """The text of a value of another type, made when the value was read."""
 
 
-class LiveSettings:
-    """Reads the settings of modules and an optimizer around each step, and compares them.
+class HyperparameterCheck(StepHook):
+    """The hook that reads the settings of modules and an optimizer, and compares them.
 
     Args:
         modules: The modules that a step calls, by the name that messages use.
@@ -60,7 +62,13 @@ class LiveSettings:
             attributes, so only their modes and frozen parameters are compared.
         optimizer: The optimizer of the trainer.
         group: The group of the training's ranks.
+        is_elastic: Whether the number of ranks can change.
+
+    Attributes:
+        is_needed: Whether there are other ranks to compare with, at some time.
     """
+
+    name = "hyperparameters"
 
     def __init__(
         self,
@@ -68,6 +76,8 @@ class LiveSettings:
         foreign: Collection[str],
         optimizer: Optimizer,
         group: dist.ProcessGroup | None = None,
+        *,
+        is_elastic: bool = False,
     ) -> None:
         self._optimizer, self._group = optimizer, group
         self._places: dict[str, tuple[dict[str, Any], str]] = {}
@@ -75,10 +85,7 @@ class LiveSettings:
         self._own: set[str] = set()
         self._before: list[Any] | None = None
         self._hashed: tuple[list[Any], str] = ([], "")
-        # Whether there is nothing to compare with, at any time.
-        self._is_single = dist.get_world_size(group) == 1 and membership() is None
-        if self._is_single:
-            return
+        self.is_needed = is_elastic or dist.get_world_size(group) > 1
         for root, module in modules.items():
             for path, part in module.named_modules(prefix=root):
                 for name, value in iterate_attributes(part):
@@ -89,22 +96,20 @@ class LiveSettings:
             for path, parameter in module.named_parameters(prefix=root):
                 self._parameters[f"{path}.requires_grad"] = parameter
 
-    def begin(self) -> None:
+    def begin(self, step: StepContext, batch: Any) -> None:
         """Read the settings before the micro-batches of a step."""
-        if self._is_single:
-            return
         if self._before is not None:  # the previous step was left by an exception
             self._note_changes(self._before)
         self._before = self._read()
 
-    def finish(self) -> str:
+    def status(self, step: StepContext) -> str:
         """Read the settings after the micro-batches, to find those that the step has changed.
 
         Returns:
             A hash of the settings at the beginning of the step and of the optimizer's current
             options; "" if there is only one rank.
         """
-        if self._is_single or dist.get_world_size(self._group) == 1:
+        if dist.get_world_size(self._group) == 1:
             return ""
         before = self._read() if self._before is None else self._before
         self._note_changes(before)
@@ -133,13 +138,21 @@ class LiveSettings:
         yield
         self._note_changes(before)
 
-    def require_same(self, step: int) -> None:
-        """Find the difference after a step in which hashes differed; call it on every rank.
+    def merge(self, left: str | None, right: str | None) -> str | None:
+        """Return the hash of two ranges of ranks; None if they differ."""
+        return left if left == right else None
+
+    def check(self, step: StepContext, summary: StatusSummary) -> None:
+        """Find the difference if the hashes differ.
 
         Raises:
             DisagreementError: Ranks differ in a setting that no step has changed. Raised on every
                 rank, with the entry, the rank and both values.
         """
+        if summary.failure is None and summary.hooks[self.name] is None:
+            self._require_same(step.number)
+
+    def _require_same(self, step: int) -> None:
         values = (each if type(each) is Text else describe_value(each) for each in self._hashed[0])
         settings = dict(zip(self._entries(), values, strict=True))
         settings |= describe_options("optimizer", self._optimizer)

@@ -1,0 +1,156 @@
+"""The shares of the micro-batches of a batch in its loss, which all ranks compute alike."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from lockstep.comm.collectives import all_gather_bytes, all_reduce_messages, has_many_ranks
+from lockstep.data.microbatch import Batch, Microbatch
+from lockstep.kernel.errors import LossError
+from lockstep.kernel.loss_weights import compute_shares, count_ignored_targets, is_sum
+from lockstep.kernel.splitting import split_evenly
+from lockstep.model.collective_calls import CollectiveCallGuard
+from lockstep.model.step_context import IGNORED_TARGETS, StepContext
+
+__all__ = ["start_batch"]
+
+LARGEST = 1 << 53
+"""Whole numbers below this have an exact sum in float64."""
+
+
+def start_batch(step: StepContext, batch: Any) -> Batch:
+    """Set the batch of a step, and compute the shares of its micro-batches.
+
+    A collective call if micro-batches have weights.
+
+    Args:
+        step: The context of the step.
+        batch: This rank's part of a batch, or a whole batch of tensors, which is split.
+
+    Returns:
+        This rank's part of the batch, or what observers have selected from it.
+
+    Raises:
+        LossError: The weights of the micro-batches cannot be computed, or sum to 0.
+    """
+    step.batch = whole = step.parallel.split(batch)
+    for observer in step.observers:
+        step.batch = observer.select(step.batch)
+    step.shares, step.samples = _compute_shares(step, whole, batch)
+    return step.batch
+
+
+def _compute_shares(step: StepContext, batch: Batch, given: Any) -> tuple[Mapping[int, float], int]:
+    """Return the shares of all micro-batches that are computed, and the number of their samples."""
+    parallel = step.parallel
+    if is_sum(parallel.loss):
+        return dict.fromkeys(range(batch.leaves), 1.0), batch.size
+    if parallel.loss_weight is None:
+        _warn_of_ignored_targets(step, batch, given)
+        return _share_by_size(batch.size, batch.leaves), batch.size
+    sizes = {leaf: len(span) for leaf, span in enumerate(split_evenly(batch.size, batch.leaves))}
+    mine = {
+        each.index: _weigh(step, each)
+        for each in batch.microbatches
+        if each.data is not None  # inner stages have no data
+    }
+    if (known := _count_weights(step, mine, sizes)) is not None:
+        return known
+    weights = _gather_weights(step, mine)
+    if not sum(weights.values()) > 0:
+        raise LossError(
+            f"rank {parallel.rank}, step {step.number}: the weights of the batch's "
+            f"{batch.leaves} micro-batches sum to {sum(weights.values())}; check whether the "
+            "targets of all samples in the batch are ignored"
+        )
+    found = compute_shares(weights)
+    return found, sum(sizes[leaf] for leaf in found)
+
+
+def _count_weights(
+    step: StepContext, mine: Mapping[int, float], sizes: Mapping[int, int]
+) -> tuple[dict[int, float], int] | None:
+    """Return the shares of this rank's micro-batches, and the samples of all, from their sums.
+
+    Sums of whole numbers are exact in any order. Other weights are added in the order of the
+    micro-batches, and an inner stage has to know those of others, so these are gathered.
+
+    Returns:
+        None if the ranks are few, if they form stages, if some weight is not a whole number,
+        or if the weights do not have a sum above 0.
+    """
+    parallel, label = step.parallel, step.label
+    if parallel.stages > 1 or not has_many_ranks(parallel.group):
+        return None
+    is_whole = all(weight.is_integer() and 0 <= weight < LARGEST for weight in mine.values())
+    counted = [leaf for leaf, weight in mine.items() if weight]
+    whole = sum(map(int, mine.values())) if is_whole else 0
+    total, samples, are_whole = all_reduce_messages(
+        [whole, sum(sizes[leaf] for leaf in counted), is_whole],
+        lambda left, right: [left[0] + right[0], left[1] + right[1], left[2] and right[2]],
+        lambda value: json.dumps(value).encode(),
+        json.loads,
+        f"weighing {label.about}",
+        parallel.group,
+        label.remark,
+    )
+    if not are_whole or not 0 < total < LARGEST:
+        return None
+    return {leaf: mine[leaf] / total for leaf in counted}, samples
+
+
+def _gather_weights(step: StepContext, mine: Mapping[int, float]) -> dict[int, float]:
+    """Return the weights of all micro-batches, in leaf order, on every rank."""
+    text = ",".join(f"{leaf}:{weight.hex()}" for leaf, weight in mine.items())
+    label = step.label
+    messages = all_gather_bytes(
+        text.encode(), f"weighing {label.about}", step.parallel.group, label.remark
+    )
+    pairs = [
+        pair.split(":") for message in messages for pair in message.decode().split(",") if pair
+    ]
+    return {int(leaf): float.fromhex(weight) for leaf, weight in pairs}
+
+
+def _weigh(step: StepContext, microbatch: Microbatch) -> float:
+    assert step.parallel.loss_weight is not None
+    place = step.place(microbatch.index)
+    try:
+        with CollectiveCallGuard(lambda: place):
+            return float(step.parallel.loss_weight(microbatch.data))
+    except Exception as error:
+        raise LossError(
+            f"{place}: the weight of the micro-batch could not be "
+            f"computed: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _warn_of_ignored_targets(step: StepContext, batch: Batch, given: Any) -> None:
+    is_whole = not isinstance(given, Batch)
+    if is_whole and not count_ignored_targets(step.parallel.loss, given):
+        return  # one look at the whole batch, instead of one per micro-batch
+    kind, advice = "", "lockstep.target_weight(loss) to the trainer"
+    if step.parallel.loss is None:
+        kind = " (labels of -100)"
+        advice = (
+            "lockstep.target_weight(torch.nn.CrossEntropyLoss()) to the trainer, with shift=1 "
+            "in the call for a causal language model"
+        )
+    for each in batch.microbatches:
+        if count_ignored_targets(step.parallel.loss, each.data):
+            step.warnings.append(
+                f"{step.place(each.index)}: the loss {IGNORED_TARGETS}{kind}, so its mean is "
+                "not a mean over samples, and the gradient is not that of the whole batch; "
+                f"pass loss_weight={advice}"
+            )
+            return
+
+
+@lru_cache(maxsize=64)
+def _share_by_size(samples: int, leaves: int) -> Mapping[int, float]:
+    """Return the share of each micro-batch of a batch whose samples count alike."""
+    sizes = map(len, split_evenly(samples, leaves))
+    return {leaf: size / samples for leaf, size in enumerate(sizes)}

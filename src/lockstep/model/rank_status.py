@@ -1,0 +1,343 @@
+"""The status of a rank in a step, and what all ranks need to know of the statuses of all.
+
+    RankStatus of rank 0 ──> StatusSummary ─┐
+    RankStatus of rank 1 ──> StatusSummary ─┴─ merge ─┐
+    RankStatus of rank 2 ──> StatusSummary ─┐         ├─ merge ──> StatusSummary, on every rank
+    RankStatus of rank 3 ──> StatusSummary ─┴─ merge ─┘
+
+Each rank reports on the micro-batches that it computed. Every rank then has the summary of all
+statuses and derives the same values from it: the loss, whether it is finite, the metrics, which
+buffers to merge. Merging is associative, so the summary does not depend on how ranks are grouped.
+Above `DETAILED_RANKS` ranks its size does not depend on their number either: losses are added along
+the tree, metrics without rounding, and warnings of a few ranks are listed. Where an error needs
+more, such as which ranks differ, the failed step has a second exchange. The values of hooks travel
+with the statuses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import add
+from typing import Any, NamedTuple, Protocol
+
+from lockstep.comm.exact_sum import ExactSum, add_exactly
+from lockstep.kernel.tree import TreeAccumulator
+from lockstep.model.buffers import BufferReport, merge_reports
+from lockstep.model.step_context import IGNORED_TARGETS, NOT_ADDITIVE, MicrobatchResult
+
+__all__ = [
+    "DETAILED_RANKS",
+    "NonFiniteLoss",
+    "RankStatus",
+    "StatusHook",
+    "StatusPlace",
+    "StatusSummary",
+    "merge_by_name",
+    "summarize",
+]
+
+DETAILED_RANKS = 64
+"""The largest number of ranks of which every one is listed."""
+
+LISTED_WARNINGS = 16
+"""The number of different warnings that a step of more than `DETAILED_RANKS` ranks reports."""
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """The report of one rank on its part of a step.
+
+    Attributes:
+        microbatches: The results of the micro-batches that the rank computed.
+        skipped: The micro-batches of the rank that have weight 0, if it computed others.
+        buffers: The results for the buffers of each part of the model that the rank holds: the
+            whole model, or its stages.
+        gradients: The parameters of each part that have a gradient here, as a bit mask in hex.
+        warnings: Sentences for the record.
+        failure: Why the step stops on every rank: the kind, and the sentence; None: it does not.
+        batch: The identity of the rank's batch; see `lockstep.data.consistency`.
+        hooks: The values of the hooks, by their names.
+    """
+
+    microbatches: list[MicrobatchResult] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+    buffers: list[BufferReport] = field(default_factory=list)
+    gradients: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    failure: tuple[str, str] | None = None
+    batch: str = ""
+    hooks: dict[str, Any] = field(default_factory=dict)
+
+
+class StatusPlace(NamedTuple):
+    """The place of a status among those of all ranks.
+
+    Attributes:
+        rank: The rank.
+        ranks: The number of ranks.
+        replica: The replica of the rank.
+        position: The place of the rank in its replica, from 0 to the number of stages.
+        leaves: The number of micro-batches of the batch.
+    """
+
+    rank: int
+    ranks: int
+    replica: int
+    position: int
+    leaves: int
+
+
+class NonFiniteLoss(NamedTuple):
+    """A loss that is NaN or infinite.
+
+    Attributes:
+        leaf: The index of its micro-batch.
+        rank: The rank that computed it.
+        loss: The loss.
+        ignores_targets: Whether the rank warned that the loss ignores some targets.
+    """
+
+    leaf: int
+    rank: int
+    loss: float
+    ignores_targets: bool
+
+
+class StatusHook(Protocol):
+    """The part of a hook that combines its values of several ranks."""
+
+    def decode(self, value: Any, /) -> Any:
+        """Return the value for `merge` from its JSON, which has lists for tuples."""
+
+    def merge(self, left: Any, right: Any, /) -> Any:
+        """Return the value of two contiguous ranges of ranks; associative."""
+
+
+class StatusSummary(NamedTuple):
+    """The statuses of a contiguous range of ranks.
+
+    Attributes:
+        leaves: The number of micro-batches of the batch.
+        ranks: The number of all ranks of the step.
+        batch: The identity of the batch; None if it differs between two ranks.
+        failure: The first rank that stops the step, as (rank, kind, sentence). None: no rank does.
+        non_finite: The loss of the first micro-batch that is not finite; None: there is none.
+        gradients: For each position and part, the parameters that have a gradient on some rank.
+        buffers: For each position and part, the results for the buffers.
+        nodes: The losses times their shares, added along the tree, as (first leaf, end, sum).
+        losses: The index and the loss of each micro-batch, if the ranks are few.
+        metrics: For each metric the number of samples, and the sum of the values times samples.
+        warnings: The first rank that has each warning, and the warning.
+        hooks: The merged values of the hooks, by their names.
+    """
+
+    leaves: int
+    ranks: int
+    batch: str | None
+    failure: tuple[int, str, str] | None
+    non_finite: NonFiniteLoss | None
+    gradients: dict[str, list[str]]
+    buffers: dict[str, list[BufferReport]]
+    nodes: list[tuple[int, int, float]]
+    losses: list[tuple[int, float]]
+    metrics: dict[str, tuple[int, ExactSum]]
+    warnings: list[tuple[int, str]]
+    hooks: dict[str, Any]
+
+    def merge(self, other: StatusSummary, hooks: Mapping[str, StatusHook]) -> StatusSummary:
+        """Return the summary of this range of ranks and the following one."""
+        return StatusSummary(
+            leaves=self.leaves,
+            ranks=self.ranks,
+            batch=self.batch if self.batch == other.batch else None,
+            failure=_choose_failure(self.failure, other.failure),
+            non_finite=_find_first(self.non_finite, other.non_finite),
+            gradients=merge_by_name(self.gradients, other.gradients, _merge_masks),
+            buffers=merge_by_name(self.buffers, other.buffers, _merge_buffers),
+            nodes=_add_nodes(self.nodes, other.nodes, self.leaves),
+            losses=self.losses + other.losses,
+            metrics=merge_by_name(self.metrics, other.metrics, _add_metrics),
+            warnings=self._merge_warnings(other),
+            hooks={
+                name: hooks[name].merge(value, other.hooks[name])
+                for name, value in self.hooks.items()
+            },
+        )
+
+    def _merge_warnings(self, other: StatusSummary) -> list[tuple[int, str]]:
+        if not other.warnings:
+            return self.warnings
+        first: dict[str, tuple[int, str]] = {}
+        for rank, message in self.warnings + other.warnings:
+            first.setdefault(_sentence(message), (rank, message))
+        return list(first.values())[: LISTED_WARNINGS if self.ranks > DETAILED_RANKS else None]
+
+    @classmethod
+    def from_plain(cls, values: list[Any], hooks: Mapping[str, StatusHook]) -> StatusSummary:
+        """Return the summary from its fields, as JSON has them: with lists for all tuples."""
+        for number, convert in CONVERSIONS.items():
+            if values[number]:
+                values[number] = convert(values[number])
+        summary = cls(*values)
+        for name, value in summary.hooks.items():
+            summary.hooks[name] = hooks[name].decode(value)
+        return summary
+
+    # --- what the ranks conclude ---------------------------------------------------------------
+
+    def list_losses(self) -> list[float | None]:
+        """Return the loss of each micro-batch; None for one of weight 0, which is not computed.
+
+        Returns:
+            The losses; empty if there are more than `DETAILED_RANKS` ranks.
+        """
+        if self.ranks > DETAILED_RANKS:
+            return []
+        known = dict(self.losses)
+        return [known.get(leaf) for leaf in range(self.leaves)]
+
+    def sum_losses(self) -> float:
+        """Return the loss of the batch.
+
+        The losses of the micro-batches, times their shares, are added in float64 along the tree.
+        Micro-batches that were not computed add 0.
+        """
+        fold: TreeAccumulator[float] = TreeAccumulator(self.leaves, add)
+        begin = 0
+        for lo, hi, value in [*sorted(self.nodes), (self.leaves, self.leaves, 0.0)]:
+            for leaf in range(begin, lo):
+                fold.put((leaf, leaf + 1), 0.0)
+            if lo < hi:
+                fold.put((lo, hi), value)
+            begin = hi
+        (result,) = fold.nodes.values()
+        return result
+
+    def average_metrics(self) -> dict[str, float]:
+        """Return each metric's mean over the samples of the micro-batches that reported it."""
+        return {name: float(value) / samples for name, (samples, value) in self.metrics.items()}
+
+
+def _make_tuples(lists: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    return [tuple(each) for each in lists]
+
+
+def _read_buffers(found: dict[str, Any]) -> dict[str, list[BufferReport]]:
+    return {place: [BufferReport(*each) for each in parts] for place, parts in found.items()}
+
+
+def _read_metrics(found: dict[str, Any]) -> dict[str, tuple[int, ExactSum]]:
+    return {name: (samples, ExactSum(*value)) for name, (samples, value) in found.items()}
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "failure": tuple,
+    "non_finite": lambda found: NonFiniteLoss(*found),
+    "buffers": _read_buffers,
+    "nodes": _make_tuples,
+    "losses": _make_tuples,
+    "metrics": _read_metrics,
+    "warnings": _make_tuples,
+}
+"""How fields are read from JSON, which has lists for all tuples."""
+
+CONVERSIONS = {StatusSummary._fields.index(name): read for name, read in READERS.items()}
+
+
+def summarize(status: RankStatus, place: StatusPlace) -> StatusSummary:
+    """Return the summary of the status of one rank."""
+    results, rank, position = status.microbatches, place.rank, str(place.position)
+    is_detailed = place.ranks <= DETAILED_RANKS
+    terms = [(each.leaf, each.leaf + 1, each.loss * each.share) for each in results]
+    terms += [(leaf, leaf + 1, 0.0) for leaf in status.skipped]
+    warnings = {_sentence(message): (rank, message) for message in reversed(status.warnings)}
+    return StatusSummary(
+        leaves=place.leaves,
+        ranks=place.ranks,
+        batch=status.batch,
+        failure=None if status.failure is None else (rank, *status.failure),
+        non_finite=_find_non_finite(status, rank),
+        gradients={position: status.gradients},
+        buffers={position: [each.of_replica(place.replica) for each in status.buffers]},
+        nodes=_add_nodes((), terms, place.leaves),
+        losses=[(each.leaf, each.loss) for each in results] if is_detailed else [],
+        metrics=_sum_metrics(results),
+        warnings=list(reversed(warnings.values())),
+        hooks=status.hooks,
+    )
+
+
+def _find_non_finite(status: RankStatus, rank: int) -> NonFiniteLoss | None:
+    """Return the first loss of a rank that is not finite; None: there is none."""
+    lost = [result for result in status.microbatches if not math.isfinite(result.loss)]
+    if not lost:
+        return None
+    first = min(lost, key=lambda result: result.leaf)
+    marks = IGNORED_TARGETS, NOT_ADDITIVE
+    ignores = any(mark in warning for warning in status.warnings for mark in marks)
+    return NonFiniteLoss(first.leaf, rank, first.loss, ignores)
+
+
+def merge_by_name(
+    left: Mapping[str, Any], right: Mapping[str, Any], merge: Callable[[Any, Any], Any]
+) -> dict[str, Any]:
+    """Return the values of two mappings; `merge` combines those that both have."""
+    merged = dict(left)
+    for name, value in right.items():
+        merged[name] = merge(merged[name], value) if name in merged else value
+    return merged
+
+
+def _sentence(message: str) -> str:
+    """Return a warning without its place: "PLACE: SENTENCE"."""
+    return message.partition(": ")[2]
+
+
+def _find_first(left: NonFiniteLoss | None, right: NonFiniteLoss | None) -> NonFiniteLoss | None:
+    losses = [loss for loss in (left, right) if loss is not None]
+    return min(losses, key=lambda loss: loss.leaf) if losses else None
+
+
+def _choose_failure(
+    left: tuple[int, str, str] | None, right: tuple[int, str, str] | None
+) -> tuple[int, str, str] | None:
+    """Return the first side effect, which may be why a stage stopped, or else the first failure."""
+    failures = [failure for failure in (left, right) if failure is not None]
+    return min(failures, key=lambda failure: failure[1] != "side_effect", default=None)
+
+
+def _merge_masks(left: list[str], right: list[str]) -> list[str]:
+    if left == right:
+        return left
+    # A rank that stops the step reports no parts, and nothing is reduced.
+    return [f"{int(one, 16) | int(two, 16):x}" for one, two in zip(left, right, strict=False)]
+
+
+def _merge_buffers(left: list[BufferReport], right: list[BufferReport]) -> list[BufferReport]:
+    return [merge_reports(one, two) for one, two in zip(left, right, strict=False)]
+
+
+def _add_metrics(left: tuple[int, ExactSum], right: tuple[int, ExactSum]) -> tuple[int, ExactSum]:
+    return left[0] + right[0], add_exactly(left[1], right[1])
+
+
+def _sum_metrics(results: Sequence[MicrobatchResult]) -> dict[str, tuple[int, ExactSum]]:
+    found = {}
+    for name in dict.fromkeys(name for each in results for name in each.metrics):
+        known = [each for each in results if name in each.metrics]
+        terms = (each.metrics[name] * each.size for each in known)
+        found[name] = sum(each.size for each in known), ExactSum.of(terms)
+    return found
+
+
+def _add_nodes(
+    known: Iterable[tuple[int, int, float]], more: Iterable[tuple[int, int, float]], leaves: int
+) -> list[tuple[int, int, float]]:
+    """Add nodes of the tree to nodes that are known, as far as siblings are."""
+    fold: TreeAccumulator[float] = TreeAccumulator(leaves, add)
+    fold.nodes = {(lo, hi): value for lo, hi, value in known}
+    for lo, hi, value in more:
+        fold.put((lo, hi), value)
+    return [(*node, fold.nodes[node]) for node in sorted(fold.nodes)]

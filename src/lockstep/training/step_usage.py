@@ -1,0 +1,67 @@
+"""The times and the memory of all ranks in a step."""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from typing import Any
+
+from lockstep.model.step_context import StepContext
+from lockstep.model.step_hooks import StepHook
+from lockstep.record.rank_summary import Durations, RankTimes, RankUsage
+
+__all__ = ["StepUsage"]
+
+MEMORY_INTERVAL = 0.02
+"""Seconds between two readings of the peak memory, which take as long as a tiny forward pass."""
+
+
+class StepUsage(StepHook):
+    """The hook that measures time and memory; the result of a step gets the times of all ranks."""
+
+    name = "usage"
+
+    def __init__(self) -> None:
+        self._peak, self._due = 0, -math.inf
+
+    def status(self, step: StepContext) -> RankUsage:
+        """Return the usage of this rank."""
+        parallel, times = step.parallel, step.times
+        data = 0.0 if step.batch is None else step.batch.seconds
+        compute = times.computed - times.begun - times.idle
+        row = RankTimes(parallel.rank, compute, data, times.idle, self._read_peak())
+        return RankUsage.of(row, parallel.replicas * parallel.stages)
+
+    def decode(self, value: Any) -> RankUsage:
+        """Return the usage from its fields."""
+        return RankUsage.unpack(value)
+
+    def merge(self, left: RankUsage, right: RankUsage) -> RankUsage:
+        """Return the usage of two ranges of ranks."""
+        return left.merge(right)
+
+    def measure(self, step: StepContext, value: RankUsage) -> dict[str, Any]:
+        """Return the duration of the step, and the times of the ranks."""
+        times = step.times
+        arrived = times.computed - times.begun + (step.batch.seconds if step.batch else 0.0)
+        durations = Durations(
+            arrived,
+            times.exchanged - times.arrived,
+            times.reduced - times.exchanged,
+            times.updated - times.reduced,
+        )
+        return {
+            "seconds": arrived + times.updated - times.arrived,
+            "ranks": value.compute_rows(durations),
+            "rank_summary": value.summarize_times(durations),
+        }
+
+    def _read_peak(self) -> int:
+        """Return the peak resident memory of this process in bytes."""
+        if (now := time.monotonic()) >= self._due:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            self._peak = peak if sys.platform == "darwin" else peak * 1024
+            self._due = now + MEMORY_INTERVAL
+        return self._peak
