@@ -5,13 +5,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.data_parallel import gradient_places
+from lockstep.data_parallel import grad_bucket_views
 from lockstep.kernel import norm as gradient_norm
 
 
 def treat_as_large():
     """Let this process exchange gradients of small models early, and share their norms."""
-    gradient_places.SMALLEST, gradient_norm.SHARED_ELEMENTS = 4, 1
+    grad_bucket_views.SMALLEST, gradient_norm.SHARED_ELEMENTS = 4, 1
 
 
 def pictures():

@@ -25,7 +25,7 @@ from lockstep.comm.reproducible_all_reduce import (
     in_memory_order,
     reproducible_all_reduce,
 )
-from lockstep.data_parallel.gradient_reducer import BUCKET_BYTES
+from lockstep.data_parallel.planned_buckets import BUCKET_BYTES
 from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.tree import Node, nodes_of
 

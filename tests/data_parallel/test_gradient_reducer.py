@@ -13,8 +13,10 @@ import lockstep as ls
 import pytest_lockstep
 from lockstep.comm import backend as native
 from lockstep.comm.native_all_reduce import NativeAllReduce
+from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
 from lockstep.comm.shared_memory import is_shared
 from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.data_parallel.local_sums import LocalSums
 from lockstep.kernel.errors import GradientError, LockstepError
 from lockstep.kernel.splitting import on_one_host
 
@@ -36,8 +38,13 @@ def deep():
 def events_of(trainer):
     """Note, in order, when buckets are launched and when backward ends."""
     events, gradients = [], trainer._executor._gradients
-    launch_next, accumulate = gradients.launch_next, gradients.accumulate
-    gradients.launch_next = lambda: (events.append("launch"), launch_next())
+    launch, accumulate = ReproducibleAllReduce.launch, gradients.accumulate
+
+    def note(*arguments, **options):
+        events.append("launch")
+        launch(*arguments, **options)
+
+    ReproducibleAllReduce.launch = note
     gradients.accumulate = lambda leaf: (events.append(f"accumulate {leaf}"), accumulate(leaf))
     return events
 
@@ -45,7 +52,7 @@ def events_of(trainer):
 @needs_native
 def test_buckets_travel_while_backward_runs_and_grads_lie_in_them(ranks, monkeypatch):
     def train():
-        import lockstep.data_parallel.gradient_reducer as module
+        import lockstep.data_parallel.planned_buckets as module
 
         module.BUCKET_BYTES = 64  # a bucket for each parameter
         trainer = ls.Trainer(deep(), nn.CrossEntropyLoss(), SGD, microbatches=4)
@@ -188,7 +195,7 @@ def test_messages_with_the_gradients_of_another_plan_are_refused():
         trainer = ls.Trainer(deep(), nn.CrossEntropyLoss(), SGD, microbatches=4)
         trainer.step(rows())
         before = trainer.digest()
-        (bucket_sum,) = trainer._executor._gradients._bucket_sums
+        (bucket_sum,) = trainer._executor._gradients._buckets.sums
         if ls.rank() == 1:
             bucket_sum._sum._digest = b"another."
         with pytest.raises(native.ArgumentError, match="message of rank 1 does not end with its"):
@@ -226,7 +233,7 @@ class Slow(nn.Module):
 @needs_native
 def test_a_rank_does_not_wait_for_the_others_in_backward(ranks, tmp_path):
     def train():
-        import lockstep.data_parallel.gradient_reducer as module
+        import lockstep.data_parallel.planned_buckets as module
 
         module.BUCKET_BYTES = 64  # several buckets
         store, rank = dist.FileStore(str(tmp_path / "store"), 2), dist.get_rank()
@@ -244,7 +251,7 @@ def test_a_rank_does_not_wait_for_the_others_in_backward(ranks, tmp_path):
             gradients.accumulate = accumulate_and_signal
 
             def wait(gradients=gradients, step=step):
-                if rank == 1 and gradients._launched:  # in the last micro-batch
+                if rank == 1 and gradients._exchange.launched:  # in the last micro-batch
                     store.wait([f"rank 0 has ended step {step}"])
 
             trainer.model.wait = wait
@@ -444,13 +451,13 @@ class Branches(nn.Module):
 def test_gradients_added_together_have_the_bits_of_those_added_one_by_one(ranks, has_gaps):
     def train(is_together):
         taken = []
-        together = GradientReducer._accumulate_together
+        together = LocalSums._accumulate_together
 
         def choose(self):
             taken.append(is_together and together(self))
             return taken[-1]
 
-        GradientReducer._accumulate_together = choose
+        LocalSums._accumulate_together = choose
         try:
             torch.manual_seed(0)
             trainer = ls.Trainer(Branches(has_gaps), nn.CrossEntropyLoss(), SGD, microbatches=8)
@@ -458,7 +465,7 @@ def test_gradients_added_together_have_the_bits_of_those_added_one_by_one(ranks,
                 trainer.step(rows(19))
             return trainer.digest(), taken
         finally:
-            GradientReducer._accumulate_together = together
+            LocalSums._accumulate_together = together
 
     found = [
         pair for n in (1, 2, 3) for wanted in (True, False) for pair in ranks(train, n, wanted)

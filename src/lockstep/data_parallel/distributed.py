@@ -21,9 +21,9 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from lockstep.comm.collectives import broadcast_tensors
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.comm_hook import CommHook
-from lockstep.data_parallel.gradient_reducer import BUCKET_BYTES
 from lockstep.data_parallel.join import DDPJoinHook, exchange_iteration, find_last_joiner
 from lockstep.data_parallel.mean_reducer import MeanReducer
+from lockstep.data_parallel.planned_buckets import BUCKET_BYTES
 from lockstep.data_parallel.state_prefix import hide_prefix
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import is_in_backward

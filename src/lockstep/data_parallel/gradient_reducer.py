@@ -21,11 +21,11 @@ The members of the buckets are known before the step: the parameters that got a 
 on some rank in the previous step, which all ranks know from the masks that they exchanged.
 If they are few and small, they are sent with the statuses of the ranks (`pack`). Other
 buckets may therefore be launched while the last backward pass runs, as soon as
-`lockstep.data_parallel.readiness` counts them as complete. On an accelerator the current stream
-waits for those of all gradients first (`lockstep.data_parallel.gradient_streams`), and the stream
-of the backend waits for the current one. Other parameters that get a
-gradient are added to further buckets at the end of the step. Sparse gradients, whose rows are
-not known in advance, are exchanged last (`lockstep.comm.sparse_gradients`).
+`lockstep.data_parallel.bucket_ready_tracker` counts them as complete. On an accelerator the
+current stream waits for those of all gradients first (`lockstep.data_parallel.gradient_streams`),
+and the stream of the backend waits for the current one. Other parameters that get a gradient are
+added to further buckets at the end of the step. Sparse gradients, whose rows are not known in
+advance, are exchanged last (`lockstep.comm.sparse_gradients`).
 """
 
 from __future__ import annotations
@@ -37,34 +37,21 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import native_module
-from lockstep.comm.bucket import Bucket, plan
-from lockstep.comm.memory_format import is_in_format_of
-from lockstep.comm.native_all_reduce import native_backend
 from lockstep.comm.reproducible_all_reduce import (
     ReproducibleAllReduce,
-    add_lists,
-    adds_in_place,
-    in_format_of,
     in_layout_of,
     reproducible_all_reduce,
 )
-from lockstep.comm.sparse_gradients import add_sparse, sum_sparse_gradients
-from lockstep.data_parallel.gradient_places import GradientPlaces, gets_place
+from lockstep.comm.sparse_gradients import sum_sparse_gradients
+from lockstep.data_parallel.bucket_ready_tracker import BucketReadyTracker, GradientState
 from lockstep.data_parallel.gradient_streams import GradientStreams
-from lockstep.data_parallel.readiness import GradientReadiness, GradientState
+from lockstep.data_parallel.local_sums import LocalSums
+from lockstep.data_parallel.planned_buckets import BucketPlanner, PlannedBuckets, StepTree
 from lockstep.data_parallel.shards import Shards
-from lockstep.devices import is_accelerator
-from lockstep.kernel.errors import GradientError, LayoutError
 from lockstep.kernel.splitting import Hosts, assign_nodes
-from lockstep.kernel.tree import Node, TreeAccumulator
+from lockstep.kernel.tree import Node
 
-__all__ = ["BUCKET_BYTES", "GradientReducer"]
-
-BUCKET_BYTES = 16 << 20
-"""The bytes per bucket, chosen by measurement: see "Bucket sizes" in LOG.md."""
-
-GradientList = list[torch.Tensor | None]
-"""The gradient of every parameter; None for a parameter without one."""
+__all__ = ["GradientReducer"]
 
 
 class GradientReducer:
@@ -76,6 +63,9 @@ class GradientReducer:
 
     With `shards`, a rank gets only the sums of its own pieces, in `sums`, as vectors by the
     index of the parameter; `.grad` stays None.
+
+    `LocalSums` and `BucketExchange` live for one step. `PlannedBuckets` are kept for as long as the
+    same gradients are expected.
 
     Args:
         parameters: Names and parameters, the same on every rank.
@@ -96,61 +86,33 @@ class GradientReducer:
         compression: str | None = None,
     ) -> None:
         self._parameters = list(parameters)
-        self._tensors = [parameter for _, parameter in parameters]
+        self._sparse = {n for n, (_, parameter) in enumerate(parameters) if parameter in sparse}
+        self._planner = BucketPlanner(self._parameters, group, shards, compression)
         is_native = native_module.reason_unavailable() is None
         self._add_natively = native_module.load().accumulate_gradients if is_native else None
-        self._sparse = {n for n, (_, each) in enumerate(parameters) if each in sparse}
-        self._group = group
-        self._compression = compression
-        self._shards = shards
-        self.sums: dict[int, torch.Tensor] = {}
-        # This step: its micro-batches, this rank's partial sums, the nodes of every rank.
-        self._leaves = 0
-        self._partial_sums: TreeAccumulator[GradientList] | None = None
-        self._nodes_by_rank: Sequence[Sequence[Node]] = ()
-        self._announce: Callable[[], object] | None = None
-        # The micro-batch that is being accumulated: its left siblings in the tree, and the node and
-        # the values of their sum.
-        self._siblings: list[GradientList] | None = None
-        self._node: Node = (0, 0)
-        self._values: GradientList = []
-        # The planned buckets, which are kept between steps with their memory while the number
-        # of leaves and the expected parameters stay the same.
-        self._planned_for: tuple[int, ...] = ()
-        self._is_launched_early = self._is_packed = False
-        self._bucket_sums: list[ReproducibleAllReduce] = []
-        self._further_sums: list[ReproducibleAllReduce] = []  # of this step only
-        self._own_references: list[int] = []  # the number of them to the memory of each sum
-        self._destinations: dict[Node, dict[int, torch.Tensor]] = {}
-        self._launched = 0
-        # The places of the last micro-batch of this rank, and the parameters that may have one.
-        self._places, self._are_places_valid = GradientPlaces([]), True
-        self._may_have_place = {*range(len(self._parameters))} if is_native else set[int]()
+        self._may_have_view = {*range(len(self._parameters))} if is_native else set[int]()
         self._streams = GradientStreams(parameters[0][1].device if parameters else None)
-        self.enter_group()
-        # The watched backward pass.
-        self._readiness = GradientReadiness(
+        self._tracker = BucketReadyTracker(
             [parameter for _, parameter in parameters], self._on_gradient, modules
         )
-        self._failure = ""
+        self.sums: dict[int, torch.Tensor] = {}
+        self._further_sums: list[ReproducibleAllReduce] = []  # of this step only
+        self.enter_group()
 
     def enter_group(self) -> None:
         """Discard the plans for the ranks of an earlier group; `.grad` does not change."""
-        self._ranks = dist.get_world_size(self._group)
         trainable = (n for n, (_, each) in enumerate(self._parameters) if each.requires_grad)
         self._expect(self._without_sparse(trainable))
-        self._discard_plans()
-        self._launched, self._siblings, self._partial_sums = 0, None, None
+        self._tree = StepTree(0, ())
+        self._buckets: PlannedBuckets | None = None
+        self._local: LocalSums | None = None
+        self._exchange: BucketExchange | None = None
 
     def _expect(self, indices: list[int]) -> None:
         """Expect gradients of these parameters in the next step, the same ones on all ranks."""
         self._expected = indices
-        self._is_planned = self._ranks > 1 and self._overlaps_backward(indices)
-
-    def _discard_plans(self) -> None:
-        self._planned_for, self._destinations = (), {}
-        self._places, self._are_places_valid = GradientPlaces([]), True
-        self._bucket_sums, self._own_references = [], []
+        has_peers = dist.get_world_size(self._planner.group) > 1
+        self._is_planned = has_peers and self._planner.can_overlap(indices)
 
     # --- while the micro-batches are computed ------------------------------------------------
 
@@ -164,32 +126,33 @@ class GradientReducer:
             hosts: The ranks of each host, which compute neighboring micro-batches.
             announce: A function that compares this step with the steps of the other ranks, and
                 raises an error if they differ. None: buckets are not launched before `reduce`, and
-                neither is the only bucket of small gradients (`_gains_from_early_launch`).
+                neither is the only bucket of small gradients
+                (`PlannedBuckets.gains_from_early_launch`).
         """
         self.clear()
-        self._leaves, self._announce = leaves, announce
-        self._partial_sums = TreeAccumulator(leaves, add_lists)
-        self._nodes_by_rank = assign_nodes(leaves, hosts)
+        self._tree = StepTree(leaves, assign_nodes(leaves, hosts))
         if self._is_planned:
-            self._prepare(self._expected)
-            self._announce = announce if self._is_launched_early else None
-        if not self._are_places_valid:
-            self._make_places()
+            self._prepare(self._expected, self._may_have_view)
+        parameters, sparse, buckets = self._parameters, self._sparse, self._buckets
+        self._local = LocalSums(parameters, sparse, leaves, buckets, self._add_natively)
+        if self._is_planned and buckets is not None:
+            self._exchange = BucketExchange(
+                buckets, self._local, self._streams, self._may_have_view, announce
+            )
 
     def clear(self) -> None:
         """Empty `.grad` of every parameter, and discard the accumulated gradients."""
-        self.sums, self._further_sums, self._values = {}, [], []
+        self.sums, self._further_sums = {}, []
         for _, parameter in self._parameters:
             parameter.grad = None
         # Do not reuse the buckets if they were launched and never finished, because other ranks
         # may still write to the memory, or if user code refers to gradients of the previous step,
         # such as an optimizer that compares gradients, or the variable of a finished loop.
-        if self._launched or [each.uses() for each in self._bucket_sums] != self._own_references:
-            self._discard_plans()
-        self._launched, self._siblings, self._partial_sums = 0, None, None
-        self._is_packed = False
+        is_unfinished = self._exchange is not None and self._exchange.launched > 0
+        self._local = self._exchange = None
+        if is_unfinished or (self._buckets is not None and self._buckets.are_in_use):
+            self._buckets = None
         self._streams.clear()
-        self._failure = ""
 
     def current(self) -> dict[str, torch.Tensor]:
         """Return the gradients in `.grad` by the names of their parameters."""
@@ -197,86 +160,11 @@ class GradientReducer:
 
     def accumulate(self, microbatch: int) -> None:
         """Move the gradients in `.grad` to the leaf of `microbatch`."""
-        is_new = self._siblings is None
-        self._open(microbatch)
-        if not (is_new and self._accumulate_together()):
-            for index in range(len(self._parameters)):
-                self._accumulate_one(index)
-        self._close()
+        self._begun().accumulate(microbatch)
 
     def skip(self, microbatch: int) -> None:
         """Leave the leaf of a micro-batch that is not computed empty, without reading `.grad`."""
-        self._open(microbatch)
-        for index in range(len(self._parameters)):
-            self._add(index, None)
-        self._close()
-
-    def _open(self, microbatch: int) -> None:
-        """Begin to accumulate the gradients of `microbatch`, unless this has begun already."""
-        if self._siblings is None:
-            assert self._partial_sums is not None
-            self._siblings, self._node = self._partial_sums.pop_left_siblings(microbatch)
-            self._values = [None] * len(self._parameters)
-
-    def _accumulate_together(self) -> bool:
-        """Move all gradients out of `.grad` in one call of the native module, in the usual case.
-
-        Returns:
-            Whether this is the usual case: gradients have the dtype and layout of their
-            parameters, and every sibling has gradients of the same parameters.
-        """
-        assert self._siblings is not None
-        if self._sparse or self._add_natively is None:
-            return False
-        outs = self._destinations.get(self._node, {})
-        places = [outs.get(index) for index in range(len(self._tensors))] if outs else []
-        values = self._add_natively(self._tensors, self._siblings, places)
-        if values is None:
-            return False
-        self._values = values
-        return True
-
-    def _accumulate_one(self, index: int) -> None:
-        """Move one parameter's gradient out of `.grad`, unless it has been moved already."""
-        name, parameter = self._parameters[index]
-        if self._values[index] is None:
-            may_be_sparse = index in self._sparse
-            gradient, parameter.grad = _gradient(name, parameter, may_be_sparse), None
-            self._add(index, gradient)
-        elif parameter.grad is not None:
-            self._fail_late(index)
-
-    @torch.no_grad()
-    def _add(self, index: int, gradient: torch.Tensor | None) -> None:
-        """Add one parameter's gradient, or None, to its siblings in the tree."""
-        assert self._siblings is not None
-        terms = [each for values in self._siblings if (each := values[index]) is not None]
-        if gradient is not None:
-            terms.insert(0, gradient)
-        if not terms:
-            return
-        if index in self._sparse:
-            for left in terms:  # the gradient itself, then its left siblings
-                self._values[index] = add_sparse(left, self._values[index])
-            return
-        *others, last = terms
-        if not others:
-            self._values[index] = last  # `launch` copies it to its destination
-            return
-        destination = self._destinations.get(self._node, {}).get(index)
-        if self._places.is_taken(index, gradient):
-            destination = None  # `launch_next` gives it another one
-        value = others[0]
-        for left in others[1:]:
-            value = left.add_(value)
-        out = last if destination is None else destination
-        self._values[index] = torch.add(last, value, out=out)
-
-    def _close(self) -> None:
-        """Put the sums of the micro-batch and its siblings into the tree."""
-        assert self._partial_sums is not None
-        self._partial_sums.nodes[self._node] = self._values
-        self._siblings = None
+        self._begun().skip(microbatch)
 
     def pack(self) -> bytes:
         """Return this rank's sums for the end of its status, if those of all ranks contain them.
@@ -285,24 +173,28 @@ class GradientReducer:
         wait for the other ranks again. For others, nothing is returned, on every rank. Call it on
         all ranks of the group or on none.
         """
-        self._is_packed = (
-            self._is_planned
-            and not self._is_launched_early
-            and len(self._bucket_sums) == 1
-            and self._bucket_sums[0].fits_messages
-        )
-        if not self._is_packed:
-            return b""
-        assert self._partial_sums is not None
-        return self._bucket_sums[0].pack(self._partial_sums.nodes)
+        return b"" if self._exchange is None else self._exchange.pack()
 
     def used_parameter_mask(self) -> str:
         """Return, as a hex number, a mask whose bit n is set if parameter n has a gradient here."""
-        assert self._partial_sums is not None
-        columns = zip(*self._partial_sums.nodes.values(), strict=True)
-        return f"{sum(1 << index for index, column in enumerate(columns) if _any(column)):x}"
+        return f"{sum(1 << index for index in self._begun().used_parameters()):x}"
+
+    @property
+    def failure(self) -> str:
+        """The reason why a gradient was accumulated too early in this step; "" for none."""
+        return "" if self._local is None else self._local.failure
+
+    def _begun(self) -> LocalSums:
+        """Return the sums of the step, which has begun."""
+        assert self._local is not None
+        return self._local
 
     # --- while the last backward pass runs -----------------------------------------------------
+
+    @property
+    def can_launch_early(self) -> bool:
+        """Whether buckets may be launched before `reduce` is called."""
+        return self._exchange is not None and self._exchange.can_launch_early
 
     @contextmanager
     def watch_backward(self, loss: torch.Tensor, microbatch: int) -> Iterator[None]:
@@ -311,17 +203,18 @@ class GradientReducer:
         Use it for the last micro-batch of this rank, if its gradients come from this backward pass
         alone. The first pass only records how gradients arrive.
         """
-        with self._readiness.watch(loss) as may_accumulate:
-            in_places: AbstractContextManager[None] = nullcontext()
+        local = self._begun()
+        with self._tracker.watch(loss) as may_accumulate:
+            in_views: AbstractContextManager[None] = nullcontext()
             if may_accumulate:
-                self._open(microbatch)
-                in_places = self._places.watch()
+                local.open(microbatch)
+                in_views = in_views if self._buckets is None else self._buckets.views.watch()
             try:
-                with in_places:
+                with in_views:
                     yield
             finally:
-                if self._readiness.has_late_callback:
-                    self._failure = (
+                if self._tracker.has_late_callback:
+                    local.failure = (
                         "a callback was queued for the end of backward (queue_callback), for the "
                         "first time since training began, after gradients had already been moved "
                         "out of .grad; queue it from the first step on"
@@ -329,30 +222,24 @@ class GradientReducer:
 
     def _on_gradient(self, index: int) -> None:
         """Accumulate a complete gradient, and launch the buckets that it completes."""
-        if self._siblings is not None:
-            self._places.note(index, self._tensors[index])
-        state = self._readiness.mark(index)
+        local = self._begun()
+        if local.is_accumulating and self._buckets is not None:
+            self._buckets.views.note(index, self._parameters[index][1])
+        state = self._tracker.mark(index)
         if state is GradientState.LATE:
-            self._fail_late(index)
+            local.fail_late(index)
         elif state is GradientState.COMPLETE:
             self._streams.note()
-            self._accumulate_one(index)
-            while self._launched < self._readiness.complete_buckets:
-                self.launch_next()
-            if self._launched:  # add as soon as the other ranks are ready, without waiting
-                self._bucket_sums[self._launched - 1].advance()
+            local.accumulate_one(index)
+            if self._exchange is not None:
+                self._exchange.launch_first(self._tracker.complete_buckets)
 
-    def _fail_late(self, index: int) -> None:
-        self._failure = (
-            f"the gradient of {self._parameters[index][0]} arrived in two parts, unlike in the "
-            "steps before; if a part of the model uses torch.utils.checkpoint, pass "
-            "use_reentrant=False, and call backward(final=True) once per micro-batch"
-        )
+    def launch_remaining(self) -> None:
+        """Launch the remaining planned buckets, if this is allowed before `reduce`."""
+        if self._exchange is not None and self._exchange.can_launch_early:
+            self._exchange.launch_all()
 
-    @property
-    def failure(self) -> str:
-        """The reason why a gradient was accumulated too early in this step; "" for none."""
-        return self._failure
+    # --- at its end ----------------------------------------------------------------------------
 
     def reduce(
         self, nodes: Sequence[Sequence[Node]], mask: str, statuses: Sequence[bytes] = ()
@@ -366,244 +253,153 @@ class GradientReducer:
             mask: The union of the used-parameter masks of all ranks.
             statuses: The messages of all ranks that end with what `pack` returned there.
         """
-        assert self._partial_sums is not None
         if len(nodes) > 1:
             self._reduce_over_ranks(_list_used(mask), statuses)
         else:
-            (sums,) = self._partial_sums.nodes.values()
+            (sums,) = self._begun().nodes.values()
             for index, gradient in enumerate(sums):
-                if self._shards is None:
-                    self._tensors[index].grad = gradient
+                if self._planner.shards is None:
+                    self._parameters[index][1].grad = gradient
                 elif gradient is not None:
                     self.sums[index] = gradient
-        self._launched, self._partial_sums = 0, None
+        self._local = self._exchange = None
 
     @torch.no_grad()
     def _reduce_over_ranks(self, used: Sequence[int], statuses: Sequence[bytes]) -> None:
         """Add this rank's sums and those of the others; `used` are the parameters with one."""
-        assert self._partial_sums is not None
-        held = self._partial_sums.nodes
-        if self._is_planned:
-            if self._is_packed:
-                pairs = self._bucket_sums[0].add_packed(statuses)
-            else:
-                pairs = self._add_planned_buckets()
-            more = self._plan(sorted({*self._without_sparse(used)} - {*self._expected}))
-            self._further_sums = self._make_sums(more)
+        held, shards = self._begun().nodes, self._planner.shards
+        dense = self._without_sparse(used)
+        if self._exchange is not None:
+            pairs = self._exchange.finish(statuses)
+            further = self._planner.plan(sorted({*dense} - {*self._expected}))
+            self._further_sums = self._planner.make_sums(further, self._tree)
             pairs += reproducible_all_reduce(self._further_sums, held)
         else:
-            self._prepare(self._without_sparse(used))
-            pairs = reproducible_all_reduce(self._bucket_sums, held)
-        dense = self._without_sparse(used)
-        expected = dense if self._shards is None else self._shards.covered
+            pairs = reproducible_all_reduce(self._prepare(dense, ()).sums, held)
         for index, gradient in pairs:
             parameter = self._parameters[index][1]
-            if gradient is not None and self._shards is not None:
+            if gradient is not None and shards is not None:
                 self.sums[index] = gradient
             elif gradient is not None:
                 parameter.grad = in_layout_of(gradient, parameter)
-        sparse = [index for index in used if index in self._sparse]
-        if sparse:
-            models = {index: self._parameters[index][1] for index in sparse}
-            sums_of_rows = sum_sparse_gradients(held, sparse, self._leaves, models, self._group)
+        models = {n: self._parameters[n][1] for n in used if n in self._sparse}
+        if models:
+            leaves, group = self._tree.leaves, self._planner.group
+            sums_of_rows = sum_sparse_gradients(held, list(models), leaves, models, group)
             for index, gradient in sums_of_rows.items():
                 models[index].grad = gradient
+        expected = dense if shards is None else shards.covered
         if expected != self._expected:
             self._expect(expected)
-
-    def _add_planned_buckets(self) -> list[tuple[int, torch.Tensor | None]]:
-        while self._launched < len(self._bucket_sums):
-            self.launch_next()
-        for each in self._bucket_sums:
-            each.combine()
-        return [pair for each in self._bucket_sums for pair in each.gather()]
 
     @property
     def bucket_sums(self) -> list[torch.Tensor]:
         """The sums of each bucket of the shards; only this rank's slices are defined."""
-        return [each.sums for each in [*self._bucket_sums, *self._further_sums]]
+        planned = [] if self._buckets is None else self._buckets.sums
+        return [each.sums for each in [*planned, *self._further_sums]]
+
+    def _prepare(self, indices: Sequence[int], with_views: Collection[int]) -> PlannedBuckets:
+        """Return buckets for these parameters: those of the step before, if they are the same."""
+        key = self._is_planned, self._tree.leaves, *indices
+        buckets = self._buckets
+        if buckets is None or buckets.key != key:
+            buckets = self._buckets = None  # free the old memory first
+            buckets = PlannedBuckets(self._planner, self._tree, indices, key)
+            self._tracker.set_buckets(
+                [[member.index for member in each.bucket.members] for each in buckets.sums]
+            )
+            self._buckets = buckets
+        buckets.update_views(with_views)
+        return buckets
 
     def _without_sparse(self, indices: Iterable[int]) -> list[int]:
         return [index for index in indices if index not in self._sparse]
 
-    # --- buckets -------------------------------------------------------------------------------
+
+class BucketExchange:
+    """The exchange of the planned buckets in one step.
+
+    Args:
+        buckets: The buckets.
+        local: This rank's sums.
+        streams: The streams in which gradients have arrived.
+        may_have_view: The parameters whose gradients may get a view; those whose view is found to
+            be taken are removed.
+        announce: A function that is called before the first bucket is launched in backward; None
+            if buckets are not launched before the end of the step.
+
+    Attributes:
+        launched: The number of buckets that have been launched.
+    """
+
+    def __init__(
+        self,
+        buckets: PlannedBuckets,
+        local: LocalSums,
+        streams: GradientStreams,
+        may_have_view: set[int],
+        announce: Callable[[], object] | None,
+    ) -> None:
+        self._buckets, self._local, self._streams = buckets, local, streams
+        self._may_have_view = may_have_view
+        self._announce = announce if buckets.gains_from_early_launch else None
+        self._is_packed = False
+        self.launched = 0
 
     @property
     def can_launch_early(self) -> bool:
-        """Whether buckets may be launched before `reduce` is called."""
-        return self._is_planned and self._announce is not None
+        """Whether buckets may be launched before the end of the step."""
+        return self._announce is not None
 
-    def launch_remaining(self) -> None:
-        """Launch the remaining planned buckets, if this is allowed before `reduce`."""
-        while self.can_launch_early and self._launched < len(self._bucket_sums):
+    def pack(self) -> bytes:
+        """Return this rank's sums if those of all ranks fit into their statuses."""
+        sums = self._buckets.sums
+        self._is_packed = (
+            not self._buckets.gains_from_early_launch and len(sums) == 1 and sums[0].fits_messages
+        )
+        return sums[0].pack(self._local.nodes) if self._is_packed else b""
+
+    def launch_first(self, count: int) -> None:
+        """Launch the first `count` buckets that have not been launched, and add what is ready."""
+        while self.launched < count:
+            self.launch_next()
+        if self.launched:  # add as soon as the other ranks are ready, without waiting
+            self._buckets.sums[self.launched - 1].advance()
+
+    def launch_all(self) -> None:
+        """Launch the remaining buckets."""
+        while self.launched < len(self._buckets.sums):
             self.launch_next()
 
     def launch_next(self) -> None:
-        """Launch the next planned bucket; before the first one, announce the step."""
-        assert self._partial_sums is not None
-        if not self._launched and self._announce is not None:
+        """Launch the next bucket; before the first one, announce the step."""
+        if not self.launched and self._announce is not None:
             self._announce()
-        held = dict(self._partial_sums.nodes)
-        if self._siblings is not None:
-            held[self._node] = self._values
-        bucket_sum = self._bucket_sums[self._launched]
-        members = bucket_sum.bucket.members
-        last = held.get(self._node, [])
-        is_taken = self._places.is_taken
-        if taken := [m.index for m in members if last and is_taken(m.index, last[m.index])]:
-            bucket_sum = self._move(self._launched, taken)
-        self._streams.join(values[each.index] for values in held.values() for each in members)
-        is_backward_running = self._siblings is not None
-        bucket_sum.launch(held, in_steps=is_backward_running)
-        self._launched += 1
+        members = [member.index for member in self._buckets.sums[self.launched].bucket.members]
+        taken = [index for index in members if self._local.is_view_taken(index)]
+        if taken:
+            self._buckets.move(self.launched)
+            self._may_have_view.difference_update(taken)
+        held, is_backward_running = self._local.nodes, self._local.is_accumulating
+        self._streams.join(values[index] for values in held.values() for index in members)
+        self._buckets.sums[self.launched].launch(held, in_steps=is_backward_running)
+        self.launched += 1
         if is_backward_running:
-            self._release_gradients(bucket_sum.bucket)
+            self._local.release(members)
 
-    def _move(self, number: int, taken: Collection[int]) -> ReproducibleAllReduce:
-        """Give a bucket new memory, because these places in it are taken; use them no more.
+    def finish(self, statuses: Sequence[bytes]) -> list[tuple[int, torch.Tensor | None]]:
+        """Return (index, sum) of every expected gradient; the sum is None if no rank has one.
 
-        The others are used again from the next step on.
+        Args:
+            statuses: The messages of all ranks that end with what `pack` returned there.
         """
-        bucket = self._bucket_sums[number].bucket
-        self._places.give_up(member.index for member in bucket.members)
-        self._may_have_place -= {*taken}
-        self._are_places_valid = False
-        (moved,) = self._make_sums([bucket])
-        self._bucket_sums[number] = moved
-        for node in self._destinations:
-            self._destinations[node] |= self._destinations_of(node, [moved])
-        self._own_references[number] = moved.uses()
-        return moved
-
-    def _release_gradients(self, bucket: Bucket) -> None:
-        """Free gradients that have been packed; their destinations mark them as present."""
-        for member in bucket.members:
-            destination = self._destinations[self._node].get(member.index)
-            if destination is not None and self._values[member.index] is not None:
-                self._values[member.index] = destination
-
-    def _overlaps_backward(self, indices: Sequence[int]) -> bool:
-        """Return whether the exchange of these gradients may run beside a backward pass.
-
-        The backend "lockstep" adds them in place, and those of accelerators have streams of their
-        own. Gloo would take the processor that backward needs.
-        """
-        parameters = [self._parameters[index][1] for index in indices]
-        kinds = {(each.device, each.dtype) for each in parameters}
-        return all(is_accelerator(kind[0]) or adds_in_place(*kind, self._group) for kind in kinds)
-
-    def _prepare(self, indices: Sequence[int]) -> None:
-        """Prepare the buckets of these parameters and the destinations of this rank's nodes."""
-        planned_for = (self._leaves, *indices)
-        if planned_for == self._planned_for:
-            return
-        self._discard_plans()  # free the old memory first
-        self._planned_for = planned_for
-        buckets = self._plan(indices)
-        if self._shards is not None:
-            buckets = self._shards.buckets
-        self._is_launched_early = _gains_from_early_launch(buckets)
-        self._bucket_sums = self._make_sums(buckets)
-        self._readiness.set_buckets([[m.index for m in each.members] for each in buckets])
-        own_nodes = self._nodes_by_rank[dist.get_rank(self._group)]
-        self._destinations = {
-            node: self._destinations_of(node, self._bucket_sums) for node in own_nodes
-        }
-        self._make_places()
-
-    def _make_places(self) -> None:
-        """Let autograd create the gradients of the last micro-batch in the planned buckets."""
-        own_nodes = self._nodes_by_rank[dist.get_rank(self._group)]
-        sums = self._bucket_sums if self._is_planned and own_nodes else []
-        places = {
-            member.index: each.place(own_nodes[-1], member)
-            for each in sums
-            for member in each.bucket.members
-            if member.index in self._may_have_place
-        }
-        self._places = GradientPlaces([places.get(n) for n in range(len(self._parameters))])
-        self._are_places_valid = True
-        places.clear()  # their references are not counted, unlike those of the object
-        self._own_references = [each.uses() for each in self._bucket_sums]
-
-    def _destinations_of(
-        self, node: Node, sums: Sequence[ReproducibleAllReduce]
-    ) -> dict[int, torch.Tensor]:
-        """Return the destinations of the values of one of this rank's nodes, by parameter."""
-        return {
-            member.index: in_layout_of(place, self._parameters[member.index][1])
-            for each in sums
-            for member in each.bucket.members
-            if (place := each.place(node, member)) is not None
-        }
-
-    def _plan(self, indices: Sequence[int]) -> list[Bucket]:
-        """Plan buckets for these parameters; with shards, only for those that have none yet."""
-        if self._shards is not None:
-            for name, parameter in (self._parameters[index] for index in indices):
-                if native_backend(parameter.device, parameter.dtype, self._group) is None:
-                    raise LayoutError(
-                        f"parameter {name} ({parameter.dtype}) was frozen when the Trainer was "
-                        'made and has a gradient now, which storage="shared" cannot update: train '
-                        'with storage="replicated"'
-                    )
-            return self._shards.cover(indices)
-        parameters = [self._parameters[index][1] for index in indices]
-        numels = [parameter.numel() for parameter in parameters]
-        dtypes = [parameter.dtype for parameter in parameters]
-        # A bias joins the bucket of its weight, which saves the waits of an exchange.
-        return plan(numels, dtypes, BUCKET_BYTES, indices, overflow=BUCKET_BYTES // 16)
-
-    def _make_sums(self, buckets: Sequence[Bucket]) -> list[ReproducibleAllReduce]:
-        shards = self._shards
-        return [
-            ReproducibleAllReduce(
-                bucket,
-                self._nodes_by_rank,
-                self._leaves,
-                self._parameters[bucket.members[0].index][1].device,
-                self._group,
-                cuts=[] if shards is None else shards.find_cuts(bucket),
-                compression=self._compression,
-            )
-            for bucket in buckets
-        ]
-
-
-def _gradient(name: str, parameter: torch.nn.Parameter, may_be_sparse: bool) -> torch.Tensor | None:
-    """Return a parameter's gradient, coalesced or in the memory format of the parameter."""
-    gradient = parameter.grad
-    if gradient is None:
-        return None
-    if gradient.is_sparse and not may_be_sparse:
-        raise GradientError(
-            f"parameter {name} has a sparse gradient, which is supported only for the weights of "
-            "Embedding and EmbeddingBag with sparse=True: use one of these modules, or sparse=False"
-        )
-    if gradient.dtype != parameter.dtype:
-        raise GradientError(
-            f"parameter {name} is {parameter.dtype} and its gradient {gradient.dtype}"
-        )
-    gradient = gradient.detach()
-    if gradient.is_sparse:
-        return gradient.coalesce()
-    if is_in_format_of(gradient, parameter):
-        return gradient
-    # The norm of a gradient depends on the order of its elements in memory.
-    return in_format_of(gradient, parameter)
-
-
-def _gains_from_early_launch(buckets: Sequence[Bucket]) -> bool:
-    """Return whether launching these buckets in backward saves more than its announcement costs.
-
-    The only bucket is complete when backward ends, and small gradients get no places.
-    """
-    members = [(each.numel, bucket.dtype) for bucket in buckets for each in bucket.members]
-    return len(buckets) > 1 or any(gets_place(n * dtype.itemsize) for n, dtype in members)
-
-
-def _any(column: Sequence[torch.Tensor | None]) -> bool:
-    return any(value is not None for value in column)
+        sums = self._buckets.sums
+        if self._is_packed:
+            return sums[0].add_packed(statuses)
+        self.launch_all()
+        for bucket_sum in sums:
+            bucket_sum.combine()
+        return [pair for bucket_sum in sums for pair in bucket_sum.gather()]
 
 
 def _list_used(mask: str) -> list[int]:

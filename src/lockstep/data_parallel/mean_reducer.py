@@ -1,6 +1,6 @@
 """Mean reducer of DistributedDataParallel: means over ranks, bucket by bucket, during backward.
 
-    backward   (1) a gradient is complete, according to `lockstep.data_parallel.readiness`
+    backward   (1) a gradient is complete (`lockstep.data_parallel.bucket_ready_tracker`)
                (2) buckets whose members are complete are launched in a fixed order,
                    the last parameters first, the same on every rank
                (3) meanwhile the previous bucket is added and gathered
@@ -30,9 +30,9 @@ from lockstep.comm.collectives import gather_unless_equal
 from lockstep.comm.memory_format import in_format_of, in_layout_of, is_in_format_of
 from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
 from lockstep.comm.sparse_gradients import average_sparse_gradients
+from lockstep.data_parallel.bucket_ready_tracker import BucketReadyTracker, GradientState
 from lockstep.data_parallel.comm_hook import CommHook, CommHookReduction
 from lockstep.data_parallel.gradient_streams import GradientStreams
-from lockstep.data_parallel.readiness import GradientReadiness, GradientState
 from lockstep.kernel.errors import GradientError
 
 __all__ = ["MeanReducer"]
@@ -94,11 +94,11 @@ class MeanReducer:
         self._launched = 0
         self._is_active = False  # the pass has added to a gradient
         self._is_absent = False  # this rank takes part without gradients
-        self._readiness = GradientReadiness(
+        self._tracker = BucketReadyTracker(
             self._parameters, self._on_gradient, tracks_every_pass=True
         )
-        self._readiness.set_buckets([[m.index for m in each.members] for each in self._buckets])
-        self._readiness.register_hooks()
+        self._tracker.set_buckets([[m.index for m in each.members] for each in self._buckets])
+        self._tracker.register_hooks()
         self._find_others()
 
     @property
@@ -167,9 +167,9 @@ class MeanReducer:
 
     def _follow_pass(self) -> None:
         """Follow the current backward pass, unless it or an outer pass is followed already."""
-        if not self._readiness.is_following:
+        if not self._tracker.is_following:
             self.reset()  # the previous pass may have raised
-            self._readiness.follow(self._end_pass)
+            self._tracker.follow(self._end_pass)
 
     def _on_gradient(self, index: int) -> None:
         """Do (1), and launch the buckets that are complete."""
@@ -180,14 +180,14 @@ class MeanReducer:
             return
         self._follow_pass()
         self._require_no_graph(index)
-        state = self._readiness.mark(index)
+        state = self._tracker.mark(index)
         if state is GradientState.LATE:
             self._require_not_launched(index)
         self._unaveraged.add(index)
         self._is_active = True
         self._streams.note()
         if not self._shares_group:
-            while self._launched < self._readiness.complete_buckets:
+            while self._launched < self._tracker.complete_buckets:
                 self.launch_next()
 
     def _require_no_graph(self, index: int) -> None:
@@ -274,7 +274,7 @@ class MeanReducer:
         self._launched = 0
         self._is_active, self._is_absent = False, False
         self._streams.clear()
-        self._readiness.stop()
+        self._tracker.stop()
 
     def _write(self, pairs: Iterable[tuple[int, torch.Tensor | None]]) -> None:
         """Write the means to `.grad`: a copy, or a view if requested."""

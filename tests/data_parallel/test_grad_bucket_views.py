@@ -10,15 +10,15 @@ from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
 from lockstep.comm import backend as native
-from lockstep.data_parallel import gradient_places
-from lockstep.data_parallel.gradient_places import GradientPlaces
+from lockstep.data_parallel import grad_bucket_views
+from lockstep.data_parallel.grad_bucket_views import GradBucketViews
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native module")
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 SIZE = 128  # 64 KiB per square weight
-SMALLEST = gradient_places.SMALLEST
+SMALLEST = grad_bucket_views.SMALLEST
 
 
 def batch(samples=16):
@@ -69,7 +69,7 @@ def addresses(tensors):
 
 
 def test_a_gradient_is_created_in_its_place_from_the_second_pass_on(weights, vectors):
-    places = GradientPlaces(vectors)
+    places = GradBucketViews(vectors)
     expected = [each.clone() for each in weights.backward(places)]
     assert not any(each.any() for each in vectors)
     for _ in range(2):
@@ -80,7 +80,7 @@ def test_a_gradient_is_created_in_its_place_from_the_second_pass_on(weights, vec
 
 
 def test_allocations_outside_of_a_watched_pass_and_of_other_threads_are_as_ever(weights, vectors):
-    places = GradientPlaces(vectors)
+    places = GradBucketViews(vectors)
     weights.backward(places)
     assert torch.empty(SIZE, SIZE).data_ptr() not in addresses(vectors)
     made = []
@@ -92,13 +92,13 @@ def test_allocations_outside_of_a_watched_pass_and_of_other_threads_are_as_ever(
 
 
 def test_small_gradients_have_no_place():
-    places = GradientPlaces([torch.zeros(gradient_places.SMALLEST // 4 - 1), None])
+    places = GradBucketViews([torch.zeros(grad_bucket_views.SMALLEST // 4 - 1), None])
     assert places._native is None
     assert not places.is_taken(0, None)
 
 
 def test_a_place_is_free_again_when_its_tensor_is_freed_by_another_thread(weights, vectors):
-    places = GradientPlaces(vectors)
+    places = GradBucketViews(vectors)
     weights.backward(places)
     held = [weights.backward(places)]
     weights.zero_grad()
@@ -112,7 +112,7 @@ def test_a_place_is_free_again_when_its_tensor_is_freed_by_another_thread(weight
 
 
 def test_a_place_is_taken_while_anything_else_has_its_memory(weights, vectors):
-    places = GradientPlaces(vectors)
+    places = GradBucketViews(vectors)
     weights.backward(places)
     found = weights.backward(places)
     weights.zero_grad()
@@ -129,7 +129,7 @@ def test_a_place_is_taken_while_anything_else_has_its_memory(weights, vectors):
 
 
 def test_memory_that_is_resized_leaves_its_place(weights, vectors):
-    places = GradientPlaces(vectors)
+    places = GradBucketViews(vectors)
     weights.backward(places)
     found = weights.backward(places)
     weights.zero_grad()
@@ -157,7 +157,7 @@ def learn(places):
 
 def test_a_tensor_made_after_a_gradient_arrived_does_not_get_its_place(vectors):
     """The sum may be there already."""
-    places = GradientPlaces(vectors)
+    places = GradBucketViews(vectors)
     learn(places)
     elsewhere = torch.empty(SIZE, SIZE)
     with places.watch():
@@ -170,7 +170,7 @@ def test_a_tensor_made_after_a_gradient_arrived_does_not_get_its_place(vectors):
 
 def test_a_place_is_given_once_per_pass(vectors):
     """After the first tensor in it was freed, the sum may be there."""
-    places = GradientPlaces(vectors)
+    places = GradBucketViews(vectors)
     learn(places)
     with places.watch():  # now the second allocation is a gradient of parameter 0, too
         gradients = [torch.empty(SIZE, SIZE), torch.empty(SIZE, SIZE)]
@@ -184,7 +184,7 @@ def test_a_place_is_given_once_per_pass(vectors):
 
 
 def test_nothing_gets_a_place_that_was_given_up(vectors):
-    places = GradientPlaces(vectors)
+    places = GradBucketViews(vectors)
     learn(places)
     with places.watch():
         held = torch.empty(SIZE, SIZE)
@@ -198,7 +198,7 @@ def test_nothing_gets_a_place_that_was_given_up(vectors):
 
 
 def test_another_order_of_allocations_is_learned_again(weights, vectors):
-    places = GradientPlaces(vectors)
+    places = GradBucketViews(vectors)
     for _ in range(2):
         weights.backward(places)
 
@@ -221,15 +221,15 @@ def wide(layers=3):
 
 def digest_after(steps, model, *, microbatches=4, before_step=None):
     """Train; return the digest, and for each step the number of gradients in their places."""
-    gradient_places.SMALLEST = SMALLEST  # only weights get one
+    grad_bucket_views.SMALLEST = SMALLEST  # only weights get one
     trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=microbatches)
-    note, arrived = GradientPlaces.note, []
+    note, arrived = GradBucketViews.note, []
 
     def note_and_look(self, index, parameter):
         note(self, index, parameter)
         arrived.append(self.is_taken(index, None))
 
-    GradientPlaces.note = note_and_look
+    GradBucketViews.note = note_and_look
     counts = []
     try:
         for step in range(steps):
@@ -239,7 +239,7 @@ def digest_after(steps, model, *, microbatches=4, before_step=None):
             trainer.step(batch())
             counts.append(sum(arrived))
     finally:
-        GradientPlaces.note = note
+        GradBucketViews.note = note
     return trainer.digest(), counts
 
 
@@ -406,7 +406,7 @@ def test_a_step_that_fails_in_backward_leaves_no_gradient_behind(ranks, monkeypa
                     trainer.step(batch())
             else:
                 trainer.step(batch())
-        return trainer.digest(), len(trainer._executor._gradients._may_have_place)
+        return trainer.digest(), len(trainer._executor._gradients._may_have_view)
 
     (alone,) = ranks(train, 1)
     for found in ranks(train, 2, backend="lockstep"):
@@ -417,6 +417,6 @@ def test_the_reducer_gives_no_places_without_the_native_module(monkeypatch):
     monkeypatch.setattr("lockstep.comm.native_module.reason_unavailable", lambda: "not built")
     ls.init(backend="gloo")
     try:
-        assert not GradientReducer([("a", nn.Parameter(torch.ones(2)))])._may_have_place
+        assert not GradientReducer([("a", nn.Parameter(torch.ones(2)))])._may_have_view
     finally:
         ls.shutdown()

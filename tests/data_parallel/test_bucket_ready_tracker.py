@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.data_parallel.readiness import GradientReadiness, GradientState
+from lockstep.data_parallel.bucket_ready_tracker import BucketReadyTracker, GradientState
 
 COMPLETE, INCOMPLETE, LATE = GradientState.COMPLETE, GradientState.INCOMPLETE, GradientState.LATE
 
@@ -39,7 +39,7 @@ class Recorder:
 
     def __init__(self, model, buckets=((2,), (1,), (0,)), **options):
         self.states, self.counts = [], []
-        self.readiness = GradientReadiness(model.parameters(), self.on_gradient, **options)
+        self.readiness = BucketReadyTracker(model.parameters(), self.on_gradient, **options)
         self.readiness.set_buckets(buckets)
 
     def on_gradient(self, index):

@@ -1,4 +1,4 @@
-"""Gradient readiness: detects complete gradients and buckets while backward runs.
+"""Tracker of ready buckets: detects complete gradients and buckets while backward runs.
 
     backward pass              ... layer 6 ─> layer 5 ─> layer 4 ...
     post-accumulate hooks          w6, b6     w5, b5
@@ -23,6 +23,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.nn.modules import module as global_hooks
 
-__all__ = ["GradientReadiness", "GradientState"]
+__all__ = ["BucketReadyTracker", "GradientState"]
 
 
 class GradientState(Enum):
@@ -48,7 +49,7 @@ class GradientState(Enum):
     """A further part arrived after the gradient was reported as complete."""
 
 
-class GradientReadiness:
+class BucketReadyTracker:
     """Tracks one backward pass at a time, and counts the complete members of each bucket.
 
     The hooks on the parameters hold weak references, and have no effect once this object is freed.
@@ -80,18 +81,11 @@ class GradientReadiness:
         # The current pass.
         self._is_watching = False
         self._pass: weakref.ref[_Pass] | None = None
-        self._outermost = -1  # autograd's number of the outermost pass
-        self._counts_complete = False
-        self._arrived: set[int] = set()
-        self._complete: set[int] = set()
+        self._arrivals = _Arrivals(counts_complete=False)
         self.has_late_callback = False
         """Whether a callback was queued, for the first time, in the last watched pass after
         gradients had been counted as complete."""
-        # The buckets.
-        self._sizes: list[int] = []
-        self._bucket_of: dict[int, int] = {}
-        self._missing: list[int] = []
-        self._complete_buckets = 0
+        self._buckets: list[frozenset[int]] = []
 
     def register_hooks(self) -> None:
         """Register a hook on every parameter that requires a gradient, once per parameter."""
@@ -103,8 +97,7 @@ class GradientReadiness:
 
     def set_buckets(self, members: Sequence[Collection[int]]) -> None:
         """Set the indices of the parameters in each bucket, in launch order."""
-        self._sizes = [len(each) for each in members]
-        self._bucket_of = {index: bucket for bucket, each in enumerate(members) for index in each}
+        self._buckets = [frozenset(bucket) for bucket in members]
 
     # --- the backward pass to track ------------------------------------------------------------
 
@@ -116,13 +109,13 @@ class GradientReadiness:
             Whether gradients may become complete before the end of the pass.
         """
         self.register_hooks()
-        self._begin(self._has_watched and not self.is_observed())
+        self._arrivals = _Arrivals(self._has_watched and not self.is_observed())
         self.has_late_callback = False
         handle = loss.register_hook(self._enter)
         self._is_watching = True
         try:
             with _notice_callbacks(self._note_callback):
-                yield self._counts_complete
+                yield self._arrivals.counts_complete
         finally:
             self._is_watching, self._has_watched = False, True
             handle.remove()
@@ -139,7 +132,7 @@ class GradientReadiness:
             on_end: A function that is called when the pass ends, unless it raises an error or
                 `stop` is called before.
         """
-        self._begin(self._has_watched)
+        self._arrivals = _Arrivals(self._has_watched)
         self._enter()
         current = _Pass()
         self._pass = weakref.ref(current)
@@ -154,52 +147,43 @@ class GradientReadiness:
         """Stop following the current backward pass."""
         self._pass = None
 
-    def _begin(self, counts_complete: bool) -> None:
-        self._counts_complete = counts_complete
-        self._arrived, self._complete = set(), set()
-        self._missing, self._complete_buckets = list(self._sizes), 0
-
     def _enter(self, *_: torch.Tensor) -> None:
-        self._outermost = torch._C._current_graph_task_id()
+        self._arrivals.outermost = torch._C._current_graph_task_id()
 
     def _end(self, ended: _Pass, on_end: Callable[[], None]) -> None:
         if self._pass is None or self._pass() is not ended:
             return
         self.stop()
-        self._has_watched |= bool(self._arrived)
+        self._has_watched |= bool(self._arrivals.indices)
         on_end()
 
     # --- decisions -----------------------------------------------------------------------------
 
     def mark(self, index: int) -> GradientState:
         """Record that autograd has added to a gradient; call this from `on_gradient`."""
-        if index in self._arrived:
+        arrivals = self._arrivals
+        if index in arrivals.indices:
             self._split.add(index)
-        self._arrived.add(index)
-        if index in self._complete:
+        arrivals.indices.add(index)
+        if index in arrivals.complete:
             return GradientState.LATE
         # An inner backward is detected here, by comparison with the id of the outermost one. A
         # callback at its end cannot be used: there torch still returns the id of that backward,
         # nested or not, and runs callbacks that are queued there immediately.
-        is_inner = torch._C._current_graph_task_id() != self._outermost
-        if not self._counts_complete or is_inner or index in self._split:
+        is_inner = torch._C._current_graph_task_id() != arrivals.outermost
+        if not arrivals.counts_complete or is_inner or index in self._split:
             return GradientState.INCOMPLETE
-        self._complete.add(index)
-        if index in self._bucket_of:
-            self._missing[self._bucket_of[index]] -= 1
-            self._advance()
+        arrivals.complete.add(index)
+        for bucket in self._buckets[arrivals.complete_buckets :]:
+            if not bucket <= arrivals.complete:
+                break
+            arrivals.complete_buckets += 1
         return GradientState.COMPLETE
-
-    def _advance(self) -> None:
-        """Count the leading buckets whose members are all complete."""
-        missing = self._missing
-        while self._complete_buckets < len(missing) and not missing[self._complete_buckets]:
-            self._complete_buckets += 1
 
     @property
     def complete_buckets(self) -> int:
         """The number of leading buckets that may be launched in this pass."""
-        return self._complete_buckets
+        return self._arrivals.complete_buckets
 
     # --- user code that reads `.grad` ----------------------------------------------------------
 
@@ -219,7 +203,26 @@ class GradientReadiness:
 
     def _note_callback(self) -> None:
         self._has_callbacks = True
-        self.has_late_callback |= bool(self._complete)
+        self.has_late_callback |= bool(self._arrivals.complete)
+
+
+@dataclass
+class _Arrivals:
+    """The gradients that have arrived in a backward pass.
+
+    Attributes:
+        counts_complete: Whether gradients may count as complete before the end of the pass.
+        outermost: autograd's number of the outermost pass.
+        indices: The parameters whose gradients have arrived.
+        complete: Those that are complete.
+        complete_buckets: The number of leading buckets whose members are all complete.
+    """
+
+    counts_complete: bool
+    outermost: int = -1
+    indices: set[int] = field(default_factory=set)
+    complete: set[int] = field(default_factory=set)
+    complete_buckets: int = 0
 
 
 class _Pass:
@@ -230,9 +233,9 @@ class _Pass:
 
 
 class _Hook:
-    """A post-accumulate hook of a parameter; has no effect once its GradientReadiness is freed."""
+    """A post-accumulate hook of a parameter; has no effect once its BucketReadyTracker is freed."""
 
-    def __init__(self, owner: weakref.ref[GradientReadiness], index: int) -> None:
+    def __init__(self, owner: weakref.ref[BucketReadyTracker], index: int) -> None:
         self._owner, self._index = owner, index
 
     def __call__(self, parameter: torch.Tensor) -> None:

@@ -1,0 +1,205 @@
+"""This rank's sums of gradients: those of its micro-batches, added along the tree in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from lockstep.comm.memory_format import in_format_of, is_in_format_of
+from lockstep.comm.reproducible_all_reduce import add_lists
+from lockstep.comm.sparse_gradients import add_sparse
+from lockstep.data_parallel.planned_buckets import PlannedBuckets
+from lockstep.kernel.errors import GradientError
+from lockstep.kernel.tree import Node, TreeAccumulator
+
+__all__ = ["LocalSums"]
+
+GradientList = list[torch.Tensor | None]
+"""The gradient of every parameter; None for a parameter without one."""
+
+
+class LocalSums:
+    """The sums of one step.
+
+    A micro-batch is added to its left siblings in the tree as soon as its gradients are known. The
+    last addition of a node writes to its destination in the planned buckets.
+
+    Args:
+        parameters: Names and parameters.
+        sparse: The indices of the parameters whose gradients may be sparse.
+        leaves: The number of micro-batches of the batch.
+        buckets: The planned buckets; None if there are none.
+        add_natively: The function of the native module that adds all gradients in one call; None
+            without the native module.
+
+    Attributes:
+        failure: The reason why a gradient was accumulated too early; "" for none.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        sparse: Collection[int],
+        leaves: int,
+        buckets: PlannedBuckets | None,
+        add_natively: Callable[..., GradientList | None] | None,
+    ) -> None:
+        self._parameters, self._sparse, self._buckets = parameters, sparse, buckets
+        self._add_natively = None if sparse else add_natively
+        self._sums: TreeAccumulator[GradientList] = TreeAccumulator(leaves, add_lists)
+        self.failure = ""
+        # The micro-batch that is being accumulated: its left siblings in the tree, and the node and
+        # the values of their sum.
+        self._siblings: list[GradientList] | None = None
+        self._node: Node = (0, 0)
+        self._values: GradientList = []
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether a micro-batch is being accumulated, so that its backward may be running."""
+        return self._siblings is not None
+
+    @property
+    def nodes(self) -> dict[Node, GradientList]:
+        """The values of this rank's nodes so far."""
+        if self._siblings is None:
+            return self._sums.nodes
+        return {**self._sums.nodes, self._node: self._values}
+
+    def accumulate(self, microbatch: int) -> None:
+        """Move the gradients in `.grad` to a micro-batch."""
+        is_new = self._siblings is None
+        self.open(microbatch)
+        if not (is_new and self._accumulate_together()):
+            for index in range(len(self._parameters)):
+                self.accumulate_one(index)
+        self._close()
+
+    def skip(self, microbatch: int) -> None:
+        """Let a micro-batch that is not computed be without gradients, without reading `.grad`."""
+        self.open(microbatch)
+        for index in range(len(self._parameters)):
+            self._add(index, None)
+        self._close()
+
+    def open(self, microbatch: int) -> None:
+        """Begin to accumulate the gradients of a micro-batch, unless this has begun already."""
+        if self._siblings is None:
+            self._siblings, self._node = self._sums.pop_left_siblings(microbatch)
+            self._values = [None] * len(self._parameters)
+
+    def accumulate_one(self, index: int) -> None:
+        """Move one parameter's gradient out of `.grad`, unless it has been moved already."""
+        name, parameter = self._parameters[index]
+        if self._values[index] is None:
+            gradient = _read_gradient(name, parameter, index in self._sparse)
+            parameter.grad = None
+            self._add(index, gradient)
+        elif parameter.grad is not None:
+            self.fail_late(index)
+
+    def fail_late(self, index: int) -> None:
+        """Note that a gradient arrived in two parts."""
+        self.failure = (
+            f"the gradient of {self._parameters[index][0]} arrived in two parts, unlike in the "
+            "steps before; if a part of the model uses torch.utils.checkpoint, pass "
+            "use_reentrant=False, and call backward(final=True) once per micro-batch"
+        )
+
+    def used_parameters(self) -> list[int]:
+        """Return the parameters that have a gradient here."""
+        columns = enumerate(zip(*self._sums.nodes.values(), strict=True))
+        return [index for index, column in columns if any(each is not None for each in column)]
+
+    def is_view_taken(self, index: int) -> bool:
+        """Return whether the view for a parameter's gradient must not be written."""
+        assert self._buckets is not None
+        return bool(self._values) and self._buckets.views.is_taken(index, self._values[index])
+
+    def release(self, indices: Collection[int]) -> None:
+        """Free gradients that have been packed; their destinations mark them as present."""
+        for index in indices:
+            destination = self._find_destination(index)
+            if destination is not None and self._values[index] is not None:
+                self._values[index] = destination
+
+    def _find_destination(self, index: int) -> torch.Tensor | None:
+        """Return the memory in a bucket for the current node's value of a parameter."""
+        if self._buckets is None:
+            return None
+        return self._buckets.destinations.get(self._node, {}).get(index)
+
+    def _accumulate_together(self) -> bool:
+        """Move all gradients out of `.grad` in one call of the native module, in the usual case.
+
+        Returns:
+            Whether this is the usual case: gradients have the dtype and layout of their
+            parameters, and every sibling has gradients of the same parameters.
+        """
+        if self._add_natively is None:
+            return False
+        tensors = [parameter for _, parameter in self._parameters]
+        outs = {} if self._buckets is None else self._buckets.destinations.get(self._node, {})
+        destinations = [outs.get(index) for index in range(len(tensors))] if outs else []
+        values = self._add_natively(tensors, self._siblings, destinations)
+        if values is None:
+            return False
+        self._values = values
+        return True
+
+    @torch.no_grad()
+    def _add(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Add one parameter's gradient, or None, to its siblings in the tree."""
+        assert self._siblings is not None
+        terms = [each for values in self._siblings if (each := values[index]) is not None]
+        if gradient is not None:
+            terms.insert(0, gradient)
+        if not terms:
+            return
+        if index in self._sparse:
+            for left in terms:  # the gradient itself, then its left siblings
+                self._values[index] = add_sparse(left, self._values[index])
+            return
+        *others, last = terms
+        if not others:
+            self._values[index] = last  # launching its bucket copies it to its destination
+            return
+        destination = self._find_destination(index)
+        if self._buckets is not None and self._buckets.views.is_taken(index, gradient):
+            destination = None  # the bucket gets other memory when it is launched
+        value = others[0]
+        for left in others[1:]:
+            value = left.add_(value)
+        out = last if destination is None else destination
+        self._values[index] = torch.add(last, value, out=out)
+
+    def _close(self) -> None:
+        """Put the sums of the micro-batch and its siblings into the tree."""
+        self._sums.nodes[self._node] = self._values
+        self._siblings = None
+
+
+def _read_gradient(
+    name: str, parameter: torch.nn.Parameter, may_be_sparse: bool
+) -> torch.Tensor | None:
+    """Return a parameter's gradient, coalesced or in the memory format of the parameter."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if gradient.is_sparse and not may_be_sparse:
+        raise GradientError(
+            f"parameter {name} has a sparse gradient, which is supported only for the weights of "
+            "Embedding and EmbeddingBag with sparse=True: use one of these modules, or sparse=False"
+        )
+    if gradient.dtype != parameter.dtype:
+        raise GradientError(
+            f"parameter {name} is {parameter.dtype} and its gradient {gradient.dtype}"
+        )
+    gradient = gradient.detach()
+    if gradient.is_sparse:
+        return gradient.coalesce()
+    if is_in_format_of(gradient, parameter):
+        return gradient
+    # The norm of a gradient depends on the order of its elements in memory.
+    return in_format_of(gradient, parameter)

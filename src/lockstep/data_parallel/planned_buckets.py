@@ -1,0 +1,198 @@
+"""Buckets of gradients that are added over the ranks, and their memory.
+
+expected gradients ──BucketPlanner──> buckets ──> PlannedBuckets: memory of each bucket
+destination of every node of this rank
+views in which autograd creates gradients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.bucket import Bucket, plan
+from lockstep.comm.native_all_reduce import native_backend
+from lockstep.comm.reproducible_all_reduce import (
+    ReproducibleAllReduce,
+    adds_in_place,
+    in_layout_of,
+)
+from lockstep.data_parallel.grad_bucket_views import GradBucketViews, gets_view
+from lockstep.data_parallel.shards import Shards
+from lockstep.devices import is_accelerator
+from lockstep.kernel.errors import LayoutError
+from lockstep.kernel.tree import Node
+
+__all__ = ["BUCKET_BYTES", "BucketPlanner", "PlannedBuckets", "StepTree"]
+
+BUCKET_BYTES = 16 << 20
+"""The bytes per bucket, chosen by measurement: see "Bucket sizes" in LOG.md."""
+
+
+class StepTree(NamedTuple):
+    """The tree of a step.
+
+    Attributes:
+        leaves: The number of micro-batches of the batch.
+        nodes_by_rank: The nodes that each rank holds.
+    """
+
+    leaves: int
+    nodes_by_rank: Sequence[Sequence[Node]]
+
+
+class BucketPlanner:
+    """Plans buckets for the parameters of a model; the same on every rank.
+
+    Args:
+        parameters: Names and parameters.
+        group: The ranks that add; None for the default group.
+        shards: The pieces of the parameters, whose sums each rank gets; None for whole gradients.
+        compression: How sums are compressed between hosts; None if they are not.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        group: dist.ProcessGroup | None,
+        shards: Shards | None,
+        compression: str | None,
+    ) -> None:
+        self.parameters, self.group, self.shards = parameters, group, shards
+        self._compression = compression
+
+    def can_overlap(self, indices: Sequence[int]) -> bool:
+        """Return whether the exchange of these gradients may run beside a backward pass.
+
+        The backend "lockstep" adds them in place, and those of accelerators have streams of their
+        own. Gloo would take the processor that backward needs.
+        """
+        parameters = [self.parameters[index][1] for index in indices]
+        kinds = {(parameter.device, parameter.dtype) for parameter in parameters}
+        return all(is_accelerator(kind[0]) or adds_in_place(*kind, self.group) for kind in kinds)
+
+    def plan(self, indices: Sequence[int]) -> list[Bucket]:
+        """Plan buckets for these parameters; with shards, only for those that have none yet."""
+        if self.shards is not None:
+            for name, parameter in (self.parameters[index] for index in indices):
+                if native_backend(parameter.device, parameter.dtype, self.group) is None:
+                    raise LayoutError(
+                        f"parameter {name} ({parameter.dtype}) was frozen when the Trainer was "
+                        'made and has a gradient now, which storage="shared" cannot update: train '
+                        'with storage="replicated"'
+                    )
+            return self.shards.cover(indices)
+        parameters = [self.parameters[index][1] for index in indices]
+        numels = [parameter.numel() for parameter in parameters]
+        dtypes = [parameter.dtype for parameter in parameters]
+        # A bias joins the bucket of its weight, which saves the waits of an exchange.
+        return plan(numels, dtypes, BUCKET_BYTES, indices, overflow=BUCKET_BYTES // 16)
+
+    def make_sums(self, buckets: Sequence[Bucket], tree: StepTree) -> list[ReproducibleAllReduce]:
+        """Allocate the memory of buckets."""
+        shards = self.shards
+        return [
+            ReproducibleAllReduce(
+                bucket,
+                tree.nodes_by_rank,
+                tree.leaves,
+                self.parameters[bucket.members[0].index][1].device,
+                self.group,
+                cuts=[] if shards is None else shards.find_cuts(bucket),
+                compression=self._compression,
+            )
+            for bucket in buckets
+        ]
+
+
+class PlannedBuckets:
+    """The buckets of expected gradients, kept between steps with their memory.
+
+    Args:
+        planner: The planner of the buckets.
+        tree: The tree of the step.
+        indices: The parameters that are expected to have a gradient.
+        key: What the buckets were planned for.
+
+    Attributes:
+        key: The same.
+        sums: The reproducible sum of each bucket.
+        destinations: The memory in buckets for the values of this rank's nodes, by parameter.
+        views: Views in the buckets for the last micro-batch of this rank.
+        gains_from_early_launch: Whether launching them in backward saves more than announcing it
+            costs. The only bucket is complete when backward ends, and small gradients get no views.
+    """
+
+    def __init__(
+        self,
+        planner: BucketPlanner,
+        tree: StepTree,
+        indices: Sequence[int],
+        key: tuple[int, ...],
+    ) -> None:
+        self._planner, self._tree, self.key = planner, tree, key
+        buckets = planner.plan(indices)
+        if planner.shards is not None:
+            buckets = planner.shards.buckets
+        self.sums = planner.make_sums(buckets, tree)
+        sizes = [m.numel * bucket.dtype.itemsize for bucket in buckets for m in bucket.members]
+        self.gains_from_early_launch = len(buckets) > 1 or any(map(gets_view, sizes))
+        self._own_nodes = tree.nodes_by_rank[dist.get_rank(planner.group)]
+        self.destinations = {
+            node: self._find_destinations(node, self.sums) for node in self._own_nodes
+        }
+        self._references: list[int] = []  # to the memory of each sum, without those of user code
+        self.views = GradBucketViews([])
+        self._has_valid_views = False
+
+    @property
+    def are_in_use(self) -> bool:
+        """Whether user code refers to gradients of the previous step, which are in the buckets."""
+        return [bucket_sum.uses() for bucket_sum in self.sums] != self._references
+
+    def update_views(self, indices: Collection[int]) -> None:
+        """Let autograd create the gradients of these parameters in the buckets.
+
+        The views stay the same until a bucket is moved.
+        """
+        if self._has_valid_views:
+            return
+        views = {
+            member.index: bucket_sum.place(self._own_nodes[-1], member)
+            for bucket_sum in (self.sums if self._own_nodes else [])
+            for member in bucket_sum.bucket.members
+            if member.index in indices
+        }
+        self.views = GradBucketViews([views.get(n) for n in range(len(self._planner.parameters))])
+        self._has_valid_views = True
+        views.clear()  # their references are not counted, unlike those of the object
+        self._references = [bucket_sum.uses() for bucket_sum in self.sums]
+
+    def move(self, number: int) -> None:
+        """Give a bucket new memory, because a view in it is taken.
+
+        No gradient is created in a view anymore, until `update_views` is called.
+        """
+        bucket = self.sums[number].bucket
+        self.views.give_up(member.index for member in bucket.members)
+        self._has_valid_views = False
+        (moved,) = self._planner.make_sums([bucket], self._tree)
+        self.sums[number] = moved
+        for node in self.destinations:
+            self.destinations[node] |= self._find_destinations(node, [moved])
+        self._references[number] = moved.uses()
+
+    def _find_destinations(
+        self, node: Node, sums: Sequence[ReproducibleAllReduce]
+    ) -> dict[int, torch.Tensor]:
+        """Return the destinations of the values of one of this rank's nodes, by parameter."""
+        parameters = self._planner.parameters
+        return {
+            member.index: in_layout_of(vector, parameters[member.index][1])
+            for bucket_sum in sums
+            for member in bucket_sum.bucket.members
+            if (vector := bucket_sum.place(node, member)) is not None
+        }
