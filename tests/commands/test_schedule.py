@@ -28,22 +28,27 @@ def test_the_chart_with_bubble_and_peaks():
     assert output.splitlines()[-3].split() == ["1f1b", "12.0", "1.00", "25.0%", "2", "1", "1", "1"]
 
 
-@pytest.mark.parametrize("arguments", [["all"], ["zero-bubble", "--compare"]])
-def test_all_side_by_side(arguments):
-    lines = invoke(*arguments).output.splitlines()
+def test_all_side_by_side():
+    lines = invoke("all").output.splitlines()
     table = [line.split() for line in lines if line and line.endswith(("2 2", "1 1"))]
     assert [row[0] for row in table] == ["gpipe", "1f1b", "interleaved", "zero-bubble"]
     assert [row[3] for row in table] == ["27.3%", "27.3%", "15.8%", "11.1%"]
     assert sum(line.startswith("rank 3") for line in lines) == 4
 
 
-def test_costs_by_hand_are_cut_into_stages():
-    output = invoke("1f1b", "--stages", "2", "--forward", "1,1,1,3", "--transfer", "0,0,0").output
-    assert output.splitlines()[-3].endswith("3 1")
+def write_costs(folder, *forward, **others):
+    costs = {"forward": forward, "input": forward, "weight": forward, "held": [1] * len(forward)}
+    (folder / "costs.json").write_text(json.dumps(costs | others))
+    return "--costs", str(folder / "costs.json")
 
 
-def test_schedules_for_which_there_are_too_few_blocks_are_left_out():
-    done = invoke("all", "--stages", "2", "--forward", "1,2,3")
+def test_blocks_are_cut_into_stages(tmp_path):
+    costs = write_costs(tmp_path, 1, 1, 1, 3, transfer=[0, 0, 0])
+    assert invoke("1f1b", "--stages", "2", *costs).output.splitlines()[-1].endswith("3 1")
+
+
+def test_schedules_for_which_there_are_too_few_blocks_are_left_out(tmp_path):
+    done = invoke("all", "--stages", "2", *write_costs(tmp_path, 1, 2, 3))
     assert "interleaved is left out: 3 blocks cannot be split into 4 stages" in done.stderr
     assert "zero-bubble" in done.stdout
 
@@ -100,18 +105,25 @@ def test_the_picture(tmp_path):
         (["all", "--microbatches", "-1"], LayoutError, "one micro-batch, not 4 and -1"),
         (["gpipe", "--stages-per-rank", "2"], LayoutError, "only the schedule interleaved"),
         (["interleaved", "--stages-per-rank", "0"], LayoutError, "stages_per_rank=0"),
-        (["1f1b", "--forward", "1,x"], UsageError, "--forward expects numbers"),
-        (["1f1b", "--forward", "1,2"], LayoutError, "2 blocks cannot be split into 4 stages"),
-        (["1f1b", "--forward", "1,2,3,4", "--backward", "1"], LayoutError, "has 1 numbers"),
-        (["1f1b", "--forward", "1,2,3,-4"], LayoutError, "a cost must be finite and not negative"),
-        (["1f1b", "--backward", "1,2,3,4"], UsageError, "need --forward"),
-        (["1f1b", "--costs", "x", "--forward", "1"], UsageError, "use either --costs"),
         (["1f1b", "--costs", "nowhere.json"], FileError, r"cannot be read \(No such file"),
     ],
 )
 def test_misuse_is_one_sentence(arguments, error, sentence):
     with pytest.raises(error, match=sentence):
         invoke(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("forward", "others", "sentence"),
+    [
+        ((1, 2), {}, "2 blocks cannot be split into 4 stages"),
+        ((1, 2, 3, 4), {"backward": [1]}, "has 1 numbers"),
+        ((1, 2, 3, -4), {}, "a cost must be finite and not negative"),
+    ],
+)
+def test_costs_that_cannot_be_are_refused(tmp_path, forward, others, sentence):
+    with pytest.raises(LayoutError, match=sentence):
+        invoke("1f1b", *write_costs(tmp_path, *forward, **others))
 
 
 @pytest.mark.parametrize(

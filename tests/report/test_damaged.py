@@ -30,7 +30,6 @@ COMMANDS = [
 ]  # fmt: skip
 OTHER_FILES = [
     "launch.json",
-    "chaos.json",
     "recipe.json",
     "replays.jsonl",
     "fingerprints/rank-0.jsonl",

@@ -160,20 +160,6 @@ def test_a_cpu_quota_limits_the_cores(monkeypatch, tmp_path):
     assert "limited to the time of 0.5 cores" in found.what
 
 
-@pytest.mark.parametrize(
-    ("ranks", "verdict", "words"),
-    [
-        (2, "good", "4 micro-batches each"),
-        (3, "note", "2.67 times"),
-        (9, "note", "which is an error"),
-    ],
-)
-def test_division_of_micro_batches_among_replicas(ranks, verdict, words):
-    found = only(machine.check_microbatches, Requirements(ranks))
-    assert found.verdict == verdict
-    assert words in found.what
-
-
 def test_too_little_memory_is_bad(monkeypatch, tmp_path):
     assert only(machine.check_memory, Requirements(1)).verdict == "good"
     assert only(machine.check_memory, Requirements(10**6)).verdict == "bad"

@@ -71,8 +71,6 @@ def shown(request, tmp_path, monkeypatch):
         "failure": HARM,
     }
     (tmp_path / "runs" / "night" / "replays.jsonl").write_text(json.dumps(replay) + "\n")
-    chaos = {"kills": HARM, "seed": HARM, "deaths": [{"member": HARM, "step": HARM}]}
-    (tmp_path / "runs" / "night" / "chaos.json").write_text(json.dumps(chaos))
     records.write(tmp_path / "runs" / "plain", records.whole())
     records.write(tmp_path / "runs" / f"a\x1b[2J{chr(0xDCFF)}b", records.whole(name=None))
     for run, value in (("night", 1.0), ("plain", 2.0)):

@@ -1,12 +1,10 @@
 """The rounds of an elastic run: sentences and tables."""
 
-import json
-
 import pytest
 
 import records
 from lockstep.record.reader import read_run
-from lockstep.report.rounds import CHAOS_FILE, summarize_rounds
+from lockstep.report.rounds import round_sentences, round_table
 from lockstep.report.run_report import report_html, report_markdown
 from lockstep.report.summary import summarize
 
@@ -18,21 +16,20 @@ def run(tmp_path):
 
 def test_a_run_without_rounds_has_no_section_about_them(tmp_path):
     run = read_run(records.write(tmp_path, records.whole()))
-    found = summarize_rounds(run)
-    assert (found.sentences, found.rows, found.kills) == ([], [], [])
+    assert (list(round_sentences(run)), round_table(run)) == ([], [])
     assert "Rounds" not in report_html(run)
     assert "Rounds" not in report_markdown(run)
 
 
 def test_deaths_newcomers_and_lost_time_are_told(run):
-    deaths, cost, joins = summarize_rounds(run).sentences
+    deaths, cost, joins = round_sentences(run)
     assert deaths == "5 rounds: 2 ranks died (SIGKILL), 2 joined."
     assert "cost 753 ms (median; at most 1.25 s, 1.51 s in total)" in cost
     assert joins == "Training paused for 125 ms when a rank joined (median)."
 
 
 def test_each_round_is_a_row(run):
-    rows = summarize_rounds(run).rows
+    rows = round_table(run)
     assert rows[0] == ["1", "6", "60.0 ms", "1", "1 (SIGKILL)", "", "", "250 ms", "4.00 ms"]
     assert rows[1] == ["2", "9", "90.0 ms", "2", "", "2", "", "125 ms", "0 s"]
     assert len(rows) == 4
@@ -41,7 +38,7 @@ def test_each_round_is_a_row(run):
 def test_many_rounds_are_cut(tmp_path):
     rounds = [records.new_round(n, n, t=n / 10) for n in range(1, 101)]
     lines = [records.HEADER, records.step(0), *rounds]
-    rows = summarize_rounds(read_run(records.write(tmp_path, lines))).rows
+    rows = round_table(read_run(records.write(tmp_path, lines)))
     assert len(rows) == 41
     assert rows[20][0] == "... 60 more"
 
@@ -59,21 +56,6 @@ def test_damaged_lines_are_told_as_far_as_they_can_be(tmp_path, damage):
     run = read_run(records.write(tmp_path, lines))
     assert "Rounds" in report_html(run)
     assert "### Rounds" in report_markdown(run)
-
-
-def test_what_chaos_found_is_part_of_the_report(run):
-    kill = {"member": 1, "step": 6, "round": 1, "seconds_to_repeat": 0.26, "repeated_seconds": 4e-3}
-    found = {"kills": 1, "planned": 2, "seed": 7, "equal": False, "deaths": [kill, "damaged"]}
-    (run.folder / CHAOS_FILE).write_text(json.dumps(found))
-    summary = summarize_rounds(run)
-    assert summary.kills == [["1", "1", "6", "1", "260 ms", "4.00 ms"]]
-    assert summary.sentences[-1] == (
-        "`lockstep chaos` killed 1 rank with SIGKILL of 2 planned (seed 7); the final "
-        "weights are different from those of the undisturbed run."
-    )
-    assert "260 ms" in report_html(run)
-    (run.folder / CHAOS_FILE).write_text("oops")
-    assert summarize_rounds(run).kills == []
 
 
 def test_the_duration_of_an_elastic_run_is_that_of_all_its_processes(run):

@@ -23,7 +23,6 @@ from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import RunFolder, launch_script, start_ranks
 from lockstep.launcher.supervisor import RankSupervisor
-from lockstep.record.columns import as_float
 from lockstep.record.reader import Run, read_run
 
 __all__ = ["disturb", "read_baseline", "train_undisturbed"]
@@ -33,7 +32,7 @@ def train_undisturbed(config: LaunchConfig, report: Report) -> Baseline:
     """Train without elasticity and without kills.
 
     Raises:
-        LockstepError: The run failed, or recorded no digest.
+        LockstepError: The run failed, or recorded no digest or no steps.
         Interrupted: A signal asked this process to stop.
     """
     follower = RecordFollower(report)
@@ -45,15 +44,15 @@ def train_undisturbed(config: LaunchConfig, report: Report) -> Baseline:
     begun = time.monotonic()
     with follower:
         launch_script(dataclasses.replace(config, min_nprocs=None), start)
-    found = read_baseline(follower.require_folder(config.target))
-    return dataclasses.replace(found, seconds=time.monotonic() - begun)
+    seconds = time.monotonic() - begun
+    return read_baseline(follower.require_folder(config.target), seconds)
 
 
-def read_baseline(folder: Path) -> Baseline:
-    """Return the digest and the durations of a finished run.
+def read_baseline(folder: Path, seconds: float) -> Baseline:
+    """Return the digest and the durations of a finished run, which took `seconds`.
 
     Raises:
-        UsageError: There is no such run, or it has no digest or no steps.
+        UsageError: The run has no digest or no steps.
         FileError: Its record cannot be read.
     """
     run = read_run(folder)
@@ -63,7 +62,6 @@ def read_baseline(folder: Path) -> Baseline:
             f"{run.folder} has no digest of its weights to compare with: it must have trained with "
             "ls.Trainer, recorded its steps, and finished"
         )
-    seconds = as_float((run.end or {}).get("t"))
     return Baseline(run.folder, digest, np.diff(run.steps.t, prepend=0.0), seconds)
 
 

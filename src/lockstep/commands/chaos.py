@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lockstep.files import replace_file
 from lockstep.formatting import format_duration, format_quantity
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import JSON_HELP, escape_control, say
@@ -41,11 +40,6 @@ COLUMNS = ("kill", "member", "rank", "step", "round", "to repeated step", "repea
     "--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1),
     help="Random seed of the kills: which rank, in which step, how far into it.",
 )  # fmt: skip
-@click.option(
-    "--reference", metavar="RUN",
-    help="Compare with this finished run, a name under --runs or a folder, instead of training "
-    "undisturbed first.",
-)  # fmt: skip
 @click.option("--runs", default="runs", show_default=True, metavar="DIR", help="Folder of runs.")
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 @click.argument("target", metavar="RECIPE_OR_SCRIPT")
@@ -54,7 +48,6 @@ def command(
     nprocs: int,
     kills: int,
     seed: int,
-    reference: str | None,
     runs: str,
     as_json: bool,
     target: str,
@@ -74,25 +67,20 @@ def command(
     Exit status: 0 all kills were carried out and the digests are equal, 1 otherwise, 2 usage
     error, 128+N ended by signal N.
     """
-    from lockstep.check.chaos import disturb, read_baseline, train_undisturbed
+    from lockstep.check.chaos import disturb, train_undisturbed
     from lockstep.check.chaos_result import describe_baseline
-    from lockstep.commands.report import find_run
     from lockstep.launcher.launch_script import Interrupted
 
     if nprocs < 2:
         raise UsageError("-n 1: no rank is left when the only one is killed; use -n 2 or more")
     config = make_config(target, arguments, nprocs, runs)
     try:
-        if reference is not None:
-            baseline = read_baseline(find_run(reference, runs))
-        else:
-            say(f"training {target} undisturbed on {nprocs} ranks")
-            baseline = train_undisturbed(_name_run(config, "undisturbed"), say)
+        say(f"training {target} undisturbed on {nprocs} ranks")
+        baseline = train_undisturbed(_name_run(config, "undisturbed"), say)
         say(describe_baseline(baseline))
         found = disturb(_name_run(config, "chaos"), baseline, kills, seed, say)
     except Interrupted as interruption:
         sys.exit(interruption.exit_status)
-    store_result(found)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         print_result(found)
     if as_json:
@@ -135,19 +123,6 @@ def _name_run(config: LaunchConfig, which: str) -> LaunchConfig:
     from lockstep.launcher.run_folder import name_run
 
     return dataclasses.replace(config, name=name_run(f"{config.name}-{which}"))
-
-
-def store_result(found: ChaosResult) -> None:
-    """Store the result in the folder of the disturbed run, for its report."""
-    from lockstep.report.rounds import CHAOS_FILE
-
-    if found.folder is None:
-        return
-    try:
-        with replace_file(found.folder / CHAOS_FILE) as file:
-            file.write(json.dumps(found.plain()).encode())
-    except OSError as error:
-        say(f"{found.folder / CHAOS_FILE} cannot be written: {error.strerror}")
 
 
 def print_result(found: ChaosResult) -> None:
@@ -198,5 +173,5 @@ def describe_result(found: ChaosResult) -> list[str]:
             f"{found.folder}"
         )
     if found.folder is not None:
-        lines.append(f"See the members over time with: lockstep report {found.folder}")
+        lines.append(f"See the rounds with: lockstep report {found.folder}")
     return lines

@@ -27,22 +27,6 @@ __all__ = ["command"]
 FIELDS = ("forward", "input", "weight", "transfer", "backward", "held")
 
 
-def parse_numbers(context: click.Context, option: click.Parameter, value: str | None) -> Any:
-    """Return the numbers of an option such as --forward 1,2,1.5."""
-    try:
-        return None if value is None else tuple(float(number) for number in value.split(","))
-    except ValueError:
-        raise UsageError(
-            f"schedule: {option.opts[0]} expects numbers separated by commas, such as 1,2,1.5, "
-            f"not {value}"
-        ) from None
-
-
-def cost_option(name: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return the option for one kind of cost."""
-    return click.option(name, callback=parse_numbers, metavar="N,N,...", help=text)
-
-
 @click.command()
 @click.argument("name")
 @click.option(
@@ -54,12 +38,11 @@ def cost_option(name: str, text: str) -> Callable[[Callable[..., None]], Callabl
     help="Micro-batches per step.  [default: 8, or those of a replica of the run of --costs]",
 )  # fmt: skip
 @click.option("--stages-per-rank", type=int, help="Stages per rank for interleaved.  [default: 2]")
-@click.option("--compare", is_flag=True, help="Draw all other schedules as well.")
-@click.option("--costs", "file", type=click.Path(), help="Measured costs: a run or a JSON file.")
-@cost_option("--forward", "Time of forward per stage or block, in any unit.  [default: 1]")
-@cost_option("--backward", "Time of backward, in the same unit.  [default: twice forward]")
-@cost_option("--weight", "Time of the weight-gradient part of backward.  [default: half]")
-@cost_option("--transfer", "Transfer time at each stage boundary.  [default: 0]")
+@click.option(
+    "--costs", "file", type=click.Path(path_type=Path),
+    help="Costs of stages or blocks: a run or a JSON file.  [default: equal costs, a backward "
+    "takes twice as long as a forward, transfers take no time]",
+)  # fmt: skip
 @click.option(
     "--svg", type=click.Path(), help="Write the drawing to this SVG file; '-' prints only the SVG."
 )
@@ -68,10 +51,8 @@ def command(
     stages: int | None,
     microbatches: int | None,
     stages_per_rank: int | None,
-    compare: bool,
-    file: str | None,
+    file: Path | None,
     svg: str | None,
-    **given: tuple[float, ...] | None,
 ) -> None:
     """Draw the schedule NAME: gpipe, 1f1b, interleaved, zero-bubble, or all.
 
@@ -80,17 +61,20 @@ def command(
     maximum number of activations that a rank holds. If there are costs of more blocks
     than stages, blocks are partitioned so that the slowest stage is as fast as possible.
     """
-    names = NAMES if compare or name == "all" else (name,)
+    from lockstep.pipeline.simulation import Costs
+
+    names = NAMES if name == "all" else (name,)
     if name != "all" and name not in NAMES:
         raise LayoutError(f"unknown schedule {name!r}; choose from all, {', '.join(NAMES)}")
-    run = open_run(Path(file)) if file else None
+    run = open_run(file) if file else None
     stages, microbatches = choose_layout(run, stages, microbatches)
-    costs = choose_costs(
-        run or (Path(file) if file else None),
-        given,
-        stages,
-        stages_per_rank if "interleaved" in names else 1,
-    )
+    measured = run or file
+    if measured is None:
+        per_rank = stages_per_rank if "interleaved" in names else 1
+        # The schedule itself raises an error for numbers below 1.
+        costs = Costs.unit(max(1, stages), max(1, 2 if per_rank is None else per_rank))
+    else:
+        costs = read_costs(measured)
     plans = make_plans(names, costs, stages, microbatches, stages_per_rank)
     time = format_duration if file else format_number
     drawn = [make_timeline(one, time) for one in plans]
@@ -99,10 +83,7 @@ def command(
         in_bytes = file is not None and max(costs.held) > 1
         print_plans(plans, drawn, time, format_bytes if in_bytes else format_peak)
         if file is None:
-            click.echo(
-                "\nTimes are in units of the given costs, or of one forward per rank. "
-                "Peaks are in micro-batches."
-            )
+            click.echo("\nTimes are in units of one forward per rank. Peaks are in micro-batches.")
     if svg:
         from lockstep.report.timeline import draw_timelines
 
@@ -126,34 +107,6 @@ def make_plans(
                 raise
             click.echo(f"{name} is left out: {error}", err=True)
     return found
-
-
-def choose_costs(
-    measured: Run | Path | None,
-    given: dict[str, tuple[float, ...] | None],
-    stages: int,
-    stages_per_rank: int | None,
-) -> Costs:
-    """Return the measured costs, or those of the options; unit costs if there are neither."""
-    from lockstep.pipeline.simulation import Costs
-
-    if measured:
-        if any(given.values()):
-            raise UsageError(
-                "schedule: use either --costs or --forward, --backward, --weight and --transfer"
-            )
-        return read_costs(measured)
-    forward = given["forward"]
-    if forward is None:
-        if any(given.values()):
-            raise UsageError("schedule: --backward, --weight and --transfer need --forward")
-        # The schedule itself raises an error for numbers below 1.
-        return Costs.unit(max(1, stages), max(1, 2 if stages_per_rank is None else stages_per_rank))
-    backward = given["backward"] or tuple(2 * cost for cost in forward)
-    weight = given["weight"] or tuple(cost / 2 for cost in backward)
-    inputs = tuple(whole - part for whole, part in zip(backward, weight, strict=False))
-    share = (stages / len(forward),) * len(forward)  # the blocks of a rank hold 1 in total
-    return Costs(forward, inputs, weight, given["transfer"] or (), backward, share)
 
 
 def open_run(file: Path) -> Run | None:

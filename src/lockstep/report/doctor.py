@@ -37,7 +37,6 @@ CHECKS: dict[str, Check] = {
     "torch": software.check_torch,
     "environment": communication.check_environment,
     "cores": machine.check_cores,
-    "micro-batches": machine.check_microbatches,
     "memory": machine.check_memory,
     "shared memory": machine.check_shared_memory,
     "disk": machine.check_disk,

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
-
-import orjson
 
 from lockstep.formatting import format_count, format_duration, format_quantity
 from lockstep.launcher.failure_attribution import signal_name
@@ -17,43 +14,17 @@ from lockstep.record.reader import Run
 from lockstep.report.reproduction import shorten_table
 from lockstep.report.summary import number_or
 
-__all__ = ["CHAOS_FILE", "KILL_COLUMNS", "ROUND_COLUMNS", "RoundsSummary", "summarize_rounds"]
+__all__ = ["ROUND_COLUMNS", "round_sentences", "round_table"]
 
-CHAOS_FILE = "chaos.json"  # in the folder of a run: the output of `lockstep chaos --json`
 ROUND_COLUMNS = (
     *("round", "step", "after", "ranks", "lost", "joined", "left"),
     *("pause", "repeated work"),
 )
-KILL_COLUMNS = ("kill", "member", "step", "next round", "kill to repeated step", "repeated work")
 
 
-@dataclass(frozen=True)
-class RoundsSummary:
-    """The summary of the rounds of a run; all attributes are empty if the run is not elastic.
-
-    Attributes:
-        sentences: Sentences about deaths, newcomers, lost time and the result of `lockstep chaos`.
-        rows: The rounds as rows of text.
-        kills: The kills of `lockstep chaos` as rows of text.
-    """
-
-    sentences: list[str]
-    rows: list[list[str]]
-    kills: list[list[str]]
-
-
-def summarize_rounds(run: Run) -> RoundsSummary:
-    """Return the summary of the rounds of a run."""
-    chaos = _read_chaos(run)
-    kills = [each for each in _as_list(chaos.get("deaths")) if isinstance(each, dict)]
-    return RoundsSummary(
-        sentences=[*_describe_rounds(run), *_describe_chaos(chaos)],
-        rows=shorten_table([_round_row(line) for line in run.rounds]),
-        kills=shorten_table([_kill_row(number, each) for number, each in enumerate(kills, 1)]),
-    )
-
-
-# ---- the lines ----
+def round_table(run: Run) -> list[list[str]]:
+    """Return the rounds as rows of text."""
+    return shorten_table([_round_row(line) for line in run.rounds])
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -62,16 +33,16 @@ def _as_list(value: Any) -> list[Any]:
 
 def _members(line: Line, name: str) -> list[int]:
     """Return the members of a line under "joined" or "left"."""
-    return [each for each in _as_list(line.get(name)) if type(each) is int]
+    return [member for member in _as_list(line.get(name)) if type(member) is int]
 
 
 def _lost(line: Line) -> dict[int, int]:
     """Return the members that died before a round, and the signals that killed them."""
-    found = map(as_dict, _as_list(line.get("lost")))
+    deaths = map(as_dict, _as_list(line.get("lost")))
     return {
-        each["member"]: int(number_or(each.get("signal"), 0))
-        for each in found
-        if type(each.get("member")) is int
+        death["member"]: int(number_or(death.get("signal"), 0))
+        for death in deaths
+        if type(death.get("member")) is int
     }
 
 
@@ -85,10 +56,8 @@ def _lost_seconds(line: Line) -> float:
     return _pause(line) + number_or(line.get("undone"), 0.0)
 
 
-# ---- sentences and tables ----
-
-
-def _describe_rounds(run: Run) -> Iterator[str]:
+def round_sentences(run: Run) -> Iterator[str]:
+    """Yield sentences on deaths, newcomers and lost time; none if the run is not elastic."""
     if not run.rounds:
         return
     deaths = [signal for line in run.rounds for signal in _lost(line).values()]
@@ -111,7 +80,7 @@ def _describe_rounds(run: Run) -> Iterator[str]:
 
 
 def _name_signals(signals: Sequence[int]) -> str:
-    names = sorted({signal_name(each) for each in signals if each > 0})
+    names = sorted({signal_name(signal) for signal in signals if signal > 0})
     return f" ({', '.join(names)})" if names else ""
 
 
@@ -139,34 +108,3 @@ def _format_count(value: Any) -> str:
 
 def _format_seconds(seconds: float) -> str:
     return format_duration(seconds) if math.isfinite(seconds) else ""
-
-
-def _read_chaos(run: Run) -> dict[str, Any]:
-    """Return the result of `lockstep chaos`; empty if the command did not create this run."""
-    try:
-        return as_dict(orjson.loads((run.folder / CHAOS_FILE).read_bytes()))
-    except (OSError, orjson.JSONDecodeError):
-        return {}
-
-
-def _describe_chaos(chaos: dict[str, Any]) -> Iterator[str]:
-    if not chaos:
-        return
-    fired, planned = number_or(chaos.get("kills"), 0), number_or(chaos.get("planned"))
-    sentence = f"`lockstep chaos` killed {format_quantity(fired, 'rank')} with SIGKILL"
-    sentence += f" of {planned:,.0f} planned" if planned > fired else ""
-    seed = number_or(chaos.get("seed"))
-    sentence += f" (seed {seed:.0f})" if math.isfinite(seed) else ""
-    same = "equal to" if chaos.get("equal") is True else "different from"
-    yield f"{sentence}; the final weights are {same} those of the undisturbed run."
-
-
-def _kill_row(number: int, kill: dict[str, Any]) -> list[str]:
-    return [
-        f"{number}",
-        _format_count(kill.get("member")),
-        _format_count(kill.get("step")),
-        _format_count(kill.get("round")),
-        _format_seconds(number_or(kill.get("seconds_to_repeat"))),
-        _format_seconds(number_or(kill.get("repeated_seconds"))),
-    ]

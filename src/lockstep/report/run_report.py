@@ -41,7 +41,7 @@ from lockstep.report.reproduction import (
     checkpoint_table,
     summarize_reproduction,
 )
-from lockstep.report.rounds import KILL_COLUMNS, ROUND_COLUMNS, summarize_rounds
+from lockstep.report.rounds import ROUND_COLUMNS, round_sentences, round_table
 from lockstep.report.summary import Summary, summarize
 from lockstep.report.summary_text import (
     STATE_NAMES,
@@ -94,9 +94,9 @@ def report_html(run: Run, simulated: Timeline | None = None) -> str:
         timelines=layout_timelines([one for one in (recorded, simulated) if one]),
         timeline_sentences=timeline_sentences(recorded, simulated),
         memory=peak_memory(run),
-        rounds=summarize_rounds(run),
+        round_sentences=list(round_sentences(run)),
         round_columns=ROUND_COLUMNS,
-        kill_columns=KILL_COLUMNS,
+        rounds=round_table(run),
         epochs=epoch_table(run),
         checkpoint_sentence=checkpoint_sentence(run),
         checkpoint_columns=CHECKPOINT_COLUMNS,
@@ -168,8 +168,7 @@ def report_markdown(run: Run) -> str:
         lines += ["", "### Command", "", *fenced_block(command)]
     if repeated.sentences:
         lines += ["", *(f"- {escape_markdown(sentence)}" for sentence in repeated.sentences)]
-    if repeated.replays:
-        lines += ["", *markdown_table(REPLAY_COLUMNS, repeated.replays)]
+    lines += _table(REPLAY_COLUMNS, repeated.replays)
     for group in settings_groups(run):
         lines += ["", f"<details><summary>{group.name}</summary>", ""]
         lines += [*markdown_table(("", ""), list(group.values.items())), "", "</details>"]
@@ -199,22 +198,22 @@ def _checkpoint_lines(run: Run) -> list[str]:
     if not sentences:
         return []
     lines = ["", "### Checkpoints", "", *map(escape_markdown, sentences)]
-    tables = (CHECKPOINT_COLUMNS, checkpoint_table(run)), (RESUME_COLUMNS, resume_table(run))
-    return lines + [line for names, rows in tables if rows for line in _table(names, rows)]
+    lines += _table(CHECKPOINT_COLUMNS, checkpoint_table(run))
+    return lines + _table(RESUME_COLUMNS, resume_table(run))
 
 
 def _rounds_lines(run: Run) -> list[str]:
     """Return the rounds of an elastic run in Markdown."""
-    rounds = summarize_rounds(run)
-    if not rounds.sentences:
+    rows = round_table(run)
+    if not rows:
         return []
-    lines = ["", "### Rounds", "", *map(escape_markdown, rounds.sentences)]
-    tables = (ROUND_COLUMNS, rounds.rows), (KILL_COLUMNS, rounds.kills)
-    return lines + [line for names, rows in tables if rows for line in _table(names, rows)]
+    sentences = map(escape_markdown, round_sentences(run))
+    return ["", "### Rounds", "", *sentences, *_table(ROUND_COLUMNS, rows)]
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["", *markdown_table(names, rows)]
+    """Return a table after a blank line; nothing if it has no rows."""
+    return ["", *markdown_table(names, rows)] if rows else []
 
 
 def _epoch_table(run: Run) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import resource
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 
 from lockstep.formatting import (
     format_bytes,
-    format_number,
     format_percent,
     format_quantity,
 )
@@ -22,14 +20,13 @@ from lockstep.kernel.errors import LockstepError
 from lockstep.record.environment import count_usable_cores, processor_name
 from lockstep.report.checks import CheckResult, Requirements, bad, good, note
 
-__all__ = ["check_cores", "check_disk", "check_memory", "check_microbatches", "check_open_files"]
+__all__ = ["check_cores", "check_disk", "check_memory", "check_open_files"]
 __all__ += ["check_ranks_at_once", "check_shared_memory"]
 
 RANK_BYTES = 400e6  # memory of a rank that has imported torch, without a model
 CGROUP = Path("/sys/fs/cgroup")
 SHM = Path("/dev/shm")
 MIN_SHM_BYTES = 1 << 30
-MICROBATCHES = 8  # the Trainer's default
 FILES_PER_RANK = 64
 OTHER_FILES = 128
 MIN_DISK_BYTES = 100e6
@@ -54,26 +51,6 @@ def check_cores(requirements: Requirements) -> Iterator[CheckResult]:
         )
     else:
         yield good("cores", f"{what}; enough for {asked}")
-
-
-def check_microbatches(requirements: Requirements) -> Iterator[CheckResult]:
-    """Check how evenly the default number of micro-batches is divided among the replicas."""
-    busiest = math.ceil(MICROBATCHES / requirements.ranks)
-    gain = MICROBATCHES / busiest
-    what = f"{MICROBATCHES} (the default) on {format_quantity(requirements.ranks, 'replica')}"
-    if requirements.ranks > MICROBATCHES:
-        advice = f"use at least one per replica: --microbatches {requirements.ranks}"
-        yield note(
-            "micro-batches", f"{what}: some replicas would have none, which is an error", advice
-        )
-    elif MICROBATCHES % requirements.ranks:
-        yield note(
-            "micro-batches",
-            f"{what}: at most {format_number(gain)} times the speed of one replica",
-            "a number of replicas that divides the number of micro-batches keeps all of them busy",
-        )
-    else:
-        yield good("micro-batches", f"{what}: {format_quantity(busiest, 'micro-batch', 'es')} each")
 
 
 def cpu_quota() -> float | None:
