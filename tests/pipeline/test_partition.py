@@ -29,6 +29,7 @@ def test_a_tied_parameter_has_several_holders_and_the_rest_one():
     partition = Partition(tuple(NAMES), (range(0, 2), range(2, 3), range(3, 4)))
     assert partition.find_holders(Model()) == {
         "embed.weight": [0, 2],
+        "head.weight": [0, 2],
         "layers.0.weight": [0],
         "layers.0.bias": [0],
         "layers.1.weight": [1],

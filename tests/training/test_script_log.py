@@ -83,14 +83,14 @@ def test_answers_come_in_order_and_then_calls_have_effects():
     first.train(1)
     second = first.resume()
     log = second.log
-    assert log.is_answering
+    assert log.is_replaying
     assert second.begin(0) is None
     answer = log.answer("evaluation", samples=30, ema=False)
     assert (answer["result"], answer["steps"]) == ({"loss": 0.5}, 4)
     assert log.answer("save")["steps"] == 4
-    assert log.is_answering
+    assert log.is_replaying
     assert second.begin(1) is None
-    assert not log.is_answering
+    assert not log.is_replaying
     log.require_finished()
     assert log.answer("evaluation", samples=30, ema=False) is None
     opened = second.begin(2)
@@ -111,7 +111,7 @@ def test_an_open_epoch_continues_at_its_next_batch():
     second.begin(0)
     again = second.begin(1)
     assert again.resumed["position"] == 2
-    assert not second.log.is_answering
+    assert not second.log.is_replaying
     assert second.log.is_inside_epoch
 
 
@@ -153,13 +153,13 @@ def test_of_zipped_iterations_each_continues_at_the_same_batch(step):
     fourth = script.resume()
     opened = fourth.begin(0)
     fourth.log.end_epoch(opened, script.steps)
-    assert not fourth.log.is_answering
+    assert not fourth.log.is_replaying
     # the first one ends, and with it the second
     script.log.end_epoch(a, script.steps)
     script.log.end_epoch(b, script.steps)
     third = script.resume()
     assert third.begin(0) is None
-    assert not third.log.is_answering
+    assert not third.log.is_replaying
 
 
 def test_loops_inside_a_loop_are_part_of_its_body():
@@ -238,7 +238,7 @@ def test_a_manual_step_outside_of_a_loop_is_not_forgotten():
     assert [(each["kind"], each["steps"]) for each in entries] == [("epoch", 4), ("manual", 7)]
     second = first.resume()
     second.begin(0)
-    assert second.log.is_answering
+    assert second.log.is_replaying
     assert "where the interrupted run takes a manual step outside" in refused(second.begin, 1)
     inside = Script()
     opened = inside.begin(0)

@@ -52,21 +52,21 @@ class ReceivedTensors:
         """Return the inputs of a micro-batch; its targets belong to the last stage."""
         return cls(inputs, tuple((LOCAL, n) for n in find_overlapping(inputs, targets)))
 
-    def check(self, place: str) -> None:
+    def check(self, where: str) -> None:
         """Check that the stage wrote into no tensor that shares memory on the sender.
 
         Args:
-            place: Rank, stage, step and micro-batch, for messages.
+            where: Rank, stage, step and micro-batch, for messages.
 
         Raises:
             UsageError: A block wrote into a tensor that shares memory with another one.
         """
-        written = {n for n, each in self._tensors.items() if _version(each) != self._versions[n]}
+        written = {n for n, one in self._tensors.items() if _version(one) != self._versions[n]}
         for pair in self._aliases:
             if written.intersection(pair):
                 other = "a buffer, or the targets" if LOCAL in pair else "another one"
                 raise UsageError(
-                    f"{place}: a block writes in place into an input that shares its memory with "
+                    f"{where}: a block writes in place into an input that shares its memory with "
                     f"{other}; a stage has copies of both, of which only one would change: let the "
                     "previous block return a copy (.clone()), or do not write in place"
                 )
@@ -78,13 +78,13 @@ class ReceivedTensors:
             tensors: The output tensors.
             local: Positions of the tensors that share memory with a buffer of the stage.
         """
-        found = {(LOCAL, n) for n in local}
-        found |= {*find_overlaps(tensors)} if _share_storage(tensors) else set()
+        aliases = {(LOCAL, n) for n in local}
+        aliases |= {*find_overlaps(tensors)} if _share_storage(tensors) else set()
         for one, other in self._aliases:
             ones = [LOCAL] if one == LOCAL else find_overlapping(tensors, [self._tensors[one]])
             others = find_overlapping(tensors, [self._tensors[other]])
-            found |= {(min(a, b), max(a, b)) for a in ones for b in others if a != b}
-        return tuple(sorted(found))
+            aliases |= {(min(a, b), max(a, b)) for a in ones for b in others if a != b}
+        return tuple(sorted(aliases))
 
 
 class SentTensors:
@@ -93,18 +93,18 @@ class SentTensors:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._sent = [(tensor, _version(tensor)) for tensor in tensors]
 
-    def check(self, place: str) -> None:
+    def check(self, where: str) -> None:
         """Check that no tensor changed since it was sent.
 
         Args:
-            place: Rank, stage, step and micro-batch, for messages.
+            where: Rank, stage, step and micro-batch, for messages.
 
         Raises:
             UsageError: A block wrote into a tensor that it had returned.
         """
         if any(_version(tensor) != version for tensor, version in self._sent):
             raise UsageError(
-                f"{place}: a block wrote into a tensor that it had returned for this micro-batch, "
+                f"{where}: a block wrote into a tensor that it had returned for this micro-batch, "
                 "while it computed another one: with stages, several micro-batches are in flight, "
                 "so return a tensor that is not written again (.clone())"
             )
@@ -123,8 +123,8 @@ def _share_storage(tensors: Sequence[torch.Tensor]) -> bool:
     """Return whether any two tensors have the same storage; otherwise they share no memory."""
     if len(tensors) < 2:
         return False
-    dense = [each for each in tensors if each.layout is torch.strided]
-    return len({each.untyped_storage()._cdata for each in dense}) < len(dense)
+    dense = [tensor for tensor in tensors if tensor.layout is torch.strided]
+    return len({tensor.untyped_storage()._cdata for tensor in dense}) < len(dense)
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -73,7 +73,7 @@ class Composition:
         self._model, self._names, self._device = model, list(names), device
         self._kind = type(model).__name__
         self._blocks = [model.get_submodule(name) for name in names]
-        self._outputs = [hide_values(each) for each in outputs or range(len(names))]
+        self._outputs = [hide_values(part) for part in outputs or range(len(names))]
         parents = {name[:end] for name in names for end in _iterate_ends(name)}
         self._containers = {
             path: module
@@ -81,7 +81,7 @@ class Composition:
             if (module := model.get_submodule(path)) not in self._blocks
         }
         stubs = {block: self._make_stub(block) for block in self._blocks}
-        modules = dict.fromkeys(each for block in stubs for each in block.modules())
+        modules = dict.fromkeys(part for block in stubs for part in block.modules())
         self._replacements = [
             (vars(module), name, hide_values(0))
             for module in modules
@@ -106,8 +106,8 @@ class Composition:
             for name in HOOKS:
                 hooks = getattr(module, f"_{name}").values()
                 if any(
-                    not (getattr(each, "__module__", "") or "").startswith("lockstep.")
-                    for each in hooks
+                    not (getattr(hook, "__module__", "") or "").startswith("lockstep.")
+                    for hook in hooks
                 ):
                     where = f"module {path} of {self._kind}" if path else self._kind
                     raise LayoutError(
@@ -154,7 +154,7 @@ class Composition:
         with self._replace_blocks():
             state = find_python_state(self._model, self._kind) if is_thorough else None
             before = {} if state is None else state.snapshot()
-            self._before = {each: _read_modules(each) for each in self._blocks if is_thorough}
+            self._before = {block: _read_modules(block) for block in self._blocks if is_thorough}
             value = self._call()
             if state is not None and (entry := state.find_change(before)) is not None:
                 self._refuse(f"changes {entry}")
@@ -302,7 +302,7 @@ def _find_assigned(function: Any) -> list[str]:
     """Return the names of the attributes that a function assigns."""
     if not isinstance(function, FunctionType):
         return []
-    names = (each.argval for each in get_instructions(function) if each.opname == "STORE_ATTR")
+    names = (op.argval for op in get_instructions(function) if op.opname == "STORE_ATTR")
     return list(dict.fromkeys(names))
 
 
@@ -325,9 +325,9 @@ def _are_bound_alike(block: nn.Module, one: Any, other: Any) -> bool:
         bound = [signature.bind(*args, **kwargs) for args, kwargs in (one, other)]
     except (TypeError, ValueError):
         return False
-    for each in bound:
-        each.apply_defaults()
-    return _is_same(*(dict(each.arguments) for each in bound))
+    for call in bound:
+        call.apply_defaults()
+    return _is_same(*(dict(call.arguments) for call in bound))
 
 
 def _read_modules(block: nn.Module) -> list[Any]:

@@ -30,8 +30,8 @@ from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
 from lockstep.pipeline.boundary import unflatten
 from lockstep.pipeline.composition import Composition
 from lockstep.pipeline.p2p import RngState
+from lockstep.pipeline.partition import Placement
 from lockstep.pipeline.pipeline import Pipeline
-from lockstep.pipeline.placement import Placement
 from lockstep.pipeline.stage import StageInput, make_first_input
 
 __all__ = ["PipelineEvaluator"]
@@ -58,12 +58,12 @@ class PipelineEvaluator:
         self._composition = composition
         self._model, self._pipeline, self._metrics = model, pipeline, metrics
         self._parallel = pipeline.parallel
-        self._blocks = {s: placement.select_blocks(model, s) for s in pipeline.stages}
+        self._blocks = {s: placement.partition.select_blocks(model, s) for s in pipeline.stages}
         self._units = {s: placement.make_units(model, s, seed) for s in pipeline.stages}
         self._buffers = {s: Buffers(self._get_modules(s)) for s in pipeline.stages}
         self._rows: list[MicrobatchScores] = []
         self._sent: list[tuple[str, SentTensors]] = []
-        self._place = f"rank {self._parallel.rank}, an evaluation"
+        self._where = f"rank {self._parallel.rank}, an evaluation"
 
     def run(self, batches: Iterable[Batch]) -> Evaluation:
         """Evaluate all batches, and combine the results of all ranks."""
@@ -76,7 +76,7 @@ class PipelineEvaluator:
         except Exception as error:
             failed = error
             message = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            failure = str(error) if isinstance(error, StoppedError) else f"{self._place}: {message}"
+            failure = str(error) if isinstance(error, StoppedError) else f"{self._where}: {message}"
             with suppress(RuntimeError):
                 self._pipeline.fail(failure, EVALUATION)
         try:
@@ -95,12 +95,12 @@ class PipelineEvaluator:
         with ExitStack() as stack:
             stack.enter_context(evaluation_mode(self._model))
             stack.enter_context(isolated(self._parallel.device, everything=True))
-            stack.enter_context(CollectiveCallGuard(lambda: self._place))
+            stack.enter_context(CollectiveCallGuard(lambda: self._where))
             for units in self._units.values():
                 stack.enter_context(units.install_hooks())
             for number, batch in enumerate(batches):
                 if number == 0 and self._composition is not None and batch.microbatches:
-                    given = make_first_input(batch.microbatches[0], self._parallel, self._place)
+                    given = make_first_input(batch.microbatches[0], self._parallel, self._where)
                     with self._parallel.autocast():
                         self._composition.check(given.data)
                 self._run_batch(number, batch)
@@ -111,8 +111,8 @@ class PipelineEvaluator:
                 more = position + 1 < len(batch.microbatches)
                 self._forward(stage, number, microbatch, more)
             while self._sent:
-                place, sent = self._sent.pop()
-                sent.check(place)
+                where, sent = self._sent.pop()
+                sent.check(where)
             outputs = self._pipeline.links[stage].outputs
             if outputs is not None:
                 outputs.drain(
@@ -122,10 +122,10 @@ class PipelineEvaluator:
     def _forward(self, stage: int, number: int, microbatch: Microbatch, more: bool) -> None:
         parallel, links, leaf = self._parallel, self._pipeline.links[stage], microbatch.index
         rank = parallel.rank
-        place = f"rank {rank}, stage {stage}, evaluation batch {number}, micro-batch {leaf}"
-        self._place = place
+        where = f"rank {rank}, stage {stage}, evaluation batch {number}, micro-batch {leaf}"
+        self._where = where
         if links.inputs is None:
-            given = make_first_input(microbatch, parallel, place)
+            given = make_first_input(microbatch, parallel, where)
         else:
             structure, tensors = links.inputs.receive(EVALUATION + number, leaf, more)
             received = ReceivedTensors.from_structure(structure, tensors)
@@ -135,27 +135,27 @@ class PipelineEvaluator:
         with self._buffers[stage].preserve(), parallel.autocast():
             blocks = list(self._blocks[stage].values())
             value, others = inspector.call_blocks(
-                blocks, given.data, place, given.rng_state.has_drawn_outside_torch
+                blocks, given.data, where, given.rng_state.has_drawn_outside_torch
             )
             rng_state = RngState(units.last_call, others)
             if links.outputs is None:
                 units.begin_loss()
-                compute = partial(self._compute_loss, microbatch=microbatch, place=place)
-                loss, metrics = inspector.compute_loss(compute, value, place, others)
-                given.received.check(place)
+                compute = partial(self._compute_loss, microbatch=microbatch, where=where)
+                loss, metrics = inspector.compute_loss(compute, value, where, others)
+                given.received.check(where)
             else:
-                structure, tensors = inspector.flatten_output(value, blocks, given.received, place)
+                structure, tensors = inspector.flatten_output(value, blocks, given.received, where)
         units.pause()
         if links.outputs is None:
-            self._rows.append(score_microbatch(parallel, microbatch, loss, metrics, place))
+            self._rows.append(score_microbatch(parallel, microbatch, loss, metrics, where))
         else:
             links.outputs.send(structure, tensors, EVALUATION + number, leaf, rng_state)
-            self._sent.append((place, SentTensors(tensors)))
+            self._sent.append((where, SentTensors(tensors)))
 
     def _compute_loss(
-        self, outputs: Any, microbatch: Microbatch, place: str
+        self, outputs: Any, microbatch: Microbatch, where: str
     ) -> tuple[Any, dict[str, Any]]:
         if self._parallel.loss is None:
-            return extract_loss(outputs, place), {}
-        targets = split_targets(self._parallel.move_to_device(microbatch.data), place)[1]
-        return compute_loss(self._parallel.loss, self._metrics, outputs, targets, place)
+            return extract_loss(outputs, where), {}
+        targets = split_targets(self._parallel.move_to_device(microbatch.data), where)[1]
+        return compute_loss(self._parallel.loss, self._metrics, outputs, targets, where)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data.microbatch import Batch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.model.buffers import Buffers
@@ -25,10 +26,13 @@ from lockstep.model.static_shapes import static_shapes
 from lockstep.model.step_context import StepContext
 from lockstep.pipeline.composition import Composition
 from lockstep.pipeline.evaluator import PipelineEvaluator
+from lockstep.pipeline.partition import Placement
 from lockstep.pipeline.partitioner import Partitioner, StagePlan
 from lockstep.pipeline.pipeline import Pipeline
-from lockstep.pipeline.placement import Placement
+from lockstep.pipeline.python_state import find_python_states
 from lockstep.pipeline.schedule_executor import ScheduleExecutor
+from lockstep.pipeline.stage import Stage
+from lockstep.pipeline.tied_weights import find_tied_parameters
 
 __all__ = ["PipelineExecutor"]
 
@@ -149,9 +153,7 @@ class PipelineExecutor:
     def _partition(self, plan: StagePlan) -> None:
         """Build this rank's stages, and free the rest of the model."""
         placement = Placement.from_model(self._partitioner.parallel, plan.partition, self._module)
-        pipeline = placement.build_pipeline(
-            self._module, self._seed, plan.schedule, plan.stages_per_rank
-        )
+        pipeline = self._build_pipeline(plan, placement)
         self.side_effects.watch(pipeline.modules())
         pipeline.find_views(
             {
@@ -165,5 +167,33 @@ class PipelineExecutor:
         self._held.take_memory()
         self.placement, self._composition, self._pipeline = placement, plan.composition, pipeline
         named = list(self._module.named_parameters())
-        self.parameters = [each for name, each in named if placement.is_local(name)]
-        self.owned_parameters = [each for name, each in named if placement.is_owned(name)]
+        self.parameters = [tensor for name, tensor in named if placement.is_local(name)]
+        self.owned_parameters = [tensor for name, tensor in named if placement.is_owned(name)]
+
+    def _build_pipeline(self, plan: StagePlan, placement: Placement) -> Pipeline:
+        """Build this rank's stages, and connect them to their neighbors."""
+        model, parallel, partition = self._module, placement.parallel, plan.partition
+        parameters, sparse = dict(model.named_parameters()), sparse_weights(model.modules())
+        blocks = [partition.select_blocks(model, n) for n in range(len(partition.ranges))]
+        owners = {name: stages[0] for name, stages in placement.holders.items()}
+        states = find_python_states(blocks, parallel.loss, model)
+        stages = [
+            Stage(
+                number,
+                blocks[number],
+                placement.make_units(model, number, self._seed),
+                GradientReducer(
+                    [(name, parameters[name]) for name in parameters if owners[name] == number],
+                    parallel.peers,
+                    sparse=sparse,
+                    compression=parallel.compression,
+                ),
+                parallel.make_checkpointing(blocks[number]),
+                parallel.device,
+                states[number],
+                len(placement.stages) > 1,
+            )
+            for number in placement.stages
+        ]
+        ties = find_tied_parameters(parameters, placement.holders)
+        return Pipeline(parallel, stages, plan.schedule, plan.stages_per_rank, ties)

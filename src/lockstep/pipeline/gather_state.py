@@ -41,7 +41,7 @@ def gather_model_state(
         else value
         for name, value in state.items()
     }
-    tensors = {name: each for name, each in result.items() if isinstance(each, torch.Tensor)}
+    tensors = {name: value for name, value in result.items() if isinstance(value, torch.Tensor)}
     _broadcast(tensors, source, {name for name in tensors if result[name] is state[name]})
     return result
 
@@ -58,11 +58,11 @@ def gather_optimizer_state(
         device: The device for received tensors.
     """
     packed = optimizer.state_dict()
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    order = [names[each] for each in parameters]
+    parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    order = [names[tensor] for tensor in parameters]
     rank = dist.get_rank()
     # Ignore the local state of parameters on other ranks: it may hold a stale step counter.
-    here = {index: each for index, each in packed["state"].items() if not parameters[index].is_meta}
+    here = {n: state for n, state in packed["state"].items() if not parameters[n].is_meta}
     mine = {
         index: {entry: _describe(value) for entry, value in state.items()}
         for index, state in packed["state"].items()
@@ -70,11 +70,11 @@ def gather_optimizer_state(
     }
     message = json.dumps(mine).encode()
     everyone = all_gather_bytes(message, "gathering the state of the optimizer")
-    found: dict[int, dict[str, Any]] = {}
+    states: dict[int, dict[str, Any]] = {}
     for described in map(json.loads, everyone):
         for text, entries in described.items():
             ours = here.get(int(text), {})
-            found[int(text)] = {
+            states[int(text)] = {
                 entry: _allocate(
                     description, ours.get(entry), device, source(order[int(text)]) == rank
                 )
@@ -82,14 +82,14 @@ def gather_optimizer_state(
             }
     tensors = {
         f"{index}/{entry}{part}": tensor
-        for index in sorted(found)
-        for entry, value in found[index].items()
+        for index in sorted(states)
+        for entry, value in states[index].items()
         if isinstance(value, torch.Tensor)
         for part, tensor in _parts(value).items()
     }
     held = {f"{index}/{entry}" for index, state in here.items() for entry in state}
     _broadcast(tensors, lambda name: source(order[int(name.partition("/")[0])]), held)
-    return {**packed, "state": {index: found[index] for index in sorted(found)}}
+    return {**packed, "state": {index: states[index] for index in sorted(states)}}
 
 
 def _parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -123,7 +123,7 @@ def _allocate(
         if is_source:
             return here
         indices, values = (
-            _allocate(each, None, device, is_source=False) for each in description["parts"]
+            _allocate(part, None, device, is_source=False) for part in description["parts"]
         )
         return torch.sparse_coo_tensor(
             indices.zero_(),  # valid indices, until the real ones are received
@@ -149,5 +149,5 @@ def _broadcast(tensors: Mapping[str, torch.Tensor], source: Source, held: Set[st
     for name, tensor in tensors.items():
         unread = name in held and source(name) != rank
         groups.setdefault(source(name), []).append(torch.empty_like(tensor) if unread else tensor)
-    for each in sorted(groups):
-        broadcast_tensors(groups[each], None, each)
+    for sender in sorted(groups):
+        broadcast_tensors(groups[sender], None, sender)

@@ -45,7 +45,7 @@ class BlockInspector:
     def __init__(self, is_first: bool, state: PythonState, names: Sequence[str]) -> None:
         self._is_first = is_first
         self._users = [f"block {name}" for name in names]
-        self._place, self._user = "", ""  # what is being called
+        self._where, self._user = "", ""  # what is being called
         self.state = state
         self._forwards, self._backwards = 0, 0
         self._draws_others = False
@@ -54,7 +54,7 @@ class BlockInspector:
         """Positions of outputs that were found to share memory with a buffer."""
 
     def call_blocks(
-        self, blocks: Sequence[nn.Module], data: Any, place: str, others: bool
+        self, blocks: Sequence[nn.Module], data: Any, where: str, others: bool
     ) -> tuple[Any, bool]:
         """Call the blocks, one after another.
 
@@ -62,7 +62,7 @@ class BlockInspector:
             blocks: The blocks.
             data: The arguments of the first block: in the first stage as `call_model` accepts them,
                 in later stages one value.
-            place: Rank, stage, step and micro-batch, for messages.
+            where: Rank, stage, step and micro-batch, for messages.
             others: Whether earlier stages have drawn from Python's or numpy's generators.
 
         Returns:
@@ -71,16 +71,16 @@ class BlockInspector:
         self._forwards += 1
         self._is_due = _is_inspected(self._forwards)
         if not self._is_due:
-            value = self._call_in_turn(blocks, data, place)
-            self.state.check(place)
+            value = self._call_in_turn(blocks, data, where)
+            self.state.check(where)
             return value, others or self._draws_others
         contents, before = self.state.snapshot(), state_of_others()
-        value = self._call_in_turn(blocks, data, place)
-        self.state.record_changes(contents, place)
+        value = self._call_in_turn(blocks, data, where)
+        self.state.record_changes(contents, where)
         if state_of_others() != before:
             if not self._is_first:
                 raise UsageError(
-                    f"{place}: a block draws from Python's or numpy's random numbers, which are "
+                    f"{where}: a block draws from Python's or numpy's random numbers, which are "
                     "seeded once per micro-batch, not in every stage; draw them from torch "
                     "(torch.rand)"
                 )
@@ -88,7 +88,7 @@ class BlockInspector:
         return value, others or self._draws_others
 
     def flatten_output(
-        self, value: Any, blocks: Sequence[nn.Module], received: ReceivedTensors, place: str
+        self, value: Any, blocks: Sequence[nn.Module], received: ReceivedTensors, where: str
     ) -> tuple[Structure, list[torch.Tensor]]:
         """Check that the blocks wrote into no shared memory, and flatten their output.
 
@@ -96,72 +96,72 @@ class BlockInspector:
             value: The output of the last block.
             blocks: The blocks.
             received: The input tensors of the stage.
-            place: Rank, stage, step and micro-batch, for messages.
+            where: Rank, stage, step and micro-batch, for messages.
 
         Returns:
             The structure of the value, including the tensors that share memory; and the tensors.
         """
-        received.check(place)
+        received.check(where)
         structure, tensors = flatten(value)
         if self._is_due:
             for tensor in tensors:
                 names = [] if isinstance(tensor, nn.Parameter) else list(vars(tensor))
                 if names:
                     raise UsageError(
-                        f"{place}: a block returned a tensor with the attribute {names[0]}, which "
+                        f"{where}: a block returned a tensor with the attribute {names[0]}, which "
                         "the next stage would not get: return the value beside the tensor, in a "
                         "tuple"
                     )
-            buffers = [each for block in blocks for each in block.buffers()]
+            buffers = [buffer for block in blocks for buffer in block.buffers()]
             self._buffers_sent |= {*find_overlapping(tensors, buffers)}
         local = [number for number in self._buffers_sent if number < len(tensors)]
         return add_aliases(structure, received.find_aliases(tensors, local)), tensors
 
-    def compute_loss(self, loss: Callable[[Any], T], outputs: Any, place: str, others: bool) -> T:
+    def compute_loss(self, loss: Callable[[Any], T], outputs: Any, where: str, others: bool) -> T:
         """Return the loss; it must not draw from Python's or numpy's generators if `others`."""
         before = state_of_others() if others else None
-        with self._explaining(place, "the loss"):
+        with self._explaining(where, "the loss"):
             value = loss(outputs)
         if others and state_of_others() != before:
             raise UsageError(
-                f"{place}: the loss draws from Python's or numpy's random numbers, and so do "
+                f"{where}: the loss draws from Python's or numpy's random numbers, and so do "
                 "blocks of the first stage, which the last stage does not see; draw them "
                 "from torch (torch.rand)"
             )
         return value
 
     @contextmanager
-    def check_backward(self, place: str) -> Iterator[None]:
+    def check_backward(self, where: str) -> Iterator[None]:
         """Check that a backward in the body does not draw from Python's or numpy's generators."""
         self._backwards += 1
         before = state_of_others() if _is_inspected(self._backwards) else None
-        with self._explaining(place, "a hook or an autograd function"):
+        with self._explaining(where, "a hook or an autograd function"):
             yield
         if before is not None and state_of_others() != before:
             raise UsageError(
-                f"{place}: backward (a hook or an autograd function) draws from Python's or "
+                f"{where}: backward (a hook or an autograd function) draws from Python's or "
                 "numpy's random numbers, whose state stages do not transfer; draw them "
                 "from torch (torch.rand)"
             )
 
-    def _call_in_turn(self, blocks: Sequence[nn.Module], data: Any, place: str) -> Any:
+    def _call_in_turn(self, blocks: Sequence[nn.Module], data: Any, where: str) -> Any:
         given = data if self._is_first else (data,)
-        with self._explaining(place, ""):
+        with self._explaining(where, ""):
             for user, block in zip(self._users, blocks, strict=True):
                 self._user = user
-                value = call_model(block, given, place)
+                value = call_model(block, given, where)
                 given = (value,)
         return value
 
     @contextmanager
-    def _explaining(self, place: str, user: str) -> Iterator[None]:
+    def _explaining(self, where: str, user: str) -> Iterator[None]:
         """Name what fails in the body because it reads what is in another stage."""
-        self._place, self._user = place, user
+        self._where, self._user = where, user
         Released.reader = self._describe_reader
         try:
             yield
         except AttributeError as error:
-            if (named := self.state.explain_missing(error, place)) is not None:
+            if (named := self.state.explain_missing(error, where)) is not None:
                 raise named from error
             raise
         except (RuntimeError, LossError) as error:
@@ -176,7 +176,7 @@ class BlockInspector:
             Released.reader = None
 
     def _describe_reader(self) -> str:
-        return f"{self._place}: {self._user}"
+        return f"{self._where}: {self._user}"
 
 
 def _is_inspected(number: int) -> bool:

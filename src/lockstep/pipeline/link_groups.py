@@ -31,12 +31,12 @@ def assign_groups(links: Mapping[int, tuple[int, int]]) -> dict[int, int]:
         Numbers from 0, by tag; no two links of one group connect the same two ranks.
     """
     used: Counter[tuple[int, ...]] = Counter()
-    found = {}
+    numbers = {}
     for tag, ranks in links.items():
         pair = tuple(sorted(ranks))
-        found[tag] = used[pair]
+        numbers[tag] = used[pair]
         used[pair] += 1
-    return found
+    return numbers
 
 
 def make_groups(links: Mapping[int, tuple[int, int]], device: torch.device) -> dict[int, Any]:

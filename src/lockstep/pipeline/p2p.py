@@ -79,15 +79,15 @@ def _round_up(size: int) -> int:
 BARE = _round_up(HEADER.size)  # where tensors begin in a page without metadata
 
 
-def _find_places(metas: Sequence[TensorMeta], begin: int) -> list[int] | None:
+def _find_positions(metas: Sequence[TensorMeta], begin: int) -> list[int] | None:
     """Return the position of each tensor in the page, or None if they do not fit."""
-    places = []
+    positions = []
     for meta in metas:
-        places.append(begin + meta.padding)
+        positions.append(begin + meta.padding)
         begin += _round_up(meta.padding + meta.nbytes)
         if begin > PAGE:
             return None
-    return places
+    return positions
 
 
 @dataclass
@@ -97,7 +97,7 @@ class Metadata:
     Attributes:
         structure: The structure of the value.
         metas: The layouts of its tensors.
-        places: The positions of the tensors in a page without metadata.
+        positions: The positions of the tensors in a page without metadata.
     """
 
     structure: Structure
@@ -105,7 +105,7 @@ class Metadata:
 
     def __post_init__(self) -> None:
         """Compute the positions."""
-        self.places = _find_places(self.metas, BARE)
+        self.positions = _find_positions(self.metas, BARE)
 
 
 @dataclass
@@ -141,13 +141,13 @@ class Sender:
             self.known = Metadata(structure, metas)
             text = json.dumps(encode_metadata(structure, metas)).encode()
         fits = HEADER.size + len(text) <= PAGE
-        begin, places = BARE, self.known.places
+        begin, positions = BARE, self.known.positions
         if text:
             begin = _round_up(HEADER.size + len(text))
-            places = _find_places(metas, begin) if fits else None
+            positions = _find_positions(metas, begin) if fits else None
         page = torch.empty(PAGE, dtype=torch.uint8)
         written = memoryview(page.numpy())  # type: ignore[arg-type]
-        begin = begin if places else 0
+        begin = begin if positions else 0
         HEADER.pack_into(
             written, 0, len(text), OK, begin, leaf, attempt, rng_state.last_call, flags
         )
@@ -157,9 +157,9 @@ class Sender:
         messages = [page]
         if not fits:
             messages.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        if places:
-            for vector, place in zip(vectors, places, strict=True):
-                page[place : place + len(vector)].copy_(vector)
+        if positions:
+            for vector, position in zip(vectors, positions, strict=True):
+                page[position : position + len(vector)].copy_(vector)
         else:
             messages += [vector for vector in vectors if len(vector)]
         works = [self.group.send([message], self.peer, self.tag) for message in messages]
@@ -278,11 +278,11 @@ class Receiver:
     def _view_inside(self, cover: torch.Tensor, known: Metadata, begin: int) -> list[torch.Tensor]:
         """Return the tensors in the page, which use its memory."""
         first = begin == BARE
-        places = known.places if first else _find_places(known.metas, begin)
-        assert places is not None
+        positions = known.positions if first else _find_positions(known.metas, begin)
+        assert positions is not None
         if self.device.type != "cpu":
             cover = cover.to(self.device)
-        return [view_received(cover, *pair) for pair in zip(places, known.metas, strict=True)]
+        return [view_received(cover, *pair) for pair in zip(positions, known.metas, strict=True)]
 
     def _receive_tensors(
         self, metas: Sequence[TensorMeta], *, has_state: bool

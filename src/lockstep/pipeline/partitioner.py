@@ -263,19 +263,17 @@ class Partitioner:
         costs = profile_blocks(blocks, data, parallel, report, microbatch.size)
         count = -(-parallel.microbatches // parallel.replicas)
         if self.schedule is None:
-            found = choose_schedule(costs, parallel.stages, count)
+            plan = choose_schedule(costs, parallel.stages, count)
         else:
-            found = plan_schedule(
-                self.schedule, costs, parallel.stages, count, self.stages_per_rank
-            )
-        *counts, last = [str(len(span)) for span in found.ranges]
+            plan = plan_schedule(self.schedule, costs, parallel.stages, count, self.stages_per_rank)
+        *counts, last = [str(len(span)) for span in plan.ranges]
         report(
             f"measured {len(blocks)} blocks in {time.perf_counter() - begun:.1f} s: "
-            f"{', '.join(counts)} and {last} blocks per stage, schedule {found.name}"
+            f"{', '.join(counts)} and {last} blocks per stage, schedule {plan.name}"
         )
         return {
             "composition": composition,
-            "ranges": [(span.start, span.stop) for span in found.ranges],
-            "schedule": found.name,
-            "stages_per_rank": found.stages_per_rank,
+            "ranges": [(span.start, span.stop) for span in plan.ranges],
+            "schedule": plan.name,
+            "stages_per_rank": plan.stages_per_rank,
         }

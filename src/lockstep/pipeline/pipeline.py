@@ -104,8 +104,8 @@ class Pipeline:
     def find_views(self, released: Mapping[str, torch.Tensor]) -> None:
         """Set `failure` if a block or the loss refers to the memory of a tensor of another rank."""
         for stage in self.stages.values():
-            if (found := stage.inspector.state.find_view(released)) is not None:
-                view, name = found
+            if (kept := stage.inspector.state.find_view(released)) is not None:
+                view, name = kept
                 self.failure = (
                     f"{view} is a view of {name}, which is in another pipeline stage, and would "
                     "keep its first values: make the view in forward, in a block of that stage"

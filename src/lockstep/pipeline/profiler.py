@@ -75,8 +75,8 @@ def profile_blocks(
         for number in range(PASSES):
             if number > 1 and time.perf_counter() - begun > TIME_LIMIT:
                 break
-            found = _run_pass(blocks, _copy_data(data), parallel)
-            rows = found if number <= 1 else _take_minimum(rows, found)
+            measured = _run_pass(blocks, _copy_data(data), parallel)
+            rows = measured if number <= 1 else _take_minimum(rows, measured)
     for block in blocks.values():
         block.zero_grad(set_to_none=True)
     forward, whole, inputs, weights, sizes = zip(*rows, strict=True)
@@ -150,8 +150,8 @@ def _make_arguments(data: Any, is_first: bool) -> tuple[GraphInput | None, Any]:
     if is_first:
         return None, data
     structure, tensors = flatten(data)
-    copies = [each.clone(memory_format=torch.preserve_format) for each in tensors]
-    graph_input = GraphInput(copies, [each.is_floating_point() for each in copies])
+    copies = [tensor.clone(memory_format=torch.preserve_format) for tensor in tensors]
+    graph_input = GraphInput(copies, [tensor.is_floating_point() for tensor in copies])
     return graph_input, (unflatten(structure, graph_input.tensors),)
 
 

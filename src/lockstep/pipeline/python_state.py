@@ -93,12 +93,12 @@ class PythonState:
             self._identities = identities
             self._contents = {key: _get_content(value) for key, value in self._shared.items()}
 
-    def check(self, place: str) -> None:
+    def check(self, where: str) -> None:
         """Record which of the shared objects have changed since `hold`, or the last check."""
         if self._identify() != self._identities:
             before = self._contents
             self.hold()
-            self._record(before, self._contents, place)
+            self._record(before, self._contents, where)
 
     def _identify(self) -> list[Any]:
         """Return what differs if shared objects do; the ids of attributes and entries, mostly.
@@ -106,9 +106,9 @@ class PythonState:
         No id is used again, because `_contents` refers to the values.
         """
         return [
-            each
+            content
             for value in self._shared.values()
-            for each in (
+            for content in (
                 map(id, vars(value).values())
                 if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)
                 else _get_content(value).values()
@@ -123,8 +123,8 @@ class PythonState:
 
     def find_view(self, released: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
         """Return the names of a tensor and of the released one whose memory it keeps, if any."""
-        names = {each.untyped_storage().data_ptr(): name for name, each in released.items()}
-        objects = {id(each) for each in released.values()}
+        names = {tensor.untyped_storage().data_ptr(): name for name, tensor in released.items()}
+        objects = {id(tensor) for tensor in released.values()}
         for holder in self._holders.values():
             value = holder.value
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
@@ -140,21 +140,21 @@ class PythonState:
                 return _describe_entry(self._holders[key], name)
         return None
 
-    def record_changes(self, before: Mapping[Key, Mapping[Any, Any]], place: str) -> None:
+    def record_changes(self, before: Mapping[Key, Mapping[Any, Any]], where: str) -> None:
         """Record which objects a forward changed.
 
         Args:
             before: The snapshot before the forward.
-            place: Rank, stage, step and micro-batch, for messages.
+            where: Rank, stage, step and micro-batch, for messages.
 
         Raises:
             UsageError: A forward changed, for the second time, an object that other stages refer
                 to.
         """
-        self._record(before, self.snapshot(), place)
+        self._record(before, self.snapshot(), where)
         self.hold()
 
-    def _record(self, before: Mapping[Key, Any], contents: Mapping[Key, Any], place: str) -> None:
+    def _record(self, before: Mapping[Key, Any], contents: Mapping[Key, Any], where: str) -> None:
         for key, after in contents.items():
             changed = _find_changes(before[key], after)
             if not changed:
@@ -165,7 +165,7 @@ class PythonState:
                 here, elsewhere = self._users[key]
                 changed_entry = _describe_entry(holder, changed[0])
                 raise UsageError(
-                    f"{place}: {here} changes {changed_entry}, which {elsewhere} refers "
+                    f"{where}: {here} changes {changed_entry}, which {elsewhere} refers "
                     "to as well; stages are on other ranks, or compute other micro-batches in the "
                     "meantime: return what later blocks need as part of the "
                     "block's output, in a tuple"
@@ -173,7 +173,7 @@ class PythonState:
             if key not in self._users and (scope := _get_scope(holder.value)) is not None:
                 self._assigned |= {(id(scope), name): (scope, name) for name in changed}
 
-    def explain_missing(self, error: AttributeError, place: str) -> UsageError | None:
+    def explain_missing(self, error: AttributeError, where: str) -> UsageError | None:
         """Return the error for an attribute that a block lacks and another stage may have set."""
         users = self._users.get(id(error.obj))
         if users is None:
@@ -181,7 +181,7 @@ class PythonState:
         here, elsewhere = users
         missing = f"{self._holders[id(error.obj)].path}.{error.name}"
         return UsageError(
-            f"{place}: {here} lacks {missing}, of an object that {elsewhere} refers to as well; "
+            f"{where}: {here} lacks {missing}, of an object that {elsewhere} refers to as well; "
             "stages do not share objects: return what later blocks need as "
             "part of the block's output, in a tuple"
         )
@@ -226,17 +226,17 @@ def find_python_states(
             f"block {name} ({type(block).__name__})": (name, block)
             for name, block in blocks.items()
         }
-        found = {user: _find_reachable(block, name) for user, (name, block) in roots.items()}
+        reached_by = {user: _find_reachable(block, name) for user, (name, block) in roots.items()}
         if len(holders) == len(stages) - 1 and loss is not None:
-            found["the loss"] = _find_reachable(loss, "loss")
-        backwards = list(reversed(found.items()))  # the first of several users counts
-        holders.append({key: each for _, part in backwards for key, each in part.items()})
+            reached_by["the loss"] = _find_reachable(loss, "loss")
+        backwards = list(reversed(reached_by.items()))  # the first of several users counts
+        holders.append({key: holder for _, part in backwards for key, holder in part.items()})
         users.append({key: user for user, part in backwards for key in part})
     if model is not None:
         blocks_of_all = [block for blocks in stages for block in blocks.values()]
         reached = _find_reachable(model, type(model).__name__, skip=blocks_of_all)
         users.append(dict.fromkeys(reached, f"the forward of {type(model).__name__}"))
-    shared = Counter(key for each in users for key in each)
+    shared = Counter(key for keys in users for key in keys)
     return [
         PythonState(
             holders[number],
@@ -251,7 +251,7 @@ def find_python_states(
 
 
 def _find_other_user(users: Sequence[Mapping[Key, str]], number: int, key: Key) -> str:
-    other = next(n for n, each in enumerate(users) if n != number and key in each)
+    other = next(n for n, keys in enumerate(users) if n != number and key in keys)
     user = users[other][key]
     return user if user.startswith("the forward") else f"{user} in another stage"
 
@@ -261,8 +261,8 @@ def _find_other_user(users: Sequence[Mapping[Key, str]], number: int, key: Key) 
 
 def _find_reachable(root: Any, path: str, skip: Iterable[Any] = ()) -> dict[Key, Holder]:
     """Return the objects with mutable content that `root` refers to, including itself."""
-    found: dict[Key, Holder] = {}
-    seen: set[Key] = {id(each) for each in skip}
+    holders: dict[Key, Holder] = {}
+    seen: set[Key] = {id(skipped) for skipped in skip}
     kept: list[Any] = []  # keeps the objects alive, so that no id is reused
     pending = deque([(root, path)])
     while pending and len(seen) < MOST:
@@ -273,9 +273,9 @@ def _find_reachable(root: Any, path: str, skip: Iterable[Any] = ()) -> dict[Key,
         seen.add(key)
         kept.append(value)
         if _has_content(value):
-            found[key] = Holder(value, path)
+            holders[key] = Holder(value, path)
         pending.extend(_iterate_references(value, path))
-    return found
+    return holders
 
 
 def _iterate_references(value: Any, path: str) -> Iterator[tuple[Any, str]]:
@@ -287,18 +287,18 @@ def _iterate_references(value: Any, path: str) -> Iterator[tuple[Any, str]]:
     elif isinstance(value, BuiltinMethodType) and not isinstance(value.__self__, ModuleType):
         yield value.__self__, path
     elif isinstance(value, partial):
-        yield from ((each, path) for each in (value.func, *value.args, *value.keywords.values()))
+        yield from ((part, path) for part in (value.func, *value.args, *value.keywords.values()))
     elif isinstance(value, type) and _is_user_defined(value):
-        yield from ((each, value.__name__) for each in vars(value).values() if callable(each))
-        yield from ((each, each.__name__) for each in value.__bases__)
+        yield from ((part, value.__name__) for part in vars(value).values() if callable(part))
+        yield from ((part, part.__name__) for part in value.__bases__)
     elif isinstance(value, nn.Module):
         hooks = (*value._forward_hooks.values(), *value._forward_pre_hooks.values())
-        yield from ((each, path) for each in hooks)
-        yield from ((each, f"{path}.{name}") for name, each in value._modules.items())
+        yield from ((part, path) for part in hooks)
+        yield from ((part, f"{path}.{name}") for name, part in value._modules.items())
     if _has_content(value):
         content = _get_content(value)
-        for name, each in content.items() if len(content) <= LARGEST else ():
-            yield each, _describe_entry(Holder(value, path), name)
+        for name, part in content.items() if len(content) <= LARGEST else ():
+            yield part, _describe_entry(Holder(value, path), name)
         if not isinstance(value, (type, GlobalName)) and _is_user_defined(type(value)):
             yield type(value), type(value).__name__
 
@@ -321,9 +321,9 @@ def _iterate_names(function: FunctionType) -> Iterator[tuple[Any, str]]:
 
 def _iterate_code_names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _iterate_code_names(each)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _iterate_code_names(constant)
 
 
 def _is_user_defined(definition: Any) -> bool:
@@ -354,12 +354,12 @@ def _get_content(value: Any) -> dict[Any, Any]:
     """Return the content of an object, by name or position."""
     if (scope := _get_scope(value)) is not None:
         hidden = HIDDEN if isinstance(value, nn.Module) else ()
-        return {name: each for name, each in scope.items() if name not in hidden}
+        return {name: entry for name, entry in scope.items() if name not in hidden}
     if isinstance(value, GlobalName):
         return {value.name: value.scope.get(value.name, MISSING)}
     if isinstance(value, type):
-        own = {name: each for name, each in vars(value).items() if not name.startswith("__")}
-        return {name: each for name, each in own.items() if not callable(each)}
+        own = {name: entry for name, entry in vars(value).items() if not name.startswith("__")}
+        return {name: entry for name, entry in own.items() if not callable(entry)}
     if isinstance(value, torch.Tensor):
         return {"": 0 if value.is_inference() else value._version}
     if isinstance(value, torch.Generator):

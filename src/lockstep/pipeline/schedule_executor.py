@@ -77,9 +77,9 @@ class ScheduleExecutor:
         self._prepare(batch)
         try:
             if self.pipeline.failure:
-                raise LayoutError(f"{self.place}: {self.pipeline.failure}")
+                raise LayoutError(f"{self.where}: {self.pipeline.failure}")
             if self._composition is not None and self._microbatches_here:
-                given = make_first_input(self._microbatches_here[0], self._parallel, self.place)
+                given = make_first_input(self._microbatches_here[0], self._parallel, self.where)
                 with self._parallel.autocast():
                     self._composition.check(given.data)
             for action in self.pipeline.get_actions(len(self._microbatches_here)):
@@ -96,29 +96,29 @@ class ScheduleExecutor:
         return (self._current[1], self._current[0].number) if self._current else None
 
     @property
-    def place(self) -> str:
+    def where(self) -> str:
         """Rank, stage, step and micro-batch, for messages."""
         if self._current is None:
             return f"rank {self._parallel.rank}, step {self.step.number}"
         stage, leaf = self._current
-        where = f"rank {self._parallel.rank}, stage {stage.number}"
-        return f"{where}, step {self.step.number}, micro-batch {leaf}"
+        here = f"rank {self._parallel.rank}, stage {stage.number}"
+        return f"{here}, step {self.step.number}, micro-batch {leaf}"
 
     # --- before the first action and after the last -------------------------------------------
 
     def _get_modules(self, stage: Stage) -> dict[str, Any]:
-        found = dict(stage.blocks)
+        modules = dict(stage.blocks)
         if stage.number == self.pipeline.last:
-            found |= self._parallel.loss_module()
-        return found
+            modules |= self._parallel.loss_module()
+        return modules
 
     def _prepare(self, batch: Any) -> None:
         batch = start_batch(self.step, batch)
         for stage in self.pipeline.stages.values():
             stage.gradients.begin(batch.leaves, self._parallel.hosts)
-            self._missing[stage.number] = [each.index for each in batch.microbatches]
+            self._missing[stage.number] = [part.index for part in batch.microbatches]
         self._microbatches_here = [
-            each for each in batch.microbatches if each.index in self.step.shares
+            part for part in batch.microbatches if part.index in self.step.shares
         ]
         if self._microbatches_here:
             for links in self.pipeline.links.values():
@@ -157,9 +157,9 @@ class ScheduleExecutor:
 
     def _forward(self, stage: Stage, microbatch: Microbatch, position: int) -> None:
         leaf, links = microbatch.index, self.pipeline.links[stage.number]
-        place = self.place
+        where = self.where
         if links.inputs is None:
-            given = make_first_input(microbatch, self._parallel, place)
+            given = make_first_input(microbatch, self._parallel, where)
         else:
             more = position + 1 < len(self._microbatches_here)
             structure, tensors = self._receive(links.inputs, leaf, more)
@@ -171,11 +171,11 @@ class ScheduleExecutor:
                 links.inputs.rng_state,
                 graph_input,
             )
-        loss = self._make_loss(stage, microbatch, place) if links.outputs is None else None
+        loss = self._make_loss(stage, microbatch, where) if links.outputs is None else None
         for observer in self.step.observers:
             observer.begin_microbatch()
         with self._parallel.autocast():
-            made = stage.forward(self.step.number, leaf, given, place, loss)
+            made = stage.forward(self.step.number, leaf, given, where, loss)
         for observer in self.step.observers:
             for root in made.tensors:
                 observer.record_graph(root, (self.step.number, leaf))
@@ -185,21 +185,21 @@ class ScheduleExecutor:
             )
 
     def _make_loss(
-        self, stage: Stage, microbatch: Microbatch, place: str
+        self, stage: Stage, microbatch: Microbatch, where: str
     ) -> Callable[[Any], torch.Tensor]:
         """Return the function that computes and records the scaled loss of the model's outputs."""
 
         def scaled(outputs: Any) -> torch.Tensor:
             metrics: dict[str, Any] = {}
             if self._parallel.loss is None:
-                loss = extract_loss(outputs, place)
+                loss = extract_loss(outputs, where)
             else:
                 data = self._parallel.move_to_device(microbatch.data)
                 function = self.step.find_loss(microbatch, data)
                 assert function is not None
-                targets = split_targets(data, place)[1]
-                loss, metrics = compute_loss(function, self._metrics, outputs, targets, place)
-            self.step.check_loss(loss, place)
+                targets = split_targets(data, where)[1]
+                loss, metrics = compute_loss(function, self._metrics, outputs, targets, where)
+            self.step.check_loss(loss, where)
             share = self.step.shares[microbatch.index]
             computed = ComputedMicrobatch(microbatch, share, [loss.detach()], metrics)
             self.step.computed.append(computed)
@@ -209,9 +209,9 @@ class ScheduleExecutor:
         return scaled
 
     def _backward(self, stage: Stage, leaf: int, kind: str) -> None:
-        place = self.place
+        where = self.where
         if kind == "weight":
-            stage.backward_weights(leaf, place)
+            stage.backward_weights(leaf, where)
             return
         links = self.pipeline.links[stage.number]
         gradients: Sequence[torch.Tensor | None] | None = None
@@ -230,10 +230,10 @@ class ScheduleExecutor:
             if kind == "input":
                 unsplit = self.pipeline.find_tied_parameters(stage.number)
                 made, rng_state = stage.backward_inputs(
-                    leaf, gradients, unsplit, tied_roots, rng_state, place
+                    leaf, gradients, unsplit, tied_roots, rng_state, where
                 )
             else:
-                made, rng_state = stage.backward(leaf, gradients, tied_roots, rng_state, place)
+                made, rng_state = stage.backward(leaf, gradients, tied_roots, rng_state, where)
         if links.to_inputs is not None and made:
             links.to_inputs.send(*flatten(tuple(made)), self.step.attempt.number, leaf, rng_state)
         for tie in ties_to_earlier:
@@ -270,9 +270,9 @@ class ScheduleExecutor:
         sentence = str(error)
         if not isinstance(error, StoppedError):
             first = (sentence.splitlines() or [""])[0]
-            has_place = first.startswith(self.place)
-            sentence = first if has_place else f"{self.place}: {type(error).__name__}: {first}"
-            error.add_note(f"in {self.place}")
+            says_where = first.startswith(self.where)
+            sentence = first if says_where else f"{self.where}: {type(error).__name__}: {first}"
+            error.add_note(f"in {self.where}")
         self.step.failure = StepFailure("stopped", sentence, error)
         with suppress(RuntimeError):
             self.pipeline.fail(sentence, self.step.attempt.number)

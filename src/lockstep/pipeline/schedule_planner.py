@@ -191,9 +191,9 @@ def _minimize(
         begin = [stage] * (blocks + 1)
         for hi in range(stage + 1, blocks + 1):
             for lo in range(stage, hi):
-                found = combine(best[lo], cost(lo, hi))
-                if found <= wider[hi]:
-                    wider[hi], begin[hi] = found, lo
+                combined = combine(best[lo], cost(lo, hi))
+                if combined <= wider[hi]:
+                    wider[hi], begin[hi] = combined, lo
         best = wider
         starts.append(begin)
     bounds = [blocks]

@@ -235,21 +235,21 @@ def simulate_recording(recorded: Timeline) -> Timeline | None:
     if width < 2 or recorded.num_ranks % width:
         return None
     costs = measure_costs(recorded)
-    found: list[timeline.Span] = []
+    simulated: list[timeline.Span] = []
     for first in range(0, recorded.num_ranks, width):
         own = [span for span in spans if first <= span.rank < first + width]
         try:
             simulation = simulate(_extract_schedule(own, first, width), costs)
         except LayoutError:  # some actions were not recorded
             return None
-        found += [
+        simulated += [
             timeline.Span(
-                first + each.rank, each.action.kind, each.begin, each.end, each.action.stage,
-                each.action.microbatch,
+                first + span.rank, span.action.kind, span.begin, span.end, span.action.stage,
+                span.action.microbatch,
             )
-            for each in simulation.spans
+            for span in simulation.spans
         ]  # fmt: skip
-    return Timeline(f"{recorded.title}, simulated", recorded.num_ranks, tuple(found))
+    return Timeline(f"{recorded.title}, simulated", recorded.num_ranks, tuple(simulated))
 
 
 def measure_costs(recorded: Timeline) -> Costs:

@@ -65,7 +65,7 @@ class SplitBackward:
         anchor: torch.Tensor,
         unsplit: Sequence[torch.Tensor] = (),
     ) -> None:
-        early = {id(each) for each in unsplit}
+        early = {id(tensor) for tensor in unsplit}
         self._roots, self._anchor = list(roots), anchor
         self._kept: dict[Node, tuple[torch.Tensor | None, ...]] = {}
         self._late: list[SideBranch] = []
@@ -186,28 +186,31 @@ def _find_branches(roots: Sequence[Node], entry: Node) -> list[SideBranch]:
     """Return the side branches of the graph below `roots`; connected branches are merged."""
     leading = _find_leading_nodes(entry, roots)
     group: dict[Node, SideBranch] = {}
-    found: list[SideBranch] = []
+    branches: list[SideBranch] = []
     for junction in leading:
         branch: SideBranch | None = None
         for node, _ in junction.next_functions:
             if node is not None and node not in leading:
-                branch = _explore(node, branch, group, found)
+                branch = _explore(node, branch, group, branches)
         if branch is not None and junction not in branch.junctions:
             branch.junctions.append(junction)
     for root in roots:
         if root not in leading:  # it depends on weights only, so it is itself the junction
-            branch = _explore(root, None, group, found)
+            branch = _explore(root, None, group, branches)
             branch.junctions += [root, root]
-    return found
+    return branches
 
 
 def _explore(
-    start: Node, branch: SideBranch | None, group: dict[Node, SideBranch], found: list[SideBranch]
+    start: Node,
+    branch: SideBranch | None,
+    group: dict[Node, SideBranch],
+    branches: list[SideBranch],
 ) -> SideBranch:
     """Add `start` and the nodes below it to `branch`; merge branches that share a node."""
     if branch is None:
         branch = SideBranch()
-        found.append(branch)
+        branches.append(branch)
     pending = [start]
     while pending:
         node = pending.pop()
@@ -217,16 +220,16 @@ def _explore(
         if other is not None:
             branch.junctions += other.junctions
             branch.leaves += other.leaves
-            found.remove(other)
-            for each, owner in group.items():
+            branches.remove(other)
+            for member, owner in group.items():
                 if owner is other:
-                    group[each] = branch
+                    group[member] = branch
             continue
         group[node] = branch
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             branch.leaves.append(leaf)
-        pending += [each for each, _ in node.next_functions if each is not None]
+        pending += [member for member, _ in node.next_functions if member is not None]
     return branch
 
 

@@ -64,24 +64,24 @@ class StageInput:
     graph_input: GraphInput | None = None
 
 
-def make_first_input(microbatch: Microbatch, parallel: ParallelContext, place: str) -> StageInput:
+def make_first_input(microbatch: Microbatch, parallel: ParallelContext, where: str) -> StageInput:
     """Return the input of the first stage: a micro-batch without its targets."""
     data = parallel.move_to_device(microbatch.data)
     if parallel.loss is None:
         return StageInput(data, ReceivedTensors((), ()))
-    inputs, targets = split_targets(data, place)
+    inputs, targets = split_targets(data, where)
     return StageInput(inputs, ReceivedTensors.from_batch(_tensors_in(inputs), _tensors_in(targets)))
 
 
 def _tensors_in(data: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor)
+        tensors.append(tensor)
         return tensor
 
     map_tensors(keep, data)
-    return found
+    return tensors
 
 
 @dataclass
@@ -140,9 +140,8 @@ class Stage:
         self.checkpointing = checkpointing
         self.inspector = BlockInspector(number == 0, state, list(blocks))
         self._device, self._shares_rank = device, shares_rank
-        self.parameters = list(
-            dict.fromkeys(each for block in blocks.values() for each in block.parameters())
-        )
+        parameters = (tensor for block in blocks.values() for tensor in block.parameters())
+        self.parameters = list(dict.fromkeys(parameters))
         self._in_flight: dict[int, InFlightMicrobatch] = {}
 
     def begin(self, buffers: Buffers) -> None:
@@ -162,7 +161,7 @@ class Stage:
         return len(self._in_flight[leaf].outputs)
 
     def forward(
-        self, step: int, leaf: int, given: StageInput, place: str, loss: Loss | None
+        self, step: int, leaf: int, given: StageInput, where: str, loss: Loss | None
     ) -> StageOutput:
         """Compute a micro-batch.
 
@@ -170,7 +169,7 @@ class Stage:
             step: The number of the step.
             leaf: The number of the micro-batch.
             given: The output of the previous stage, or the data of the micro-batch.
-            place: Rank, stage, step and micro-batch, for messages.
+            where: Rank, stage, step and micro-batch, for messages.
             loss: The function that computes the loss, in the last stage; None in other stages.
 
         Returns:
@@ -180,15 +179,15 @@ class Stage:
         self.units.begin_microbatch(step, leaf, given.rng_state.last_call)
         blocks = list(self.blocks.values())
         value, others = self.inspector.call_blocks(
-            blocks, given.data, place, given.rng_state.has_drawn_outside_torch
+            blocks, given.data, where, given.rng_state.has_drawn_outside_torch
         )
         rng_state = RngState(self.units.last_call, others)
         if loss is not None:
             self.units.begin_loss()
             before = state_of_torch(self._device)
-            value = self.inspector.compute_loss(loss, value, place, others)
+            value = self.inspector.compute_loss(loss, value, where, others)
             rng_state = self._update_rng_state(before, rng_state)
-        structure, tensors = self.inspector.flatten_output(value, blocks, given.received, place)
+        structure, tensors = self.inspector.flatten_output(value, blocks, given.received, where)
         outputs = [tensor for tensor in tensors if tensor.requires_grad]
         held = self._pause()
         sent, assigned = SentTensors(tensors), self.inspector.state.get_assigned()
@@ -205,7 +204,7 @@ class Stage:
         gradients: Sequence[torch.Tensor | None] | None,
         tied_roots: TiedRoots,
         rng_state: RngState | None,
-        place: str,
+        where: str,
     ) -> tuple[list[torch.Tensor | None], RngState]:
         """Run the whole backward of a micro-batch.
 
@@ -215,16 +214,16 @@ class Stage:
             tied_roots: Tied parameters, with the sums of later stages.
             rng_state: The random state after the backward of later stages; None after a loss,
                 or if no gradients were received.
-            place: Rank, stage, step and micro-batch, for messages.
+            where: Rank, stage, step and micro-batch, for messages.
 
         Returns:
             The gradients of the inputs that require one, and the random state.
         """
         in_flight = self._resume(leaf, rng_state)
-        in_flight.sent.check(place)
+        in_flight.sent.check(where)
         roots, given = _find_roots(in_flight, gradients, tied_roots)
         if roots:
-            with self._restore_rng_state(in_flight, place):
+            with self._restore_rng_state(in_flight, where):
                 torch.autograd.backward(roots, given)
         self._finish_backward(leaf)
         return (
@@ -239,17 +238,17 @@ class Stage:
         unsplit: Sequence[torch.Tensor],
         tied_roots: TiedRoots,
         rng_state: RngState | None,
-        place: str,
+        where: str,
     ) -> tuple[list[torch.Tensor | None], RngState]:
         """Run the first part of the backward, with arguments like `backward`.
 
         `unsplit` are the weights whose gradients belong to this part; see `SplitBackward`.
         """
         in_flight = self._resume(leaf, rng_state)
-        in_flight.sent.check(place)
+        in_flight.sent.check(where)
         roots, given = _find_roots(in_flight, gradients, tied_roots)
         graph_input = in_flight.graph_input
-        with self._restore_rng_state(in_flight, place):
+        with self._restore_rng_state(in_flight, where):
             if (
                 graph_input is not None
                 and graph_input.anchor is not None
@@ -270,19 +269,19 @@ class Stage:
         in_flight.outputs = []
         return [] if graph_input is None else graph_input.gradients, in_flight.rng_state
 
-    def backward_weights(self, leaf: int, place: str) -> None:
+    def backward_weights(self, leaf: int, where: str) -> None:
         """Run the second part of the backward."""
         in_flight = self._resume(leaf)
         if in_flight.split is not None:
             before = state_of_torch(self._device)
             with (
-                self.inspector.check_backward(place),
+                self.inspector.check_backward(where),
                 self.inspector.state.restore_assigned(in_flight.assigned),
             ):
                 in_flight.split.backward_weights()
             if state_of_torch(self._device) != before:
                 raise UsageError(
-                    f"{place}: a hook of a tensor in the blocks {', '.join(self.blocks)} draws "
+                    f"{where}: a hook of a tensor in the blocks {', '.join(self.blocks)} draws "
                     'random numbers in backward, and schedule="zero-bubble" may call it twice: '
                     "draw them in a hook of a parameter or in an autograd function, or choose "
                     "another schedule"
@@ -298,10 +297,10 @@ class Stage:
         in_flight = self._in_flight.get(leaf)
         if in_flight is not None:
             return [in_flight.early.pop(parameter, None) for parameter in parameters]
-        found = [parameter.grad for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-        return found
+        return gradients
 
     def finish(self, leaf: int, share: float) -> None:
         """Add the gradients and buffers of a micro-batch; `share` is its weight in the mean."""
@@ -311,7 +310,7 @@ class Stage:
         self.gradients.accumulate(leaf)
 
     @contextmanager
-    def _restore_rng_state(self, in_flight: InFlightMicrobatch, place: str) -> Iterator[None]:
+    def _restore_rng_state(self, in_flight: InFlightMicrobatch, where: str) -> Iterator[None]:
         """Set the generators, for a backward in the body, to the state of a single process."""
         if in_flight.rng_state.torch_state is None:
             self.units.begin_loss(in_flight.rng_state.last_call)
@@ -319,7 +318,7 @@ class Stage:
             set_state_of_torch(in_flight.rng_state.torch_state, self._device)
         before = state_of_torch(self._device)
         with (
-            self.inspector.check_backward(place),
+            self.inspector.check_backward(where),
             self.inspector.state.restore_assigned(in_flight.assigned),
         ):
             yield

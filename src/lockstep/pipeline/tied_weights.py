@@ -113,10 +113,10 @@ def find_tied_parameters(
     parameters: Mapping[str, nn.Parameter], holders: Mapping[str, Sequence[int]]
 ) -> list[TiedParameters]:
     """Return the tied parameters, latest stages first, so that each sum is complete when sent."""
-    found: dict[tuple[int, int], TiedParameters] = {}
+    ties: dict[tuple[int, int], TiedParameters] = {}
     for name, parameter in parameters.items():
         stages = holders[name]
         for earlier, later in pairwise(stages):
-            tie = found.setdefault((later, earlier), TiedParameters(later, earlier, []))
+            tie = ties.setdefault((later, earlier), TiedParameters(later, earlier, []))
             tie.parameters.append(parameter)
-    return [found[pair] for pair in sorted(found, reverse=True)]
+    return [ties[pair] for pair in sorted(ties, reverse=True)]

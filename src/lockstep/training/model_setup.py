@@ -37,8 +37,8 @@ from lockstep.model.memory_overlap import (
 )
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.executor import PipelineExecutor
+from lockstep.pipeline.partition import Placement
 from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
-from lockstep.pipeline.placement import Placement
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.optimization import Optimization
 from lockstep.training.shared_storage import share_parameters

@@ -155,7 +155,7 @@ class ResumableRun:
             differences=differences,
             **layout,
         )
-        if not self._log.is_answering:
+        if not self._log.is_replaying:
             self._restore()
 
     def replay_from(
@@ -172,7 +172,7 @@ class ResumableRun:
         self._load(state)
         self.resumed_from = state["steps"]
         self._restore_objects = partial(restore_objects, stateful, device=device)
-        if not self._log.is_answering:
+        if not self._log.is_replaying:
             self._restore()
 
     def _continue_round(self, origin: RestartSource, layout: Mapping[str, Any]) -> None:
@@ -200,7 +200,7 @@ class ResumableRun:
             "world_size": layout["layout"]["world_size"],
             "undone": measure_repeated_work(origin, state, self._history.find_run_folder()),
         }
-        if not self._log.is_answering:
+        if not self._log.is_replaying:
             self._restore()
 
     def _load(self, state: dict[str, Any]) -> list[str]:
@@ -235,7 +235,7 @@ class ResumableRun:
             return False
         member.join()
         self.has_begun = self._has_joined = True
-        if not self._log.is_answering:
+        if not self._log.is_replaying:
             self._restore()
         return True
 
@@ -275,7 +275,7 @@ class ResumableRun:
             self._restore_objects = partial(restore_objects, {}, device=self._parallel.device)
 
     @property
-    def is_answering(self) -> bool:
+    def is_replaying(self) -> bool:
         """Whether the script has not yet reached the position of the interrupted one."""
         return self._restored is not None
 
@@ -304,7 +304,7 @@ class ResumableRun:
 
     def _note_answer(self, steps: int) -> None:
         self._state.position.steps = steps
-        if not self._log.is_answering:
+        if not self._log.is_replaying:
             self._restore()
 
     # --- the script's calls -----------------------------------------------------------------
@@ -343,7 +343,7 @@ class ResumableRun:
     def call_step(self, batch: Any, step: Callable[[], float]) -> float:
         """Take a step, or return its loss in the interrupted run; `batch` may be of any origin."""
         self.begin()
-        if not (self._is_logged or self._log.is_answering) or self._log.is_inside_epoch:
+        if not (self._is_logged or self._log.is_replaying) or self._log.is_inside_epoch:
             return step()
         is_loaded = isinstance(batch, Batch)
         identity = batch.identity.pack() if is_loaded else str(hash_content(batch))
@@ -369,7 +369,7 @@ class ResumableRun:
     def require_repeatable_step(self) -> None:
         """Raise UsageError for a manual step that a resumed script would have to repeat."""
         self.begin()
-        if self.is_answering:
+        if self.is_replaying:
             raise UsageError(
                 "a resumed script cannot repeat trainer.manual_step() outside of a loop over "
                 "trainer.batches(...): take its batches from there"
@@ -423,7 +423,7 @@ class ResumableRun:
         if self._is_inside(epoch):
             return
         self._hand_over_if_wanted(epoch)
-        if self.is_answering:
+        if self.is_replaying:
             return
         if self._checkpoints is not None:
             self._save_if_wanted(self._checkpoints, ask)
@@ -461,7 +461,7 @@ class ResumableRun:
         checkpoints = self._require("save_checkpoint")
         self.begin()
         checkpoints.require_free(path)
-        if not self.is_answering:
+        if not self.is_replaying:
             self._save_and_wait(checkpoints, path.absolute())
 
     def _save_and_wait(
@@ -549,7 +549,7 @@ class ResumableRun:
     @property
     def can_hand_over(self) -> bool:
         """Whether this rank can write the state from before the operation that the script is in."""
-        return self._hand_over is not None and not self.is_answering and self._hand_over.is_possible
+        return self._hand_over is not None and not self.is_replaying and self._hand_over.is_possible
 
     def hand_over(self, folder: Path, *, is_now: bool = False) -> None:
         """Write this rank's part of the state, for a process of the next round.
@@ -573,12 +573,12 @@ class ResumableRun:
 
     def _note_safe_point(self, epoch: OpenEpoch | None = None) -> None:
         self._hand_over_if_wanted(epoch)
-        if self._hand_over is not None and not (self.is_answering or self._is_inside(epoch)):
+        if self._hand_over is not None and not (self.is_replaying or self._is_inside(epoch)):
             self._hand_over.note_safe_point()
 
     def _hand_over_if_wanted(self, epoch: OpenEpoch | None) -> None:
         """Hand over the state and leave, if the script can be continued from here."""
-        if self._hand_over is None or self.is_answering or self._is_inside(epoch):
+        if self._hand_over is None or self.is_replaying or self._is_inside(epoch):
             return
         if (folder := self._hand_over.member.hand_over_folder) is not None:
             self.hand_over(folder, is_now=True)

@@ -164,7 +164,7 @@ class ScriptLog:
         self._answered = 0
 
     @property
-    def is_answering(self) -> bool:
+    def is_replaying(self) -> bool:
         """Whether the script has yet to repeat calls of the interrupted run."""
         return bool(self._answers)
 

@@ -16,7 +16,7 @@ from lockstep.kernel.errors import FileError, UsageError
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.step_context import Attempt
 from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_state
-from lockstep.pipeline.placement import Placement
+from lockstep.pipeline.partition import Placement
 from lockstep.training.history import History
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.learning_rate_schedule import SCHEDULED

@@ -51,7 +51,7 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.rank_status import RankStatus, StatusPlace, StatusSummary, summarize
 from lockstep.model.step_context import StepContext
 from lockstep.model.step_hooks import CommittedStep, StepHook, StepResult, take_part
-from lockstep.pipeline.placement import Placement
+from lockstep.pipeline.partition import Placement
 from lockstep.training.optimization import Optimization
 from lockstep.training.status_exchange import exchange_statuses
 

@@ -19,7 +19,7 @@ from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import StateMutationCheck
 from lockstep.model.step_context import StepContext
-from lockstep.pipeline.placement import Placement
+from lockstep.pipeline.partition import Placement
 from lockstep.training.microbatch_loop import MicrobatchLoop
 
 __all__ = ["WholeModelExecutor"]
