@@ -12,12 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+import hosts
 from lockstep.kernel.errors import LaunchEnvironmentError, RendezvousError
-from lockstep.launcher import rendezvous, rendezvous_check
+from lockstep.launcher import late_ranks, rendezvous, rendezvous_check
 from lockstep.launcher.environment import RankInfo
 from lockstep.launcher.listening_socket import listen
-from lockstep.launcher.rendezvous_check import check_ranks
-from processes import until
+from lockstep.launcher.rendezvous_check import (
+    check_ranks,
+    get_host_identity,
+    number_hosts,
+    place_rank,
+)
 
 RANK_0 = RankInfo(
     rank=0, world_size=2, local_world_size=2, master_addr="10.0.0.1", master_port=29500
@@ -113,8 +118,8 @@ def test_a_timeout_that_no_rank_wrote_is_a_foreign_value(value):
 
 def wait_together(monkeypatch, late, world_size=4, timeout=1.0, launcher="lockstep"):
     """Let all ranks but `late` wait in threads; return what each raised."""
-    monkeypatch.setattr(rendezvous_check, "NOTE_AFTER", 0.1)
-    monkeypatch.setattr(rendezvous_check, "NOTE_INTERVAL", 0.4)
+    monkeypatch.setattr(late_ranks, "NOTE_AFTER", 0.1)
+    monkeypatch.setattr(late_ranks, "NOTE_INTERVAL", 0.4)
     monkeypatch.setattr(rendezvous_check, "CHECK_INTERVAL", 0.01)
     store = HashStore()
     store.set_timeout(timedelta(seconds=30))
@@ -174,30 +179,6 @@ def test_ranks_report_which_ranks_of_their_launcher_are_missing(
     assert {"kind": "waiting", "ranks": second} in reports
 
 
-def test_notes_of_two_ranks_are_counted_together(monkeypatch, capfd):
-    """Rank 1 waits alone and prints; then rank 0 comes, which is the lowest from then on."""
-    monkeypatch.setattr(rendezvous_check, "NOTE_AFTER", 0.05)
-    monkeypatch.setattr(rendezvous_check, "NOTE_INTERVAL", 60.0)
-    monkeypatch.setattr(rendezvous_check, "CHECK_INTERVAL", 0.01)
-    store = HashStore()
-    store.set_timeout(timedelta(seconds=30))
-
-    def join(rank, seconds):
-        info = RankInfo(rank, 3, 0, 1, rank, "10.0.0.1", 29500, launcher="torchrun")
-        with pytest.raises(RendezvousError):
-            check_ranks(store, info, time.monotonic() + seconds)
-
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(join, 1, 30)
-        until(lambda: store.add("notes", 0) == 1, "no note", 20)
-        second = pool.submit(join, 0, 0.5)
-        second.result(30)
-        first.result(30)
-    notes = capfd.readouterr().err.splitlines()
-    assert len(notes) == 1
-    assert "rank 1 has waited" in notes[0]
-
-
 VALUES = st.binary(max_size=200) | st.builds(
     json.dumps,
     st.recursive(
@@ -212,3 +193,40 @@ VALUES = st.binary(max_size=200) | st.builds(
 @given(st.sampled_from(["size", "rank/0", "complete"]), VALUES)
 def test_any_value_gives_a_printable_message(key, value):
     assert check_with(key, value).isprintable()
+
+
+# --- who shares a host ---------------------------------------------------------------------------
+
+UNKNOWN = ("local_rank", "local_world_size", "host")
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
+def test_local_ranks_count_the_ranks_of_a_host_in_order(identities):
+    numbers = number_hosts(identities)
+    assert [numbers.index(host) for host in range(max(numbers) + 1)] == sorted(
+        identities.index(identity) for identity in set(identities)
+    )
+    size = len(identities)
+    placed = [place_rank(RankInfo(rank, size, unknown=UNKNOWN), numbers) for rank in range(size)]
+    assert {(info.host, info.local_rank) for info in placed} == {
+        (host, local_rank) for host in set(numbers) for local_rank in range(numbers.count(host))
+    }
+    assert all(info.local_world_size == numbers.count(info.host) for info in placed)
+    for one in placed:
+        for other in placed:
+            is_same = identities[one.rank] == identities[other.rank]
+            assert is_same == (one.host == other.host)
+            assert not (is_same and one.rank < other.rank) or one.local_rank < other.local_rank
+
+
+def test_what_the_environment_gives_is_kept():
+    given_local = RankInfo(2, 4, 1, 2, 0, "a", 1, "mpiexec", unknown=("host",))
+    assert place_rank(given_local, [0, 1, 1, 0]) == RankInfo(2, 4, 1, 2, 1, "a", 1, "mpiexec")
+
+
+def test_processes_of_a_host_have_one_identity_and_other_hosts_another():
+    here = get_host_identity()
+    assert here == get_host_identity()
+    with hosts.network("a", "b") as net:
+        a, b = (host.namespaces.call(get_host_identity) for host in (net["a"], net["b"]))
+    assert len({here, a, b}) == 3

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import lockstep as ls
 from lockstep.comm import backend
 from lockstep.kernel.errors import LockstepError, RankError, RendezvousError, UsageError
-from lockstep.launcher import rendezvous, rendezvous_check
+from lockstep.launcher import late_ranks, rendezvous
 from lockstep.launcher.environment import JOIN, RankInfo, read_rank_info
 from lockstep.launcher.world import (
     _explain,
@@ -201,7 +201,7 @@ def attempts(n, change, timeout=30.0):
 
     def attempt():
         os.environ.update(change(ls.rank()))
-        rendezvous_check.NOTE_AFTER = 0.2
+        late_ranks.NOTE_AFTER = 0.2
         try:
             ls.init(timeout=timeout)
         except LockstepError as error:
@@ -258,7 +258,8 @@ def test_a_master_that_does_not_answer_is_reported_while_waiting_and_at_the_time
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.0 400 Bad Request\r\n\r\n", b""])
 def test_another_program_at_the_port_of_the_master_is_named(monkeypatch, capfd, answer):
-    monkeypatch.setattr(rendezvous_check, "NOTE_AFTER", 0.2)
+    monkeypatch.setattr(late_ranks, "NOTE_AFTER", 0.2)
+    monkeypatch.setattr(rendezvous, "GREET_TIMEOUT", 0.2)
     with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as foreign:
         foreign.settimeout(30)
         port = foreign.getsockname()[1]

@@ -18,6 +18,7 @@ from lockstep.kernel.errors import RankError, RendezvousError, UsageError
 from lockstep.launcher.channel import Channel, Message
 from lockstep.launcher.failure_attribution import STOPPED, signal_name
 from lockstep.launcher.hang_monitor import HangPolicy
+from lockstep.launcher.late_ranks import LongWait
 from lockstep.launcher.supervisor import STOP_GRACE, TICK, RankSupervisor
 from lockstep.messages import escape_control, say
 from lockstep.transport.message_connection import connect_to
@@ -25,7 +26,6 @@ from lockstep.transport.message_connection import connect_to
 __all__ = ["HostAgent", "RunEnded", "StartMember"]
 
 JOIN_TIMEOUT = 300.0  # seconds that host 0 has to answer
-NOTE_AFTER, NOTE_INTERVAL = 3.0, 10.0  # seconds until a note about host 0, and between two
 ATTEMPT = 1.0  # seconds of one attempt to connect; signals are noticed between two
 
 StartMember = Callable[[int, int, dict[str, str]], None]
@@ -131,8 +131,9 @@ class HostAgent(RankSupervisor):
 
     def _join(self, is_stop_requested: Callable[[], bool]) -> bool:
         """Connect to the launcher of host 0; return False if a stop was requested before."""
-        begun = time.monotonic()
-        next_note, reason = begun + NOTE_AFTER, ""
+        wait, reason = LongWait(JOIN_TIMEOUT), ""
+        own = f"host {self._hello['host']}"
+        target = f"host 0 at {self._address}:{self._port}"
         while not is_stop_requested():
             try:
                 self._connection = self._attempt()
@@ -141,18 +142,12 @@ class HostAgent(RankSupervisor):
             else:
                 self.readers.add(self._connection.fileno(), self._on_coordinator)
                 return True
-            waited = time.monotonic() - begun
-            target = f"host 0 at {self._address}:{self._port}"
-            if waited >= JOIN_TIMEOUT:
+            if wait.left <= 0:
                 raise RendezvousError(
-                    f"{target} did not let this host join within {waited:.0f} s: {reason}"
+                    f"{target} did not let this host join within {wait.waited:.0f} s: {reason}"
                 )
-            if time.monotonic() >= next_note:
-                next_note += NOTE_INTERVAL
-                say(
-                    f"host {self._hello['host']} has waited {waited:.0f} s for {target}, and waits "
-                    f"{JOIN_TIMEOUT - waited:.0f} s more: {reason}"
-                )
+            if wait.is_note_due():
+                say(f"{wait.describe(own, target)}: {reason}")
             self.process_events(TICK)
         return False
 

@@ -27,6 +27,7 @@ from lockstep.kernel.errors import RankError, RendezvousError
 from lockstep.launcher.channel import Channel, Message
 from lockstep.launcher.failure_attribution import Outcome
 from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy
+from lockstep.launcher.late_ranks import LongWait
 from lockstep.launcher.supervisor import STOP_GRACE, TICK, RankSupervisor
 from lockstep.messages import escape_control, say
 from lockstep.transport.listener import MessageListener
@@ -35,7 +36,6 @@ from lockstep.transport.message_connection import MessageConnection
 __all__ = ["HostSupervisor"]
 
 JOIN_TIMEOUT = 300.0  # seconds that all hosts have to join at the beginning
-NOTE_AFTER, NOTE_INTERVAL = 3.0, 10.0  # seconds until a note about missing hosts, and between two
 LEFT = 128 + signal.SIGTERM  # exit status of the launcher of a host that was asked to stop
 HELLO_TIMEOUT = 5.0  # seconds from a connection to its first message
 
@@ -212,25 +212,19 @@ class HostSupervisor(RankSupervisor):
 
     def _wait_for_hosts(self, is_stop_requested: Callable[[], bool]) -> bool:
         """Wait until all hosts have joined; return False if a stop was requested before."""
-        begun = time.monotonic()
-        next_note = begun + NOTE_AFTER
+        wait = LongWait(JOIN_TIMEOUT)
         while missing := [host for host in range(1, self._nnodes) if host not in self._hosts]:
             if is_stop_requested():
                 return False
-            waited = time.monotonic() - begun
             who = format_numbered("host", missing)
-            if waited >= JOIN_TIMEOUT:
+            if wait.left <= 0:
                 raise RendezvousError(
-                    f"{who} of {self._nnodes} did not join within {waited:.0f} s: start the same "
-                    f"command there, with its --node-rank, and check that it reaches port "
+                    f"{who} of {self._nnodes} did not join within {wait.waited:.0f} s: start the "
+                    f"same command there, with its --node-rank, and check that it reaches port "
                     f"{self._listener.port} of this host"
                 )
-            if time.monotonic() >= next_note:
-                next_note += NOTE_INTERVAL
-                say(
-                    f"host 0 has waited {waited:.0f} s for {who} of {self._nnodes}, and waits "
-                    f"{JOIN_TIMEOUT - waited:.0f} s more"
-                )
+            if wait.is_note_due():
+                say(wait.describe("host 0", f"{who} of {self._nnodes}"))
             self.process_events(TICK)
         return True
 

@@ -15,7 +15,7 @@ The first row with a variable that is set applies, so a rank started by `lockste
 under `srun` belongs to `lockstep run`. A row that is only partly set is an error: a guess
 could start a second world beside the intended one; so are several processes of a launcher in
 UNREAD. What a launcher does not give ("-") is found out when the ranks have met
-(`placement.py`). This module opens no socket.
+(`rendezvous_check.py`). This module opens no socket.
 """
 
 from __future__ import annotations

@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from lockstep.formatting import format_numbered
 from lockstep.launcher.environment import RankInfo
 
-__all__ = ["NoteTimer", "advise", "describe_ranks", "format_start", "is_speaker"]
+__all__ = ["LongWait", "advise", "describe_ranks", "is_speaker"]
+
+NOTE_AFTER = 3.0  # seconds until a note is printed
+NOTE_INTERVAL = 10.0  # seconds between two notes
 
 # Launchers that give every host the same number of consecutive ranks.
 BLOCK_LAUNCHERS = ("lockstep", "torchrun")
@@ -15,28 +19,46 @@ BLOCK_LAUNCHERS = ("lockstep", "torchrun")
 ONE_TERMINAL = ("mpiexec", "srun")
 
 
-class NoteTimer:
-    """When to print the next note, although several ranks may print one.
+class LongWait:
+    """A wait for others, which is over at a deadline, and about which notes are printed.
 
-    A note is due `first` seconds after `started`, and again `interval` seconds after any rank has
-    printed one. All times are those of one clock, in seconds.
+    Args:
+        timeout: Seconds to wait.
     """
 
-    def __init__(self, started: float, first: float, interval: float) -> None:
-        self._next = started + first
-        self._interval = interval
-        self._printed = 0
+    def __init__(self, timeout: float) -> None:
+        self._began = time.monotonic()
+        self._deadline = self._began + timeout
+        self._next_note = self._began + NOTE_AFTER
 
-    def is_due(self, now: float, printed: int) -> bool:
-        """Return whether to print.
+    @property
+    def waited(self) -> float:
+        """The seconds since it began."""
+        return time.monotonic() - self._began
 
-        Args:
-            now: The time.
-            printed: Number of notes that have been printed, by any rank.
-        """
-        if printed != self._printed:
-            self._printed, self._next = printed, now + self._interval
-        return now >= self._next
+    @property
+    def left(self) -> float:
+        """The seconds until the deadline."""
+        return self._deadline - time.monotonic()
+
+    @property
+    def start(self) -> str:
+        """The local time at which it began, as "14:05:11"."""
+        return time.strftime("%H:%M:%S", time.localtime(time.time() - self.waited))
+
+    def is_note_due(self) -> bool:
+        """Return whether to print a note: early for the first time, and then at intervals."""
+        is_due = time.monotonic() >= self._next_note
+        if is_due:
+            self._next_note = time.monotonic() + NOTE_INTERVAL
+        return is_due
+
+    def describe(self, who: str, what: str) -> str:
+        """Return what `who` waits for, since when and how long more."""
+        return (
+            f"{who} has waited {self.waited:.0f} s (since {self.start}) for {what}, and waits "
+            f"{self.left:.0f} s more"
+        )
 
 
 def is_speaker(rank_info: RankInfo) -> bool:
@@ -57,14 +79,9 @@ def describe_ranks(ranks: Sequence[int], rank_info: RankInfo) -> str:
         ranks: Some ranks, ascending.
         rank_info: This rank.
     """
-    text = f"{_enumerate('rank', ranks)} of {rank_info.world_size}"
+    text = f"{format_numbered('rank', ranks)} of {rank_info.world_size}"
     hosts = _whole_hosts(ranks, rank_info)
-    return f"{_enumerate('host', hosts)} ({text})" if hosts else text
-
-
-def format_start(waited: float) -> str:
-    """Return the local time at which a wait of `waited` seconds began, as "14:05:11"."""
-    return time.strftime("%H:%M:%S", time.localtime(time.time() - waited))
+    return f"{format_numbered('host', hosts)} ({text})" if hosts else text
 
 
 def advise(ranks: Sequence[int], rank_info: RankInfo) -> str:
@@ -95,19 +112,3 @@ def _whole_hosts(ranks: Sequence[int], rank_info: RankInfo) -> list[int]:
         return []
     hosts = sorted({rank // size for rank in ranks})
     return hosts if len(ranks) == len(hosts) * size else []
-
-
-def _enumerate(noun: str, numbers: Sequence[int]) -> str:
-    """Return "rank 2", "ranks 0 and 2", or "ranks 0, 2 and 4 to 7"."""
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1].append(number)
-        else:
-            spans.append([number])
-    parts: list[str] = []
-    for span in spans:
-        is_long = len(span) > 3
-        parts += [f"{span[0]} to {span[-1]}"] if is_long else [str(each) for each in span]
-    listed = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-    return f"{noun}{'s' if len(numbers) > 1 else ''} {listed}"

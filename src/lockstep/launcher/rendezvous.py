@@ -43,7 +43,7 @@ from lockstep.launcher.environment import (
     is_elastic_on_hosts,
     read_rank_info,
 )
-from lockstep.launcher.late_ranks import NoteTimer, format_start, is_speaker
+from lockstep.launcher.late_ranks import LongWait, is_speaker
 from lockstep.launcher.listening_socket import (
     LOOPBACK,
     find_obstacle,
@@ -58,7 +58,6 @@ from lockstep.launcher.network_interface import (
     find_master_interface,
     find_served_address,
 )
-from lockstep.launcher.placement import place_rank
 from lockstep.launcher.rank_process import get_exit_code
 from lockstep.launcher.run_secret import SECRET_FILE, read_secret, warn_without_secret
 from lockstep.launcher.secret_store import SecretStore
@@ -79,6 +78,7 @@ __all__ = [
 LEAVE_TIMEOUT = 5.0  # seconds that the rank that serves the store waits at exit for the others
 FAILED_TIMEOUT = 1.0  # seconds that a failed rank takes to announce that it leaves
 ATTEMPT = 2.0  # seconds to connect to a store with a secret, before a note is due
+GREET_TIMEOUT = 3.0  # seconds for the answer to a greeting
 RETRY = 0.1  # seconds between two attempts
 
 # The first bytes from the client of a TCPStore: validate, a magic number, ping, a number that the
@@ -166,7 +166,7 @@ def find_place(store: Store, rank_info: RankInfo) -> RankInfo:
     Raises:
         RendezvousError: Another program has written into the store.
     """
-    return place_rank(rank_info, rendezvous_check.read_hosts(store, rank_info))
+    return rendezvous_check.place_rank(rank_info, rendezvous_check.read_hosts(store, rank_info))
 
 
 def choose_interface(rank_info: RankInfo, store: Store | None) -> str | None:
@@ -322,26 +322,22 @@ def _connect(
     rank_info: RankInfo, address: str, port: int, deadline: float, secret: bytes | None = None
 ) -> Store:
     """Connect as soon as the store answers; print notes if that takes long."""
-    started = time.monotonic()
-    timer, printed = _make_timer(started), 0
+    wait = LongWait(deadline - time.monotonic())
     while True:
-        found = _attempt(rank_info, address, port, deadline, secret)
-        if not isinstance(found, str):
-            return found
-        reason, now = found, time.monotonic()
-        waited, left = now - started, deadline - now
-        if left <= 0:
+        store = _attempt(rank_info, address, port, deadline, secret)
+        if not isinstance(store, str):
+            return store
+        advice = _advise(rank_info, address, store)
+        if wait.left <= 0:
             raise RendezvousError(
                 f"rank {rank_info.rank}: no answer from {address}:{port} (MASTER_ADDR, "
-                f"MASTER_PORT) within {waited:.0f} s: {reason}; "
-                f"{_advise(rank_info, address, reason)}"
+                f"MASTER_PORT) within {wait.waited:.0f} s: {store}; {advice}"
             )
-        if is_speaker(rank_info) and timer.is_due(now, printed):
-            printed += 1
+        if is_speaker(rank_info) and wait.is_note_due():
             say(
                 f"rank {rank_info.rank}: no answer from {address}:{port} (MASTER_ADDR, "
-                f"MASTER_PORT) for {waited:.0f} s (since {format_start(waited)}): {reason}; "
-                f"waiting {left:.0f} s more; {_advise(rank_info, address, reason)}"
+                f"MASTER_PORT) for {wait.waited:.0f} s (since {wait.start}): {store}; waiting "
+                f"{wait.left:.0f} s more; {advice}"
             )
         time.sleep(RETRY)
 
@@ -397,10 +393,6 @@ def _advise(rank_info: RankInfo, address: str, reason: str) -> str:
     )
 
 
-def _make_timer(started: float) -> NoteTimer:
-    return NoteTimer(started, rendezvous_check.NOTE_AFTER, rendezvous_check.NOTE_INTERVAL)
-
-
 def _describe_foreign_program(rank_info: RankInfo, address: str, port: int) -> str:
     return (
         f"rank {rank_info.rank}: {address}:{port} (MASTER_ADDR, MASTER_PORT) is used by a program "
@@ -428,7 +420,7 @@ def _try_connect(address: str, port: int, deadline: float) -> str:
     timeout = min(5.0, max(0.1, deadline - time.monotonic()))
     try:
         with socket.create_connection((address, port), timeout=timeout) as connection:
-            reason = _greet(connection, min(timeout, rendezvous_check.NOTE_AFTER))
+            reason = _greet(connection, min(timeout, GREET_TIMEOUT))
         if reason == CLOSED:
             return NEEDS_SECRET if requires_secret(address, port, timeout) else ""
         return reason
@@ -473,22 +465,15 @@ def _open_local_store(rank_info: RankInfo, deadline: float) -> Store:
     file = RendezvousFile(rank_info.rank)
     if rank_info.rank == 0:
         return _publish_store(file, deadline)
-    started = time.monotonic()
-    timer, printed = _make_timer(started), 0
+    wait, own = LongWait(deadline - time.monotonic()), f"rank {rank_info.rank}"
     while (store := _find_store(file, rank_info, deadline)) is None:
-        now = time.monotonic()
-        if now >= deadline:
+        if wait.left <= 0:
             raise RendezvousError(
-                f"rank {rank_info.rank}: rank 0 did not join within {now - started:.0f} s; check "
+                f"{own}: rank 0 did not join within {wait.waited:.0f} s; check "
                 f"that it was started on this host by the same {rank_info.launcher}"
             )
-        if is_speaker(rank_info) and timer.is_due(now, printed):
-            printed += 1
-            waited, left = now - started, deadline - now
-            say(
-                f"rank {rank_info.rank} has waited {waited:.0f} s (since {format_start(waited)}) "
-                f"for rank 0, and waits {left:.0f} s more"
-            )
+        if is_speaker(rank_info) and wait.is_note_due():
+            say(wait.describe(own, "rank 0"))
         time.sleep(RETRY)
     return store
 

@@ -10,10 +10,12 @@
                                                     timeout the missing ranks
 
 So on a contradiction, or at the timeout of the first rank, every rank raises the same message at
-once. The lowest rank that has registered prints which ranks are missing, every ten seconds; the
-key "notes" counts that over all ranks. The ranks of a launcher also report to it which of its
-ranks are missing, because it knows which have exited; in an elastic run on several hosts, the first
-rank of each host reports those of all hosts.
+once. The lowest rank that has registered prints which ranks are missing, every ten seconds. The
+ranks of a launcher also report to it which of its ranks are missing, because it knows which have
+exited; in an elastic run on several hosts, the first rank of each host reports those of all hosts.
+
+mpiexec gives no index of the host, and variables set by hand often only RANK and WORLD_SIZE. The
+identities of the hosts tell which ranks share one; hosts count in order of their lowest ranks.
 
 Every user who can reach the port of a store can write to it. Values are therefore validated, and
 error messages are composed from them here.
@@ -22,31 +24,30 @@ error messages are composed from them here.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
+from lockstep.comm.hosts.identity import identify_host
 from lockstep.kernel.errors import LaunchEnvironmentError, RendezvousError
 from lockstep.launcher.environment import RankInfo, is_elastic_on_hosts
-from lockstep.launcher.late_ranks import NoteTimer, advise, describe_ranks, format_start
+from lockstep.launcher.late_ranks import LongWait, advise, describe_ranks
 from lockstep.launcher.listening_socket import is_loopback
-from lockstep.launcher.placement import get_host_identity, number_hosts
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.messages import escape_control, say
 
-__all__ = ["check_ranks", "read_hosts"]
+__all__ = ["check_ranks", "get_host_identity", "number_hosts", "place_rank", "read_hosts"]
 
 ALL_HERE = "all here"
 CHECK_INTERVAL = 0.5  # seconds between two checks for missing ranks
 MIN_POLL, MAX_POLL = 0.001, 0.05  # seconds between two checks for completion
-NOTE_AFTER = 3.0  # seconds until a waiting rank prints a note
-NOTE_INTERVAL = 10.0  # seconds between two notes, over all ranks
 END_TIMEOUT = 5.0  # seconds that ranks on the host of the store wait for the others to read it
 RANKS_PER_CHECK = 128  # with more ranks each checks less often: one store serves all of them
 MAX_HOST_NAME = 255  # characters
@@ -128,7 +129,7 @@ def _complete(store: Store, rank_info: RankInfo) -> None:
             _read_registration(rank_info, f"rank/{rank}", store.get(f"rank/{rank}"))
             for rank in range(rank_info.world_size)
         ]
-        store.set("hosts", json.dumps(number_hosts([each.identity for each in registrations])))
+        store.set("hosts", json.dumps(number_hosts([entry.identity for entry in registrations])))
     store.compare_set("complete", "", ALL_HERE)
 
 
@@ -147,6 +148,36 @@ def read_hosts(store: Store, rank_info: RankInfo) -> list[int]:
     if not is_list or not all(type(host) is int and host in numbers for host in hosts):
         _raise_foreign_value(rank_info, "hosts")
     return list(hosts)
+
+
+def number_hosts(identities: Sequence[str]) -> list[int]:
+    """Return the index of each rank's host, given the identity of that host, in rank order."""
+    numbers: dict[str, int] = {}
+    return [numbers.setdefault(identity, len(numbers)) for identity in identities]
+
+
+def place_rank(rank_info: RankInfo, hosts: Sequence[int]) -> RankInfo:
+    """Return `rank_info` with the values that its environment does not give.
+
+    Args:
+        rank_info: This rank.
+        hosts: The index of each rank's host, in rank order.
+    """
+    here = hosts[rank_info.rank]
+    values: dict[str, Any] = {
+        "local_rank": hosts[: rank_info.rank].count(here),
+        "local_world_size": hosts.count(here),
+        "host": here,
+    }
+    return replace(rank_info, unknown=(), **{name: values[name] for name in rank_info.unknown})
+
+
+def get_host_identity() -> str:
+    """Return a short text that processes have in common if they can share memory.
+
+    It is a hash: everyone who reaches the store can read it.
+    """
+    return hashlib.blake2b(identify_host().encode(), digest_size=8).hexdigest()
 
 
 def _claim(store: Store, rank_info: RankInfo, key: str, own: Registration) -> Registration:
@@ -235,19 +266,21 @@ def _raise_foreign_value(rank_info: RankInfo, key: str) -> NoReturn:
 
 
 def _wait(store: Store, rank_info: RankInfo, deadline: float) -> None:
-    started = time.monotonic()
-    timer = NoteTimer(started, NOTE_AFTER, NOTE_INTERVAL)
+    wait = LongWait(deadline - time.monotonic())
     interval = CHECK_INTERVAL * max(1.0, rank_info.world_size / RANKS_PER_CHECK)
     reported: Sequence[int] = _ranks_of_launcher(rank_info)
-    while not _is_complete(store, min(interval, max(deadline - time.monotonic(), 0.001))):
-        now = time.monotonic()
-        if now >= deadline:
-            _end_at_timeout(store, rank_info, now - started)
+    while not _is_complete(store, min(interval, max(wait.left, 0.001))):
+        if wait.left <= 0:
+            _end_at_timeout(store, rank_info, wait.waited)
             break
         reported = _list_missing(store, reported)
         report_to_launcher({"kind": "waiting", "ranks": reported})
-        if _is_lowest(store, rank_info):
-            _print_note(store, rank_info, timer, now - started, deadline - now)
+        if wait.is_note_due() and _is_lowest(store, rank_info):
+            missing = _list_missing(store, range(rank_info.world_size))
+            if missing:
+                what = describe_ranks(missing, rank_info)
+                advice = advise(missing, rank_info)
+                say(f"{wait.describe(f'rank {rank_info.rank}', what)}; {advice}")
     report_to_launcher({"kind": "waiting", "ranks": []})
     value: bytes = store.get("complete")
     if value != ALL_HERE.encode():
@@ -310,24 +343,6 @@ def _list_missing(store: Store, ranks: Iterable[int]) -> list[int]:
 def _is_lowest(store: Store, rank_info: RankInfo) -> bool:
     """Return whether no lower rank has registered."""
     return not any(store.check([f"rank/{rank}"]) for rank in range(rank_info.rank))
-
-
-def _print_note(
-    store: Store, rank_info: RankInfo, timer: NoteTimer, waited: float, left: float
-) -> None:
-    """Print which ranks are missing, if no other rank has done so for some time."""
-    printed = store.add("notes", 0)
-    if not timer.is_due(time.monotonic(), printed):
-        return
-    missing = _list_missing(store, range(rank_info.world_size))
-    # Two ranks may both have found themselves the lowest: the first one to count prints.
-    if not missing or store.add("notes", 1) != printed + 1:
-        return
-    say(
-        f"rank {rank_info.rank} has waited {waited:.0f} s (since {format_start(waited)}) for "
-        f"{describe_ranks(missing, rank_info)}, and waits {left:.0f} s more; "
-        f"{advise(missing, rank_info)}"
-    )
 
 
 def _describe_timeout(rank_info: RankInfo, missing: list[int], waited: float) -> str:
