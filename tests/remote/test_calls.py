@@ -9,7 +9,7 @@ from lockstep.remote.serialization import deserialize, serialize
 def test_only_the_rank_that_was_called_answers():
     posted = []
     calls = Calls(lambda *message: posted.append(message), lambda done, deadline: None)
-    future = calls.start(1, "the sum", sum, [(1, 2)])
+    (future,) = calls.start([1], "the sum", sum, [(1, 2)])
     ((rank, message),) = posted
     function, args, options = deserialize(message["payload"])
     answer = {"kind": "value", "number": message["number"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from functools import partial
 
@@ -12,9 +13,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.data.microbatch import split_batch
 from lockstep.kernel.errors import LayoutError, LossError, UsageError
-from lockstep.kernel.splitting import ReplicaShare, on_one_host
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 BLOCKS = [
@@ -126,13 +125,18 @@ def test_a_loss_with_class_weights_through_stages(driver):
     assert digest() == digest(pipeline=ls.PipelineConfig(stages=2, balance=[1, 4]))
 
 
-def test_inputs_go_to_the_first_stage_and_targets_to_the_last(driver):
-    trainer = trainer_of(driver, pipeline=ls.PipelineConfig(stages=2, balance=[2, 3]))
-    batch = split_batch(batches()[0], ReplicaShare(8, on_one_host(1), 0))
-    first, last = (trainer.select_data(batch, position).microbatches for position in (0, 1))
-    assert all(each.data[0].shape[1] == 12 and each.data[1] is None for each in first)
-    assert all(each.data[0] is None and each.data[1].dim() == 1 for each in last)
-    assert [each.size for each in first] == [each.size for each in last] == [3] * 8
+def count_trainers() -> int:
+    gc.collect()
+    return sum(type(thing).__name__ == "TrainerActor" for thing in gc.get_objects())
+
+
+def test_a_trainer_that_the_driver_drops_is_freed_on_the_workers(driver):
+    gc.collect()
+    before = driver.run(count_trainers)
+    trainer = trainer_of(driver)
+    assert driver.run(count_trainers) == [count + 1 for count in before]
+    del trainer
+    assert driver.run(count_trainers) == before
 
 
 def test_training_continues_from_a_state(driver):

@@ -33,16 +33,16 @@ class Calls:
 
     def start(
         self,
-        rank: int,
+        ranks: Sequence[int],
         what: str,
         function: Callable[..., Any],
         args: Sequence[Any] = (),
         options: Mapping[str, Any] | None = None,
-    ) -> Future[Any]:
-        """Ask a rank to call `function(*args, **options)`.
+    ) -> list[Future[Any]]:
+        """Ask ranks to call `function(*args, **options)`, which is serialized once.
 
         Args:
-            rank: The rank.
+            ranks: The ranks.
             what: The description of the call in messages.
             function: The function; it is sent along.
             args: Its positional arguments.
@@ -51,16 +51,16 @@ class Calls:
         Raises:
             UsageError: The function or an argument cannot be pickled.
         """
-        payload = _serialize_call(rank, what, (function, tuple(args), dict(options or {})))
-        number = next(self._numbers)
-        future: Future[Any] = Future(rank, what, self._wait)
-        self._pending[rank, number] = future
+        call = function, tuple(args), dict(options or {})
         try:
-            self._post(rank, {"kind": "call", "number": number, "payload": payload})
-        except BaseException:
-            del self._pending[rank, number]
-            raise
-        return future
+            payload = serialize(call)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise UsageError(
+                f"{what} cannot be sent to rank {ranks[0]}: {_find_culprit(call)} cannot be "
+                f"pickled: {error}"
+            ) from error
+        number = next(self._numbers)
+        return [self._start(rank, what, number, payload) for rank in ranks]
 
     def on_answer(self, rank: int, message: Message) -> None:
         """Process an answer of `rank`; answers to calls to other ranks are ignored."""
@@ -91,6 +91,16 @@ class Calls:
         """Return the futures of calls that have not returned yet."""
         return list(self._pending.values())
 
+    def _start(self, rank: int, what: str, number: int, payload: bytes) -> Future[Any]:
+        future: Future[Any] = Future(rank, what, self._wait)
+        self._pending[rank, number] = future
+        try:
+            self._post(rank, {"kind": "call", "number": number, "payload": payload})
+        except BaseException:
+            del self._pending[rank, number]
+            raise
+        return future
+
 
 def make_lost_outcome(rank: int, reason: str, status: int | None = None) -> Outcome:
     """Return the outcome of a worker that gives no answer; `reason` is a predicate for it."""
@@ -103,16 +113,6 @@ def make_lost_outcome(rank: int, reason: str, status: int | None = None) -> Outc
         "plain": True,
     }
     return Outcome(rank, status=status, error=report)
-
-
-def _serialize_call(rank: int, what: str, call: tuple[Any, ...]) -> bytes:
-    try:
-        return serialize(call)
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"{what} cannot be sent to rank {rank}: {_find_culprit(call)} cannot be pickled: "
-            f"{error}"
-        ) from error
 
 
 def _find_culprit(call: tuple[Any, ...]) -> str:

@@ -135,7 +135,8 @@ class Driver:
         self, function: Callable[P, T], *args: P.args, **options: P.kwargs
     ) -> list[Future[T]]:
         """Call `function` on every worker and return a Future for each at once."""
-        return [self.on(rank).start(function, *args, **options) for rank in range(self.world_size)]
+        ranks = range(self.world_size)
+        return self._pool.calls.start(ranks, _function_name(function), function, args, options)
 
     def trainer(
         self,
@@ -160,8 +161,8 @@ class Driver:
             seed: As for `lockstep.Trainer`.
             options: Further options of `lockstep.Trainer`; callbacks run on the workers.
         """
-        arguments = {"loss": loss, "optimizer": optimizer, **options}
-        return TrainerProxy(self._pool, blocks, seed, microbatches, arguments)
+        arguments = {"loss": loss, "optimizer": optimizer, "microbatches": microbatches}
+        return TrainerProxy(self._pool, blocks, seed, {**arguments, **options})
 
     def close(self) -> None:
         """End the workers; may be called again."""
@@ -189,7 +190,9 @@ class Worker:
 
     def start(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> Future[T]:
         """Call `function` there and return a Future at once."""
-        return self._pool.calls.start(self.rank, _function_name(function), function, args, options)
+        what = _function_name(function)
+        (future,) = self._pool.calls.start([self.rank], what, function, args, options)
+        return future
 
 
 def _function_name(function: Callable[..., Any]) -> str:

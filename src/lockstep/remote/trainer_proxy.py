@@ -1,8 +1,8 @@
 """The trainer proxy: the driver's view of one trainer per worker.
 
-    driver     step(batch) ──split──> micro-batches ──> the workers of their replica
-    workers    ls.Trainer on each: forward, backward, reduction and optimizer step,
-               activations and gradients from worker to worker
+    driver     step(batch) ──the batch──> all workers
+    workers    ls.Trainer on each: its own micro-batches, forward, backward, reduction and
+               optimizer step; activations and gradients from worker to worker
     driver     <── loss, metrics: numbers
 
 The workers run ordinary trainers, so results are bit-identical to those of a script.
@@ -18,10 +18,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
-from lockstep.data.microbatch import Batch, split_batch
 from lockstep.kernel.errors import UsageError
-from lockstep.kernel.loss_weights import infer_weight_function
-from lockstep.kernel.splitting import Hosts, ReplicaShare
 from lockstep.launcher.world import rank, world
 from lockstep.model.deferred_init import Blocks, materialize_block
 from lockstep.model.evaluation import Evaluation
@@ -56,7 +53,7 @@ class ForwardedMethod(Generic[Arguments, Value]):
                 self._signature.bind(proxy, *args, **options)
             except TypeError as error:
                 raise TypeError(f"{self._name}(): {error}") from None
-            value: Value = proxy._call_all("call", self._name, args, options)
+            value: Value = proxy._call("call", self._name, args, options)
             return value
 
         return call
@@ -77,12 +74,7 @@ class TrainerProxy:
     finish = ForwardedMethod(Trainer.finish)
 
     def __init__(
-        self,
-        pool: WorkerPool,
-        blocks: Blocks,
-        seed: int,
-        microbatches: int,
-        arguments: Mapping[str, Any],
+        self, pool: WorkerPool, blocks: Blocks, seed: int, arguments: Mapping[str, Any]
     ) -> None:
         if arguments.get("checkpoint") is not None:
             raise UsageError(
@@ -90,44 +82,28 @@ class TrainerProxy:
                 "driver, or train with a script and `lockstep run`"
             )
         self.last: StepResult | None = None
-        self._pool, self._microbatches = pool, microbatches
-        self._stages = int(getattr(arguments.get("pipeline"), "stages", 1))
-        self._is_weighted = arguments["loss"] is None or bool(
-            arguments.get("loss_weight") or infer_weight_function(arguments["loss"])
-        )
+        self._pool, self._number = pool, next(_numbers)
         pool.require_world()
-        self._number = next(_numbers)
-        drop = {"kind": "call", "number": None, "payload": _serialize_drop(self._number)}
+        payload = serialize((drop_actor, (self._number,), {}))
+        drop = {"kind": "call", "number": None, "payload": payload}
         weakref.finalize(self, pool.post_to_all, drop).atexit = False
-        given = (self._number, blocks, seed, {**arguments, "microbatches": microbatches})
-        ranks = range(pool.size)
-        pool.gather_values(
-            [pool.calls.start(rank, "the trainer", create_actor, given) for rank in ranks]
-        )
-        self._hosts: Hosts = self._call_all("find_hosts")
+        given = (self._number, blocks, seed, dict(arguments))
+        pool.call_all("the trainer", create_actor, given)
 
     def step(self, batch: Any) -> float:
         """Train on one global batch and return its loss.
 
-        Each replica gets its own micro-batches. With pipeline stages, the inputs go to the first
-        worker of the replica and the targets to the last one.
+        The batch is sent to all workers. With `train`, they load their own parts instead.
 
         Args:
-            batch: A pair (inputs, targets) of tensors, as for `Trainer.step`.
+            batch: As for `Trainer.step`.
 
         Raises:
             LockstepError: A worker's trainer failed.
         """
-        batches = [
-            split_batch(batch, ReplicaShare(self._microbatches, self._hosts, replica))
-            for replica in range(self._pool.size // self._stages)
-        ]
-        arguments = [
-            (self.select_data(part, stage),) for part in batches for stage in range(self._stages)
-        ]
-        results: list[StepResult] = self._call_each("step", arguments)
-        self.last = results[0]
-        return self.last.loss
+        result: StepResult = self._call("step", batch)
+        self.last = result
+        return result.loss
 
     def train(
         self,
@@ -149,10 +125,10 @@ class TrainerProxy:
             on_epoch: Called in the driver after each epoch.
             options: Further options of `Trainer.batches`.
         """
-        self._call_all("load", dataset)
+        self._call("load", dataset)
         results = []
         for _ in range(epochs):
-            results.append(self._call_all("train_epoch", batch_size, seed, options))
+            results.append(self._call("train_epoch", batch_size, seed, options))
             if on_epoch is not None:
                 on_epoch(results[-1])
         return results
@@ -165,7 +141,7 @@ class TrainerProxy:
             batch_size: Samples per global batch.
             options: Further options of `Trainer.evaluate`.
         """
-        result: Evaluation = self._call_all("evaluate", dataset, batch_size, options)
+        result: Evaluation = self._call("evaluate", dataset, batch_size, options)
         return result
 
     def __enter__(self) -> TrainerProxy:
@@ -194,36 +170,13 @@ class TrainerProxy:
                 f"themselves are in the workers"
             )
 
-    def select_data(self, batch: Batch, stage: int) -> Batch:
-        """Return the part of its replica's batch that the worker of a stage needs.
-
-        A function that computes the loss weight of micro-batches may need the whole batch.
-        """
-        first, last = stage == 0, stage == self._stages - 1
-        if (first and last) or (self._is_weighted and (first or last)):
-            return batch
-        return replace(
-            batch,
-            microbatches=tuple(
-                replace(microbatch, data=_select(microbatch.data, first, last))
-                for microbatch in batch.microbatches
-            ),
-        )
-
-    def _call_all(self, method: str, *args: Any) -> Any:
-        """Call a method with the same arguments on every actor; return rank 0's value."""
-        return self._call_each(method, [args] * self._pool.size)[0]
-
-    def _call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _call(self, method: str, *args: Any) -> Any:
+        """Call a method on every actor; return rank 0's value."""
         # finish() must close the record even if the world has ended.
-        if not (method == "call" and arguments[0][0] == "finish"):
+        if args[:1] != ("finish",):
             self._pool.require_world()
         what = f"{TrainerActor.__name__}.{method}"
-        futures = [
-            self._pool.calls.start(rank, what, call_actor, (self._number, method, *args))
-            for rank, args in enumerate(arguments)
-        ]
-        return self._pool.gather_values(futures)
+        return self._pool.call_all(what, call_actor, (self._number, method, *args))[0]
 
 
 class TrainerActor:
@@ -251,12 +204,8 @@ class TrainerActor:
         value = getattr(self._trainer, name)(*args, **options)
         return value if rank() == 0 else None
 
-    def find_hosts(self) -> Hosts:
-        """Return the replicas of each host."""
-        return self._trainer.parallel.hosts
-
-    def step(self, batch: Batch) -> StepResult:
-        """Train on this worker's part of a batch."""
+    def step(self, batch: Any) -> StepResult:
+        """Train on a batch."""
         self._trainer.step(batch)
         assert self._trainer.history.last is not None
         return replace(self._trainer.history.last)
@@ -299,21 +248,9 @@ def call_actor(number: int, method: str, *args: Any) -> Any:
     return getattr(_actors[number], method)(*args)
 
 
-def _serialize_drop(number: int) -> bytes:
-    """Return the call that frees trainer `number` on a worker."""
-    return serialize((drop_actor, (number,), {}))
-
-
 def drop_actor(number: int) -> None:
     """Free trainer `number` on this worker, if there is one."""
     _actors.pop(number, None)
-
-
-def _select(data: Any, inputs: bool, targets: bool) -> Any:
-    """Return the inputs or the targets of a micro-batch's data, or neither."""
-    if not isinstance(data, (tuple, list)) or not (inputs or targets):
-        return data if inputs or targets else None
-    return (*data[:-1], None) if inputs else (*(None for _ in data[:-1]), data[-1])
 
 
 def make_dataset(factory: Any) -> Any:

@@ -141,6 +141,10 @@ class WorkerPool:
 
     # --- calls ------------------------------------------------------------------------------
 
+    def call_all(self, what: str, function: Callable[..., Any], args: Sequence[Any]) -> list[Any]:
+        """Call a function on all workers and return the values in rank order."""
+        return self.gather_values(self.calls.start(range(self.size), what, function, args))
+
     def gather_values(self, futures: Sequence[Future[Any]]) -> list[Any]:
         """Return the values of a call on all workers; raise the error that is the cause.
 
