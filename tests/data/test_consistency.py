@@ -1,20 +1,11 @@
 from dataclasses import fields, replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lockstep.data.consistency import DIFFERENCES, EpochSummary, require_same_epoch
 from lockstep.kernel.errors import DisagreementError
 
-HERE = EpochSummary(1, 1000, 32, 0, 8, 7, 2, 0, 32, bytes(range(16)))
-whole = st.integers(-1, 2**63 - 1)
-
-
-@given(st.builds(EpochSummary, *[whole] * 9, st.binary(min_size=16, max_size=16)))
-def test_a_description_survives_the_exchange(description: EpochSummary) -> None:
-    assert EpochSummary.unpack(description.pack()) == description
-    assert len(description.pack()) == len(HERE.pack())
+HERE = EpochSummary(True, 1000, 32, False, 8, 7, 2, 0, 32, "0f" * 16)
 
 
 def test_equal_summaries_pass_and_one_that_differs_raises() -> None:
@@ -27,16 +18,16 @@ def test_equal_summaries_pass_and_one_that_differs_raises() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"ready": 0}, "rank 2 could not determine its order"),
+        ({"ready": False}, "rank 2 could not determine its order"),
         ({"samples": 900}, "rank 2 has a dataset of 900 samples, rank 0 one of 1000"),
         ({"batch_size": 64}, "rank 2 has batch size 64, rank 0 32"),
-        ({"drop_last": 1}, "rank 2 has drop_last=1, rank 0 drop_last=0"),
+        ({"drop_last": True}, "rank 2 has drop_last=True, rank 0 drop_last=False"),
         ({"microbatches": 4}, "rank 2 splits a batch into 4 micro-batches, rank 0 into 8"),
         ({"seed": 8}, "rank 2 has seed 8, rank 0 7"),
         ({"epoch": 3}, "rank 2 is in epoch 3, rank 0 in epoch 2"),
         ({"position": 5}, "rank 2 starts at batch 5, rank 0 at batch 0"),
         ({"batches": 31}, "rank 2 has 31 batches in the epoch, rank 0 32"),
-        ({"order": bytes(16)}, "rank 2 has a different order of the samples than rank 0"),
+        ({"order": "00" * 16}, "rank 2 has a different order of the samples than rank 0"),
     ],
 )
 def test_the_rank_and_the_difference_are_named(change: dict[str, int], words: str) -> None:

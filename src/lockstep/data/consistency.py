@@ -3,7 +3,7 @@
 Ranks that train on different data would add gradients of different batches, or wait for each
 other at the end of the shorter epoch. Therefore the ranks exchange and compare:
 
-- a summary of the epoch in 88 bytes, once per epoch: dataset length, settings, order;
+- a summary of the epoch, once per epoch: dataset length, settings, order;
 - hashes of a few samples of the first batch (`lockstep.data.repeatability`);
 - the identity of the batch, with the messages of each step, before gradients are added.
 """
@@ -11,7 +11,6 @@ other at the end of the shorter epoch. Therefore the ranks exchange and compare:
 from __future__ import annotations
 
 import json
-import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -26,9 +25,6 @@ __all__ = [
     "require_same_epoch",
     "require_same_samples",
 ]
-
-FORMAT = struct.Struct("<9q16s")  # little-endian: hosts may differ
-UNKNOWN = -1
 
 DIFFERENCES = {
     "ready": "could not determine its order of the samples; see its own error message",
@@ -47,27 +43,27 @@ DIFFERENCES = {
 
 @dataclass(frozen=True)
 class EpochSummary:
-    """The settings of an epoch, which must be equal on all ranks; -1 if unknown."""
+    """The settings of an epoch, which must be equal on all ranks; None if unknown."""
 
-    ready: int = 0
-    samples: int = UNKNOWN
-    batch_size: int = UNKNOWN
-    drop_last: int = UNKNOWN
-    microbatches: int = UNKNOWN
-    seed: int = UNKNOWN
-    epoch: int = UNKNOWN
-    position: int = UNKNOWN
-    batches: int = UNKNOWN
-    order: bytes = bytes(16)
+    ready: bool = False
+    samples: int | None = None
+    batch_size: int | None = None
+    drop_last: bool | None = None
+    microbatches: int | None = None
+    seed: int | None = None
+    epoch: int | None = None
+    position: int | None = None
+    batches: int | None = None
+    order: str = ""
 
     def pack(self) -> bytes:
-        """Return the bytes to exchange; the length is the same on every rank."""
-        return FORMAT.pack(*astuple(self))
+        """Return the bytes to exchange."""
+        return json.dumps(astuple(self)).encode()
 
     @classmethod
     def unpack(cls, data: bytes) -> EpochSummary:
         """Return the summary from the result of `pack` on another rank."""
-        return cls(*FORMAT.unpack(data))
+        return cls(*json.loads(data))
 
 
 def require_same_epoch(exchanged: list[bytes]) -> None:

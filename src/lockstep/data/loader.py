@@ -9,8 +9,7 @@ The contents of a batch depend neither on the layout nor on the number of worker
 
 from __future__ import annotations
 
-import multiprocessing
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -18,36 +17,23 @@ from time import perf_counter
 from typing import Any, cast
 
 import torch
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import default_collate
 
 from lockstep.data.consistency import (
-    UNKNOWN,
     BatchIdentity,
     EpochSummary,
     pack_samples,
     require_same_epoch,
     require_same_samples,
 )
-from lockstep.data.epoch_order import EpochOrder, epoch_permutation, hash_indices
+from lockstep.data.epoch_order import EpochOrder, hash_indices
 from lockstep.data.iterable_dataset import IterableSource
-from lockstep.data.map_dataset import (
-    Collate,
-    Item,
-    LoadedBatch,
-    LoadFailure,
-    MapSource,
-    TensorSource,
-)
+from lockstep.data.loader_options import LoaderOptions, count_samples_of
+from lockstep.data.map_dataset import Item, LoadedBatch, LoadFailure, MapSource, TensorSource
 from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.data.repeatability import count_samples, note_checked, was_checked
-from lockstep.data.samplers import (
-    SamplerStates,
-    draw_batches,
-    draw_indices,
-    restore_sampler_state,
-    sampler_state,
-    validate_sampler,
-)
+from lockstep.data.resumable_order import ResumableOrder
+from lockstep.data.samplers import SamplerStates
 from lockstep.data.workers import Items, load_in_process, load_in_workers, load_isolated
 from lockstep.devices import find_accelerator
 from lockstep.formatting import format_quantity
@@ -55,9 +41,9 @@ from lockstep.kernel.errors import DatasetError
 from lockstep.kernel.seeds import key
 from lockstep.kernel.splitting import Hosts, ReplicaShare, count_microbatches, on_one_host
 
-__all__ = ["Agree", "Batches"]
+__all__ = ["Batches", "GatherFn"]
 
-Agree = Callable[[bytes, str], list[bytes]]
+GatherFn = Callable[[bytes, str], list[bytes]]
 """A function (message, subject) that exchanges messages; returns those of all ranks, in order."""
 
 Source = TensorSource | MapSource | IterableSource
@@ -73,31 +59,18 @@ class Batches:
     global generators of torch, Python and numpy depend only on (seed, epoch, i).
 
     Args:
-        dataset: A map-style dataset, or an iterable dataset, which is split by position; all ranks
-            must read the same stream.
+        dataset: The dataset; see `LoaderOptions`.
         batch_size: The number of samples of a global batch, over all ranks.
         microbatches: The number of micro-batches per batch; at least `replicas`.
         replicas: The number of replicas.
         replica: The replica of this rank.
         hosts: The replicas of each host; None if all are on one.
         rank: This rank, for messages.
-        seed: The random seed of order and augmentation.
         epoch: The epoch, from 0.
-        shuffle: Whether to shuffle the samples.
-        sampler: A sampler that determines the order instead of `shuffle`. It yields indices of
-            the whole dataset, the same on all ranks.
-        batch_sampler: A sampler that yields whole global batches, instead of `batch_size`,
-            `shuffle`, `sampler` and `drop_last`.
-        num_workers: The number of processes that load and collate. Not used for a
-            `TensorDataset` without `collate_fn`, whose rows are selected in this process.
-        collate_fn: A function that makes a micro-batch of a list of samples; None for torch's
-            `default_collate`.
-        pin_memory: Whether to copy tensors to pinned memory if there is an accelerator.
-        drop_last: Whether to omit the last batch if it is smaller.
-        timeout: The longest wait for a batch from the workers, in seconds.
         agree: A function that exchanges a few bytes with all ranks, so that they can compare
             their data; None for no comparison.
         sampler_states: The states of samplers from epoch to epoch.
+        options: The other fields of `LoaderOptions`.
 
     Raises:
         DatasetError: An argument is invalid, or, while iterating, a sample differs between two
@@ -117,49 +90,26 @@ class Batches:
         replica: int = 0,
         hosts: Hosts | None = None,
         rank: int | None = None,
-        seed: int = 0,
         epoch: int = 0,
-        shuffle: bool = True,
-        sampler: Iterable[int] | None = None,
-        batch_sampler: Iterable[Sequence[int]] | None = None,
-        num_workers: int = 0,
-        collate_fn: Collate | None = None,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-        timeout: float = 600.0,
-        agree: Agree | None = None,
+        agree: GatherFn | None = None,
         sampler_states: SamplerStates | None = None,
+        **options: Any,
     ) -> None:
-        self.dataset, self.batch_size = dataset, batch_size
-        self.seed, self.epoch, self.shuffle = seed, epoch, shuffle
-        self.sampler, self.batch_sampler = sampler, batch_sampler
-        self.num_workers, self.collate_fn, self.timeout = num_workers, collate_fn, timeout
-        self.drop_last = drop_last
-        self.pin_memory = pin_memory and find_accelerator() is not None
-        self.agree = agree
+        self._options = LoaderOptions(dataset, batch_size, **options)
+        self._order = ResumableOrder(self._options, sampler_states or SamplerStates())
+        self.epoch, self.agree = epoch, agree
         self.position = 0
         self._start = 0
-        self._order, self._single_sample = "", ""
-        self._planned: EpochOrder | None = None  # the order; None for an iterable dataset
-        self._comparing = 0.0  # seconds spent on comparing the next batch between ranks
-        self._sampler_states = sampler_states or SamplerStates()
-        self._drawn_from: dict[str, Any] | None = (
-            None  # the state of the sampler before the order was drawn
-        )
-        self._saved: dict[str, Any] | None = None
         self._share = ReplicaShare(microbatches, hosts or on_one_host(replicas), replica)
         self._who = f"rank {rank}" if rank is not None else f"replica {replica}"
-        self._name = type(dataset).__name__
-        self._iterable = _is_iterable(dataset)
-        self._check()
+        # Of the current iteration.
+        self._planned: EpochOrder | None = None  # the order; None for an iterable dataset
+        self._single_sample = ""
+        self._comparing = 0.0  # seconds spent on comparing the next batch between ranks
 
     def __len__(self) -> int:
         """Return the number of batches in the whole epoch."""
-        if self.batch_sampler is not None:
-            return len(cast("Sequence[Any]", self.batch_sampler))
-        samples = len(cast("Sequence[Any]", self.dataset if self.sampler is None else self.sampler))
-        size = cast(int, self.batch_size)
-        return samples // size if self.drop_last else -(-samples // size)
+        return self._options.count_batches()
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over the epoch, from the loaded position or from the beginning."""
@@ -173,8 +123,10 @@ class Batches:
                 yield batch
                 begun = perf_counter()
         if self.position == 0:
-            few = f"fewer than {self.batch_size} samples" if self.drop_last else "no samples"
-            raise DatasetError(f"the dataset {self._name} has {few}")
+            options, few = self._options, "no samples"
+            if options.drop_last:
+                few = f"fewer than {options.batch_size} samples"
+            raise DatasetError(f"the dataset {options.name} has {few}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the epoch as JSON values, valid for any layout.
@@ -183,16 +135,8 @@ class Batches:
         are prepared again. `order` is a digest of the order of the epoch. `sampler` is the state
         of the sampler before the order was drawn: its private generators and `state_dict`.
         """
-        given = self.user_sampler()
-        drawn_from = self._drawn_from
-        if drawn_from is None:
-            drawn_from = {} if given is None else sampler_state(given)
-        return {
-            "position": self.position,
-            **self._identity(),
-            "order": self._order,
-            "sampler": drawn_from,
-        }
+        position = {"position": self.position, **self._options.describe(self.epoch)}
+        return position | self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume the next iteration from a saved position.
@@ -201,7 +145,7 @@ class Batches:
             DatasetError: The state belongs to another number of samples, batch size, seed, epoch,
                 `shuffle` or `drop_last`. If the order differs, the next iteration raises the error.
         """
-        for name, here in self._identity().items():
+        for name, here in self._options.describe(self.epoch).items():
             saved = state.get(name, False)  # older states lack drop_last
             if saved != here:
                 raise DatasetError(
@@ -209,53 +153,11 @@ class Batches:
                     f"but these batches have {here}"
                 )
         self.position = self._start = int(state["position"])
-        self._saved = dict(state)
-        self._order, self._drawn_from = state.get("order", ""), state.get("sampler", {})
+        self._order.load_state_dict(state)
 
     def user_sampler(self) -> Any:
         """Return the user's sampler or batch sampler; None if there is none."""
-        return self.sampler if self.batch_sampler is None else self.batch_sampler
-
-    def _identity(self) -> dict[str, int | bool | None]:
-        return {
-            "samples": _length(self.dataset),
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "epoch": self.epoch,
-            "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
-        }
-
-    def _check(self) -> None:
-        size = self.batch_size
-        if self.batch_sampler is None and size is None:
-            raise DatasetError(
-                "the global batch size is missing: pass batch_size=, the number of samples of a "
-                "batch over all ranks"
-            )
-        if size is not None and (not hasattr(size, "__index__") or size < 1):
-            raise DatasetError(f"the global batch size is {size!r}; it must be an integer from 1")
-        if self.batch_sampler is not None and not (
-            size is None and self.sampler is None and not self.drop_last
-        ):
-            raise DatasetError(
-                "a batch_sampler yields whole batches: omit batch_size, sampler and drop_last"
-            )
-        given = self.user_sampler()
-        if self._iterable and given is not None:
-            raise DatasetError(
-                f"{self._name} is iterable, and iterable datasets cannot take a sampler"
-            )
-        if not self._iterable and given is None and _length(self.dataset) == 0:
-            raise DatasetError(f"the dataset {self._name} is empty")
-        validate_sampler(given)
-        if self.num_workers < 0 or self.timeout <= 0:
-            raise DatasetError("num_workers must not be negative, and timeout must be positive")
-        if self.num_workers > 0 and multiprocessing.current_process().daemon:
-            raise DatasetError(
-                "a daemon process cannot start loader workers; use num_workers=0, "
-                "or start the ranks with daemon=False"
-            )
+        return self._options.given_sampler
 
     def enter_share(self, share: ReplicaShare, rank: int) -> None:
         """Load the micro-batches of another share from now on; the order does not change."""
@@ -279,7 +181,7 @@ class Batches:
 
     def _open(self, start: int) -> Source:
         """Compare the epoch with all ranks, and return its source from batch `start` on."""
-        if self._iterable:
+        if self._options.is_iterable:
             self._compare_epoch(start, None)
             return self._make_source(start)
         epoch = self._planned = self._plan_epoch(start)
@@ -290,24 +192,29 @@ class Batches:
         return self._make_source(start, is_compared=True)
 
     def _make_source(self, start: int, *, is_compared: bool = False) -> Source:
-        keys, share, collate = (self.seed, self.epoch), self._share, self.collate_fn
+        options, share = self._options, self._share
+        keys, collate = (options.seed, self.epoch), options.collate_fn
         is_own = collate is not None and collate is not default_collate
         is_unchecked = is_own and not was_checked(collate)
-        if self._iterable:
-            size = cast(int, self.batch_size)
+        if options.is_iterable:
+            size = cast(int, options.batch_size)
             return IterableSource(
-                self.dataset, size, share, keys, start, collate, self.drop_last, is_unchecked
+                options.dataset, size, share, keys, start, collate, options.drop_last, is_unchecked
             )
         assert self._planned is not None
         first = start if is_compared else -1
         if collate is None:
-            tensors = TensorSource.of(self.dataset, self._planned, share, first)
+            tensors = TensorSource.of(options.dataset, self._planned, share, first)
             if tensors is not None:
                 return tensors
-        checks = count_samples(self.dataset)
+        checks = count_samples(options.dataset)
         return MapSource(
-            self.dataset, self._planned, share, keys, collate, first, checks, is_unchecked
+            options.dataset, self._planned, share, keys, collate, first, checks, is_unchecked
         )
+
+    @property
+    def _pins_memory(self) -> bool:
+        return self._options.pin_memory and find_accelerator() is not None
 
     def _items(self, source: Source, start: int) -> Items:
         """Return the items of the batches from `start` on."""
@@ -315,7 +222,7 @@ class Batches:
             return self._prepare(source, None)
         numbers = range(start, len(source.epoch))
         if isinstance(source, TensorSource):
-            return load_in_process((source[number] for number in numbers), self.pin_memory)
+            return load_in_process((source[number] for number in numbers), self._pins_memory)
         return self._prepare(source, numbers)
 
     def _load_again(
@@ -324,11 +231,11 @@ class Batches:
         """Load batch `number` for another share, in this process."""
         if isinstance(source, IterableSource):
             again = replace(source, share=share, start=number, checks_collate=False)
-            items = load_isolated(again, self.pin_memory)
+            items = load_isolated(again, self._pins_memory)
         else:
             found = replace(source, share=share, first=-1)
             load = load_in_process if isinstance(source, TensorSource) else load_isolated
-            items = load((found[each] for each in (number,)), self.pin_memory)
+            items = load((found[each] for each in (number,)), self._pins_memory)
         with closing(items):
             size, parts = self._require_loaded(next(items), number)
         return tuple(
@@ -354,7 +261,7 @@ class Batches:
             descriptions = item.descriptions if isinstance(item, LoadedBatch) else ()
             require_same_samples(self._exchange_samples(descriptions))
             if descriptions:
-                note_checked(self.dataset, self.collate_fn)
+                note_checked(self._options.dataset, self._options.collate_fn)
             self._comparing = perf_counter() - begun
             if item is not None:
                 yield item
@@ -367,20 +274,18 @@ class Batches:
         return [message] if self.agree is None else self.agree(message, "comparing samples of")
 
     def _prepare(self, source: MapSource | IterableSource, numbers: range | None) -> Items:
-        if self.num_workers > 0:
-            seed = key(self.seed, self.epoch)
-            workers, pin = self.num_workers, self.pin_memory
-            return load_in_workers(source, numbers, workers, pin, self.timeout, seed)
+        workers, timeout = self._options.num_workers, self._options.timeout
+        if workers > 0:
+            seed = key(self._options.seed, self.epoch)
+            return load_in_workers(source, numbers, workers, self._pins_memory, timeout, seed)
         if isinstance(source, IterableSource):
-            return load_isolated(source, self.pin_memory)
-        return load_isolated((source[number] for number in numbers or ()), self.pin_memory)
+            return load_isolated(source, self._pins_memory)
+        return load_isolated((source[number] for number in numbers or ()), self._pins_memory)
 
     def _plan_epoch(self, start: int) -> EpochOrder:
         """Determine the order of the epoch, and check that it is the same on all ranks."""
         try:
-            epoch = self._make_order() if self.user_sampler() is None else self._draw_order()
-            self._order = epoch.digest().hex()
-            self._require_saved_order(start)
+            epoch = self._order.draw(self.epoch, start)
         except BaseException:
             if self.agree is not None:
                 # The other ranks wait for this message.
@@ -389,60 +294,21 @@ class Batches:
         self._compare_epoch(start, epoch)
         return epoch
 
-    def _draw_order(self) -> EpochOrder:
-        """Draw the order from the sampler, after restoring its saved state if there is one."""
-        sampler = self.user_sampler()
-        if self._saved is not None:
-            restore_sampler_state(sampler, self._saved.get("sampler", {}))
-        else:
-            self._sampler_states.resume(sampler, self.epoch)
-        self._drawn_from = sampler_state(sampler)
-        epoch = self._make_order()
-        self._sampler_states.record(self.epoch, self._drawn_from, sampler_state(sampler))
-        return epoch
-
-    def _require_saved_order(self, start: int) -> None:
-        """Raise DatasetError if the order differs from that of the saved position."""
-        saved, self._saved = self._saved, None
-        if saved is None or saved.get("order", "") in ("", self._order):
-            return
-        sampler = self.user_sampler()
-        cause = (
-            "the dataset or the version of torch has changed"
-            if sampler is None
-            else f"the sampler {type(sampler).__name__} has changed, or has state that cannot be "
-            "restored: let it draw from the global generators of torch, Python or numpy, which "
-            "are seeded for each epoch, or implement state_dict() and load_state_dict()"
-        )
-        raise DatasetError(
-            f"the order of epoch {self.epoch} differs from that of the saved position before batch "
-            f"{start}; {cause}"
-        )
-
-    def _make_order(self) -> EpochOrder:
-        if self.batch_sampler is not None:
-            return draw_batches(self.batch_sampler, self.seed, self.epoch)
-        size = cast(int, self.batch_size)
-        if self.sampler is not None:
-            return draw_indices(self.sampler, size, self.seed, self.epoch, self.drop_last)
-        order = epoch_permutation(len(self.dataset), self.seed, self.epoch, self.shuffle)
-        return EpochOrder.from_indices(order, size, self.drop_last)
-
     def _compare_epoch(self, start: int, epoch: EpochOrder | None) -> None:
         if self.agree is None:
             return
-        samples = _length(self.dataset)
+        options = self._options
         description = EpochSummary(
-            ready=1,
-            samples=UNKNOWN if samples is None else samples,
-            batch_size=UNKNOWN if self.batch_size is None else self.batch_size,
-            drop_last=int(self.drop_last),
+            ready=True,
+            samples=count_samples_of(options.dataset),
+            batch_size=options.batch_size,
+            drop_last=options.drop_last,
             microbatches=self._share.microbatches,
-            seed=self.seed,
+            seed=options.seed,
             epoch=self.epoch,
             position=start,
-            batches=UNKNOWN if epoch is None else len(epoch),
-            order=bytes.fromhex(self._order) if epoch is not None else bytes(16),
+            batches=None if epoch is None else len(epoch),
+            order="" if epoch is None else self._order.digest,
         )
         require_same_epoch(self.agree(description.pack(), "beginning"))
 
@@ -454,7 +320,7 @@ class Batches:
             indices = self._planned.batch_indices(self.position)
             samples = hash_indices(indices)
         else:  # an iterable dataset: hash the positions in the stream
-            indices, first = None, self.position * cast(int, self.batch_size)
+            indices, first = None, self.position * cast(int, self._options.batch_size)
             samples = hash_indices(torch.arange(first, first + size))
         return Batch(
             size=size,
@@ -465,30 +331,9 @@ class Batches:
             ),
             epoch=self.epoch,
             seconds=seconds,
-            identity=BatchIdentity(self.epoch, self.position, self._order, samples=samples),
+            identity=BatchIdentity(self.epoch, self.position, self._order.digest, samples=samples),
             single_sample=single_sample,
             indices=indices,
             share=share,
             load=partial(self._load_again, source, self.position),
         )
-
-
-def _length(dataset: Any) -> int | None:
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError):
-        return None
-
-
-def _is_iterable(dataset: Any) -> bool:
-    """Return whether a dataset is iterable; raise DatasetError if it is not a dataset."""
-    name = type(dataset).__name__
-    if isinstance(dataset, IterableDataset):
-        return True
-    if hasattr(dataset, "__getitem__"):
-        if _length(dataset) is None:
-            raise DatasetError(f"the dataset {name} has no length; define __len__")
-        return False
-    if hasattr(dataset, "__iter__"):
-        return True
-    raise DatasetError(f"{name} is not a dataset: it has neither __getitem__ nor __iter__")

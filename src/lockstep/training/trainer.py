@@ -22,7 +22,7 @@ from lockstep.checkpoint.stop_request import stopping
 from lockstep.comm.clock_offset import clock_offset
 from lockstep.comm.collectives import broadcast_bytes
 from lockstep.data.dataloader import resolve_data
-from lockstep.data.loader import Agree, Batches
+from lockstep.data.loader import Batches, GatherFn
 from lockstep.data.samplers import keep_sampler
 from lockstep.elastic.membership import Membership, exchange, membership, run_transaction
 from lockstep.kernel.loss_weights import WeightFunction
@@ -692,7 +692,7 @@ class Trainer:
             self.history.progress = ScriptProgress(bool(progress))
         self._run.promote(loggers)
 
-    def _make_agree(self, what: Callable[[], str]) -> Agree:
+    def _make_agree(self, what: Callable[[], str]) -> GatherFn:
         return lambda message, doing: exchange(
             lambda: message, f"{doing} {what()}", self.parallel.group
         )
