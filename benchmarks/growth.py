@@ -21,10 +21,10 @@ from torch.distributed import HashStore
 
 from lockstep.comm.collectives import ALL_GATHER_RANKS, FRAME, PAGE
 from lockstep.comm.message_tree import Packet, Send, run_along_tree
+from lockstep.kernel.buffers import BufferReport
 from lockstep.kernel.norm import compute_partial_sums, merge_partial_sums
 from lockstep.launcher import rendezvous_check
 from lockstep.launcher.environment import RankInfo
-from lockstep.model.buffers import BufferReport
 from lockstep.model.evaluation import EvaluationSums, MicrobatchScores
 from lockstep.model.rank_status import RankStatus, StatusPlace, summarize
 from lockstep.model.side_effects import StateMutationCheck

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import lockstep as ls
+from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.rng_scopes import is_in_backward
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
-from lockstep.model.buffers import Buffers
 
 CPU = torch.device("cpu")
 SGD = partial(torch.optim.SGD, lr=0.1)

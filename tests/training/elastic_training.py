@@ -32,7 +32,7 @@ from lockstep.comm import collectives
 from lockstep.elastic import membership as membership_module
 from lockstep.elastic.membership import Membership, membership
 from lockstep.launcher import world as world_module
-from lockstep.model.buffers import Buffers
+from lockstep.kernel.buffers import Buffers
 from lockstep.record.recorder import Recorder
 from lockstep.training import rounds as rounds_module
 from lockstep.training.rounds import RoundEntry

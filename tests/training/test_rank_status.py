@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.comm import collectives
+from lockstep.kernel.buffers import BufferReport
 from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.tree import total
-from lockstep.model.buffers import BufferReport
 from lockstep.model.rank_status import (
     DETAILED_RANKS,
     LISTED_WARNINGS,

@@ -35,6 +35,7 @@ from lockstep.data_parallel.scatter import (
     list_tensors,
     take_part,
 )
+from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import GradientError, LossError, UsageError
 from lockstep.kernel.loss_weights import WeightFunction, compute_shares, is_sum
 from lockstep.kernel.rng_scopes import find_scopes
@@ -46,7 +47,6 @@ from lockstep.kernel.splitting import (
     split_evenly,
 )
 from lockstep.kernel.tree import Node, TreeAccumulator, nodes_of, total
-from lockstep.model.buffers import Buffers
 from lockstep.model.native_seeder import make_rng_scopes
 
 __all__ = ["Call", "ReplicaPass"]
@@ -176,13 +176,13 @@ class ReplicaPass:
         samples = sum(replica.size for replica in self._replicas)
         try:
             for replica in self._replicas:
-                results = [attrgetter(name)(replica.module) for name in names]
-                buffers.resume([(_move(result, self._first), None) for result in results])
+                for slot, name in zip(buffers.slots, names, strict=True):
+                    slot.install(_move(attrgetter(name)(replica.module), self._first))
                 buffers.collect(replica.index, replica.size / samples)
         finally:
             buffers.restore()
         report = buffers.hash_results(is_alone=True)
-        buffers.merge(report, [nodes_of(range(leaves), leaves)], leaves, None)
+        buffers.merge(report, [nodes_of(range(leaves), leaves)], leaves)
 
     def _join_outputs(self) -> list[torch.Tensor]:
         """Return the joined tensors of the outputs."""

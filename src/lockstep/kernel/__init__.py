@@ -2,7 +2,11 @@
 
     splitting       rule 1: a batch is split into M micro-batches, and these over the replicas
     loss_weights    rule 2: the share of a micro-batch in the loss of the batch
+    seeds           rule 3: the seed of every random number is a key of what is computed
+    rng_scopes      rule 3: which parts of a model have a seed of their own
     tree            rule 4: the order of all additions
+    buffer_rules    rule 5: what a module says about its buffers
+    buffers         rule 5: what micro-batches write is merged
     norm            rule 6: the norm of the whole gradient, and clipping by it
     loss_scale      rule 6: the scale of float16 losses
     errors          the errors that the rules raise

@@ -27,9 +27,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
+from lockstep.kernel.buffers import Buffers, BufferSlot, has_same_bits
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.seeds import isolated, remembered
-from lockstep.model.buffers import Buffers
 from lockstep.model.compilation import is_compiled, is_compiled_in_place
 
 __all__ = ["ActivationCheckpointing", "check_blocks"]
@@ -99,7 +99,7 @@ class ActivationCheckpointing:
         given = list({id(each): each for each in found}.values())
         versions = [_version(each) for each in given]
         first = [(args, kwargs)]  # popped by the first call: no reference to the inputs may remain
-        restore, seen = remembered(self._device, everything=True), buffers.take_snapshot(block)
+        restore, seen = remembered(self._device, everything=True), _take_snapshot(buffers, block)
 
         def run(*kept: Any) -> Any:
             if first:
@@ -108,7 +108,7 @@ class ActivationCheckpointing:
             self._repeated = block
             copies = self._copy_inputs(block, kept)
             again = tree_unflatten([copies[number] for number in order], structure)
-            with isolated(self._device, everything=True), buffers.restore_snapshot(seen):
+            with isolated(self._device, everything=True), _restore_snapshot(seen):
                 restore()
                 return forward(*again[0], **again[1])
 
@@ -201,3 +201,43 @@ def _copy(value: Any) -> Any:
     with torch.no_grad():
         copy.set_(memory.untyped_storage(), offset, value.shape, value.stride())
     return copy.copy_(value)
+
+
+BufferSnapshot = list[tuple[BufferSlot, torch.Tensor | None]]
+"""The values of a block's buffers at the start of a call."""
+
+
+def _take_snapshot(buffers: Buffers, block: nn.Module) -> BufferSnapshot:
+    """Return the current values of a block's buffers."""
+    inside = set(block.modules())
+    return [
+        (slot, _read_current(slot))
+        for slot in buffers.slots
+        if any(module in inside for module, _ in slot.registrations)
+    ]
+
+
+def _read_current(slot: BufferSlot) -> torch.Tensor | None:
+    """Return the current value of a buffer: the step's own tensor if it has the same bits."""
+    module, name = slot.registrations[0]
+    tensor = module._buffers[name]
+    if tensor is None or has_same_bits(tensor, slot.tensor):
+        return slot.tensor if tensor is not None else None
+    return tensor.detach().clone()
+
+
+@contextmanager
+def _restore_snapshot(snapshot: BufferSnapshot) -> Iterator[None]:
+    """Install copies of a snapshot in the body, which repeats a call; then discard them."""
+    replaced = [
+        (module, name, module._buffers[name])
+        for slot, _ in snapshot
+        for module, name in slot.registrations
+    ]
+    for slot, tensor in snapshot:
+        slot.install(None if tensor is None else tensor.clone())
+    try:
+        yield
+    finally:
+        for module, name, tensor in replaced:
+            module._buffers[name] = tensor

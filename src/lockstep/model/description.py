@@ -47,7 +47,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checksum import checksum
 from lockstep.devices import device_names
-from lockstep.model.buffer_rules import describe_buffer_rules
+from lockstep.kernel.buffer_rules import describe_buffer_rules
 
 __all__ = [
     "MACHINERY",

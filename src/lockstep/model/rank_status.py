@@ -23,8 +23,8 @@ from operator import add
 from typing import Any, NamedTuple, Protocol
 
 from lockstep.comm.exact_sum import ExactSum, add_exactly
+from lockstep.kernel.buffers import BufferReport, merge_reports
 from lockstep.kernel.tree import TreeAccumulator
-from lockstep.model.buffers import BufferReport, merge_reports
 from lockstep.model.step_context import IGNORED_TARGETS, NOT_ADDITIVE, MicrobatchResult
 
 __all__ = [

@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from lockstep.data.microbatch import Batch, Microbatch
+from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import LostError, StoppedError
 from lockstep.kernel.seeds import isolated
-from lockstep.model.buffers import Buffers
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.evaluation import (
     Evaluation,

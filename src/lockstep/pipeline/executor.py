@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data.microbatch import Batch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
-from lockstep.model.buffers import Buffers
+from lockstep.kernel.buffers import Buffers
 from lockstep.model.deferred_init import named_tensors, release
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import Metric

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from lockstep.data.microbatch import map_tensors
+from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import LayoutError
 from lockstep.kernel.seeds import isolated
 from lockstep.model.batch_norm import freeze_batch_norm
-from lockstep.model.buffers import Buffers
 from lockstep.model.forward import call_model
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.boundary import flatten, unflatten

@@ -17,7 +17,6 @@ import torch
 from lockstep.data.microbatch import Microbatch
 from lockstep.kernel.errors import LayoutError, LostError, StoppedError
 from lockstep.kernel.seeds import isolated
-from lockstep.model.buffers import Buffers
 from lockstep.model.forward import Metric, compute_loss, extract_loss, split_targets
 from lockstep.model.loss_root import scale_loss
 from lockstep.model.loss_shares import start_batch
@@ -30,6 +29,7 @@ from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.schedules import Action
 from lockstep.pipeline.split_backward import GraphInput
 from lockstep.pipeline.stage import Stage, StageInput, make_first_input
+from lockstep.pipeline.stage_buffers import StageBuffers
 from lockstep.pipeline.tied_weights import disable_hooks
 
 __all__ = ["ScheduleExecutor"]
@@ -59,7 +59,7 @@ class ScheduleExecutor:
         stages = list(self.pipeline.stages.values())
         with ExitStack() as stack:
             for stage in stages:
-                stage.begin(Buffers(self._get_modules(stage)))
+                stage.begin(StageBuffers(self._get_modules(stage)))
                 stack.enter_context(stage.checkpointing.enable(stage.buffers))
                 stack.enter_context(stage.units.install_hooks())
             stack.enter_context(isolated(self._parallel.device, everything=True))

@@ -27,7 +27,6 @@ from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls
 from lockstep.kernel.seeds import set_state_of_torch, state_of_torch
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
-from lockstep.model.buffers import Buffers, PausedBuffers
 from lockstep.model.forward import split_targets
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
@@ -36,6 +35,7 @@ from lockstep.pipeline.inspection import BlockInspector
 from lockstep.pipeline.p2p import INITIAL_RNG_STATE, RngState
 from lockstep.pipeline.python_state import Assigned, PythonState
 from lockstep.pipeline.split_backward import GraphInput, SplitBackward, is_splittable
+from lockstep.pipeline.stage_buffers import PausedBuffers, StageBuffers
 
 __all__ = ["Stage", "StageInput", "StageOutput", "make_first_input"]
 
@@ -144,7 +144,7 @@ class Stage:
         self.parameters = list(dict.fromkeys(parameters))
         self._in_flight: dict[int, InFlightMicrobatch] = {}
 
-    def begin(self, buffers: Buffers) -> None:
+    def begin(self, buffers: StageBuffers) -> None:
         """Begin a step without gradients, not even of parameters that another stage owns."""
         self.buffers = buffers
         self.inspector.state.hold()

@@ -25,11 +25,11 @@ import torch
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.autograd_engine import run_backward
-from lockstep.model.buffers import Buffers
 from lockstep.model.forward import explain_batch_norm
 from lockstep.model.loss_root import LossRoot
 from lockstep.model.loss_shares import start_batch

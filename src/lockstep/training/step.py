@@ -36,6 +36,7 @@ from lockstep.comm.native_module import compute_norms
 from lockstep.data.microbatch import Batch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel import norm as gradient_norm
+from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import (
     BufferMismatchError,
     GradientError,
@@ -45,7 +46,7 @@ from lockstep.kernel.errors import (
     UsageError,
 )
 from lockstep.kernel.splitting import assign_nodes
-from lockstep.model.buffers import Buffers
+from lockstep.model.buffer_exchange import GroupExchange
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.rank_status import RankStatus, StatusPlace, StatusSummary, summarize
@@ -424,9 +425,10 @@ class OptimizerStep:
     def _merge_buffers(self, summary: StatusSummary) -> None:
         nodes = assign_nodes(summary.leaves, self.parallel.hosts)
         reports = summary.buffers[str(self.parallel.position)]
+        exchange = GroupExchange(self.parallel.peers) if len(nodes) > 1 else None
         for (_, buffers), report in zip(self.executor.parts(), reports, strict=True):
             if report.hashes:  # none without buffers, or if nothing was computed
-                buffers.merge(report, nodes, summary.leaves, self.parallel.peers)
+                buffers.merge(report, nodes, summary.leaves, exchange)
 
     def _update_shared(self, prepared: PreparedStep) -> None:
         """Step the optimizer of shared parameters, unless float16 gradients overflowed."""

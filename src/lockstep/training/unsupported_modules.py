@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lockstep.data_parallel.distributed import DistributedDataParallel
 from lockstep.data_parallel.single_process import DataParallel
+from lockstep.kernel.buffer_rules import check_buffer_rules
 from lockstep.kernel.errors import UsageError
-from lockstep.model.buffer_rules import check_buffer_rules
 
 __all__ = ["reject_unsupported_modules"]
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from lockstep.data.microbatch import Batch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.rng_scopes import find_scopes
-from lockstep.model.buffers import Buffers
 from lockstep.model.evaluation import Evaluation, evaluate
 from lockstep.model.forward import Metric, forward
 from lockstep.model.held_parameters import HeldParameters

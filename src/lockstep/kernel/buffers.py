@@ -1,4 +1,4 @@
-"""Buffers during a step: state that micro-batches write, such as batch-norm statistics.
+"""Rule 5, buffers during a step: state that micro-batches write, such as batch-norm statistics.
 
     buffers of the step ──copy──> micro-batch 0 ──> result 0 ┐
                         ──copy──> micro-batch 1 ──> result 1 ┤ merged by the rule of the buffer
@@ -24,44 +24,30 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm.bucket import plan
-from lockstep.comm.collectives import as_bytes, broadcast_tensors
-from lockstep.comm.reproducible_all_reduce import (
-    ReproducibleAllReduce,
-    add_lists,
-    reproducible_all_reduce,
-)
+from lockstep.kernel.buffer_rules import ATTRIBUTE, find_rule
 from lockstep.kernel.errors import BufferMismatchError
 from lockstep.kernel.tree import Node, TreeAccumulator
-from lockstep.model.buffer_rules import ATTRIBUTE, find_rule
-from lockstep.model.deferred_init import make_released
 
 __all__ = [
+    "BufferExchange",
     "BufferHash",
     "BufferReport",
-    "BufferSnapshot",
+    "BufferSlot",
     "Buffers",
-    "PausedBuffers",
+    "has_same_bits",
     "merge_reports",
 ]
 
 BufferHash = str
 """The hash of one rank's results for one buffer, or one of the marks below."""
-
-PausedBuffers = list[tuple[torch.Tensor | None, torch.Tensor | None]]
-"""For each buffer, its value in a paused micro-batch, and the copy that was installed."""
-
-BufferSnapshot = list[tuple["_Slot", torch.Tensor | None]]
-"""The values of a module's buffers at the start of a call."""
 
 UNCHANGED = ""  # the results equal the buffer at the start of the step
 DIVERGED = "differ"  # micro-batches of the same rank, or of two ranks, have different results
@@ -70,7 +56,32 @@ EQUAL = "="  # the first character of a hash of results that must be equal
 REFUSED = "!"  # the results cannot be merged
 MARKS = {"sum": SUM, "last": LAST}
 
-BUCKET_BYTES = 4 << 20
+TensorList = list[torch.Tensor | None]
+
+
+class BufferExchange(Protocol):
+    """What the ranks that hold the same buffers do together to merge them."""
+
+    rank: int
+
+    def broadcast(self, tensors: Sequence[torch.Tensor], source: int) -> None:
+        """Overwrite tensors on every rank with those of rank `source`, bit for bit."""
+
+    def add(
+        self,
+        sums: Mapping[Node, TensorList],
+        like: Sequence[torch.Tensor],
+        nodes_by_rank: Sequence[Sequence[Node]],
+        leaves: int,
+    ) -> TensorList:
+        """Return the sums along the tree of the nodes of all ranks.
+
+        Args:
+            sums: The nodes of this rank, as `nodes_by_rank` lists them.
+            like: Tensors of the shapes and dtypes of the sums.
+            nodes_by_rank: The nodes that each rank holds.
+            leaves: The number of micro-batches.
+        """
 
 
 class BufferReport(NamedTuple):
@@ -118,27 +129,41 @@ def _merge_hashes(one: BufferHash, two: BufferHash) -> BufferHash:
 
 
 @dataclass
-class _Slot:
-    """One buffer: its tensor, the modules that register it, and a reusable copy."""
+class BufferSlot:
+    """One buffer of a model.
+
+    Attributes:
+        name: Its name in the model.
+        tensor: The tensor with the value at the start of the step.
+        registrations: The modules that register it, and its names in them.
+        copy: The tensor of the current micro-batch, which the next one reuses if nothing was
+            written.
+        overlaps: Whether it shares its memory with another buffer.
+        problem: Why the results cannot be merged, whatever the rule; "" if they can.
+    """
 
     name: str
     tensor: torch.Tensor
-    places: list[tuple[nn.Module, str]]
+    registrations: list[tuple[nn.Module, str]]
     copy: torch.Tensor | None = None
     overlaps: bool = False
-    hidden: torch.Tensor | None = None
     problem: str = ""
+
+    def install(self, tensor: torch.Tensor | None) -> None:
+        """Let the modules use a tensor as this buffer."""
+        for module, name in self.registrations:
+            module._buffers[name] = tensor
 
     def find_rule(self) -> str | None:
         """Return the rule by which results are merged; None if no module has one."""
-        rules = (find_rule(module, name) for module, name in self.places)
+        rules = (find_rule(module, name) for module, name in self.registrations)
         return next((rule for rule in rules if rule is not None), None)
 
     def describe_refusal(self) -> str:
         """Return why the results cannot be merged."""
         if self.problem:
             return self.problem
-        (module, name), rule = self.places[0], self.find_rule()
+        (module, name), rule = self.registrations[0], self.find_rule()
         kind = type(module).__name__
         if rule is not None:
             return (
@@ -156,23 +181,23 @@ class _Slot:
         )
 
 
-def _find_slots(modules: Mapping[str, nn.Module]) -> list[_Slot]:
-    found: dict[int, _Slot] = {}
+def _find_slots(modules: Mapping[str, nn.Module]) -> list[BufferSlot]:
+    by_tensor: dict[int, BufferSlot] = {}
     for root, model in modules.items():
         # Names take time, and many steps are of models without buffers.
-        if not any(each._buffers for each in _iterate_modules(model)):
+        if not any(module._buffers for module in _iterate_modules(model)):
             continue
         for prefix, module in model.named_modules():
             for name, tensor in module._buffers.items():
                 if tensor is not None:
                     full_name = ".".join(part for part in (root, prefix, name) if part)
-                    slot = found.setdefault(id(tensor), _Slot(full_name, tensor, []))
-                    slot.places.append((module, name))
-    storages = [slot.tensor.untyped_storage().data_ptr() for slot in found.values()]
+                    slot = by_tensor.setdefault(id(tensor), BufferSlot(full_name, tensor, []))
+                    slot.registrations.append((module, name))
+    storages = [slot.tensor.untyped_storage().data_ptr() for slot in by_tensor.values()]
     counts = Counter(storages)
-    for slot, storage in zip(found.values(), storages, strict=True):
+    for slot, storage in zip(by_tensor.values(), storages, strict=True):
         slot.overlaps = slot.tensor.numel() > 0 and counts[storage] > 1
-    return list(found.values())
+    return list(by_tensor.values())
 
 
 def _iterate_modules(model: nn.Module) -> Iterator[nn.Module]:
@@ -185,144 +210,82 @@ def _iterate_modules(model: nn.Module) -> Iterator[nn.Module]:
     while waiting:
         module = waiting.pop()
         yield module
-        for each in module._modules.values():
-            if each is not None and each not in seen:
-                seen.add(each)
-                waiting.append(each)
+        for child in module._modules.values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                waiting.append(child)
 
 
 def _count_buffers(modules: Mapping[str, nn.Module]) -> int:
-    found = {
+    different = {
         id(tensor)
         for model in modules.values()
         for module in _iterate_modules(model)
         for tensor in module._buffers.values()
         if tensor is not None
     }
-    return len(found)
+    return len(different)
 
 
-def _has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Return whether two tensors have the same dtype, shape and bits, so also -0.0 and NaN."""
     if left is right:
         return True
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    return torch.equal(as_bytes(left.contiguous()), as_bytes(right.contiguous()))
+    return torch.equal(_as_bytes(left.contiguous()), _as_bytes(right.contiguous()))
 
 
 class Buffers:
-    """The buffers of some modules, by name, during one step."""
+    """The buffers of some modules, by name, during one step.
+
+    Attributes:
+        slots: The buffers.
+    """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
-        self._slots = _find_slots(modules)
+        self.slots = _find_slots(modules)
         self._results: dict[int, list[torch.Tensor]] = {}
         self._shares: dict[int, float] = {}
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the step's buffers."""
-        return [slot.tensor for slot in self._slots]
+        return [slot.tensor for slot in self.slots]
 
     def current(self) -> dict[str, torch.Tensor]:
         """Return the buffers of the current micro-batch by name, without those set to None."""
-        found = {
-            slot.name: module._buffers[name] for slot, (module, name) in self._iterate_places()
-        }
-        return {name: tensor for name, tensor in found.items() if tensor is not None}
+        named = ((slot.name, slot.registrations[0]) for slot in self.slots)
+        current = {name: module._buffers[key] for name, (module, key) in named}
+        return {name: tensor for name, tensor in current.items() if tensor is not None}
 
     def install_copies(self) -> None:
         """Install copies of the step's buffers in the model."""
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.copy is None:
                 slot.copy = slot.tensor.detach().clone()
-            for module, name in slot.places:
-                module._buffers[name] = slot.copy
+            slot.install(slot.copy)
 
     def collect(self, microbatch: int, share: float) -> None:
         """Collect the buffers after a micro-batch; `share` is its share of the samples."""
-        self._results[microbatch] = [self._read_result(slot) for slot in self._slots]
+        self._results[microbatch] = [self._read_result(slot) for slot in self.slots]
         self._shares[microbatch] = share
-
-    def pause(self) -> PausedBuffers:
-        """Remove and return the buffers of the current micro-batch, so that another can start."""
-        held = [
-            (module._buffers[name], slot.copy) for slot, (module, name) in self._iterate_places()
-        ]
-        for slot in self._slots:
-            slot.copy = None
-        self.restore()
-        return held
-
-    def resume(self, held: PausedBuffers) -> None:
-        """Install the buffers that `pause` returned."""
-        for slot, (tensor, copy) in zip(self._slots, held, strict=True):
-            slot.copy = copy
-            for module, name in slot.places:
-                module._buffers[name] = tensor
-
-    def hide(self) -> None:
-        """Install tensors that blocks of another stage cannot read, until the next micro-batch."""
-        for slot in self._slots:
-            if slot.hidden is None:
-                slot.hidden = make_released(slot.tensor, slot.name)
-            for module, name in slot.places:
-                module._buffers[name] = slot.hidden
-
-    def _iterate_places(self) -> Iterator[tuple[_Slot, tuple[nn.Module, str]]]:
-        for slot in self._slots:
-            yield slot, slot.places[0]
 
     def restore(self) -> None:
         """Install the step's buffers, with their values from its beginning."""
-        for slot in self._slots:
-            for module, name in slot.places:
-                module._buffers[name] = slot.tensor
+        for slot in self.slots:
+            slot.install(slot.tensor)
 
     @contextmanager
     def preserve(self) -> Iterator[None]:
         """Run the body on copies of the buffers, which are discarded."""
-        for slot in self._slots:
+        for slot in self.slots:
             slot.copy = None
         self.install_copies()
         try:
             yield
         finally:
             self.restore()
-
-    def take_snapshot(self, module: nn.Module) -> BufferSnapshot:
-        """Return the current values of a module's buffers."""
-        inside = set(module.modules())
-        return [
-            (slot, self._read_current(slot))
-            for slot in self._slots
-            if any(holder in inside for holder, _ in slot.places)
-        ]
-
-    @contextmanager
-    def restore_snapshot(self, seen: BufferSnapshot) -> Iterator[None]:
-        """Install copies of a snapshot in the body, which repeats a call; then discard them."""
-        held = [
-            (module, name, module._buffers[name])
-            for slot, _ in seen
-            for module, name in slot.places
-        ]
-        for slot, tensor in seen:
-            copy = None if tensor is None else tensor.clone()
-            for module, name in slot.places:
-                module._buffers[name] = copy
-        try:
-            yield
-        finally:
-            for module, name, tensor in held:
-                module._buffers[name] = tensor
-
-    def _read_current(self, slot: _Slot) -> torch.Tensor | None:
-        """Return the current value of a buffer: the step's own tensor if it has the same bits."""
-        module, name = slot.places[0]
-        tensor = module._buffers[name]
-        if tensor is None or _has_same_bits(tensor, slot.tensor):
-            return slot.tensor if tensor is not None else None
-        return tensor.detach().clone()
 
     def hash_results(self, is_alone: bool = False) -> BufferReport:
         """Return the hash of this rank's results for every buffer.
@@ -336,8 +299,8 @@ class Buffers:
         Raises:
             BufferMismatchError: A buffer was registered or removed during the step.
         """
-        if _count_buffers(self._modules) != len(self._slots):
-            known = {slot.name for slot in self._slots}
+        if _count_buffers(self._modules) != len(self.slots):
+            known = {slot.name for slot in self.slots}
             now = [slot.name for slot in _find_slots(self._modules)]
             (new, *_) = [name for name in now if name not in known] or ["(one is gone)"]
             raise BufferMismatchError(
@@ -349,7 +312,7 @@ class Buffers:
         columns = zip(*self._results.values(), strict=True)
         hashes = [
             self._hash_result(slot, column, is_alone)
-            for slot, column in zip(self._slots, columns, strict=True)
+            for slot, column in zip(self.slots, columns, strict=True)
         ]
         return BufferReport(hashes, last=max(self._results))
 
@@ -360,7 +323,7 @@ class Buffers:
             Whether the reason is certain, and the reason. It is not if the results of another rank
             are not as expected.
         """
-        pairs = zip(self._slots, report.hashes, strict=False)
+        pairs = zip(self.slots, report.hashes, strict=False)
         refused = [slot for slot, mark in pairs if mark == REFUSED]
         slot = next((slot for slot in refused if slot.problem), next(iter(refused), None))
         return (False, "") if slot is None else (bool(slot.problem), slot.describe_refusal())
@@ -369,56 +332,75 @@ class Buffers:
     def merge(
         self,
         report: BufferReport,
-        holders: Sequence[Sequence[Node]],
+        nodes_by_rank: Sequence[Sequence[Node]],
         leaves: int,
-        group: dist.ProcessGroup | None,
+        exchange: BufferExchange | None = None,
     ) -> None:
         """Write the merged results of the step into the restored buffers.
 
         Args:
             report: The merged report of all replicas.
-            holders: The nodes of the tree that each rank holds, as for the gradients.
+            nodes_by_rank: The nodes of the tree that each rank holds, as for the gradients.
             leaves: The number of micro-batches.
-            group: The group of the ranks that hold these buffers.
+            exchange: The exchange with other ranks; None if there are none.
 
         Raises:
             BufferMismatchError: The results for a buffer cannot be merged.
         """
         if report.is_refused:
             raise BufferMismatchError(self.describe_refusal(report)[1])
-        folded = [n for n, each in enumerate(report.hashes) if each in (DIVERGED, SUM)]
-        last = [n for n, each in enumerate(report.hashes) if each == LAST]
-        other = (UNCHANGED, DIVERGED, SUM, LAST)
-        changed = [n for n, each in enumerate(report.hashes) if each not in other]
-        if self._results:
-            first = next(iter(self._results.values()))
-            for number in changed:
-                self._slots[number].tensor.copy_(first[number])
-        if not report.is_everyone and changed:
+        marks = report.hashes
+        added = [n for n, mark in enumerate(marks) if mark in (DIVERGED, SUM)]
+        last = [n for n, mark in enumerate(marks) if mark == LAST]
+        equal = [n for n, mark in enumerate(marks) if mark and mark not in (DIVERGED, SUM, LAST)]
+        self._copy_results(equal, next(iter(self._results), -1))
+        self._copy_results(last, report.last)
+        if exchange is not None and equal and not report.is_everyone:
             # A rank without micro-batches receives the results from one that has some.
-            tensors = [self._slots[number].tensor for number in changed]
-            broadcast_tensors(tensors, group, report.source)
-        if last:
-            for number in last if report.last in self._results else ():
-                self._slots[number].tensor.copy_(self._results[report.last][number])
-            if len(holders) > 1:
-                owner = next(
-                    rank
-                    for rank, nodes in enumerate(holders)
-                    if any(lo <= report.last < hi for lo, hi in nodes)
-                )
-                broadcast_tensors([self._slots[number].tensor for number in last], group, owner)
-        sums = {number for number in folded if report.hashes[number] == SUM}
-        for number, value in self._fold(folded, sums, holders, leaves, group):
-            tensor = self._slots[number].tensor
-            tensor.copy_(tensor.to(value.dtype) + value if number in sums else value)
+            exchange.broadcast([self.slots[number].tensor for number in equal], report.source)
+        if exchange is not None and last:
+            ranks = [any(lo <= report.last < hi for lo, hi in nodes) for nodes in nodes_by_rank]
+            exchange.broadcast([self.slots[number].tensor for number in last], ranks.index(True))
+        if not added:
+            return
+        starts = [_widen(self.slots[number].tensor) for number in added]
+        sums: TreeAccumulator[TensorList] = TreeAccumulator(leaves, _add_lists)
+        for lo, hi in nodes_by_rank[0 if exchange is None else exchange.rank]:
+            for microbatch in range(lo, hi):
+                terms = [
+                    self._get_term(microbatch, number, start if marks[number] == SUM else None)
+                    for number, start in zip(added, starts, strict=True)
+                ]
+                sums.put((microbatch, microbatch + 1), terms)
+        if exchange is None:
+            (values,) = sums.nodes.values()
+        else:
+            values = exchange.add(sums.nodes, starts, nodes_by_rank, leaves)
+        for number, start, value in zip(added, starts, values, strict=True):
+            assert value is not None
+            value = value.view(start.shape)
+            self.slots[number].tensor.copy_(start + value if marks[number] == SUM else value)
 
-    def _read_result(self, slot: _Slot) -> torch.Tensor:
+    def _copy_results(self, numbers: Sequence[int], microbatch: int) -> None:
+        """Write the results of a micro-batch into some buffers, if this rank computed it."""
+        for number in numbers if microbatch in self._results else ():
+            self.slots[number].tensor.copy_(self._results[microbatch][number])
+
+    def _get_term(
+        self, microbatch: int, number: int, start: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Return a micro-batch's term in a buffer's mean, or in its sum if `start` is given."""
+        if microbatch not in self._results:
+            return None  # its weight is 0
+        result = _widen(self._results[microbatch][number]).contiguous()
+        return result * self._shares[microbatch] if start is None else result - start
+
+    def _read_result(self, slot: BufferSlot) -> torch.Tensor:
         """Return a buffer after a micro-batch: the slot's own tensor if nothing was written.
 
         The copy is then reused for the next micro-batch.
         """
-        module, name = slot.places[0]
+        module, name = slot.registrations[0]
         result = module._buffers[name]
         if result is None or result.shape != slot.tensor.shape:
             now = "None" if result is None else f"{tuple(result.shape)}"
@@ -429,7 +411,7 @@ class Buffers:
             )
             slot.copy = None
             return slot.tensor
-        if _has_same_bits(result, slot.tensor):
+        if has_same_bits(result, slot.tensor):
             if result is not slot.copy:
                 slot.copy = None
             return slot.tensor
@@ -442,7 +424,7 @@ class Buffers:
         return result.detach()
 
     def _hash_result(
-        self, slot: _Slot, results: Sequence[torch.Tensor], is_alone: bool
+        self, slot: BufferSlot, results: Sequence[torch.Tensor], is_alone: bool
     ) -> BufferHash:
         if slot.problem:
             return REFUSED
@@ -454,71 +436,32 @@ class Buffers:
         if rule in MARKS:
             return MARKS[rule]
         first, *others = results
-        if not all(_has_same_bits(first, other) for other in others):
+        if not all(has_same_bits(first, other) for other in others):
             return DIVERGED if rule == "mean" else REFUSED
         return ("" if rule == "mean" else EQUAL) + ("same" if is_alone else _hash(first))
 
-    def _fold(
-        self,
-        folded: Sequence[int],
-        sums: Collection[int],
-        holders: Sequence[Sequence[Node]],
-        leaves: int,
-        group: dist.ProcessGroup | None,
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Add the weighted results, or for `sums` the changes, of buffers along the tree."""
-        if not folded:
-            return
-        slots = [self._slots[number].tensor for number in folded]
-        dtypes = [_get_accumulation_dtype(tensor.dtype) for tensor in slots]
-        fold: TreeAccumulator[list[torch.Tensor | None]] = TreeAccumulator(leaves, add_lists)
-        rank = dist.get_rank(group) if len(holders) > 1 else 0
-        for lo, hi in holders[rank]:
-            for leaf in range(lo, hi):
-                fold.put((leaf, leaf + 1), self._get_terms(leaf, folded, sums, dtypes))
-        if len(holders) == 1:
-            (added,) = fold.nodes.values()
-            pairs = list(enumerate(added))
-        else:
-            buckets = plan([tensor.numel() for tensor in slots], dtypes, BUCKET_BYTES)
-            device = slots[0].device
-            pairs = reproducible_all_reduce(
-                [
-                    ReproducibleAllReduce(bucket, holders, leaves, device, group)
-                    for bucket in buckets
-                ],
-                fold.nodes,
-            )
-        for index, value in pairs:
-            assert value is not None
-            yield folded[index], value.view(slots[index].shape)
 
-    def _get_terms(
-        self,
-        leaf: int,
-        folded: Sequence[int],
-        sums: Collection[int],
-        dtypes: Sequence[torch.dtype],
-    ) -> list[torch.Tensor | None]:
-        """Return the terms of one micro-batch; None if it was skipped."""
-        if leaf not in self._results:
-            return [None] * len(folded)
-        terms: list[torch.Tensor | None] = []
-        for number, dtype in zip(folded, dtypes, strict=True):
-            result = self._results[leaf][number].to(dtype).contiguous()
-            start = self._slots[number].tensor
-            terms.append(
-                result - start.to(dtype) if number in sums else result * self._shares[leaf]
-            )
-        return terms
+def _add_lists(left: TensorList, right: TensorList) -> TensorList:
+    """Add two lists of tensors entry by entry; None is absent and does not count as zero."""
+    return [
+        two if one is None else one if two is None else one + two
+        for one, two in zip(left, right, strict=True)
+    ]
 
 
-def _get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    if not dtype.is_floating_point:
-        return torch.int64
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _widen(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the dtype in which its results are added."""
+    if not tensor.is_floating_point():
+        return tensor.to(torch.int64)
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _hash(tensor: torch.Tensor) -> str:
-    data = as_bytes(tensor.cpu().contiguous()).numpy().data
+    data = _as_bytes(tensor.cpu().contiguous()).numpy().data
     return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """View a contiguous tensor as a vector of bytes."""
+    # Torch calls a single element with any stride contiguous, and then cannot view its bytes.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Buffers: what becomes of the values that micro-batches write."""
+"""Rule 5: what becomes of the values that micro-batches write into buffers."""
 
 import re
 from functools import partial, reduce
@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep as ls
+from lockstep.kernel.buffers import Buffers, merge_reports
 from lockstep.kernel.errors import BufferMismatchError, DisagreementError, UsageError
 from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.tree import nodes_of
-from lockstep.model.buffers import Buffers, merge_reports
+from lockstep.model.buffer_exchange import GroupExchange
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -42,9 +43,9 @@ def run(write, leaves=3, ranks=1, rank=0, gathered=None):
     buffers.restore()
     report = buffers.hash_results().of_replica(rank)
     everyone = [report] if gathered is None else gathered(report)
-    buffers.merge(
-        reduce(merge_reports, everyone), [nodes_of(each, leaves) for each in owned], leaves, None
-    )
+    exchange = GroupExchange(None) if ranks > 1 else None
+    nodes = [nodes_of(microbatches, leaves) for microbatches in owned]
+    buffers.merge(reduce(merge_reports, everyone), nodes, leaves, exchange)
     return model
 
 
@@ -94,7 +95,7 @@ def test_a_buffer_keeps_its_identity_and_its_other_name():
     model.mean.add_(1)
     buffers.collect(0, 1.0)
     buffers.restore()
-    buffers.merge(buffers.hash_results(), [[(0, 1)]], 1, None)
+    buffers.merge(buffers.hash_results(), [[(0, 1)]], 1)
     assert model.mean is kept
     assert model.again.same is kept
     assert kept.tolist() == [1.0, 1.0]

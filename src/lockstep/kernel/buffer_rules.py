@@ -1,10 +1,10 @@
-"""The rules by which the results of micro-batches for a buffer are merged.
+"""Rule 5, the rules by which the results of micro-batches for a buffer are merged.
 
 A module declares those of its own buffers, on its class or on itself:
 
     lockstep_buffer_rules = {"load": "sum", "steps": "equal"}
 
-`lockstep.model.buffers` says what each rule means.
+`lockstep.kernel.buffers` says what each rule means.
 """
 
 from __future__ import annotations
