@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -13,7 +12,7 @@ from PIL import Image
 from lockstep.bench.interleaved import Contender, Result
 from lockstep.bench.plot import check_format, draw, save
 from lockstep.bench.workload import Workload
-from lockstep.kernel.errors import FileError, UsageError
+from lockstep.kernel.errors import UsageError
 
 
 class Nobody:
@@ -52,27 +51,6 @@ def test_panels_and_names_are_drawn(widths, panels):
     assert "nan" not in picture.svg()
 
 
-def test_the_spread_of_one_contender_covers_no_other():
-    """All three contenders have the same times here, so areas would lie on each other."""
-    same = [Result(r.contender, r.workload, r.ranks, r.size, (1.0, 2.0, 3.0)) for r in results()]
-    root = ElementTree.fromstring(draw(same, "m", "c").svg())
-    bars = [
-        (line.attrib["stroke"], [tuple(map(float, p.split(","))) for p in points])
-        for line in root.iter()
-        if line.tag.endswith("}polyline") and line.attrib["stroke-width"] == "4"
-        for points in [line.attrib["points"].split()]
-    ]
-    assert len({stroke for stroke, _ in bars}) == 4
-    assert len(bars) == 4 * 3 * 2, "contenders, sizes, panels"
-    columns = sorted({ends[0][0] for _, ends in bars})
-    assert all(first[0] == last[0] and first[1] < last[1] for _, (first, last) in bars)
-    assert len(columns) == len(bars), "no two bars at one place"
-    assert min(b - a for a, b in pairwise(columns)) > 4
-    said = texts(draw(same, "m", "c"))
-    assert said.count("size of the message") == 2
-    assert said.count("median; bars: 10% to 90% of the calls") == 2
-
-
 def test_curves_stay_in_the_picture():
     root = ElementTree.fromstring(draw(results(), "m", "c").svg())
     lines = [element for element in root.iter() if element.tag.endswith("}polyline")]
@@ -98,8 +76,3 @@ def test_a_png_has_twice_the_points(tmp_path):
 def test_unknown_suffix_raises():
     with pytest.raises(UsageError, match=r"--plot a.pdf: the suffix must be .svg or .png"):
         check_format(Path("a.pdf"))
-
-
-def test_unwritable_file_raises(tmp_path):
-    with pytest.raises(FileError, match="cannot be written"):
-        save(draw(results(), "m", "c"), tmp_path / "nowhere" / "a.svg")

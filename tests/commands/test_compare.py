@@ -57,13 +57,6 @@ def test_a_page(place):
     assert "<!doctype html>" in (place / "ab.html").read_text()
 
 
-def test_open_writes_and_opens_the_page(place, monkeypatch):
-    opened = []
-    monkeypatch.setattr("webbrowser.open", lambda url: opened.append(url) or True)
-    invoke("a", "b", "--open")
-    assert opened == [(place / "compare.html").as_uri()]
-
-
 def test_one_run_is_too_few():
     with pytest.raises(UsageError, match="needs two or more runs, but only a was given"):
         invoke("a")

@@ -33,11 +33,6 @@ def test_json_is_a_list(tmp_path):
     assert found["digest"] == records.END["digest"]
 
 
-def test_a_small_loss_is_not_shown_as_zero(tmp_path):
-    records.write(tmp_path / "a", [records.HEADER, records.step(0), records.epoch(0, 2.4e-7)])
-    assert "  2.4e-07  " in invoke(str(tmp_path)).output
-
-
 def test_an_empty_and_a_missing_folder(tmp_path):
     assert "has no runs yet" in invoke(str(tmp_path)).output
     with pytest.raises(UsageError, match="there is no folder"):

@@ -215,13 +215,6 @@ def test_all_formats_have_the_sentences(run):
     assert page.count('class="chart"') == 3
 
 
-def test_names_of_runs_are_escaped(run):
-    evil = "</script><script>alert(1)</script>"
-    page = comparison.comparison_html(compare_runs([run("a", header={"name": evil}), run("b")]))
-    assert "<script>alert" not in page
-    assert page.count("</script>") == page.count("<script")
-
-
 def test_runs_with_the_same_name_are_shown_by_their_folders(run):
     a, b = run("a", header={"name": "same"}), run("b", header={"name": "same"})
     assert compare_runs([a, b]).names == [str(a.folder), str(b.folder)]
@@ -297,13 +290,6 @@ def test_a_damaged_file_raises_an_error(weights, tmp_path, content):
     (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(FileError, match="damaged, or not a safetensors file"):
         first_weights_difference(weights("a", tensors()), tmp_path / "x.safetensors")
-
-
-def test_a_truncated_file_raises_an_error(weights):
-    a, b = weights("a", tensors()), weights("b", tensors())
-    b.write_bytes(b.read_bytes()[:-3])
-    with pytest.raises(FileError, match="damaged, or not a safetensors file"):
-        first_weights_difference(a, b)
 
 
 def test_the_last_common_file_is_compared(tmp_path):

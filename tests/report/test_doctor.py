@@ -46,12 +46,6 @@ def test_a_check_that_raises_has_a_bad_result():
     assert "the check failed with KeyError: 'oops'" in found[1].what
 
 
-def test_the_name_of_a_check_is_announced_before_it_runs():
-    begun = []
-    list(doctor.run_checks(TWO, {"a": lambda q: [], "b": lambda q: []}, begun.append))
-    assert begun == ["a", "b"]
-
-
 def test_the_issue_block_has_all_results_and_no_secrets(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     monkeypatch.setenv("TORCH_TOKEN", "hush")
@@ -118,16 +112,6 @@ def test_a_missing_fast_backend_is_noted_with_the_command_that_helps(monkeypatch
         )
 
 
-def test_the_backends_of_gpus_and_of_mpi_are_named(monkeypatch):
-    monkeypatch.setattr("lockstep.devices.find_accelerator", lambda: "cuda")
-    choice = "lockstep.launcher.device_choice.find_device_backend"
-    monkeypatch.setattr(choice, lambda device: "nccl")
-    monkeypatch.setattr(communication, "is_mpi4py_installed", lambda: True)
-    _, gpu, mpi = list(doctor.CHECKS["backend"](Requirements()))
-    assert gpu.what.startswith("tensors on cuda: runs use cpu:gloo,cuda:nccl, because nccl is made")
-    assert mpi.what == "mpi4py is installed: init(backend='mpi4py') uses MPI under mpiexec"
-
-
 def test_backends_of_other_packages_are_checked(monkeypatch):
     import torch.distributed as dist
 
@@ -178,16 +162,6 @@ def test_dockers_small_dev_shm_is_noted(monkeypatch):
     assert found.verdict == "note"
     assert "67.1 MB of 67.1 MB free" in found.what
     assert "--shm-size" in found.advice
-
-
-def test_a_failing_shared_segment_is_noted(monkeypatch):
-    def memfd_create(name):
-        raise OSError(1, "Operation not permitted")
-
-    monkeypatch.setattr(machine.os, "memfd_create", memfd_create)
-    found = next(iter(machine.check_shared_memory(TWO)))
-    assert found.verdict == "note"
-    assert "Operation not permitted" in found.what
 
 
 def test_an_unwritable_folder_is_bad(monkeypatch):

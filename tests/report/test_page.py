@@ -2,16 +2,12 @@
 
 import os
 
-import numpy as np
 import pytest
 from playwright.sync_api import sync_playwright
 
 import records
-from lockstep.formatting import format_number
 from lockstep.record.reader import read_run
-from lockstep.report.chart import Axis, Chart, Curve, Series
 from lockstep.report.comparison import compare_runs, comparison_html
-from lockstep.report.page import draw_panel
 from lockstep.report.run_report import report_html
 from tools.pictures import find_browser
 
@@ -200,14 +196,6 @@ def test_a_phone_shows_the_table_of_epochs_without_scrolling_it(phone):
     assert not phone.page.locator(".turn").is_visible()
 
 
-def test_the_axes_have_names(reader):
-    reader.open("report")
-    for chart, name in (("loss", "loss of the batch"), ("seconds", "time")):
-        assert reader.page.locator(f"#chart-{chart} .yname").inner_text() == name
-        assert reader.page.locator(f"#chart-{chart} .xname").inner_text() == "step"
-    assert reader.page.locator(".timeline .xname").inner_text() == "time since the beginning"
-
-
 def test_a_page_requests_nothing_but_itself(reader, pages):
     names = ("report", "compare")
     for name in names:
@@ -233,34 +221,6 @@ def test_the_comparison_shows_each_run_at_a_step(reader):
     assert reader.tip("loss").count("\n") == 2
     reader.move("#chart-loss .plot", 0.5)  # only one of the runs has that many steps
     assert reader.tip("loss").count("\n") == 1
-
-
-def paths(low, mean, high, role="line"):
-    """Return the paths, by kind, of a curve whose points are evenly spaced over a unit axis."""
-    x = np.linspace(0.0, 1.0, len(mean))
-    last = x + 1e-9 if low is not mean else x  # a bucket of several values has a band
-    curve = Curve(x, last, *(np.array(values) for values in (low, mean, high)))
-    unit = Axis(0.0, 1.0)
-    chart = Chart("loss", "Loss", (Series("a", curve, role),), unit, unit, None, format_number)
-    (scale,) = draw_panel(chart).scales
-    return {stroke.kind: stroke.path for stroke in scale.strokes}
-
-
-def test_a_line_is_interrupted_at_missing_values():
-    y = [0.0, 1.0, np.nan, 1.0, 1.0]
-    assert paths(y, y, y) == {"line": "M0 1000l1000-1000M3000 0l1000 0"}
-    missing = [np.nan] * 5
-    assert paths(missing, missing, missing) == {}
-
-
-def test_a_band_goes_along_the_maximum_and_back_along_the_minimum():
-    found = paths([0.0, 0.5], [0.5, 0.75], [1.0, 1.0])
-    assert found["band"] == "M0 0l4000 0 0 500-4000 500z"
-
-
-def test_dots_are_strokes_of_length_zero():
-    y = [0.0, 1.0]
-    assert paths(y, y, y, role="dots") == {"dots": "M0 1000h0M4000 0h0"}
 
 
 @pytest.mark.parametrize("name", ["report", "elastic", "long", "compare"])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from xml.etree import ElementTree
 
 import pytest
 
-from tools import pictures
-from tools.pictures import FILES, FOLDER, LARGEST, ROOT, Cell, find_private, record, to_svg
+from tools.pictures import FILES, FOLDER, LARGEST, ROOT, Cell, find_private, to_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -29,36 +27,6 @@ def test_text_is_drawn_where_it_is_on_the_terminal_in_its_style():
     assert float(third.get("y")) - float(first.get("y")) == 2 * 19
     assert (third.get("fill"), third.get("font-weight")) == ("#8fd694", "bold")
     assert first.get("fill") is None
-
-
-def test_a_command_is_recorded_as_its_terminal_shows_it(tmp_path, monkeypatch):
-    pytest.importorskip("pyte")
-    program = """
-import os, time
-print("at", os.getcwd(), flush=True)
-print("half", end="", flush=True)
-deadline = time.monotonic() + 60
-while not os.path.exists("seen"):
-    assert time.monotonic() < deadline, "the half line was not read"
-    time.sleep(0.01)
-print("\\r\\x1b[32mdone\\x1b[0m")
-"""
-    read, seen = pictures._read, []
-
-    def say_what_was_seen(terminal):
-        for text in read(terminal):
-            yield text
-            seen.append(text)  # it is on the screen now
-            if "half" in "".join(seen):
-                (tmp_path / "seen").touch()
-
-    monkeypatch.setattr(pictures, "_read", say_what_was_seen)
-    hidden = {str(tmp_path): "~/project"}
-    end, early = record([sys.executable, "-c", program], 80, tmp_path, hidden, "half")
-    texts = ["".join(cell.text for cell in row).rstrip() for row in end]
-    assert texts == ["at ~/project", "done"]
-    assert "".join(cell.text for cell in early[1]).rstrip() == "half"
-    assert end[1][0].color
 
 
 def test_names_of_the_machine_are_found_as_words():

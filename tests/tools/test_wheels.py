@@ -17,9 +17,7 @@ from tools.wheels import (
     ROOT,
     RUNNING,
     WheelError,
-    build,
     choose,
-    is_for,
     list_bindings,
     merge,
     read_matrix,
@@ -79,40 +77,6 @@ def test_the_matrix_is_data_and_a_part_of_it_can_be_chosen():
     assert choose("torch", "2.13.0,2.12.0", matrix["torch"]) == ("2.12.0", "2.13.0")
     with pytest.raises(WheelError, match=r"torch 1\.0 is not in .* which has 2\.12\.0, 2\.13\.0"):
         choose("torch", "1.0", matrix["torch"])
-
-
-@pytest.mark.parametrize(
-    ("built", "version", "expected"),
-    [
-        ("2.13.0+cpu", "2.13.0+cpu", True),
-        ("2.13.0+cu130", "2.13.0", True),
-        ("2.13.0+cu130", "2.13.0+cpu", False),
-        ("2.13.0", "2.13", False),
-    ],
-)
-def test_which_binding_is_that_of_a_version(built, version, expected):
-    assert is_for(built, version) is expected
-
-
-PYTHON_WITHOUT_TORCHES = """#!/bin/sh
-if [ "$2" = venv ]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; exit; fi
-echo "ERROR: No matching distribution found for torch==2.12.0" >&2
-exit 1
-"""
-
-
-def test_a_torch_that_cannot_be_had_is_named(tmp_path, monkeypatch):
-    python = tmp_path / "python"
-    python.write_text(PYTHON_WITHOUT_TORCHES)
-    python.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(WheelError) as caught:
-        build(["2.12.0"], tmp_path / "out", None, tmp_path)
-    assert str(caught.value) == (
-        f"torch 2.12.0 cannot be installed for Python {RUNNING} (leave it out with TORCH=...): "
-        "ERROR: No matching distribution found for torch==2.12.0"
-    )
-    assert not (tmp_path / "out").exists()
 
 
 def run(*arguments):
