@@ -17,7 +17,7 @@ from lockstep.kernel.errors import UsageError
 from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.secret_store import SecretStore
 from lockstep.launcher.store_server import PURPOSE, StoreServer, decode, encode
-from lockstep.transport.message_connection import connect_to
+from lockstep.transport.message_connection import MessageConnection, connect_to
 
 SECRET = b"s" * 32
 PATIENCE = 30.0
@@ -105,6 +105,21 @@ def test_a_client_that_waited_too_long_can_ask_again(stores):
     assert time.monotonic() - started >= 0.05
     second.set("never", "x")
     assert first.get("never") == b"x"
+
+
+def interrupt(*arguments) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_client_that_was_interrupted_can_ask_again(server, monkeypatch):
+    store = SecretStore("127.0.0.1", server.port, SECRET, PATIENCE)
+    with monkeypatch.context() as patched:
+        patched.setattr(MessageConnection, "receive", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            store.get("never")
+    store.set("a", "c")  # while the server still waits for the first key
+    assert store.get("a") == b"c"
+    store._connection.close()
 
 
 def test_a_clone_has_its_own_connection(stores):

@@ -22,7 +22,10 @@ from lockstep.transport.message_codec import (
 HERE, THERE = b"h" * 32, b"t" * 32
 MAX_MESSAGE, MAX_PAYLOAD = 1000, 2000
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text(st.characters(exclude_categories=()), max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
     max_leaves=5,
 )

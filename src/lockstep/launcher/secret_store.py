@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,7 +15,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from lockstep.launcher.store_server import PURPOSE, decode, encode
 from lockstep.transport.message_codec import ForgedMessage
-from lockstep.transport.message_connection import connect_to
+from lockstep.transport.message_connection import MessageConnection, connect_to
 
 __all__ = ["SecretStore"]
 
@@ -56,9 +55,10 @@ class SecretStore(Store):
         super().__init__()
         self._endpoint = address, port, secret
         self.set_timeout(timedelta(seconds=timeout))
-        self._connection = connect_to(address, port, secret, PURPOSE, connect_timeout)
+        self._connection: MessageConnection | None = connect_to(
+            address, port, secret, PURPOSE, connect_timeout
+        )
         self._lock = threading.Lock()  # torch's threads use the store, too
-        self._numbers = itertools.count()
         self._clones: list[SecretStore] = []
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -135,7 +135,7 @@ class SecretStore(Store):
             DistStoreError: The keys did not come in time.
         """
         result = self._ask(operation, seconds + LATE, keys=list(keys), seconds=seconds)
-        if result is None or result is False:
+        if result is False:
             more = ", ..." if len(keys) > SHOWN else ""
             raise DistStoreError(
                 f"wait timeout after {seconds:g} s, keys: {', '.join(keys[:SHOWN])}{more}"
@@ -148,17 +148,20 @@ class SecretStore(Store):
         Raises:
             DistNetworkError: The server is gone.
         """
-        address, port, _ = self._endpoint
+        address, port, secret = self._endpoint
         with self._lock:
-            number = next(self._numbers)
+            connection = self._connection or connect_to(address, port, secret, PURPOSE)
+            self._connection = connection
             try:
-                self._connection.send({"id": number, "do": operation, **request})
-                while True:
-                    answer = self._connection.receive(timeout)
-                    if answer["id"] == number:  # not that of a request that was interrupted
-                        return answer["result"]
+                connection.send({"do": operation, **request})
+                return connection.receive(timeout)["result"]
             except (OSError, EOFError, ForgedMessage) as error:
+                connection.shut_down()
                 raise DistNetworkError(f"the store at {address}:{port} is gone") from error
+            except BaseException:  # the answer may come later, so the next request begins anew
+                connection.close()
+                self._connection = None
+                raise
 
 
 def _encode(value: str | bytes) -> str:

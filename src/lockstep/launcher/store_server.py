@@ -1,14 +1,16 @@
 """The server of a run's store: keys and values for processes that have the run's secret.
 
-    torch ──> SecretStore (secret_store.py) ══ messages ══> StoreServer ──> torch's HashStore
+    torch ──> SecretStore (secret_store.py) ══ messages ══> StoreServer
 
-torch's TCPStore authenticates nobody. This server offers a store of torch in its own memory on
-authenticated connections (`lockstep.transport`), each of which has a thread.
+torch's TCPStore authenticates nobody. This server has its operations, on authenticated connections
+(`lockstep.transport`), each of which has a thread. It does not need torch. A request that waits
+for keys waits in Python: a thread that returns from C++ while the interpreter exits would abort
+the process.
 
     request                                          answer
     {"do": "set", "items": {key: value}}             {}
     {"do": "wait", "keys": [...], "seconds"}         {"result": whether all keys exist in time}
-    {"do": "get", "keys": [...], "seconds"}          {"result": [values], None if too late}
+    {"do": "get", "keys": [...], "seconds"}          {"result": [values], False if too late}
     {"do": "check", "keys": [...]}                   {"result": whether all keys exist}
     {"do": "add", "key", "number"}                   {"result": the sum}
     {"do": "compare_set", "key", "old", "new"}       {"result": what the key has now}
@@ -16,7 +18,7 @@ authenticated connections (`lockstep.transport`), each of which has a thread.
     {"do": "delete", "key"}                          {"result": whether it existed}
     {"do": "list"}                                   {"result": [keys]}
 
-Values are text in base64. Every request has an "id", which its answer repeats.
+Values are text in base64.
 """
 
 from __future__ import annotations
@@ -26,11 +28,8 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-
-from torch.distributed import DistStoreError, HashStore  # type: ignore[attr-defined]
 
 from lockstep.transport.listener import MessageListener
 from lockstep.transport.message_codec import ForgedMessage
@@ -39,8 +38,6 @@ from lockstep.transport.message_connection import MessageConnection
 __all__ = ["PURPOSE", "StoreServer", "decode", "encode"]
 
 PURPOSE = "store of a run"
-SLICE = 1.0  # seconds after which a waiting thread checks whether the server is still open
-NO_WAIT = timedelta(milliseconds=1)  # 0 would be no timeout
 
 
 def encode(value: bytes) -> str:
@@ -69,8 +66,9 @@ class StoreServer:
         secret: bytes,
         refused: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._store: Any = HashStore()  # torch's stub lacks methods
-        self._store.set_timeout(NO_WAIT)
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        self._changes: dict[str, threading.Condition] = {}  # of keys that a client waits for
         self._clients: dict[MessageConnection, threading.Thread] = {}
         self._is_open = True
         self._listener = MessageListener(listening, secret, PURPOSE, refused, self._accept)
@@ -80,6 +78,8 @@ class StoreServer:
         """Stop serving, and close all connections."""
         self._is_open = False
         self._listener.close()
+        with self._lock:
+            self._announce(list(self._changes))
         for connection, thread in list(self._clients.items()):
             connection.shut_down()
             thread.join()
@@ -96,58 +96,68 @@ class StoreServer:
         with connection, contextlib.suppress(OSError, EOFError, ForgedMessage, ValueError):
             while True:
                 request = connection.receive(timeout=None)
-                connection.send({"id": request.get("id"), **self._answer(request)})
+                connection.send(self._answer(request))
         del self._clients[connection]
 
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Execute a request; raise ValueError if it is not one of this protocol."""
         try:
-            return self._execute(request)
-        except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+            with self._lock:
+                return {"result": self._execute(request)}
+        except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
             raise ValueError("not a request") from error
 
-    def _execute(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def _execute(self, request: Mapping[str, Any]) -> Any:
+        operation = request["do"]
+        if operation in ("wait", "get"):
+            is_complete = self._wait(request["keys"], time.monotonic() + request["seconds"])
+            if operation == "wait" or not is_complete:
+                return is_complete
+            return [encode(self._values[key]) for key in request["keys"]]
+        if operation == "check":
+            return all(key in self._values for key in request["keys"])
+        if operation == "list":
+            return list(self._values)
+        if operation == "set":
+            values = {str(key): decode(text) for key, text in request["items"].items()}
+            self._values |= values
+            return self._announce(values)
+        return self._execute_on_key(operation, str(request["key"]), request)
+
+    def _execute_on_key(self, operation: str, key: str, request: Mapping[str, Any]) -> Any:
+        value = self._values.get(key)
         result: Any = None
-        match request["do"]:
-            case "set":
-                for key, text in request["items"].items():
-                    self._store.set(key, decode(text))
-            case "wait":
-                result = self._wait(request["keys"], time.monotonic() + request["seconds"])
-            case "get":
-                result = self._get(request["keys"], time.monotonic() + request["seconds"])
-            case "check":
-                result = self._store.check(request["keys"])
+        match operation:
+            case "delete":
+                return self._values.pop(key, None) is not None
             case "add":
-                result = self._store.add(request["key"], request["number"])
+                result = int(value or b"0") + int(request["number"])
+                self._values[key] = str(result).encode()
+            case "append":
+                self._values[key] = (value or b"") + decode(request["value"])
             case "compare_set":
                 old, new = decode(request["old"]), decode(request["new"])
-                result = encode(self._store.compare_set(request["key"], old, new))
-            case "append":
-                self._store.append(request["key"], decode(request["value"]))
-            case "delete":
-                result = self._store.delete_key(request["key"])
-            case "list":
-                result = self._store.list_keys()
-            case other:
-                raise ValueError(f"{other!r} is not an operation")
-        return {"result": result}
+                if (value or b"") != old:
+                    return encode(old if value is None else value)  # as torch's stores answer
+                self._values[key] = new
+                result = encode(new)
+            case _:
+                raise ValueError(f"{operation!r} is not an operation")
+        self._announce([key])
+        return result
 
     def _wait(self, keys: list[str], deadline: float) -> bool:
-        """Return whether all keys exist before the deadline."""
-        while self._is_open:
-            seconds = min(SLICE, deadline - time.monotonic())
-            try:
-                self._store.wait(keys, max(NO_WAIT, timedelta(seconds=seconds)))
-            except DistStoreError:
-                if time.monotonic() >= deadline:
-                    return False
-            else:
-                return True
-        raise EOFError
+        """Return whether all keys exist before the deadline; others may run in the meantime."""
+        while missing := [key for key in keys if key not in self._values]:
+            if not self._is_open:
+                raise EOFError
+            changed = self._changes.setdefault(missing[0], threading.Condition(self._lock))
+            if not changed.wait(max(0.0, deadline - time.monotonic())):
+                return False
+        return True
 
-    def _get(self, keys: list[str], deadline: float) -> list[str] | None:
-        while self._wait(keys, deadline):
-            with contextlib.suppress(DistStoreError):  # another client has deleted a key
-                return [encode(value) for value in self._store.multi_get(keys)]
-        return None
+    def _announce(self, keys: Iterable[str]) -> None:
+        """Wake the requests that wait for keys."""
+        for key in keys:
+            if (changed := self._changes.pop(key, None)) is not None:
+                changed.notify_all()

@@ -61,7 +61,8 @@ class MessageCodec:
     def encode(self, message: Mapping[str, Any]) -> list[bytes]:
         """Return the bytes of the next message to send; ValueError if it is too large."""
         payload = message.get("payload", b"")
-        content = json.dumps({k: v for k, v in message.items() if k != "payload"}).encode()
+        text = json.dumps({k: v for k, v in message.items() if k != "payload"}, ensure_ascii=False)
+        content = text.encode(errors="surrogatepass")  # json.loads reads it in the same way
         if len(content) > self._limits[0]:
             raise ValueError(f"a message has {len(content):,} bytes, more than {self._limits[0]:,}")
         number = self._sent
