@@ -1,6 +1,5 @@
 """A few samples of each epoch are loaded twice: what is not seeded shows."""
 
-import copy
 import itertools
 import json
 import random
@@ -192,29 +191,6 @@ def test_the_probe_runs_once_an_epoch_where_samples_are_loaded(tmp_path: Path) -
     assert loads.count(0) == 2
 
 
-def test_later_epochs_of_a_dataset_check_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(repeatability, "BUDGET", 60.0)  # all samples, also on a busy machine
-
-    class Loads(Numbers):
-        def __init__(self) -> None:
-            self.loads = 0
-
-        def __getitem__(self, index: int) -> Any:
-            self.loads += 1
-            return super().__getitem__(index)
-
-    def loads(dataset: Any, epoch: int, **options: Any) -> int:
-        before = dataset.loads
-        list(Batches(dataset, 8, epoch=epoch, **options))
-        return int(dataset.loads - before) - len(dataset)
-
-    one, other = Loads(), Loads()
-    assert [loads(one, 0), loads(one, 1), loads(one, 2), loads(other, 2)] == [4, 1, 1, 4]
-    with_workers = Loads()
-    list(Batches(with_workers, 8, num_workers=1))
-    assert loads(with_workers, 1) == 1
-
-
 def test_a_dataset_that_is_spoiled_after_its_first_epoch_is_named() -> None:
     class Changing(OwnNumpy):
         draws = False
@@ -241,17 +217,9 @@ def test_a_dataset_that_failed_is_checked_again() -> None:
     dataset = Failing()
     with pytest.raises(SampleError):
         list(Batches(dataset, 8))
-    assert repeatability.count_samples(dataset) == repeatability.COUNT
     dataset.fails = False
     with pytest.raises(DatasetError, match=PRIVATE):
         list(Batches(dataset, 8))
-    assert repeatability.count_samples(dataset) == repeatability.COUNT
-
-
-def test_datasets_without_weak_references_are_always_checked_in_full() -> None:
-    samples = [torch.ones(3)] * 8
-    list(Batches(samples, 8))
-    assert repeatability.count_samples(samples) == repeatability.COUNT
 
 
 def test_a_resumed_epoch_is_probed_where_it_begins() -> None:
@@ -364,10 +332,9 @@ def test_a_collate_fn_is_called_once_more_for_one_micro_batch(is_stream: bool) -
         calls.append(samples)
         return torch.tensor(samples) + torch.rand(())
 
-    for _ in range(2):
-        dataset: Any = iter(range(32)) if is_stream else list(range(32))
-        assert len(list(Batches(dataset, 8, microbatches=2, collate_fn=collate))) == 4
-    assert len(calls) == 1 + 2 * 8
+    dataset: Any = iter(range(32)) if is_stream else list(range(32))
+    assert len(list(Batches(dataset, 8, microbatches=2, collate_fn=collate))) == 4
+    assert len(calls) == 1 + 8
     assert calls[2] == calls[0]
 
 
@@ -436,8 +403,7 @@ def test_a_rank_with_other_samples_is_named(
     ranks = Said()
 
     def batches(dataset: Any, agree: Any) -> Batches:
-        # A copy, as all samples are compared in the first epoch of a dataset only.
-        result = Batches(copy.copy(dataset), 8, agree=agree, num_workers=num_workers, **given)
+        result = Batches(dataset, 8, agree=agree, num_workers=num_workers, **given)
         if start:
             result.load_state_dict({**result.state_dict(), "position": start})
         return result

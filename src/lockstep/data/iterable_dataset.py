@@ -26,9 +26,9 @@ from lockstep.data.map_dataset import (
     LoadedBatch,
     LoadFailure,
     collate_samples,
+    hidden_worker_info,
 )
 from lockstep.data.repeatability import collate_and_check, describe_sample, select_positions
-from lockstep.data.worker_info import hidden_worker_info
 from lockstep.kernel.errors import DatasetError
 from lockstep.kernel.seeds import key, seed_all
 from lockstep.kernel.splitting import ReplicaShare

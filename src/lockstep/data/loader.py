@@ -17,7 +17,6 @@ from time import perf_counter
 from typing import Any, cast
 
 import torch
-from torch.utils.data import default_collate
 
 from lockstep.data.consistency import (
     BatchIdentity,
@@ -29,9 +28,15 @@ from lockstep.data.consistency import (
 from lockstep.data.epoch_order import EpochOrder, hash_indices
 from lockstep.data.iterable_dataset import IterableSource
 from lockstep.data.loader_options import LoaderOptions, count_samples_of
-from lockstep.data.map_dataset import Item, LoadedBatch, LoadFailure, MapSource, TensorSource
+from lockstep.data.map_dataset import (
+    Item,
+    LoadedBatch,
+    LoadFailure,
+    MapSource,
+    TensorSource,
+    is_own,
+)
 from lockstep.data.microbatch import Batch, Microbatch
-from lockstep.data.repeatability import count_samples, note_checked, was_checked
 from lockstep.data.resumable_order import ResumableOrder
 from lockstep.data.samplers import SamplerStates
 from lockstep.data.workers import Items, load_in_process, load_in_workers, load_isolated
@@ -183,7 +188,7 @@ class Batches:
         """Compare the epoch with all ranks, and return its source from batch `start` on."""
         if self._options.is_iterable:
             self._compare_epoch(start, None)
-            return self._make_source(start)
+            return self._make_source(start, is_compared=True)
         epoch = self._planned = self._plan_epoch(start)
         # A batch of fewer than 2 M samples has a micro-batch of one sample.
         if (found := epoch.find_smaller(2 * self._share.microbatches, start)) is not None:
@@ -194,12 +199,17 @@ class Batches:
     def _make_source(self, start: int, *, is_compared: bool = False) -> Source:
         options, share = self._options, self._share
         keys, collate = (options.seed, self.epoch), options.collate_fn
-        is_own = collate is not None and collate is not default_collate
-        is_unchecked = is_own and not was_checked(collate)
         if options.is_iterable:
-            size = cast(int, options.batch_size)
+            size, checks_collate = cast(int, options.batch_size), is_compared and is_own(collate)
             return IterableSource(
-                options.dataset, size, share, keys, start, collate, options.drop_last, is_unchecked
+                options.dataset,
+                size,
+                share,
+                keys,
+                start,
+                collate,
+                options.drop_last,
+                checks_collate,
             )
         assert self._planned is not None
         first = start if is_compared else -1
@@ -207,10 +217,7 @@ class Batches:
             tensors = TensorSource.of(options.dataset, self._planned, share, first)
             if tensors is not None:
                 return tensors
-        checks = count_samples(options.dataset)
-        return MapSource(
-            options.dataset, self._planned, share, keys, collate, first, checks, is_unchecked
-        )
+        return MapSource(options.dataset, self._planned, share, keys, collate, first)
 
     @property
     def _pins_memory(self) -> bool:
@@ -260,8 +267,6 @@ class Batches:
             begun = perf_counter()
             descriptions = item.descriptions if isinstance(item, LoadedBatch) else ()
             require_same_samples(self._exchange_samples(descriptions))
-            if descriptions:
-                note_checked(self._options.dataset, self._options.collate_fn)
             self._comparing = perf_counter() - begun
             if item is not None:
                 yield item

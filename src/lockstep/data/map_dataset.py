@@ -13,26 +13,26 @@ of a worker's exception into the message.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data._utils import worker as torch_worker
 
 from lockstep.data.epoch_order import EpochOrder
 from lockstep.data.microbatch import clone_tensors
 from lockstep.data.repeatability import (
-    COUNT,
     check_samples,
     collate_and_check,
     describe_sample,
     select_positions,
 )
-from lockstep.data.worker_info import hidden_worker_info
 from lockstep.kernel.errors import DatasetError, LockstepError, SampleError
 from lockstep.kernel.seeds import key, seed_all
 from lockstep.kernel.splitting import ReplicaShare
@@ -44,6 +44,9 @@ __all__ = [
     "LoadedBatch",
     "MapSource",
     "TensorSource",
+    "collate_samples",
+    "hidden_worker_info",
+    "is_own",
 ]
 
 Collate = Callable[[list[Any]], Any]
@@ -94,6 +97,22 @@ class LoadedBatch(NamedTuple):
 Item = LoadedBatch | LoadFailure
 
 
+@contextlib.contextmanager
+def hidden_worker_info() -> Iterator[None]:
+    """Let `torch.utils.data.get_worker_info` return None in the body, as outside of workers."""
+    info = torch_worker._worker_info
+    torch_worker._worker_info = None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info
+
+
+def is_own(collate: Collate | None) -> bool:
+    """Return whether a function to collate samples is the user's, which is checked."""
+    return collate is not None and collate is not default_collate
+
+
 def collate_samples(
     samples: list[Any], names: Sequence[int], dataset: str, collate: Collate, place: Place
 ) -> Any:
@@ -137,8 +156,6 @@ class MapSource(Dataset[Item]):
     keys: tuple[int, int]  # seed, epoch
     collate: Collate | None = None
     first: int = -1  # the batch whose samples are checked
-    checks: int = COUNT  # the maximum number of samples to check
-    checks_collate: bool = False  # whether to check the collate function, too
 
     def __len__(self) -> int:
         """Return the number of global batches."""
@@ -155,7 +172,7 @@ class MapSource(Dataset[Item]):
         try:
             descriptions = self._check(span, loaded) if batch == self.first else ()
             collate = partial(self._microbatches, loaded=loaded)
-            if batch == self.first and self.checks_collate:
+            if batch == self.first and is_own(self.collate):
                 again = partial(self._microbatches, loaded={})
                 parts = collate_and_check(collate, again, pieces, self.collate)
             else:
@@ -168,7 +185,7 @@ class MapSource(Dataset[Item]):
 
     def _check(self, span: range, loaded: dict[int, Any]) -> tuple[str, ...]:
         """Check a few samples; put those that were loaded into `loaded`, by position."""
-        positions = select_positions(span, self.checks)
+        positions = select_positions(span)
         names = self.epoch.indices[positions].tolist()
         seeds = dict(zip(positions, self._seeds(positions, names), strict=True))
 

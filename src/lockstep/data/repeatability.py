@@ -1,7 +1,6 @@
 """The repeatability check: loads samples of an epoch's first batch twice, and compares them.
 
-A collate function of the user is checked in the same way, with one micro-batch, when it is first
-used.
+A collate function of the user is checked in the same way, with one micro-batch.
 
     each rank    sample i with seed key(seed, epoch, i) ──> content, states of private generators
                  sample i with the same seed            ──> must be equal, or the dataset uses
@@ -10,14 +9,12 @@ used.
 
 The check runs in the process that loads the samples, a worker if there are workers, because a
 dataset may open its files with the first sample. It uses samples of a single batch, because
-reading ahead may be expensive. The first epoch of a dataset in a process has COUNT samples checked,
-and each later one LATER_COUNT: the script may have changed the dataset meanwhile.
+reading ahead may be expensive. Every epoch is checked, because the script may have changed the
+dataset meanwhile.
 """
 
 from __future__ import annotations
 
-import contextlib
-import weakref
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
@@ -27,18 +24,11 @@ from lockstep.data.generators import generator_state, private_generators
 from lockstep.kernel.errors import DatasetError
 
 __all__ = [
-    "COUNT",
     "check_samples",
     "collate_and_check",
-    "count_samples",
     "describe_sample",
-    "note_checked",
     "select_positions",
-    "was_checked",
 ]
-
-COUNT, LATER_COUNT = 4, 1
-"""The maximum numbers of samples to check in the first epoch of a dataset, and in later ones."""
 
 BUDGET = 0.02
 """Seconds after which no further sample is checked."""
@@ -49,32 +39,11 @@ ADVICE = (
 )
 
 
-_checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""The datasets and collate functions that have been checked in this process, by id."""
-
-
-def count_samples(dataset: Any) -> int:
-    """Return the maximum number of samples to check in the next epoch of a dataset."""
-    return LATER_COUNT if was_checked(dataset) else COUNT
-
-
-def was_checked(owner: Any) -> bool:
-    """Return whether a dataset or a collate function has been checked in an earlier epoch."""
-    return _checked.get(id(owner)) is owner
-
-
-def note_checked(*owners: Any) -> None:
-    """Note what has been checked, in this process or in a worker."""
-    for owner in owners:
-        with contextlib.suppress(TypeError):  # lists, for instance, have no weak references
-            _checked[id(owner)] = owner
-
-
-def select_positions(positions: Sequence[int], count: int = COUNT) -> list[int]:
-    """Return up to `count` of the positions, at most COUNT, spread over the batch."""
+def select_positions(positions: Sequence[int]) -> list[int]:
+    """Return up to four of the positions, spread over the batch."""
     size = len(positions)
     parts = (0, size // 2, size // 4, 3 * size // 4)
-    return list(dict.fromkeys(positions[part] for part in parts[:count]))
+    return list(dict.fromkeys(positions[part] for part in parts))
 
 
 def check_samples(
