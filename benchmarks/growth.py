@@ -23,16 +23,16 @@ from lockstep.comm.collectives import ALL_GATHER_RANKS, FRAME, PAGE
 from lockstep.comm.message_tree import Packet, Send, run_along_tree
 from lockstep.kernel.buffers import BufferReport
 from lockstep.kernel.norm import compute_partial_sums, merge_partial_sums
+from lockstep.kernel.rank_status import RankStatus, StatusPlace, summarize
+from lockstep.kernel.step_context import MicrobatchResult
 from lockstep.launcher import rendezvous_check
 from lockstep.launcher.environment import RankInfo
 from lockstep.model.evaluation import EvaluationSums, MicrobatchScores
-from lockstep.model.rank_status import RankStatus, StatusPlace, summarize
+from lockstep.model.group_exchange import pack, unpack
 from lockstep.model.side_effects import StateMutationCheck
-from lockstep.model.step_context import MicrobatchResult
 from lockstep.record.rank_summary import Durations, RankTimes, RankUsage
 from lockstep.training.history import StepResult, describe_step
 from lockstep.training.hyperparameter_check import HyperparameterCheck
-from lockstep.training.status_exchange import pack, unpack
 from lockstep.training.step_usage import StepUsage
 
 LATENCY, BANDWIDTH = 50e-6, 125e6  # seconds per message, bytes per second

@@ -19,8 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from lockstep.model.step_context import Span
-from lockstep.model.step_hooks import take_part
+from lockstep.kernel.step_context import Span
+from lockstep.kernel.step_hooks import take_part
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
 from lockstep.training.history import History

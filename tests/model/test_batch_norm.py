@@ -12,8 +12,8 @@ from torch.utils.data import BatchSampler, TensorDataset
 import lockstep as ls
 from lockstep.data.microbatch import Batch
 from lockstep.kernel.errors import LockstepError, UsageError
+from lockstep.kernel.step_context import Attempt, StepContext
 from lockstep.model.batch_norm import BatchNormCheck
-from lockstep.model.step_context import Attempt, StepContext
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 

@@ -16,8 +16,8 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.comm import collectives
+from lockstep.kernel import rank_status
 from lockstep.kernel.errors import DisagreementError, LossError, RankError
-from lockstep.model import rank_status
 from lockstep.record import rank_summary
 from lockstep.record.reader import read_run
 

@@ -28,7 +28,6 @@ from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel.errors import RankError
 from lockstep.record.reader import read_run
-from lockstep.training import step as step_module
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -482,7 +481,7 @@ class Trap:
         Probe.trap = self
         writer = trainer._run._checkpoints.writer
         for owner, name, before, after in (
-            (step_module, "exchange_statuses", "exchange", ""),
+            (trainer._steps._optimizer_step, "exchange_statuses", "exchange", ""),
             (GradientReducer, "reduce", "reduction", ""),
             (trainer._optimization, "step", "update", "committed"),
             (writer, "_copy", "copying", ""),

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.model.rank_status import DETAILED_RANKS
-from lockstep.model.step_context import Attempt, Span, StepContext
-from lockstep.model.step_hooks import take_part
+from lockstep.kernel.rank_status import DETAILED_RANKS
+from lockstep.kernel.step_context import Attempt, Span, StepContext
+from lockstep.kernel.step_hooks import take_part
 from lockstep.pipeline.schedule_executor import ScheduleExecutor
 from lockstep.pipeline.schedules import Action, one_f_one_b
 from lockstep.pipeline.simulation import simulate_recording

@@ -14,10 +14,10 @@ from torch import nn
 
 from lockstep.check.layouts import Layout
 from lockstep.kernel.splitting import split_evenly
+from lockstep.kernel.step_hooks import StepResult
 from lockstep.model.blocks import find_block_names
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 from lockstep.model.fingerprinter import Fingerprinter
-from lockstep.model.step_hooks import StepResult
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.training.session import ObservedTrainer, SessionComplete
 

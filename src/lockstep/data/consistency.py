@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
+from lockstep.kernel.batch import BatchIdentity
 from lockstep.kernel.errors import DisagreementError
 
 __all__ = [
@@ -116,44 +117,6 @@ def _difference(data: bytes, common: bytes, other: int) -> str:
         if getattr(theirs, name) != getattr(ours, name):
             return text.format(theirs=getattr(theirs, name), ours=getattr(ours, name), other=other)
     raise AssertionError("two different summaries have no different field")
-
-
-@dataclass(frozen=True)
-class BatchIdentity:
-    """The identity of a batch, equal on all ranks that train on it.
-
-    Attributes:
-        epoch: The epoch of a batch from a loader.
-        position: The index of a batch from a loader within its epoch, from 0.
-        order: A digest of the epoch's order for a batch from a loader; "" for iterable datasets.
-        checksum: A hash of the content of a batch that was passed as a whole.
-        samples: A hash of the indices of the batch's samples, for the record; ranks compare
-            `order` instead.
-    """
-
-    epoch: int = -1
-    position: int = -1
-    order: str = ""
-    checksum: str = ""
-    samples: str = ""
-
-    def pack(self) -> str:
-        """Return the fields that ranks compare, as one line."""
-        return f"{self.epoch} {self.position} {self.order or '-'} {self.checksum or '-'}"
-
-    @classmethod
-    def unpack(cls, line: str) -> BatchIdentity:
-        """Return the identity from the result of `pack`, without `samples`."""
-        epoch, position, order, checksum = line.split(" ")
-        return cls(int(epoch), int(position), order.strip("-"), checksum.strip("-"))
-
-    def __str__(self) -> str:
-        """Return a description for error messages."""
-        if self.checksum:
-            return f"a batch with checksum {self.checksum}"
-        if self.position < 0:
-            return "a batch from a driver"
-        return f"batch {self.position} of epoch {self.epoch} from trainer.batches"
 
 
 def require_same_batch(everyone: Sequence[str], step: int) -> None:

@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from lockstep.data.consistency import BatchIdentity
-from lockstep.kernel.errors import DatasetError, UsageError
+from lockstep.kernel.batch import Batch, Microbatch
+from lockstep.kernel.errors import DatasetError
 from lockstep.kernel.splitting import ReplicaShare, count_microbatches, split_evenly
 
 __all__ = [
@@ -32,70 +31,6 @@ __all__ = [
 ]
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """One micro-batch: leaf `index` of the batch's tree, with `size` samples."""
-
-    index: int
-    size: int
-    data: Any
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One rank's part of a global batch.
-
-    Attributes:
-        size: The number of samples of the global batch.
-        leaves: The number of micro-batches of the global batch.
-        microbatches: The micro-batches of this rank's replica, in ascending order.
-        epoch: The epoch of the batch.
-        seconds: The time that this rank waited for the data, in seconds.
-        identity: The identity of the batch, equal on all ranks.
-        single_sample: A description of the first batch, from this one on, that has a micro-batch
-            of one sample; "" if there is none, or if this is not the first batch of an iteration.
-        indices: The indices of the global batch's samples in the dataset, int64; None for a batch
-            that does not come from a map-style dataset.
-        share: The share to which the micro-batches belong; None if unknown.
-        load: A function that loads the micro-batches of another share; None if the data cannot be
-            loaded again.
-    """
-
-    size: int
-    leaves: int
-    microbatches: tuple[Microbatch, ...]
-    epoch: int = 0
-    seconds: float = 0.0
-    identity: BatchIdentity = field(default_factory=BatchIdentity)
-    single_sample: str = ""
-    indices: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    share: ReplicaShare | None = field(default=None, compare=False, repr=False)
-    load: Callable[[ReplicaShare], tuple[Microbatch, ...]] | None = field(
-        default=None, compare=False, repr=False
-    )
-
-    def for_share(self, share: ReplicaShare) -> Batch:
-        """Return the batch with the micro-batches of a share; load them if this has others."""
-        if self.load is None or self.share == share:
-            return self
-        return replace(self, microbatches=self.load(share), share=share)
-
-    def sample_indices(self, microbatch: int) -> tuple[int, ...] | None:
-        """Return the indices of the samples of a micro-batch; None if they are unknown."""
-        if self.indices is None:
-            return None
-        span = split_evenly(self.size, self.leaves)[microbatch]
-        return tuple(self.indices[span.start : span.stop].tolist())
-
-    def __iter__(self) -> NoReturn:
-        """Raise UsageError: a batch cannot be unpacked like a batch of a DataLoader."""
-        raise UsageError(
-            "a batch is this rank's part in micro-batches and cannot be unpacked: pass it whole to "
-            "trainer.step(batch), or write `with trainer.manual_step() as step:` and `for inputs, "
-            "targets in step.microbatches(batch):` for a loop of your own"
-        )
 
 
 def split_batch(batch: Any, share: ReplicaShare, epoch: int = 0) -> Batch:

@@ -24,9 +24,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.data.microbatch import Batch
 from lockstep.kernel.errors import UsageError
+from lockstep.kernel.step_context import Position, StepContext, StepObserver
+from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.compilation import is_compiled
-from lockstep.model.step_context import Position, StepContext, StepObserver
-from lockstep.model.step_hooks import StepHook
 
 __all__ = [
     "BatchNormCheck",

@@ -12,14 +12,15 @@ import torch
 from torch import nn
 
 from lockstep.comm.collectives import all_reduce_messages
-from lockstep.comm.exact_sum import ExactSum, add_exactly
 from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import LossError, StoppedError, UsageError
+from lockstep.kernel.exact_sum import ExactSum, add_exactly
+from lockstep.kernel.loss_root import check_scalar
 from lockstep.kernel.loss_weights import is_sum
 from lockstep.kernel.rng_scopes import find_scopes
 from lockstep.model.collective_calls import CollectiveCallGuard
-from lockstep.model.forward import Metric, check_scalar, forward
+from lockstep.model.forward import Metric, forward
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.static_shapes import static_shapes

@@ -29,11 +29,11 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.checksum import checksum
 from lockstep.data.microbatch import Batch
 from lockstep.kernel.rng_scopes import is_in_backward
+from lockstep.kernel.step_context import Position, StepContext, StepObserver
 from lockstep.model.compilation import is_compiled_in_place
 from lockstep.model.deferred_init import named_tensors
 from lockstep.model.fingerprint import Checksums, StepFingerprint, TrainerFingerprint
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.step_context import Position, StepContext, StepObserver
 
 __all__ = ["Fingerprinter", "checksums", "hookable_modules"]
 

@@ -16,7 +16,6 @@ __all__ = [
     "Metric",
     "accuracy",
     "call_model",
-    "check_scalar",
     "compute_loss",
     "explain_batch_norm",
     "extract_loss",
@@ -128,20 +127,6 @@ def compute_loss(
                 "number, a mean over the samples"
             )
     return value, values
-
-
-def check_scalar(loss: object, place: str) -> None:
-    """Raise LossError unless a loss is a tensor with one number."""
-    if not isinstance(loss, torch.Tensor):
-        advice = ": pass the loss in it" if isinstance(loss, (tuple, list, Mapping)) else ""
-        if isinstance(loss, (float, int)):
-            advice = ": leave out .item() or float()"
-        raise LossError(f"{place}: the loss is a {type(loss).__name__}, not a tensor{advice}")
-    if loss.numel() != 1:
-        raise LossError(
-            f"{place}: the loss has shape {tuple(loss.shape)}; it must be a scalar, so leave "
-            'the loss at reduction="mean" or call .mean() on it'
-        )
 
 
 def call_model(model: nn.Module, data: Any, place: str) -> Any:

@@ -33,9 +33,9 @@ from lockstep.data.microbatch import Microbatch, halve_samples, join_samples, ma
 from lockstep.kernel.loss_weights import is_sum, loss_name
 from lockstep.kernel.seeds import isolated, state_of_others, state_of_torch
 from lockstep.kernel.splitting import split_evenly
+from lockstep.kernel.step_context import IGNORED_TARGETS, NOT_ADDITIVE, StepContext, StepObserver
+from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.forward import compute_loss, split_targets
-from lockstep.model.step_context import IGNORED_TARGETS, NOT_ADDITIVE, StepContext, StepObserver
-from lockstep.model.step_hooks import StepHook
 
 __all__ = ["LossCheck", "LossCheckHook"]
 

@@ -1,4 +1,9 @@
-"""The shares of the micro-batches of a batch in its loss, which all ranks compute alike."""
+"""The shares of the micro-batches of a batch in its loss.
+
+The shares follow rule 2 (`loss_weights.py`), and all ranks compute them alike. Weights that are
+whole numbers have exact sums in any order, so many ranks only add them. Other weights are added in
+the order of the micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from lockstep.comm.collectives import all_gather_bytes, all_reduce_messages, has_many_ranks
-from lockstep.data.microbatch import Batch, Microbatch
+from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.errors import LossError
 from lockstep.kernel.loss_weights import compute_shares, count_ignored_targets, is_sum
 from lockstep.kernel.splitting import split_evenly
-from lockstep.model.collective_calls import CollectiveCallGuard
-from lockstep.model.step_context import IGNORED_TARGETS, StepContext
+from lockstep.kernel.step_context import IGNORED_TARGETS, StepContext
 
 __all__ = ["start_batch"]
 
@@ -83,18 +86,17 @@ def _count_weights(
         or if the weights do not have a sum above 0.
     """
     parallel, label = step.parallel, step.label
-    if parallel.stages > 1 or not has_many_ranks(parallel.group):
+    if parallel.stages > 1 or not parallel.messages.are_many:
         return None
     is_whole = all(weight.is_integer() and 0 <= weight < LARGEST for weight in mine.values())
     counted = [leaf for leaf, weight in mine.items() if weight]
     whole = sum(map(int, mine.values())) if is_whole else 0
-    total, samples, are_whole = all_reduce_messages(
+    total, samples, are_whole = parallel.messages.reduce(
         [whole, sum(sizes[leaf] for leaf in counted), is_whole],
         lambda left, right: [left[0] + right[0], left[1] + right[1], left[2] and right[2]],
         lambda value: json.dumps(value).encode(),
         json.loads,
         f"weighing {label.about}",
-        parallel.group,
         label.remark,
     )
     if not are_whole or not 0 < total < LARGEST:
@@ -106,9 +108,7 @@ def _gather_weights(step: StepContext, mine: Mapping[int, float]) -> dict[int, f
     """Return the weights of all micro-batches, in leaf order, on every rank."""
     text = ",".join(f"{leaf}:{weight.hex()}" for leaf, weight in mine.items())
     label = step.label
-    messages = all_gather_bytes(
-        text.encode(), f"weighing {label.about}", step.parallel.group, label.remark
-    )
+    messages = step.parallel.messages.gather(text.encode(), f"weighing {label.about}", label.remark)
     pairs = [
         pair.split(":") for message in messages for pair in message.decode().split(",") if pair
     ]
@@ -116,11 +116,9 @@ def _gather_weights(step: StepContext, mine: Mapping[int, float]) -> dict[int, f
 
 
 def _weigh(step: StepContext, microbatch: Microbatch) -> float:
-    assert step.parallel.loss_weight is not None
     place = step.place(microbatch.index)
     try:
-        with CollectiveCallGuard(lambda: place):
-            return float(step.parallel.loss_weight(microbatch.data))
+        return step.parallel.weigh(microbatch, place)
     except Exception as error:
         raise LossError(
             f"{place}: the weight of the micro-batch could not be "

@@ -7,17 +7,15 @@ those of two runs. This module does not import torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from lockstep.kernel.step_context import Phase
 from lockstep.model.fingerprint import Checksums
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KeptTensors", "OperatorCall", "Phase"]
-
-Phase = Literal["data", "forward", "backward", "reduction", "optimizer"]
-"""A phase of a step; "reduction" is the summation of gradients and buffers, and clipping."""
+__all__ = ["KeptTensors", "OperatorCall"]
 
 
 @dataclass(frozen=True, slots=True)

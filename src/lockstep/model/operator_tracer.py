@@ -38,10 +38,10 @@ from lockstep.checksum import checksum
 from lockstep.data.microbatch import Batch
 from lockstep.kernel.rng_scopes import is_in_backward
 from lockstep.kernel.seeds import default_generator
+from lockstep.kernel.step_context import Phase, Position, StepContext, StepObserver
 from lockstep.model.call_site import CallSites
-from lockstep.model.operator_call import KeptTensors, OperatorCall, Phase
+from lockstep.model.operator_call import KeptTensors, OperatorCall
 from lockstep.model.operator_schema import describe_operator, format_value, tensors_in
-from lockstep.model.step_context import Position, StepContext, StepObserver
 
 __all__ = ["OperatorTracer", "record_graphs_as_operators"]
 

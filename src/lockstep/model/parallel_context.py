@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,21 +13,22 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.comm import backend
-from lockstep.data.consistency import BatchIdentity
 from lockstep.data.content_hash import hash_content
-from lockstep.data.microbatch import Batch, map_tensors, split_batch
+from lockstep.data.microbatch import map_tensors, split_batch
+from lockstep.kernel.batch import Batch, BatchIdentity, Microbatch
 from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.kernel.layout import Messages
 from lockstep.kernel.loss_scale import LossScale
 from lockstep.kernel.loss_weights import WeightFunction, infer_weight_function
 from lockstep.kernel.splitting import Hosts, ReplicaShare, on_one_host
+from lockstep.kernel.step_context import NOTHING
 from lockstep.launcher.world import World
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
-from lockstep.model.collective_calls import wrap_collective_calls
+from lockstep.model.buffer_exchange import GroupExchange
+from lockstep.model.collective_calls import CollectiveCallGuard, wrap_collective_calls
+from lockstep.model.group_exchange import GroupMessages
 
 __all__ = ["ParallelContext"]
-
-NOTHING = nullcontext()
-"""A context without an effect, which every micro-batch enters several times."""
 
 
 @dataclass(eq=False)
@@ -63,6 +63,7 @@ class ParallelContext:
     def __post_init__(self) -> None:
         """Keep what every step or micro-batch asks for."""
         self._device_type = self.device.type
+        self.messages: Messages = GroupMessages(self.group)
         self._share: ReplicaShare | None = None
 
     @classmethod
@@ -172,6 +173,16 @@ class ParallelContext:
     def loss_module(self) -> dict[str, nn.Module]:
         """Return the loss by its class name, if it is a module."""
         return {type(self.loss).__name__: self.loss} if isinstance(self.loss, nn.Module) else {}
+
+    def weigh(self, microbatch: Microbatch, place: str) -> float:
+        """Return the weight of a micro-batch in the loss; `place` is for messages."""
+        assert self.loss_weight is not None
+        with CollectiveCallGuard(lambda: place):
+            return float(self.loss_weight(microbatch.data))
+
+    def make_buffer_exchange(self) -> GroupExchange:
+        """Return the exchange of the ranks that hold the same buffers."""
+        return GroupExchange(self.peers)
 
     def place(self, step: int, microbatch: int) -> str:
         """Return the rank, the step and the micro-batch, for messages."""

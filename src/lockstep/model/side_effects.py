@@ -40,11 +40,11 @@ from lockstep.checksum import checksum
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.generators import generator_state, is_private_generator
 from lockstep.kernel.errors import DisagreementError, LockstepError, StateError
+from lockstep.kernel.rank_status import StatusSummary, merge_by_name
+from lockstep.kernel.step_context import StepContext, StepObserver
+from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.description import MACHINERY
 from lockstep.model.held_parameters import HeldParameters, explain_write
-from lockstep.model.rank_status import StatusSummary, merge_by_name
-from lockstep.model.step_context import StepContext, StepObserver
-from lockstep.model.step_hooks import StepHook
 
 __all__ = ["StateMutationCheck", "require_same_weights"]
 

@@ -18,9 +18,9 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lockstep.kernel.step_context import Position, StepContext
+from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.compilation import is_compiled
-from lockstep.model.step_context import Position, StepContext
-from lockstep.model.step_hooks import StepHook
 
 __all__ = ["TimeFirstWarning"]
 

@@ -17,13 +17,13 @@ from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data.microbatch import Batch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel.buffers import Buffers
+from lockstep.kernel.step_context import StepContext
 from lockstep.model.deferred_init import named_tensors, release
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import Metric
 from lockstep.model.held_parameters import HeldParameters
 from lockstep.model.side_effects import StateMutationCheck
 from lockstep.model.static_shapes import static_shapes
-from lockstep.model.step_context import StepContext
 from lockstep.pipeline.composition import Composition
 from lockstep.pipeline.evaluator import PipelineEvaluator
 from lockstep.pipeline.partition import Placement

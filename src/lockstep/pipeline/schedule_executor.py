@@ -16,11 +16,11 @@ import torch
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.kernel.errors import LayoutError, LostError, StoppedError
+from lockstep.kernel.loss_root import scale_loss
 from lockstep.kernel.seeds import isolated
+from lockstep.kernel.step_context import ComputedMicrobatch, Span, StepContext, StepFailure
 from lockstep.model.forward import Metric, compute_loss, extract_loss, split_targets
-from lockstep.model.loss_root import scale_loss
 from lockstep.model.loss_shares import start_batch
-from lockstep.model.step_context import ComputedMicrobatch, Span, StepContext, StepFailure
 from lockstep.pipeline.aliasing import ReceivedTensors
 from lockstep.pipeline.boundary import flatten, unflatten
 from lockstep.pipeline.composition import Composition
@@ -46,7 +46,7 @@ class ScheduleExecutor:
         composition: Composition | None,
     ) -> None:
         self.step, self.pipeline, self._composition = step, pipeline, composition
-        self._parallel, self._metrics = step.parallel, metrics
+        self._parallel, self._metrics = pipeline.parallel, metrics
         self._microbatches_here: list[Microbatch] = []
         self._missing: dict[int, list[int]] = {}
         self._current: tuple[Stage, int] | None = None
@@ -199,7 +199,7 @@ class ScheduleExecutor:
                 assert function is not None
                 targets = split_targets(data, where)[1]
                 loss, metrics = compute_loss(function, self._metrics, outputs, targets, where)
-            self.step.check_loss(loss, where)
+            self.step.record_loss(loss, where)
             share = self.step.shares[microbatch.index]
             computed = ComputedMicrobatch(microbatch, share, [loss.detach()], metrics)
             self.step.computed.append(computed)

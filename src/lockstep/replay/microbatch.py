@@ -33,11 +33,11 @@ from lockstep.data.microbatch import Batch
 from lockstep.files import create_file, make_folder
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import is_in_backward
+from lockstep.kernel.step_context import StepContext, StepObserver
 from lockstep.launcher.stacks import is_user_code
 from lockstep.messages import say
 from lockstep.model.deferred_init import named_tensors
 from lockstep.model.fingerprinter import hookable_modules
-from lockstep.model.step_context import StepContext, StepObserver
 from lockstep.replay.result import ReplayRequest
 from lockstep.training.session import SessionComplete
 

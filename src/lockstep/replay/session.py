@@ -16,11 +16,11 @@ from typing import Any
 from torch import nn
 
 from lockstep.check.session import choose_options
+from lockstep.kernel.step_context import StepContext
+from lockstep.kernel.step_hooks import StepResult
 from lockstep.launcher.rank_process import get_launch_number
 from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.model.operator_tracer import OperatorTracer, record_graphs_as_operators
-from lockstep.model.step_context import StepContext
-from lockstep.model.step_hooks import StepResult
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.replay.microbatch import LoneMicrobatch
 from lockstep.replay.program import Base

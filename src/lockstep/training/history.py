@@ -16,11 +16,11 @@ import orjson
 import torch
 
 from lockstep.kernel.errors import UsageError
+from lockstep.kernel.step_hooks import CommittedStep, StepHook, StepResult
 from lockstep.launcher.run_folder import command_words
 from lockstep.launcher.world import World
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.step_hooks import CommittedStep, StepHook, StepResult
 from lockstep.record.environment import describe_environment
 from lockstep.record.loggers import Logger
 from lockstep.record.program import describe_program

@@ -26,6 +26,9 @@ from torch.optim import Optimizer
 
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.kernel.errors import DisagreementError
+from lockstep.kernel.rank_status import StatusSummary
+from lockstep.kernel.step_context import StepContext
+from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.description import (
     PLAIN,
     describe_options,
@@ -33,9 +36,6 @@ from lockstep.model.description import (
     find_difference,
     iterate_attributes,
 )
-from lockstep.model.rank_status import StatusSummary
-from lockstep.model.step_context import StepContext
-from lockstep.model.step_hooks import StepHook
 
 __all__ = ["HyperparameterCheck"]
 

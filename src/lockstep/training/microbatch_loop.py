@@ -17,7 +17,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -27,15 +26,15 @@ from lockstep.data.microbatch import Microbatch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
+from lockstep.kernel.loss_root import LossRoot
 from lockstep.kernel.rng_scopes import RngScopes
+from lockstep.kernel.step_context import NOTHING, ComputedMicrobatch, StepContext, StepFailure
+from lockstep.kernel.step_hooks import StepResult
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.autograd_engine import run_backward
 from lockstep.model.forward import explain_batch_norm
-from lockstep.model.loss_root import LossRoot
 from lockstep.model.loss_shares import start_batch
-from lockstep.model.parallel_context import NOTHING
-from lockstep.model.step_context import ComputedMicrobatch, StepContext, StepFailure
-from lockstep.model.step_hooks import StepResult
+from lockstep.model.parallel_context import ParallelContext
 
 __all__ = ["ManualStep", "MicrobatchLoop"]
 
@@ -46,12 +45,13 @@ class MicrobatchLoop:
     def __init__(
         self,
         step: StepContext,
+        parallel: ParallelContext,
         units: RngScopes,
         buffers: Buffers,
         gradients: GradientReducer,
         checkpointing: ActivationCheckpointing,
     ) -> None:
-        self.step = step
+        self.step, self._parallel = step, parallel
         self.result: StepResult | None = None
         self.buffers, self.gradients = buffers, gradients
         self._units, self._checkpointing = units, checkpointing
@@ -91,9 +91,9 @@ class MicrobatchLoop:
         return self._iteration
 
     def _microbatches(self, batch: Any) -> Iterator[Any]:
-        step, parallel = self.step, self.step.parallel
+        step, parallel = self.step, self._parallel
         batch = start_batch(step, batch)
-        compare = partial(step.label.require_same, parallel.group)
+        compare = step.require_same_batch
         self.gradients.begin(batch.leaves, parallel.hosts, compare)
         for microbatch in batch.microbatches:
             leaf = microbatch.index
@@ -135,13 +135,13 @@ class MicrobatchLoop:
             raise UsageError(
                 "call step.backward(loss) inside the loop over step.microbatches(batch)"
             )
-        self.step.check_loss(loss, self.place)
+        self.step.record_loss(loss, self.place)
         for observer in self.step.observers:
             observer.record_graph(loss, (self.step.number, self._current.microbatch.index))
         self._current.losses.append(loss.detach())
         if metrics:
             self._current.metrics.update(metrics)
-        with self.step.parallel.without_autocast():
+        with self._parallel.without_autocast():
             root, gradient = self._roots.find(loss, self._current.share)
             watched = self._watch_backward(root) if final else NOTHING
             with watched, self._checkpointing.explain_errors():

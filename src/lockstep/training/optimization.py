@@ -16,9 +16,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from lockstep.checksum import name_optimizer_tensors
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.kernel.step_context import StepContext
+from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.description import Description, describe_object, describe_optimizer
-from lockstep.model.step_context import StepContext
-from lockstep.model.step_hooks import StepHook
 from lockstep.training.combined_optimizer import CombinedOptimizer
 from lockstep.training.learning_rate_schedule import LearningRateSchedule
 from lockstep.training.optimizer_config import OptimizerConfig, make_optimizers

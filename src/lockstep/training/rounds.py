@@ -21,13 +21,13 @@ from lockstep.comm.collectives import broadcast_bytes, send_tensors
 from lockstep.comm.native_all_reduce import native_backend
 from lockstep.data.loader import Batches
 from lockstep.elastic.membership import Membership, Round
+from lockstep.kernel.step_context import Attempt
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.step_context import Attempt
+from lockstep.training.executor import TrainerExecutor
 from lockstep.training.history import History
 from lockstep.training.optimization import Optimization
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.state import Position
-from lockstep.training.step import Executor
 from lockstep.training.whole_model import WholeModelExecutor
 
 __all__ = ["RoundEntry"]
@@ -51,7 +51,7 @@ class RoundEntry:
         self,
         member: Membership,
         parallel: ParallelContext,
-        executor: Executor,
+        executor: TrainerExecutor,
         optimization: Optimization,
         position: Position,
         history: History,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.elastic.membership import Membership
-from lockstep.model.step_context import StepContext
-from lockstep.model.step_hooks import CommittedStep, StepHook
+from lockstep.kernel.step_context import StepContext
+from lockstep.kernel.step_hooks import CommittedStep, StepHook
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.run_checkpoints import RunCheckpoints
 

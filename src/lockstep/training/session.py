@@ -18,9 +18,9 @@ from typing import Any, Protocol, TypeVar
 
 from torch import nn
 
+from lockstep.kernel.step_context import Position, StepContext
+from lockstep.kernel.step_hooks import CommittedStep, StepHook, StepResult
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.step_context import Position, StepContext
-from lockstep.model.step_hooks import CommittedStep, StepHook, StepResult
 from lockstep.pipeline.partitioner import PipelineConfig
 
 __all__ = [

@@ -38,9 +38,9 @@ from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.shards import PIECE, Piece, Shards
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.norm import in_memory_order
+from lockstep.kernel.step_context import StepContext
+from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.held_parameters import HeldParameters
-from lockstep.model.step_context import StepContext
-from lockstep.model.step_hooks import StepHook
 from lockstep.training.optimizer_probe import without_hooks
 from lockstep.training.shared_parameters import SharedParameters, allocate
 from lockstep.training.step_log import StepLog, count_saved_bytes, pass_point
@@ -118,6 +118,15 @@ class ShardedOptimizer:
         self._extend()
 
     # --- a step --------------------------------------------------------------------------------
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the last step was committed."""
+        return self.log.is_committed
+
+    @is_committed.setter
+    def is_committed(self, value: bool) -> None:
+        self.log.is_committed = value
 
     def local_gradients(self) -> list[torch.Tensor]:
         """Return this rank's slices of the gradients: whole blocks, except at a tensor's end."""

@@ -13,16 +13,16 @@ from lockstep.checkpoint.schema import is_alike
 from lockstep.checksum import digest
 from lockstep.data.samplers import SamplerStates
 from lockstep.kernel.errors import FileError, UsageError
+from lockstep.kernel.step_context import Attempt
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.step_context import Attempt
 from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_state
 from lockstep.pipeline.partition import Placement
+from lockstep.training.executor import TrainerExecutor
 from lockstep.training.history import History
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.learning_rate_schedule import SCHEDULED
 from lockstep.training.module_settings import ModuleSettings
 from lockstep.training.optimization import Optimization
-from lockstep.training.step import Executor
 
 __all__ = ["Position", "TrainingState"]
 
@@ -61,7 +61,7 @@ class TrainingState:
         module: nn.Module,
         optimization: Optimization,
         parallel: ParallelContext,
-        executor: Executor,
+        executor: TrainerExecutor,
         history: History,
         position: Position,
         hyperparameters: HyperparameterCheck,

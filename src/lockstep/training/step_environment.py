@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.kernel.step_context import Position, StepContext
+from lockstep.kernel.step_hooks import StepHook
 from lockstep.launcher.device_choice import require_deterministic
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.static_shapes import static_shapes
-from lockstep.model.step_context import Position, StepContext
-from lockstep.model.step_hooks import StepHook
 
 __all__ = ["CollectiveCallCheck", "KernelSettings"]
 

@@ -17,18 +17,19 @@ from torch import nn
 
 from lockstep.elastic.membership import Membership
 from lockstep.kernel.errors import GradientError, LossError, UsageError
+from lockstep.kernel.step import OptimizerStep, PreparedStep
+from lockstep.kernel.step_context import Attempt, StepContext
+from lockstep.kernel.step_hooks import CommittedStep
 from lockstep.launcher.failure_attribution import is_lost_peer
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.step_context import Attempt, StepContext
-from lockstep.model.step_hooks import CommittedStep
+from lockstep.training.executor import TrainerExecutor
 from lockstep.training.history import History
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.microbatch_loop import ManualStep, MicrobatchLoop
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.run_record import RunRecord
 from lockstep.training.state import TrainingState
-from lockstep.training.step import OptimizerStep, PreparedStep
 from lockstep.training.weights_file import save_last_good
 
 __all__ = ["StepOperation"]
@@ -42,6 +43,7 @@ class StepOperation:
 
     Args:
         optimizer_step: The phases of a step.
+        executor: The executor of the steps.
         model: The model, or its compiled wrapper.
         parallel: The layout.
         state: The state, with the position, and the weights that are saved if training fails.
@@ -55,6 +57,7 @@ class StepOperation:
     def __init__(
         self,
         optimizer_step: OptimizerStep,
+        executor: TrainerExecutor,
         model: nn.Module,
         parallel: ParallelContext,
         state: TrainingState,
@@ -65,6 +68,7 @@ class StepOperation:
         member: Membership | None,
     ) -> None:
         self._optimizer_step, self._parallel, self._state = optimizer_step, parallel, state
+        self._executor = executor
         self._settings, self._run, self._record = settings, run, record
         self._history, self._member = history, member
         self._position = state.position
@@ -89,11 +93,10 @@ class StepOperation:
 
     def _partition(self, step: StepContext, batch: Any) -> Any:
         """Partition the model with the first batch if that needs data, as with stages."""
-        executor = self._optimizer_step.executor
-        if executor.is_ready:
+        if self._executor.is_ready:
             return batch
         with CollectiveCallGuard(lambda: step.where), self._settings.evaluation():
-            return executor.prepare(batch)
+            return self._executor.prepare(batch)
 
     def open_manual(self) -> ManualStep:
         """Return the context of a step whose micro-batches the script computes."""

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.model.rank_status import DETAILED_RANKS
-from lockstep.model.step_context import Span, StepContext
-from lockstep.model.step_hooks import CommittedStep, StepHook
+from lockstep.kernel.rank_status import DETAILED_RANKS
+from lockstep.kernel.step_context import Span, StepContext
+from lockstep.kernel.step_hooks import CommittedStep, StepHook
 from lockstep.training.history import History
 
 __all__ = ["StepTrace", "make_span_row", "make_timeline_rows"]

@@ -8,8 +8,8 @@ import sys
 import time
 from typing import Any
 
-from lockstep.model.step_context import StepContext
-from lockstep.model.step_hooks import StepHook
+from lockstep.kernel.step_context import StepContext
+from lockstep.kernel.step_hooks import StepHook
 from lockstep.record.rank_summary import Durations, RankTimes, RankUsage
 
 __all__ = ["StepUsage"]

@@ -21,24 +21,29 @@ from lockstep.checkpoint.schedule import CheckpointConfig
 from lockstep.checkpoint.stop_request import stopping
 from lockstep.comm.clock_offset import clock_offset
 from lockstep.comm.collectives import broadcast_bytes
+from lockstep.comm.native_module import compute_norms
 from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Batches, GatherFn
 from lockstep.data.samplers import keep_sampler
 from lockstep.elastic.membership import Membership, exchange, membership, run_transaction
 from lockstep.kernel.loss_weights import WeightFunction
+from lockstep.kernel.rank_status import StatusSummary
+from lockstep.kernel.step import OptimizerStep
+from lockstep.kernel.step_context import StepLabel
+from lockstep.kernel.step_hooks import StepHook
 from lockstep.launcher.world import world
 from lockstep.messages import say
 from lockstep.model.batch_norm import BatchNormCheck
 from lockstep.model.deferred_init import BlockLike
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import Metric
+from lockstep.model.group_exchange import exchange_statuses
 from lockstep.model.loss_check import LossCheckHook
-from lockstep.model.step_context import begin_attempts
-from lockstep.model.step_hooks import StepHook
 from lockstep.model.time_first import TimeFirstWarning
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.record.loggers import Logger
 from lockstep.record.progress import ScriptProgress
+from lockstep.training.attempts import begin_attempts
 from lockstep.training.call_hints import explain_calls
 from lockstep.training.epoch import Epoch
 from lockstep.training.history import Callback, History, describe_run
@@ -61,7 +66,6 @@ from lockstep.training.session import (
 )
 from lockstep.training.sharded_optimizer import SharedStateCheck
 from lockstep.training.state import Position, TrainingState
-from lockstep.training.step import OptimizerStep
 from lockstep.training.step_environment import CollectiveCallCheck, KernelSettings
 from lockstep.training.step_operation import StepOperation
 from lockstep.training.step_trace import StepTrace
@@ -234,12 +238,15 @@ class Trainer:
             self.parallel,
             self._executor,
             self._optimization,
+            self._exchange_statuses,
             [*hooks, CollectiveCallCheck(self._executor.position)],
             max_grad_norm,
             is_repeatable=is_sharded or member is not None,
+            measure=compute_norms,
         )
         self._steps = StepOperation(
             optimizer_step,
+            self._executor,
             self.model,
             self.parallel,
             self._state,
@@ -293,6 +300,15 @@ class Trainer:
         if member is not None:
             hooks.append(JoinRequests(member, self._run))
         return [*hooks, self.history]
+
+    def _exchange_statuses(
+        self,
+        summary: StatusSummary,
+        hooks: Mapping[str, StepHook],
+        label: StepLabel,
+        gradients: bytes,
+    ) -> tuple[StatusSummary, Sequence[bytes]]:
+        return exchange_statuses(summary, hooks, label, self.parallel.messages, gradients)
 
     def _find_observer(
         self,

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.kernel.errors import FileError, UsageError
+from lockstep.kernel.step_hooks import StepResult
 from lockstep.messages import say
 from lockstep.model.fingerprint_file import (
     FingerprintFile,
@@ -30,7 +31,6 @@ from lockstep.model.fingerprint_file import (
     encode_fingerprint,
 )
 from lockstep.model.fingerprinter import Fingerprinter
-from lockstep.model.step_hooks import StepResult
 from lockstep.training.history import History
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.session import ObservedTrainer

@@ -12,13 +12,13 @@ from lockstep.data.microbatch import Batch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.rng_scopes import find_scopes
+from lockstep.kernel.step_context import StepContext
 from lockstep.model.evaluation import Evaluation, evaluate
 from lockstep.model.forward import Metric, forward
 from lockstep.model.held_parameters import HeldParameters
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.side_effects import StateMutationCheck
-from lockstep.model.step_context import StepContext
 from lockstep.pipeline.partition import Placement
 from lockstep.training.microbatch_loop import MicrobatchLoop
 
@@ -84,6 +84,7 @@ class WholeModelExecutor:
         buffers = Buffers(self._parallel.modules_with(self._module))
         loop = MicrobatchLoop(
             step,
+            self._parallel,
             self._units,
             buffers,
             self._gradients,

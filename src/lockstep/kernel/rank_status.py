@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from operator import add
 from typing import Any, NamedTuple, Protocol
 
-from lockstep.comm.exact_sum import ExactSum, add_exactly
 from lockstep.kernel.buffers import BufferReport, merge_reports
+from lockstep.kernel.exact_sum import ExactSum, add_exactly
+from lockstep.kernel.step_context import IGNORED_TARGETS, NOT_ADDITIVE, MicrobatchResult
 from lockstep.kernel.tree import TreeAccumulator
-from lockstep.model.step_context import IGNORED_TARGETS, NOT_ADDITIVE, MicrobatchResult
 
 __all__ = [
     "DETAILED_RANKS",

@@ -20,8 +20,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from lockstep.model.rank_status import StatusSummary
-from lockstep.model.step_context import StepContext
+from lockstep.kernel.rank_status import StatusSummary
+from lockstep.kernel.step_context import StepContext
 
 __all__ = ["CommittedStep", "StepHook", "StepResult", "take_part"]
 

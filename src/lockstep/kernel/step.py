@@ -14,7 +14,7 @@ If float16 gradients overflowed, (7) and (8) do not update anything. An exceptio
 parameters, buffers and optimizer state as they were, unless the ranks have committed the step
 in (7): then either the step is finished and a rank was lost, or the optimizer raised in the middle.
 In an elastic run (1) to (7) are undone and repeated if a rank is lost, unless all ranks have
-passed (7). What is not part of every step is a hook (`lockstep.model.step_hooks`).
+passed (7). What is not part of every step is a hook (`lockstep.kernel.step_hooks`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,15 @@ import json
 import math
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from lockstep.comm.collectives import all_gather_bytes, all_reduce_messages
-from lockstep.comm.native_module import compute_norms
-from lockstep.data.microbatch import Batch
-from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel import norm as gradient_norm
-from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import (
     BufferMismatchError,
     GradientError,
@@ -45,63 +40,23 @@ from lockstep.kernel.errors import (
     StoppedError,
     UsageError,
 )
+from lockstep.kernel.layout import Layout
+from lockstep.kernel.parts import Executor, Update
+from lockstep.kernel.rank_status import RankStatus, StatusPlace, StatusSummary, summarize
 from lockstep.kernel.splitting import assign_nodes
-from lockstep.model.buffer_exchange import GroupExchange
-from lockstep.model.evaluation import Evaluation
-from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.rank_status import RankStatus, StatusPlace, StatusSummary, summarize
-from lockstep.model.step_context import StepContext
-from lockstep.model.step_hooks import CommittedStep, StepHook, StepResult, take_part
-from lockstep.pipeline.partition import Placement
-from lockstep.training.optimization import Optimization
-from lockstep.training.status_exchange import exchange_statuses
+from lockstep.kernel.step_context import StepContext, StepLabel
+from lockstep.kernel.step_hooks import CommittedStep, StepHook, StepResult, take_part
 
-__all__ = ["Executor", "OptimizerStep", "PreparedStep"]
+__all__ = ["OptimizerStep", "PreparedStep"]
 
 
-class Executor(Protocol):
-    """The interface of executors, which compute micro-batches: on a whole model, or in stages."""
+StatusExchange = Callable[
+    [StatusSummary, Mapping[str, StepHook], StepLabel, bytes], tuple[StatusSummary, Sequence[bytes]]
+]
+"""A function of this rank's summary, the hooks that have values in it, and packed gradients.
 
-    @property
-    def parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters that this rank updates."""
-
-    @property
-    def owned_parameters(self) -> Sequence[nn.Parameter]:
-        """The parameters that this rank counts in the norm of the gradient."""
-
-    @property
-    def placement(self) -> Placement | None:
-        """The placement of tensors on stages; None while this rank has all of them."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether steps can be computed: false until the model is partitioned into stages."""
-
-    def prepare(self, batch: Any) -> Any:
-        """Prepare for the first step; return the part of the batch that this rank needs."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every micro-batch of the current step has been computed."""
-
-    def open(self, step: StepContext) -> AbstractContextManager[Any]:
-        """Return the context in which a step is computed; it yields the object for manual loops."""
-
-    def compute(self, batch: Any) -> None:
-        """Compute this rank's part of a batch, inside the context of `open`."""
-
-    def parts(self) -> Sequence[tuple[GradientReducer, Buffers]]:
-        """Return the gradients and buffers of each part of the model on this rank."""
-
-    def broadcast_tied_gradients(self, attempt: int) -> None:
-        """Send the gradient sums of tied parameters to all stages that have them."""
-
-    def reset(self) -> None:
-        """Prepare for another attempt after a failed one."""
-
-    def evaluate(self, model: nn.Module | None, batches: Iterable[Batch]) -> Evaluation:
-        """Return the evaluation of the model, or of a copy of it with other weights."""
+It returns the summary of all ranks, and messages that contain the gradients of all ranks.
+"""
 
 
 class PreparedStep(NamedTuple):
@@ -126,17 +81,21 @@ class OptimizerStep:
         parallel: The layout, the loss and the arithmetic.
         executor: The executor, which computes the micro-batches.
         optimization: The optimizer, the scheduler and the average of the weights.
+        exchange_statuses: The exchange of (2).
         hooks: What else takes part in a step, in this order.
         max_grad_norm: The largest 2-norm of the whole gradient; None: no limit.
         is_repeatable: Whether a step can be undone after its buffers are merged.
+        measure: A faster way to compute the norms of gradients; see `compute_squares`.
     """
 
-    parallel: ParallelContext
+    parallel: Layout
     executor: Executor
-    optimization: Optimization
+    optimization: Update
+    exchange_statuses: StatusExchange
     hooks: Sequence[StepHook] = ()
     max_grad_norm: float | None = None
     is_repeatable: bool = False
+    measure: Callable[[Sequence[torch.Tensor]], list[float] | None] | None = None
     _active: list[StepHook] = field(default_factory=list)  # the hooks of the current step
     _kept_buffers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
@@ -193,7 +152,7 @@ class OptimizerStep:
                 self._update_shared(prepared)
             return prepared
         except BaseException as error:
-            if sharded is None or not sharded.log.is_committed:
+            if sharded is None or not sharded.is_committed:
                 self._restore_buffers()
             if isinstance(error, Exception):
                 self.executor.reset()
@@ -300,7 +259,8 @@ class OptimizerStep:
         place = StatusPlace(
             parallel.rank, ranks, parallel.replica, parallel.position, step.batch.leaves
         )
-        summary, messages = summarize(status, place), list[bytes]()
+        summary = summarize(status, place)
+        messages: Sequence[bytes] = ()
         step.times.arrived = time.perf_counter()
         if ranks > 1:
             gradients = b""
@@ -308,9 +268,7 @@ class OptimizerStep:
             if parallel.stages == 1 and not step.is_stopped:
                 gradients = b"".join(part.pack() for part, _ in self.executor.parts())
             hooks = {hook.name: hook for hook in self._active if hook.name in status.hooks}
-            summary, messages = exchange_statuses(
-                summary, hooks, step.label, parallel.group, gradients
-            )
+            summary, messages = self.exchange_statuses(summary, hooks, step.label, gradients)
         step.times.exchanged = time.perf_counter()
         step.attempt.is_agreed = True
         return summary, messages
@@ -320,7 +278,7 @@ class OptimizerStep:
     def _check(self, step: StepContext, summary: StatusSummary) -> None:
         """Raise, on every rank, the error that prevents the step, if there is one."""
         if summary.batch is None:
-            step.label.require_same(self.parallel.group)
+            step.require_same_batch()
         error = None if step.failure is None else step.failure.error
         if error is not None and not isinstance(error, StoppedError) and not step.refusal:
             raise error
@@ -358,7 +316,7 @@ class OptimizerStep:
         messages = [mine]
         if summary.ranks > 1:
             about = f"comparing buffers {step.label.about}"
-            messages = all_gather_bytes(mine, about, self.parallel.group)
+            messages = self.parallel.messages.gather(mine, about)
         _, reason = max(tuple(json.loads(message)) for message in messages)
         raise BufferMismatchError(f"step {step.number}: {reason}")
 
@@ -407,16 +365,15 @@ class OptimizerStep:
         elif owners is not self.executor.parameters:  # stages
             counted = _stored_gradients(owners)
         elif sum([gradient.numel() for gradient in present]) < gradient_norm.SHARED_ELEMENTS:
-            squares = gradient_norm.compute_squares(present, measure=compute_norms)
+            squares = gradient_norm.compute_squares(present, measure=self.measure)
             return gradient_norm.compute_norm(squares)
-        squares = gradient_norm.compute_squares(counted, replica, replicas, compute_norms)
-        sums = all_reduce_messages(
+        squares = gradient_norm.compute_squares(counted, replica, replicas, self.measure)
+        sums = self.parallel.messages.reduce(
             gradient_norm.compute_partial_sums(squares),
             gradient_norm.merge_partial_sums,
             lambda values: array("d", values).tobytes(),
             lambda message: array("d", message).tolist(),
             f"at the norm of the gradient {step.label.about}",
-            self.parallel.group,
         )
         return gradient_norm.compute_norm(sums)
 
@@ -425,7 +382,7 @@ class OptimizerStep:
     def _merge_buffers(self, summary: StatusSummary) -> None:
         nodes = assign_nodes(summary.leaves, self.parallel.hosts)
         reports = summary.buffers[str(self.parallel.position)]
-        exchange = GroupExchange(self.parallel.peers) if len(nodes) > 1 else None
+        exchange = self.parallel.make_buffer_exchange() if len(nodes) > 1 else None
         for (_, buffers), report in zip(self.executor.parts(), reports, strict=True):
             if report.hashes:  # none without buffers, or if nothing was computed
                 buffers.merge(report, nodes, summary.leaves, exchange)
@@ -452,7 +409,7 @@ class OptimizerStep:
     def _keep_buffers(self) -> None:
         """Copy the buffers, if a step can still be undone after they are merged."""
         if self.optimization.sharded is not None:
-            self.optimization.sharded.log.is_committed = False
+            self.optimization.sharded.is_committed = False
         if self.is_repeatable:
             self._kept_buffers = [
                 (tensor, tensor.clone())

@@ -18,29 +18,26 @@ step number. Every exchange of a step therefore compares the number of the attem
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from lockstep.comm.collectives import all_reduce_messages, gather_unless_equal
-from lockstep.data.consistency import require_same_batch
-from lockstep.data.microbatch import Batch, Microbatch
-from lockstep.kernel.errors import LossError
-from lockstep.model.forward import check_scalar
-from lockstep.model.operator_call import Phase
-from lockstep.model.parallel_context import NOTHING, ParallelContext
+from lockstep.kernel.batch import Batch, Microbatch
+from lockstep.kernel.layout import Layout
+from lockstep.kernel.loss_root import check_requires_grad, check_scalar
 
 __all__ = [
     "IGNORED_TARGETS",
+    "NOTHING",
     "NOT_ADDITIVE",
     "Attempt",
     "ComputedMicrobatch",
     "MicrobatchResult",
+    "Phase",
     "Position",
     "Span",
     "StepContext",
@@ -48,9 +45,14 @@ __all__ = [
     "StepLabel",
     "StepObserver",
     "StepTimes",
-    "begin_attempts",
 ]
 
+
+NOTHING = nullcontext()
+"""A context without an effect, which every micro-batch enters several times."""
+
+Phase = Literal["data", "forward", "backward", "reduction", "optimizer"]
+"""A phase of a step; "reduction" is the summation of gradients and buffers, and clipping."""
 
 Position = Callable[[], tuple[int, int] | None]
 """A function that returns the (micro-batch, stage) being computed; None between them."""
@@ -99,22 +101,6 @@ class Attempt:
         return f"in step {self.step} of trainer {self.trainer} (attempt {self.number})"
 
 
-_trainers = 0  # made so far, by this rank or by others of its worlds
-
-
-def begin_attempts(group: dist.ProcessGroup | None) -> Attempt:
-    """Number a trainer, and return the attempt before its first one; a collective call.
-
-    The number of the trainer is the same on every rank.
-    """
-    global _trainers
-    number = all_reduce_messages(
-        _trainers, max, lambda value: str(value).encode(), int, "making a trainer", group
-    )
-    _trainers = number + 1
-    return Attempt(number, step=0, number=-1)
-
-
 @dataclass(frozen=True)
 class StepLabel:
     """The label of a step, which must be the same on all ranks that take the step.
@@ -130,16 +116,6 @@ class StepLabel:
     about: str
     batch: str
     remark: str
-
-    def require_same(self, group: dist.ProcessGroup | None) -> None:
-        """Compare the labels of all ranks.
-
-        Raises:
-            DisagreementError: The labels differ. Raised on every rank.
-        """
-        labels = gather_unless_equal(self.batch.encode(), self.about, group, self.remark)
-        if labels:
-            require_same_batch([each.decode() for each in labels], self.step)
 
 
 class MicrobatchResult(NamedTuple):
@@ -325,7 +301,7 @@ class StepContext:
     """
 
     attempt: Attempt
-    parallel: ParallelContext
+    parallel: Layout
     observers: list[StepObserver] = field(default_factory=list)
     batch: Batch | None = None
     shares: Mapping[int, float] = field(default_factory=dict)
@@ -404,14 +380,16 @@ class StepContext:
                 loss = observer.watch_loss(loss, microbatch, data)
         return loss
 
-    def check_loss(self, loss: torch.Tensor, place: str) -> None:
-        """Raise LossError unless `loss` is a scalar that backward can start from."""
+    def record_loss(self, loss: torch.Tensor, place: str) -> None:
+        """Show a loss to the observers; raise LossError unless backward can start from it."""
         check_scalar(loss, place)
         for observer in self.observers:
             observer.record_loss(loss)
-        if not loss.requires_grad:
-            raise LossError(
-                f"{place}: the loss depends on no trainable parameter; either all parameters are "
-                "frozen, or the loss was computed under torch.no_grad() or detached by .detach(), "
-                ".item() or .data"
-            )
+        check_requires_grad(loss, place)
+
+    def require_same_batch(self) -> None:
+        """Raise DisagreementError, on every rank, if ranks have different batches."""
+        label = self.label
+        self.parallel.messages.require_same_batch(
+            label.batch, label.about, label.step, label.remark
+        )

@@ -6,7 +6,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.exact_sum import ExactSum, add_exactly
+from lockstep.kernel.exact_sum import ExactSum, add_exactly
 
 MODERATE = st.floats(-1e300, 1e300)
 FINITE = st.floats(allow_nan=False, allow_infinity=False)

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
+from lockstep.kernel.errors import LossError
 from lockstep.kernel.loss_scale import LossScale
 
-__all__ = ["LossRoot", "scale_loss"]
+__all__ = ["LossRoot", "check_requires_grad", "check_scalar", "scale_loss"]
+
+
+def check_scalar(loss: object, place: str) -> None:
+    """Raise LossError unless a loss is a tensor with one number."""
+    if not isinstance(loss, torch.Tensor):
+        advice = ": pass the loss in it" if isinstance(loss, (tuple, list, Mapping)) else ""
+        if isinstance(loss, (float, int)):
+            advice = ": leave out .item() or float()"
+        raise LossError(f"{place}: the loss is a {type(loss).__name__}, not a tensor{advice}")
+    if loss.numel() != 1:
+        raise LossError(
+            f"{place}: the loss has shape {tuple(loss.shape)}; it must be a scalar, so leave "
+            'the loss at reduction="mean" or call .mean() on it'
+        )
+
+
+def check_requires_grad(loss: torch.Tensor, place: str) -> None:
+    """Raise LossError unless backward can start from a loss."""
+    if not loss.requires_grad:
+        raise LossError(
+            f"{place}: the loss depends on no trainable parameter; either all parameters are "
+            "frozen, or the loss was computed under torch.no_grad() or detached by .detach(), "
+            ".item() or .data"
+        )
 
 
 def scale_loss(loss: torch.Tensor, share: float, scale: LossScale | None) -> torch.Tensor:

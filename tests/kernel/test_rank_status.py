@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from lockstep.comm import collectives
 from lockstep.kernel.buffers import BufferReport
-from lockstep.kernel.splitting import split_evenly
-from lockstep.kernel.tree import total
-from lockstep.model.rank_status import (
+from lockstep.kernel.rank_status import (
     DETAILED_RANKS,
     LISTED_WARNINGS,
     NonFiniteLoss,
@@ -22,12 +20,14 @@ from lockstep.model.rank_status import (
     StatusPlace,
     summarize,
 )
+from lockstep.kernel.splitting import split_evenly
+from lockstep.kernel.step_context import IGNORED_TARGETS, MicrobatchResult, StepLabel
+from lockstep.kernel.tree import total
+from lockstep.model.group_exchange import GroupMessages, exchange_statuses, pack, unpack
 from lockstep.model.side_effects import StateMutationCheck
-from lockstep.model.step_context import IGNORED_TARGETS, MicrobatchResult, StepLabel
 from lockstep.record.rank_summary import RankTimes, RankUsage
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.run_hooks import CheckpointRequests, JoinRequests
-from lockstep.training.status_exchange import exchange_statuses, pack, unpack
 from lockstep.training.step_usage import StepUsage
 
 MANY = DETAILED_RANKS + 1  # as far as a status knows
@@ -77,7 +77,7 @@ def swap(threshold):
         mine = RankStatus(results if rank != 2 else [], batch="b", warnings=long)
         place = StatusPlace(rank, 4, rank, 0, 4)
         label = StepLabel(1, "in step 1", "", "")
-        return exchange_statuses(summarize(mine, place), {}, label)[0]
+        return exchange_statuses(summarize(mine, place), {}, label, GroupMessages(None))[0]
     finally:
         collectives.ALL_GATHER_RANKS = 64
 

@@ -1,0 +1,82 @@
+"""What a step needs of the layout: the place of this rank, its arithmetic, messages of all ranks.
+
+The engine implements these protocols; the kernel imports none of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lockstep.kernel.batch import Batch, Microbatch
+from lockstep.kernel.buffers import BufferExchange
+from lockstep.kernel.loss_scale import LossScale
+from lockstep.kernel.splitting import Hosts
+
+__all__ = ["Layout", "Messages"]
+
+Value = TypeVar("Value")
+
+
+class Messages(Protocol):
+    """Messages between all ranks of a training, each a collective call.
+
+    `about` describes the call; an error is raised if it differs between ranks. `remark` is added to
+    that error.
+    """
+
+    @property
+    def are_many(self) -> bool:
+        """Whether the ranks are so many that values are reduced along a tree, not gathered."""
+
+    def gather(self, message: bytes, about: str, remark: str = "") -> list[bytes]:
+        """Return the messages of all ranks."""
+
+    def reduce(
+        self,
+        value: Value,
+        merge: Callable[[Value, Value], Value],
+        pack: Callable[[Value], bytes],
+        unpack: Callable[[bytes], Value],
+        about: str,
+        remark: str = "",
+    ) -> Value:
+        """Return the merged values of all ranks, in rank order."""
+
+    def require_same_batch(self, batch: str, about: str, step: int, remark: str) -> None:
+        """Raise DisagreementError, on every rank, if the identity of the batch differs."""
+
+
+class Layout(Protocol):
+    """The layout, the loss and the arithmetic of a trainer, as seen by this rank."""
+
+    rank: int
+    replica: int
+    replicas: int
+    stages: int
+    position: int
+    hosts: Hosts
+    device: torch.device
+    threads: int
+    loss: Callable[..., Any] | None
+    loss_weight: Callable[[Any], float] | None
+    loss_scale: LossScale | None
+    autocast_dtype: torch.dtype | None
+    group: dist.ProcessGroup | None
+    peers: dist.ProcessGroup | None
+    messages: Messages
+
+    def split(self, batch: Any) -> Batch:
+        """Return this rank's part of a batch from a loader, or of a whole batch."""
+
+    def weigh(self, microbatch: Microbatch, place: str) -> float:
+        """Return what `loss_weight` returns for a micro-batch; `place` is for messages."""
+
+    def place(self, step: int, microbatch: int) -> str:
+        """Return the rank, the step and the micro-batch, for messages."""
+
+    def make_buffer_exchange(self) -> BufferExchange:
+        """Return the exchange of the ranks that hold the same buffers."""

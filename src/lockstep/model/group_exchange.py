@@ -1,0 +1,123 @@
+"""The messages of a step between the ranks, and the exchange of their statuses.
+
+The messages are JSON: floats keep every bit, and nothing is unpickled. The gradients of a small
+model follow them (`GradientReducer.pack`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
+from typing import TypeVar
+
+import orjson
+import torch.distributed as dist
+
+from lockstep.comm.collectives import (
+    all_gather_bytes,
+    all_reduce_messages,
+    gather_unless_equal,
+    has_many_ranks,
+)
+from lockstep.data.consistency import require_same_batch
+from lockstep.kernel.layout import Messages
+from lockstep.kernel.rank_status import StatusSummary
+from lockstep.kernel.step_context import StepLabel
+from lockstep.kernel.step_hooks import StepHook
+
+__all__ = ["GroupMessages", "exchange_statuses", "pack", "unpack"]
+
+Value = TypeVar("Value")
+
+END = b"\0"
+"""The end of a summary in a message; JSON does not contain it."""
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def pack(summary: StatusSummary) -> bytes:
+    """Return the bytes to send."""
+    # orjson is several times faster, but writes null for NaN and infinity, and refuses lone
+    # surrogates, which names of files may contain. A space marks what it must not read.
+    sums = (value for *_, value in summary.nodes)
+    if summary.non_finite is None and not summary.metrics and all(map(math.isfinite, sums)):
+        with contextlib.suppress(orjson.JSONEncodeError):
+            return orjson.dumps(tuple(summary), default=tuple)
+    return b" " + _encode(summary).encode()
+
+
+def unpack(message: bytes, hooks: Mapping[str, StepHook]) -> StatusSummary:
+    """Return the summary from the result of `pack`."""
+    values = (json if message.startswith(b" ") else orjson).loads(message)
+    return StatusSummary.from_plain(values, hooks)
+
+
+class GroupMessages:
+    """Messages between the ranks of a process group.
+
+    Args:
+        group: The ranks; None for all of them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+
+    @property
+    def are_many(self) -> bool:
+        """Whether the ranks are so many that values are reduced along a tree, not gathered."""
+        return has_many_ranks(self._group)
+
+    def gather(self, message: bytes, about: str, remark: str = "") -> list[bytes]:
+        """Return the messages of all ranks."""
+        return all_gather_bytes(message, about, self._group, remark)
+
+    def reduce(
+        self,
+        value: Value,
+        merge: Callable[[Value, Value], Value],
+        pack: Callable[[Value], bytes],
+        unpack: Callable[[bytes], Value],
+        about: str,
+        remark: str = "",
+    ) -> Value:
+        """Return the merged values of all ranks, in rank order."""
+        return all_reduce_messages(value, merge, pack, unpack, about, self._group, remark)
+
+    def require_same_batch(self, batch: str, about: str, step: int, remark: str) -> None:
+        """Raise DisagreementError, on every rank, if the identity of the batch differs."""
+        batches = gather_unless_equal(batch.encode(), about, self._group, remark)
+        if batches:
+            require_same_batch([each.decode() for each in batches], step)
+
+
+def exchange_statuses(
+    summary: StatusSummary,
+    hooks: Mapping[str, StepHook],
+    label: StepLabel,
+    messages: Messages,
+    gradients: bytes = b"",
+) -> tuple[StatusSummary, list[bytes]]:
+    """Return the summary of the statuses of all ranks, from that of this rank.
+
+    Args:
+        summary: The summary of this rank.
+        hooks: The hooks that have values in it, by their names.
+        label: The label of the step.
+        messages: The messages between the ranks.
+        gradients: What `GradientReducer.pack` returned; it is sent with the status.
+
+    Returns:
+        The summary, and the messages of all ranks, which end with their gradients.
+
+    Raises:
+        DisagreementError: Ranks take different steps.
+    """
+    merge, read = partial(StatusSummary.merge, hooks=hooks), partial(unpack, hooks=hooks)
+    about, remark = label.about, label.remark
+    if messages.are_many:
+        return messages.reduce(summary, merge, pack, read, about, remark), []
+    packed = messages.gather(pack(summary) + END + gradients, about, remark)
+    return reduce(merge, (read(message[: message.index(END)]) for message in packed)), packed
