@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -25,9 +23,7 @@ from lockstep.launcher import fork_server
 from lockstep.launcher.fork_server import (
     get_fork_server,
     get_fork_server_pid,
-    looks_like_training,
 )
-from lockstep.launcher.fork_server_main import MANY_FORKS
 from processes import until
 
 _folder: tempfile.TemporaryDirectory[str]  # kept until the rank exits
@@ -120,37 +116,6 @@ def test_ranks_that_train_find_imported_what_they_need():
     assert ls.launch(train, nprocs=2) == [set(), set()]
 
 
-def test_ranks_find_emptied_what_joining_empties():
-    """Emptied in a rank, the caches of torch's compiler would be copied first."""
-
-    def count() -> int:
-        rules = sys.modules["torch._dynamo.trace_rules"]
-        return int(rules.get_torch_obj_rule_map.cache_info().currsize)
-
-    assert ls.launch(count) == [0]
-
-
-@pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
-def test_a_rank_maps_the_buffers_of_long_messages_when_it_sends_one():
-    def count_mapped() -> int:
-        """Return the resident KiB of the group's shared memory."""
-        lines = Path("/proc/self/smaps").read_text().splitlines()
-        (at,) = [number for number, line in enumerate(lines) if "lockstep-group" in line]
-        rss = next(line for line in lines[at:] if line.startswith("Rss:"))
-        return int(rss.split()[1])
-
-    def exchange() -> tuple[int, int]:
-        ls.init()
-        torch.distributed.barrier()
-        before = count_mapped()
-        torch.distributed.all_reduce(torch.ones(1 << 20))
-        return before, count_mapped()
-
-    for before, after in ls.launch(exchange, nprocs=2):
-        assert before < 512
-        assert after > 2 * before
-
-
 @pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 def test_ranks_find_the_backend_loaded_unless_they_may_need_another_one(monkeypatch, tmp_path):
     def count() -> int:
@@ -159,11 +124,6 @@ def test_ranks_find_the_backend_loaded_unless_they_may_need_another_one(monkeypa
     assert ls.launch(count) == [1]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert ls.launch(count) == [0]
-
-
-def test_looks_like_training():
-    assert looks_like_training(b"optimizer = torch.optim.SGD(model.parameters(), lr=0.1)")
-    assert not looks_like_training(b"print('hello')")
 
 
 def test_the_process_of_the_store_starts_with_the_first_connection():
@@ -176,21 +136,6 @@ def test_the_process_of_the_store_starts_with_the_first_connection():
         return before, len(server.children()), second.get("key")
 
     assert ls.launch(connect) == [(1, 2, b"value")]
-
-
-@pytest.mark.skipif(
-    [*map(int, os.uname().release.split(".")[:2])] < [6, 1]
-    or not Path("/sys/kernel/mm/transparent_hugepage").exists(),
-    reason="this system has no huge pages",
-)
-def test_a_fork_server_of_many_ranks_has_huge_pages():
-    def count() -> int:
-        memory = Path(f"/proc/{os.getppid()}/smaps_rollup").read_text()
-        return sum(map(int, re.findall(r"AnonHugePages: +(\d+) kB", memory)))
-
-    ls.launch(int, nprocs=MANY_FORKS)
-    (found,) = ls.launch(count)
-    assert found > 0
 
 
 def test_a_fork_server_that_has_launched_nothing_is_not_waited_for():

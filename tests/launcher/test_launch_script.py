@@ -42,12 +42,20 @@ def run(tmp_path, monkeypatch, capfdbinary):
 
     def run(source, *arguments, flags="-n 2"):
         Path("train.py").write_text(source)
-        context = command.make_context("run", [*flags.split(), "train.py", *arguments])
-        target, given = context.params.pop("script"), context.params.pop("arguments")
-        launch_script(make_config(target, given, context.params))
+        launch_script(parse([*flags.split(), "train.py", *arguments]))
         return capfdbinary.readouterr()
 
     return run
+
+
+def parse(words: list[str]) -> LaunchConfig:
+    """Return the settings that the words of a command describe."""
+    params = command.make_context("run", words).params
+    return make_config(params.pop("script"), params.pop("arguments"), params)
+
+
+def config_of(*flags: str) -> LaunchConfig:
+    return parse([*flags, "train.py"])
 
 
 def logs(folder: str = "runs") -> dict[str, bytes]:
@@ -64,10 +72,6 @@ def test_lines_have_a_prefix_and_each_rank_a_log(run):
     printed = run("import os, sys\nprint('rank', os.environ['RANK'], *sys.argv[1:])", "--lr", "1")
     assert sorted(printed.out.splitlines()) == [b"[0] rank 0 --lr 1", b"[1] rank 1 --lr 1"]
     assert logs() == {"rank-0.log": b"rank 0 --lr 1\n", "rank-1.log": b"rank 1 --lr 1\n"}
-
-
-def test_a_single_rank_has_no_prefix(run):
-    assert run("print('alone')", flags="-n 1").out == b"alone\n"
 
 
 def test_variables_of_torchrun_are_set(run):
@@ -109,12 +113,9 @@ def test_modules_programs_and_spawn(tmp_path, monkeypatch, capfdbinary):
     Path("package").mkdir()
     Path("package/tool.py").write_text("import sys; print(__name__, sys.argv[1:])")
     for flags in (["-m", "package.tool"], ["--start-method", "spawn", "-m", "package.tool"]):
-        params = command.make_context("run", [*flags, "x"]).params
-        launch_script(make_config(params.pop("script"), params.pop("arguments"), params))
+        launch_script(parse([*flags, "x"]))
         assert capfdbinary.readouterr().out == b"__main__ ['x']\n"
-    program = ["--no-python", "sh", "-c", "echo $RANK of $1", "", "two"]
-    params = command.make_context("run", program).params
-    launch_script(make_config(params.pop("script"), params.pop("arguments"), params))
+    launch_script(parse(["--no-python", "sh", "-c", "echo $RANK of $1", "", "two"]))
     assert capfdbinary.readouterr().out == b"0 of two\n"
 
 
@@ -136,11 +137,6 @@ def test_a_megabyte_without_a_newline_and_bytes_that_are_not_text(run):
     printed = run(source, flags="-n 1")
     assert printed.out.replace(b"\n", b"") == b"x" * (1 << 20) + b"\xff\xfe"
     assert logs()["rank-0.log"] == b"x" * (1 << 20) + b"\xff\xfe\n"
-
-
-def test_a_progress_bar_shows_its_last_state(run):
-    printed = run("import os; os.write(1, b'10%\\r55%\\r100%\\n')", flags="-n 1")
-    assert printed.out == b"100%\n"
 
 
 def test_a_launch_ends_when_nobody_reads_its_output_any_more(tmp_path):
@@ -304,29 +300,6 @@ def test_a_rank_that_exits_0_early_is_named(run, capfdbinary):
     assert "still waited in a collective (train.py:" in told
 
 
-def test_several_simultaneous_failures_give_one_message(run, capfdbinary):
-    source = "import os\nraise ValueError(os.environ['RANK'])"
-    told, _ = failure(run, capfdbinary, source, flags="-n 4")
-    assert told[:6] in {f"rank {rank}" for rank in range(4)}
-    assert f"raised ValueError: {told[5]} (train.py:2)" in told
-
-
-def test_breakpoints_of_ranks_without_input_are_skipped_with_a_sentence(run, capfdbinary):
-    source = """
-import os
-for _ in range(2):
-    if os.environ["RANK"] == "1":
-        breakpoint()
-raise ValueError("reached") if os.environ["RANK"] == "1" else SystemExit
-"""
-    told, shown = failure(run, capfdbinary, source, flags="-n 2")
-    assert told.startswith("rank 1 raised ValueError: reached (train.py:6)")
-    skipped = "lockstep: train.py:5: breakpoint() is skipped on rank 1: only rank 0 has the"
-    log = next(Path("runs").glob("*/rank-1.log")).read_text()
-    assert log.count("breakpoint() is skipped") == log.count(skipped) == 1
-    assert "Bdb" not in shown
-
-
 def test_errors_of_the_backend_are_shown_once_with_the_users_line(run, capfdbinary):
     source = """
 import lockstep as ls, torch, torch.distributed as dist
@@ -373,16 +346,6 @@ finally:
     for log in logs().values():
         assert b'train.py", line 4, in train' in log
         assert b"launcher/world.py" in log
-
-
-def test_a_failing_import_before_the_rendezvous(run, capfdbinary):
-    Path("broken.py").write_text("import nothing_of_this_name")
-    source = (
-        "import os\nif os.environ['RANK'] == '0': import broken\nimport lockstep\nlockstep.init()"
-    )
-    told, _ = failure(run, capfdbinary, source, flags="-n 2")
-    assert "rank 0 raised ModuleNotFoundError" in told
-    assert "(broken.py:1)" in told
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(
@@ -551,16 +514,10 @@ def test_unusual_folders_and_names_are_one_sentence(
     assert shown.count("\n") == 1
 
 
-def test_a_missing_script_is_reported_with_the_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    params = command.make_context("run", ["nowhere.py"]).params
-    with pytest.raises(UsageError, match=r"there is no script 'nowhere.py' in /"):
-        launch_script(make_config(params.pop("script"), params.pop("arguments"), params))
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ("nowhere.py", r"^there is no script 'nowhere.py' in /"),
         ("-m no.such.module", r"^there is no module 'no' \(searched from /"),
         ("-m json.nothing", r"^there is no module 'json.nothing'"),
         ("-m json", r"^'json' is a package without a __main__ module$"),
@@ -573,9 +530,8 @@ def test_missing_targets_are_reported_before_anything_starts(
 ):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
-    params = command.make_context("run", arguments.split()).params
     with pytest.raises(UsageError, match=words):
-        launch_script(make_config(params.pop("script"), params.pop("arguments"), params))
+        launch_script(parse(arguments.split()))
     assert logs() == {}
 
 
@@ -595,14 +551,8 @@ def test_options_from_variables(monkeypatch):
     monkeypatch.setenv("PET_NODE_RANK", "1")
     assert config_of("--master-addr", "a").node_rank == 1
     monkeypatch.delenv("PET_NODE_RANK")
-    params = command.make_context("run", ["--nnodes", "1", "train.py"]).params
-    config = make_config(params.pop("script"), params.pop("arguments"), params)
-    assert (config.nprocs, config.nnodes, config.node_rank) == (3, 1, 0)
-
-
-def config_of(*flags: str) -> LaunchConfig:
-    params = command.make_context("run", [*flags, "train.py"]).params
-    return make_config(params.pop("script"), params.pop("arguments"), params)
+    config = config_of("--nnodes", "1")
+    assert (config.nprocs, config.nnodes) == (3, 1)
 
 
 def test_master_address_and_port():
@@ -805,19 +755,11 @@ def test_a_run_is_continued_with_its_recorded_command(lockstep_run, tmp_path, mo
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    assert lockstep_run("--resume", f"../runs/{name}", "-n", "1")[1] == [
-        name,
-        "1",
-        "1",
-        "--lr",
-        "1",
-    ]
+    again = lockstep_run("--resume", f"../runs/{name}", "-n", "1")[1]
+    assert again == [name, "1", "1", "--lr", "1"]
     monkeypatch.chdir(elsewhere)
-    assert lockstep_run("--log-dir", f"{tmp_path}/runs", "--resume", name)[1][:3] == [
-        name,
-        "1",
-        "1",
-    ]
+    again = lockstep_run("--log-dir", f"{tmp_path}/runs", "--resume", name)[1]
+    assert again[:3] == [name, "1", "1"]
     monkeypatch.chdir(tmp_path)
     first, *resumed = logs()["rank-0.log"].decode().split("\n\n--- resumed at ")
     assert first == f"{name} None 2 --lr 1"
@@ -827,14 +769,9 @@ def test_a_run_is_continued_with_its_recorded_command(lockstep_run, tmp_path, mo
     assert [path.name for path in Path("runs").iterdir()] == [name]
 
 
-def test_the_number_of_ranks_may_come_from_a_variable(lockstep_run, monkeypatch):
-    name = interrupted(lockstep_run, "-n", "2", "train.py")
+def test_a_module_is_continued_with_the_number_of_ranks_of_a_variable(lockstep_run, monkeypatch):
+    name = interrupted(lockstep_run, "-n", "2", "-m", "train", "x")
     monkeypatch.setenv("PET_NPROC_PER_NODE", "1")
-    assert lockstep_run("--resume", name)[1] == [name, "1", "1"]
-
-
-def test_a_module_is_continued_as_a_module(lockstep_run):
-    name = interrupted(lockstep_run, "-m", "train", "x")
     assert lockstep_run("--resume", name)[1] == [name, "1", "1", "x"]
 
 

@@ -12,9 +12,9 @@ again; then the host gets new members.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +31,6 @@ from lockstep.launcher.late_ranks import LongWait
 from lockstep.launcher.supervisor import STOP_GRACE, TICK, RankSupervisor
 from lockstep.messages import escape_control, say
 from lockstep.transport.listener import MessageListener
-from lockstep.transport.message_connection import MessageConnection
 
 __all__ = ["HostSupervisor"]
 
@@ -108,10 +107,6 @@ class HostSupervisor(RankSupervisor):
     def host_of(self, member: int) -> int:
         """Return the index of a member's host."""
         return self._host_of.get(member, 0)
-
-    def count_members(self, members: Sequence[int]) -> Counter[int]:
-        """Return how many of these members each host has."""
-        return Counter(map(self.host_of, members))
 
     def start_remote(
         self, host: int, member: int, local_rank: int, variables: Mapping[str, str]
@@ -244,8 +239,10 @@ class HostSupervisor(RankSupervisor):
 
     def _accept_callers(self) -> None:
         """Take new connections, and the first message of each."""
-        while (accepted := self._accept()) is not None:
-            self._callers[accepted] = time.monotonic() + HELLO_TIMEOUT
+        with contextlib.suppress(TimeoutError):  # as soon as there is none
+            while True:
+                accepted = HostConnection(self._listener.accept(timeout=0.0), self._silence)
+                self._callers[accepted] = time.monotonic() + HELLO_TIMEOUT
         for connection, deadline in [*self._callers.items()]:
             try:
                 messages = connection.receive()
@@ -257,13 +254,6 @@ class HostSupervisor(RankSupervisor):
             elif time.monotonic() >= deadline:
                 del self._callers[connection]
                 connection.close()
-
-    def _accept(self) -> HostConnection | None:
-        try:
-            accepted: MessageConnection = self._listener.accept(timeout=0.0)
-        except TimeoutError:
-            return None
-        return HostConnection(accepted, self._silence)
 
     def _admit(self, connection: HostConnection, message: Message) -> None:
         """Let a host take part, or refuse it."""

@@ -30,7 +30,6 @@ import ctypes
 import gc
 import importlib
 import os
-import select
 import selectors
 import shutil
 import signal
@@ -425,20 +424,11 @@ def _exiting_with(launcher: int) -> Iterator[None]:
 
     On a busy machine the imports take many seconds, in which nothing is served.
     """
-    try:
-        descriptor = os.pidfd_open(launcher)
-    except ProcessLookupError:
-        os._exit(0)
-    except (AttributeError, OSError):  # not Linux
-        descriptor = -1
 
     def exit_if_alone(*_: object) -> None:
-        has_exited = (
-            os.getppid() != launcher
-            if descriptor < 0
-            else bool(select.select([descriptor], [], [], 0)[0])
-        )
-        if has_exited:
+        try:
+            os.kill(launcher, 0)
+        except ProcessLookupError:
             os._exit(0)
 
     finder: Any = SimpleNamespace(find_spec=exit_if_alone)  # finds no module
@@ -447,8 +437,6 @@ def _exiting_with(launcher: int) -> Iterator[None]:
         yield
     finally:
         sys.meta_path.remove(finder)
-        if descriptor >= 0:
-            os.close(descriptor)
 
 
 def import_for_ranks(modules: Sequence[str]) -> None:

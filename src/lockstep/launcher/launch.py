@@ -20,7 +20,6 @@ from lockstep.launcher.channel import Message, write_memfd
 from lockstep.launcher.environment import OF_ELASTIC, RankEnvironment, read_rank_info
 from lockstep.launcher.failure_attribution import STOPPED
 from lockstep.launcher.fork_server import (
-    ForkServer,
     check_open_files,
     fork_this_process,
     get_fork_server,
@@ -336,9 +335,11 @@ def _call_in_this_process(
 def _start(
     fn: Callable[..., Any], args: Sequence[Any], nprocs: int, start_method: str, pass_rank: bool
 ) -> RankSupervisor:
-    pickled = _pickle(fn, args)
-    server = _get_fork_server(start_method, pickled)
-    own = server if start_method == "fork" else None
+    pickled, own = _pickle(fn, args), None
+    if start_method == "fork":
+        server = own = fork_this_process()
+    else:
+        server = get_fork_server(for_training=looks_like_training(pickled))
     ranks = RankSupervisor(server.open_launch(), range(nprocs), own)
     port = ranks.stores.serve(LOOPBACK, 0)
     run_id, store = secrets.token_hex(4), ranks.stores.create()
@@ -351,12 +352,6 @@ def _start(
         ranks.start_rank(rank, task, work, has_input=rank == 0)
     os.close(work)
     return ranks
-
-
-def _get_fork_server(start_method: str, pickled: bytes) -> ForkServer:
-    if start_method == "fork":
-        return fork_this_process()
-    return get_fork_server(for_training=looks_like_training(pickled))
 
 
 def function_task(variables: Mapping[str, str], *, spawn: bool = False) -> Message:

@@ -565,11 +565,9 @@ def _make_error(folder: str | os.PathLike[str], descriptor: int, timeout: float)
 
 def _is_held_by_ancestor(descriptor: int) -> bool:
     inode, pid = _inode(descriptor), os.getppid()
-    while pid > 0:
-        if _holds_lock(pid, inode):
-            return True
-        pid = _parent(pid)
-    return False
+    while pid > 0 and not _holds_lock(pid, inode):
+        pid = int((read_stat(pid) or ["", "0"])[1])
+    return pid > 0
 
 
 def _find_holders(inode: Inode) -> Iterator[int]:
@@ -597,10 +595,6 @@ def _holds_lock(pid: int, inode: Inode) -> bool:
                     if "\nlock:" in lines:
                         return True
     return False
-
-
-def _parent(pid: int) -> int:
-    return int((read_stat(pid) or ["", "0"])[1])
 
 
 def _command_name(pid: int) -> str:

@@ -36,14 +36,11 @@ class StandardStreams:
             if not has_input:
                 streams[0] = null
             elif stat.S_ISREG(os.fstat(streams[0]).st_mode):
-                self._rewind(streams[0])
+                # To where the first process began; no earlier process reads it now.
+                if self._begin is None:
+                    self._begin = os.lseek(streams[0], 0, os.SEEK_CUR)
+                os.lseek(streams[0], self._begin, os.SEEK_SET)
             yield streams
-
-    def _rewind(self, descriptor: int) -> None:
-        """Set the input file to where the first process began; no earlier process reads it now."""
-        if self._begin is None:
-            self._begin = os.lseek(descriptor, 0, os.SEEK_CUR)
-        os.lseek(descriptor, self._begin, os.SEEK_SET)
 
 
 def _is_open(descriptor: int) -> bool:

@@ -23,12 +23,11 @@ def check_target(kind: str, target: str) -> None:
     Raises:
         UsageError: There is no such script, module or program, or it is not valid Python.
     """
-    check = {"script": _check_script, "module": _check_module, "program": _check_program}
-    check[kind](target)
-
-
-def _check_program(target: str) -> None:
-    if shutil.which(target) is None:
+    if kind == "script":
+        _check_script(target)
+    elif kind == "module":
+        _find_module(target)
+    elif shutil.which(target) is None:
         raise UsageError(f"{target!r} is not an executable program")
 
 
@@ -47,10 +46,6 @@ def find_source(kind: str, target: str) -> Path | None:
     except UsageError:
         return None
     return None if found is None or found.origin is None else Path(found.origin)
-
-
-def _check_module(target: str) -> None:
-    _find_module(target)
 
 
 def _find_module(target: str) -> ModuleSpec:
