@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import averaging
 import lockstep as ls
 import models
-import reference
+from lockstep.kernel import spec
 from lockstep.kernel.errors import GradientError, LayoutError, LossError, UsageError
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -170,13 +170,13 @@ def test_gradients_are_the_sum_of_the_micro_batches_along_the_tree(samples, micr
     generator = torch.Generator().manual_seed(samples)
     inputs, targets = torch.randn(2, samples, 6, generator=generator)
     module, loss, leaves = build(lambda: nn.Linear(6, 6)), nn.MSELoss(), []
-    for span in reference.cut(samples, min(samples, microbatches)):
+    for span in spec.cut(samples, min(samples, microbatches)):
         part = slice(span.start, span.stop)
         value = loss(module(inputs[part].clone()), targets[part].clone())
         value.backward(torch.full_like(value, len(span) / samples))
         leaves.append(gradients(module))
         module.zero_grad()
-    expected = [reference.tree(column) for column in zip(*leaves, strict=True)]
+    expected = [spec.tree(column) for column in zip(*leaves, strict=True)]
     wrapped = ls.DataParallel(module, ["cpu"] * count, microbatches=microbatches)
     wrapped.compute_loss(loss, inputs, targets).backward()
     assert same(gradients(module), expected)

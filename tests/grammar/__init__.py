@@ -1,7 +1,7 @@
 """Random trainings for the determinism guarantee, drawn from a grammar by one integer.
 
     grammar.case(1234)              model, loss, optimizer, data and layout; print it
-    python -m grammar 1234          run it, and compare it with tests/reference.py
+    python -m grammar 1234          run it, and compare it with the specification
 
 Equal seeds draw equal cases, so a number is all that a report of a failure needs.
 """

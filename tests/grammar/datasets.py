@@ -11,10 +11,10 @@ import numpy
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-import reference
 from grammar.drawing import Draw
 from grammar.losses import Loss
 from grammar.models import WORDS, Model
+from lockstep.kernel import spec
 
 SOURCES = ("tensors", "tensors", "tensors", "in memory", "subset", "augmented", "stream", "sampler")
 
@@ -112,7 +112,7 @@ def _ignoring(
     for size in data.sizes:
         batch = targets[begin : begin + size]
         batch[batch == loss.ignore] = 1
-        spans = reference.cut(size, min(size, microbatches))
+        spans = spec.cut(size, min(size, microbatches))
         whole = int(torch.randint(0, len(spans), (), generator=generator))
         keeper = (whole + 1) % len(spans)
         for number, span in enumerate(spans):

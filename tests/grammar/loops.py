@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-import reference
+from lockstep.kernel import spec
 
 
 def noisy_inputs(model: Any, loss: Any, batch: Any) -> Iterator[torch.Tensor]:
@@ -51,4 +51,4 @@ LOOPS: dict[str, Callable[[Any, Any], bool]] = {
 
 def loop_of(name: str) -> Callable[[Any, Any, Any], Iterator[torch.Tensor]]:
     """Return the loop of this name."""
-    return reference.losses_of if name == "plain" else globals()[name]
+    return spec.losses_of if name == "plain" else globals()[name]

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import reference
 from grammar import blocks as own
 from grammar.drawing import Draw, built, described
+from lockstep.kernel import spec
 
 FAMILIES = ("rows", "rows", "rows", "pair", "pictures", "pictures", "series", "words")
 FORMS = ("sequential", "sequential", "sequential", "chain", "named", "carrying", "factories")
@@ -69,7 +69,7 @@ class Model:
         torch.manual_seed(seed)
         for number, block in enumerate(self.blocks):
             if self.form == "factories":
-                reference.seed_generators(reference.key(seed, number))
+                spec.seed_generators(spec.key(seed, number))
             layers.append(layers[block.block] if isinstance(block, Again) else built(block))
         for change in self.changes:
             change(layers)

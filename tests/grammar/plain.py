@@ -1,4 +1,4 @@
-"""A case in plain PyTorch: `tests/reference.py` with what the case draws."""
+"""A case in plain PyTorch: the specification with what the case draws."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
-import reference
 from grammar import Case
 from grammar.datasets import dataset_of, order_of, tensors
 from grammar.loops import loop_of
 from grammar.models import accumulation_hooked
 from grammar.optimization import Several
 from grammar.outcome import Outcome
+from lockstep.kernel import spec
 
 EVALUATED = 11
 """The batch size of an evaluation."""
@@ -38,7 +38,7 @@ def batches_of(case: Case, inputs: list[torch.Tensor], targets: torch.Tensor) ->
         return [
             batch
             for epoch in range(data.epochs)
-            for batch in reference.epoch(
+            for batch in spec.epoch(
                 dataset, data.batch_size, case.seed, epoch,
                 shuffle=data.shuffle, sampler=order_of(data, epoch),
             )
@@ -79,7 +79,7 @@ def outcome_of(case: Case) -> Outcome:
     average = None
     if optimization.average is not None:
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(optimization.average))
-    losses = reference.train(
+    losses = spec.train(
         model,
         loss,
         optimizer,
@@ -87,7 +87,7 @@ def outcome_of(case: Case) -> Outcome:
         case.microbatches,
         case.seed,
         optimization.clip_norm,
-        units=case.model.units(model),
+        scopes=case.model.units(model),
         weight=case.loss.weight,
         precision=case.precision,
         losses_of=loop_of(case.loop),
@@ -96,21 +96,21 @@ def outcome_of(case: Case) -> Outcome:
     evaluation = None
     if case.evaluates:
         evaluated = model if average is None else average.module
-        evaluation = reference.evaluate(
+        evaluation = spec.evaluate(
             evaluated,
             loss,
-            reference.epoch(TensorDataset(*inputs, targets), EVALUATED, 0, 0, shuffle=False),
+            spec.epoch(TensorDataset(*inputs, targets), EVALUATED, 0, 0, shuffle=False),
             case.microbatches,
             case.seed,
-            units=case.model.units(evaluated),
+            scopes=case.model.units(evaluated),
             weight=case.loss.weight,
             precision=case.precision,
         ).hex()
     return Outcome(
         tuple(value.hex() for value in losses),
-        reference.digest(model.state_dict()),
-        reference.digest(reference.optimizer_state(made[0], model)),
-        None if average is None else reference.digest(average.state_dict()),
+        spec.digest(model.state_dict()),
+        spec.digest(spec.optimizer_state(made[0], model)),
+        None if average is None else spec.digest(average.state_dict()),
         evaluation,
         float(made[0].param_groups[0]["lr"]).hex(),
     )

@@ -1,6 +1,6 @@
-"""The guarantee: the digests of every layout are those of the plain reference.
+"""The guarantee: the digests of every layout are those of the specification.
 
-`tests/reference.py` has no line of Lockstep. The models and batches meet every
+`lockstep/kernel/spec.py` uses nothing else of Lockstep. The models and batches meet every
 rule: sizes that M does not divide, a batch of fewer samples than ranks, dropout,
 checkpointing, batch norm, buffers, frozen, tied and sometimes unused parameters.
 """
@@ -14,9 +14,9 @@ from torch import nn
 import lockstep as ls
 import models
 import pytest_lockstep
-import reference
 from lockstep.comm import backend as native
 from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.kernel import spec
 
 SIZES = [19, 16, 3, 19, 1]
 PICTURE_SIZES = [16, 24, 17, 3]  # a micro-batch of one picture still has 36 values a channel
@@ -60,7 +60,7 @@ def plain_digests():
             made.append(OPTIMIZERS[name](parameters))
             return made[-1]
 
-        losses = reference.train(model, loss, optimizer, batches, seed=11, clip=clip)
+        losses = spec.train(model, loss, optimizer, batches, seed=11, clip=clip)
         state = optimizer_state(made[0], model)
         found[case, name] = losses, ls.digest(model.state_dict()), ls.digest(state)
     return found

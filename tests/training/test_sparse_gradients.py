@@ -1,4 +1,4 @@
-"""Embeddings with sparse gradients in the Trainer: the bits of the reference in every layout."""
+"""Embeddings with sparse gradients in the Trainer: the specification's bits in every layout."""
 
 from functools import partial
 
@@ -8,7 +8,7 @@ from torch import nn
 
 import lockstep as ls
 import pytest_lockstep
-import reference
+from lockstep.kernel import spec
 from lockstep.kernel.errors import UsageError
 
 SIZES = [19, 16, 3, 19, 1]
@@ -91,8 +91,8 @@ def plain():
             made.append(optimizer(parameters))
             return made[-1]
 
-        losses = reference.train(model, nn.CrossEntropyLoss(), make, batches(), seed=11, clip=clip)
-        state = reference.optimizer_state(made[0], model)
+        losses = spec.train(model, nn.CrossEntropyLoss(), make, batches(), seed=11, clip=clip)
+        state = spec.optimizer_state(made[0], model)
         found[name] = losses, ls.digest(model.state_dict()), ls.digest(state)
     return found
 

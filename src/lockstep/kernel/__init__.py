@@ -10,6 +10,7 @@
     norm            rule 6: the norm of the whole gradient, and clipping by it
     loss_scale      rule 6: the scale of float16 losses
     errors          the errors that the rules raise
+    spec            all rules once more, in plain PyTorch on one process
 
 The files import torch, the standard library and each other.
 """

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-import reference
 from benchmarks.step.answers import (
     CHECKED,
     Alone,
@@ -17,6 +16,7 @@ from benchmarks.step.answers import (
 )
 from benchmarks.step.contenders import Case, Fixed, loss
 from lockstep.checksum import digest
+from lockstep.kernel import spec
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
@@ -26,7 +26,7 @@ def test_the_answers_are_those_of_the_reference(optimizer):
     batches = [case.batch(3, turn) for turn in range(CHECKED)]
     for batch in batches:
         training.step(batch)
-    reference.train(model, loss, case.optimize, batches, microbatches=5)
+    spec.train(model, loss, case.optimize, batches, microbatches=5)
     assert training_digest(training) == digest(model.state_dict())
 
 
