@@ -39,11 +39,11 @@ def test_an_address_outside_a_container_is_bound_on_every_interface():
 
 
 def test_a_name_with_two_addresses_always_resolves_to_the_same_one(monkeypatch):
-    found = [
+    entries = [
         (family, socket.SOCK_STREAM, 6, "", (address, 0))
         for family, address in ((socket.AF_INET6, "::1"), (socket.AF_INET, "127.0.0.1"))
     ]
-    for order in (found, found[::-1]):
+    for order in (entries, entries[::-1]):
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, answer=order, **__: answer)
         assert resolve_address("localhost") == (socket.AF_INET, "127.0.0.1")
 

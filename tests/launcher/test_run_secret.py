@@ -40,8 +40,8 @@ dist.barrier()
 lines = [line.split() for name in ("tcp", "tcp6", "udp", "udp6")
          for line in open(f"/proc/self/net/{name}").readlines()[1:]]
 listening = {line[1].partition(":")[0] for line in lines if line[3] in ("0A", "07")}
-print(f"rank {world.rank} listens:", *(socket.inet_ntoa(bytes.fromhex(each)[::-1])
-      if len(each) == 8 else each for each in sorted(listening)), flush=True)
+print(f"rank {world.rank} listens:", *(socket.inet_ntoa(bytes.fromhex(address)[::-1])
+      if len(address) == 8 else address for address in sorted(listening)), flush=True)
 dist.barrier()
 """
 
@@ -121,10 +121,8 @@ def run(network, tmp_path) -> Iterator:
             )
 
         with start(0) as first, start(1) as second:
-            printed = [each.communicate(timeout=2 * PATIENCE)[0] for each in (first, second)]
-        return [
-            (each.returncode, text) for each, text in zip((first, second), printed, strict=True)
-        ]
+            printed = [end.communicate(timeout=2 * PATIENCE)[0] for end in (first, second)]
+        return [(end.returncode, text) for end, text in zip((first, second), printed, strict=True)]
 
     return run
 

@@ -47,10 +47,10 @@ def summed() -> float:
 def test_workers_that_wait_for_one_that_raised_are_released(tmp_path):
     with ls.Driver(nprocs=2, timeout=LONG) as driver:
         with pytest.raises(RankError, match=RAISED):
-            driver.run(fail_or_look_for, tmp_path / "found")
+            driver.run(fail_or_look_for, tmp_path / "go on")
         (recovery,) = driver._pool.recovery.calls
         until(lambda: recovery.checks > 3, "the driver does not check busy workers")
-        (tmp_path / "found").touch()
+        (tmp_path / "go on").touch()
         assert driver.run(summed) == [2.0] * 2  # a worker that computes is left alone
         with pytest.raises(RankError, match=RAISED):
             driver.run(fail_or_wait)

@@ -197,11 +197,11 @@ def test_no_worker_allocates_memory_for_blocks_of_another_stage(driver, capsys):
         **options,
     )
     said = sorted(capsys.readouterr().out.splitlines())
-    places = [("cpu", "cpu", "meta"), ("meta", "meta", "cpu")]
+    devices = [("cpu", "cpu", "meta"), ("meta", "meta", "cpu")]
     assert said == [
-        f"[{rank}] block {number} on {place}"
-        for rank, here in enumerate(places)
-        for number, place in enumerate(here)
+        f"[{rank}] block {number} on {device}"
+        for rank, here in enumerate(devices)
+        for number, device in enumerate(here)
     ]
     alone = driver.trainer(blocks, nn.CrossEntropyLoss(), SGD, **options)
     assert trainer.digest() == alone.digest()

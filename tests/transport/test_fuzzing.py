@@ -116,8 +116,8 @@ class Attacker:
             end.close()
 
     def _connect(self) -> socket.socket:
-        place = ("127.0.0.1", self.service.port)
-        self.open.append(socket.create_connection(place, PATIENCE))
+        endpoint = ("127.0.0.1", self.service.port)
+        self.open.append(socket.create_connection(endpoint, PATIENCE))
         return self.open[-1]
 
     def _record_handshake(self) -> list[bytes]:

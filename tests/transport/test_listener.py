@@ -41,10 +41,10 @@ def strangers():
     with contextlib.ExitStack() as opened:
 
         def connect(door, count: int, address: str = "127.0.0.1") -> list[socket.socket]:
-            place = ("127.0.0.1", door.port)
+            endpoint = ("127.0.0.1", door.port)
             return [
                 opened.enter_context(
-                    socket.create_connection(place, PATIENCE, source_address=(address, 0))
+                    socket.create_connection(endpoint, PATIENCE, source_address=(address, 0))
                 )
                 for _ in range(count)
             ]

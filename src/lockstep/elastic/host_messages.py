@@ -93,8 +93,8 @@ def is_well_formed(message: Mapping[str, Any], forms: Forms) -> bool:
 
 def _has_form(value: object, form: Form) -> bool:
     if isinstance(form, list):
-        return isinstance(value, list) and all(type(each) is form[0] for each in value)
+        return isinstance(value, list) and all(type(item) is form[0] for item in value)
     if isinstance(form, dict):
-        return isinstance(value, dict) and all(type(each) is str for each in value.values())
+        return isinstance(value, dict) and all(type(item) is str for item in value.values())
     types = form if isinstance(form, tuple) else (form,)
     return type(value) in types  # not isinstance: True is no number

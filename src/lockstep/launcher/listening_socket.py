@@ -187,7 +187,7 @@ def resolve_address(address: str) -> tuple[socket.AddressFamily, str]:
         UsageError: The name does not resolve.
     """
     try:
-        found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise UsageError(
             f"MASTER_ADDR is {address!r}, which cannot be resolved on this host: set it "
@@ -195,8 +195,8 @@ def resolve_address(address: str) -> tuple[socket.AddressFamily, str]:
         ) from None
     # IPv4 first: "localhost" is often both, and server and clients must choose the same one. But
     # a host without IPv4 may find an IPv4 address under a name.
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-    pairs = [(family, str(numeric[0])) for family, _, _, _, numeric in found]
+    entries.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    pairs = [(family, str(numeric[0])) for family, _, _, _, numeric in entries]
     routed = (pair for pair in pairs if len(pairs) == 1 or find_source_address(pair[1]))
     return next(routed, pairs[0])
 

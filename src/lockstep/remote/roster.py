@@ -84,6 +84,7 @@ class Roster:
         session: Random bytes, to keep out workers of an earlier driver with the same key.
         wanted: How many workers of other hosts may still connect.
         workers: The workers that have connected.
+        connections: All connections, also those of node agents and of refused workers.
 
     Args:
         nprocs: Number of workers on this host.
@@ -94,6 +95,7 @@ class Roster:
         self.session = secrets.token_hex(16)
         self.wanted = remote
         self.workers: dict[Connection, WorkerHandle] = {}
+        self.connections: list[Connection] = []
         self._expected = {(0, index) for index in range(nprocs)}
         self._hosts: dict[Connection, int] = {}
         self._lock = threading.Lock()

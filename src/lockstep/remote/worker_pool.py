@@ -68,7 +68,6 @@ class WorkerPool:
         self.calls, self.recovery = Calls(self.post, self.output.wait), HangRecovery()
         self.workers: list[WorkerHandle] = []  # in rank order, once all have connected
         self._roster, self._silence = Roster(nprocs, remote), silence
-        self._connections: list[Connection] = []
         self._answers: deque[tuple[int, Message]] = deque()
         self._owner = os.getpid()
         self._is_closing = False
@@ -187,7 +186,7 @@ class WorkerPool:
 
     def _accept(self, opened: MessageConnection) -> None:
         connection = Connection(opened, self._silence, self._on_message, self._on_lost)
-        self._connections.append(connection)
+        self._roster.connections.append(connection)
         connection.start()
 
     def _print_refusal(self, line: str) -> None:
@@ -293,11 +292,11 @@ class WorkerPool:
         self.close(wait=threading.current_thread() is threading.main_thread())
 
     def _finish(self) -> None:
-        for connection in self._connections:
+        for connection in self._roster.connections:
             connection.post({"kind": "end"})
         self._local.close(0 if self.calls.pending() else GRACE)
         self._listener.close()
-        for connection in self._connections:
+        for connection in self._roster.connections:
             connection.close()
         for rank in {future.rank for future in self.calls.pending()}:
             reason = "had not returned from a call when the driver was closed"
