@@ -1,8 +1,10 @@
 """Regression tests of the pipeline: each one describes a fault that has been fixed."""
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -167,33 +169,46 @@ def trained(make, loss=None, layout=None, batches=None, **options):
     return made.digest(), made.optimizer_digest(), evaluation.loss
 
 
-def in_every_schedule(ranks, blocks, **cases):
-    """Train each case in one process and in 2 stages; return the results by name and schedule.
+@dataclass(frozen=True)
+class Case:
+    """A training that has the bits of one process in every schedule, or is refused.
 
-    A case is what `trained` takes, as a mapping.
+    Attributes:
+        make: Returns the model.
+        loss: The loss; None for the cross-entropy.
+        batches: The batches; None for those of `random_batches`.
+        blocks: The number of blocks.
+        options: More options of the trainer.
+        refused: A part of the error.
+        refused_by: The schedules that refuse it.
     """
 
-    def one():
-        return {name: trained(**case) for name, case in cases.items()}
+    make: Callable[[], nn.Module]
+    loss: Callable[..., Any] | None = None
+    batches: list[Any] | None = None
+    blocks: int = 4
+    options: dict[str, Any] = field(default_factory=dict)
+    refused: str = ""
+    refused_by: tuple[str, ...] = SCHEDULES
 
-    def two():
-        return {
-            name: {
-                each["pipeline"].schedule: outcome(layout=each, **case) for each in layouts(blocks)
-            }
-            for name, case in cases.items()
-        }
-
-    def outcome(**case):
+    def train(self, layout=None):
+        """Return the outcome of `trained`, or the error."""
         try:
-            return trained(**case)
+            return trained(self.make, self.loss, layout, self.batches, **self.options)
         except LockstepError as error:
             return str(error)
 
-    (alone,) = ranks(one, 1)
-    expected = {name: dict.fromkeys(SCHEDULES, each) for name, each in alone.items()}
-    found, _ = ranks(two, 2)
-    return expected, found
+
+def in_one_process(cases):
+    return {name: case.train() for name, case in cases.items()}
+
+
+def in_stages(cases):
+    return {
+        (name, layout["pipeline"].schedule): case.train(layout)
+        for name, case in cases.items()
+        for layout in layouts(case.blocks)
+    }
 
 
 def random_batches(samples=18, steps=2):
@@ -205,24 +220,6 @@ def random_batches(samples=18, steps=2):
         )
         for _ in range(steps)
     ]
-
-
-def test_a_micro_batch_of_weight_zero_takes_no_gradient(ranks):
-    """With stages its leaf took the gradient of the next one, so that the tree added otherwise."""
-    batches = random_batches(16, 4)
-    for _, targets in batches:
-        targets[targets == 3] = 0
-        targets[2:4] = 3  # micro-batch 1 is ignored as a whole
-    expected, found = in_every_schedule(
-        ranks,
-        4,
-        ignored={
-            "make": lambda: chain(layer, nn.Tanh, layer, layer),
-            "loss": nn.CrossEntropyLoss(ignore_index=3),
-            "batches": batches,
-        },
-    )
-    assert found == expected
 
 
 class Conjugate(nn.Module):
@@ -245,14 +242,6 @@ class Product(nn.Module):
     def forward(self, given):
         z, imaginary = given
         return (z @ self.weight).abs() + (imaginary @ self.weight.imag)
-
-
-def test_lazily_conjugated_tensors_cross_as_they_are(ranks):
-    """They ended the run with an error of torch's."""
-    expected, found = in_every_schedule(
-        ranks, 4, lazy={"make": lambda: chain(layer, Conjugate, Product, layer)}
-    )
-    assert found == expected
 
 
 class Repeating(nn.Module):
@@ -301,22 +290,6 @@ class Marked(nn.Module):
         return x * getattr(x, "factor", 1.0)
 
 
-def test_an_attribute_of_a_tensor_that_another_stage_reads_is_named(ranks):
-    """It did not cross, and the block of the next stage took its default."""
-    expected, found = in_every_schedule(
-        ranks,
-        5,
-        beside={"make": lambda: chain(layer, layer, Marking, Marked, layer)},
-        apart={"make": lambda: chain(layer, Marking, Marked, layer, layer)},
-    )
-    for case, refused in (("beside", ["interleaved"]), ("apart", list(SCHEDULES))):
-        for schedule, said in found[case].items():
-            if schedule in refused:
-                assert "returned a tensor with the attribute factor" in said
-            else:
-                assert said == expected[case][schedule]
-
-
 class Noise(torch.autograd.Function):
     """Adds noise to the gradient."""
 
@@ -350,22 +323,6 @@ def dropped_layer():
     return nn.Sequential(noisy_layer(), nn.Dropout(0.3), nn.Tanh())
 
 
-def test_random_numbers_of_backward_are_those_of_one_process(ranks):
-    """They came from whatever state the schedule had left the generator in."""
-    expected, found = in_every_schedule(
-        ranks,
-        4,
-        hooks={"make": lambda: chain(noisy_layer, nn.Tanh, noisy_layer, noisy_layer)},
-        functions={"make": lambda: chain(layer, Noised, layer, Noised), "loss": NoisyLoss()},
-        recomputed={
-            "make": lambda: chain(dropped_layer, dropped_layer, Noised, dropped_layer),
-            "activation_checkpointing": True,
-        },
-        some={"make": lambda: chain(layer, noisy_layer, nn.Dropout, layer)},
-    )
-    assert found == expected
-
-
 class Shared(nn.Module):
     """One of several blocks that use the same weight."""
 
@@ -393,21 +350,6 @@ def doubled_in_place(parameter):
     parameter.grad.mul_(2)
 
 
-def test_hooks_of_a_parameter_that_stages_share_see_the_whole_gradient_once(ranks):
-    """Every stage called them with its own part, and the owner once more with the sum."""
-    expected, found = in_every_schedule(
-        ranks,
-        5,
-        tensor={"make": lambda: tied_with(lambda weight: weight.register_hook(doubled))},
-        accumulated={
-            "make": lambda: tied_with(
-                lambda weight: weight.register_post_accumulate_grad_hook(doubled_in_place)
-            )
-        },
-    )
-    assert found == expected
-
-
 class Hooked(nn.Module):
     """Two layers, with a hook on what is between them."""
 
@@ -423,20 +365,6 @@ class Hooked(nn.Module):
         return self.last(h)
 
 
-def test_the_gradient_that_a_hook_of_an_activation_returns_counts_once(ranks):
-    """Under zero-bubble it was doubled twice for the weights of the layer before."""
-    expected, found = in_every_schedule(
-        ranks,
-        4,
-        fixed={"make": lambda: chain(layer, layer, partial(Hooked, torch.sin), layer)},
-        random={"make": lambda: chain(layer, layer, partial(Hooked, doubled), layer)},
-    )
-    refused = found["random"].pop("zero-bubble")
-    assert "a hook of a tensor in the blocks 2, 3 draws random numbers in backward" in refused
-    del expected["random"]["zero-bubble"]
-    assert found == expected
-
-
 class Again(nn.Module):
     """Calls another block."""
 
@@ -446,24 +374,6 @@ class Again(nn.Module):
 
     def forward(self, x):
         return self.block(x)
-
-
-def test_the_loss_draws_the_same_however_often_the_first_block_was_called(ranks):
-    """The last stage did not know of the calls inside other blocks."""
-
-    def make():
-        torch.manual_seed(1)
-        block = nn.Sequential(layer(), nn.Dropout(0.3))
-        return nn.Sequential(block, Again(block), layer(), layer())
-
-    def one():
-        return trained(make, NoisyLoss())
-
-    def two():
-        return trained(make, NoisyLoss(), {"pipeline": ls.PipelineConfig(stages=2, balance=[2, 2])})
-
-    (expected,) = ranks(one, 1)
-    assert ranks(two, 2) == [expected] * 2
 
 
 class Scaled(nn.Module):
@@ -483,26 +393,6 @@ class Scaled(nn.Module):
 class ScaledLoss(nn.Module):
     def forward(self, outputs, targets):
         return F.cross_entropy(outputs * random.random(), targets)
-
-
-def test_pythons_random_numbers_are_right_or_refused_by_name(ranks):
-    """The loss of a last stage, and backward, drew other numbers than in one process."""
-    plain, drawing, late = (
-        partial(Scaled, *each) for each in ((False, False), (True, False), (False, True))
-    )
-    expected, found = in_every_schedule(
-        ranks,
-        4,
-        loss={"make": lambda: chain(plain, plain, plain, plain), "loss": ScaledLoss()},
-        first={"make": lambda: chain(drawing, plain, plain, plain)},
-        both={"make": lambda: chain(drawing, plain, plain, plain), "loss": ScaledLoss()},
-        backward={"make": lambda: chain(plain, plain, late, plain)},
-    )
-    for said in found.pop("both").values():
-        assert "the loss draws from Python's or numpy's random numbers, and so do blocks" in said
-    for said in found.pop("backward").values():
-        assert "backward (a hook or an autograd function) draws from Python's" in said
-    assert found == {name: expected[name] for name in ("loss", "first")}
 
 
 class Aliased(nn.Module):
@@ -585,32 +475,6 @@ WRITTEN = (
 )
 
 
-def test_what_is_written_behind_a_boundary_is_seen_or_refused_by_name(ranks):
-    """Within one process a view of what a block writes into sees it; another stage did not."""
-
-    def case(alias, *functions):
-        chained = [partial(Both, each) for each in functions]
-        return {"make": lambda: chain(partial(Aliased, alias), *chained, Sum, layer)}
-
-    expected, found = in_every_schedule(
-        ranks,
-        5,
-        not_written=case(flat, torch.tanh, torch.tanh),
-        beside=case(lambda h: h[:, 2:].detach(), passed, torch.tanh),
-        apart={"make": lambda: chain(Halves, passed_on, partial(Both, raised), Joined, layer)},
-        within=case(flat, raised, torch.tanh),
-        behind=case(flat, passed, raised),
-        detached=case(torch.detach, passed, torch.relu_),
-    )
-    within = found.pop("within")
-    for name in ("behind", "detached"):
-        assert all(WRITTEN in said for said in found.pop(name).values())
-    # The first stage of two has the block that writes; of four it has not.
-    assert WRITTEN in within.pop("interleaved")
-    assert all(each == expected["within"][name] for name, each in within.items())
-    assert found == {name: expected[name] for name in ("not_written", "beside", "apart")}
-
-
 def test_an_evaluation_refuses_what_is_written_behind_a_boundary(ranks):
     def rank():
         model = chain(partial(Aliased, flat), partial(Both, torch.relu_), Sum, layer)
@@ -646,14 +510,6 @@ def test_inputs_that_are_the_targets_too_are_not_written(ranks):
         assert "shares its memory with a buffer, or the targets" in said
 
 
-def test_a_buffer_that_another_stage_writes_is_refused_by_name(ranks):
-    """The stage that writes had a copy, and the buffer stayed as it was."""
-    make = {"make": lambda: chain(layer, Remembering, partial(Both, raised), Add)}
-    _, found = in_every_schedule(ranks, 4, buffer=make)
-    for said in found["buffer"].values():
-        assert "shares its memory with a buffer, or the targets" in said
-
-
 class Recurrent(nn.Module):
     """Has a layer that also keeps its weights in a list."""
 
@@ -663,13 +519,6 @@ class Recurrent(nn.Module):
 
     def forward(self, x):
         return self.layer(x.unsqueeze(1))[0].squeeze(1)
-
-
-def test_lists_of_weights_in_other_stages_are_not_compared(ranks):
-    """Ranks of other stages were told that their lists hold other things."""
-    make = {"make": lambda: chain(Recurrent, layer, Recurrent, layer)}
-    expected, found = in_every_schedule(ranks, 4, lists=make)
-    assert found == expected
 
 
 class Reminded(nn.Module):
@@ -687,13 +536,6 @@ def seeded_reminded():
     torch.manual_seed(1)
     first = nn.Linear(4, 4)
     return nn.Sequential(first, nn.Tanh(), Reminded(first), nn.Linear(4, 4))
-
-
-def test_a_block_that_another_stage_refers_to_is_called_in_every_step(ranks):
-    """The hook with which a unit is called counted as a change of the block."""
-    make = {"make": seeded_reminded, "batches": random_batches(steps=5)}
-    expected, found = in_every_schedule(ranks, 4, shared=make)
-    assert found == expected
 
 
 class Reusing(nn.Module):
@@ -714,15 +556,6 @@ class Reusing(nn.Module):
 class Masked(nn.Module):
     def forward(self, given):
         return given[0] * given[1][:, -1:]
-
-
-def test_memory_that_a_block_uses_again_is_refused_by_name(ranks):
-    """It was overwritten while it was being sent, or before the backward that needs it."""
-    _, found = in_every_schedule(
-        ranks, 4, reused={"make": lambda: chain(layer, Reusing, Masked, layer)}
-    )
-    for said in found["reused"].values():
-        assert "a block wrote into a tensor that it had returned for this micro-batch" in said
 
 
 class Box:
@@ -803,37 +636,6 @@ def filling():
     return nn.Sequential(*(Filling(tables) for _ in range(4)))
 
 
-def test_what_a_block_leaves_for_a_block_of_another_stage_is_refused_by_name(ranks):
-    """It was missing, or a first value, or (interleaved) another micro-batch's."""
-
-    def first_value():
-        box = Box()
-        box.mask = torch.ones(1)
-        return boxed(box)
-
-    make, loss = collected()
-    expected, found = in_every_schedule(
-        ranks,
-        4,
-        first_value={"make": first_value},
-        collected={"make": make, "loss": loss},
-        filled={"make": filling},
-    )
-    for said in found.pop("first_value").values():
-        assert "block 0 (Put) changes 0.box.mask, which block 2 (Use) in another stage" in said
-    for said in found.pop("collected").values():
-        assert "block 0 (Collecting) changes 0.terms[" in said
-    assert found == {"filled": expected["filled"]}
-
-
-def test_what_a_block_misses_of_another_stage_is_a_sentence(ranks):
-    """It was the AttributeError of the user's code, and nothing said why."""
-    _, found = in_every_schedule(ranks, 4, missing={"make": lambda: boxed(Box())})
-    for said in found["missing"].values():
-        assert "block 2 (Use)" in said
-        assert "box.mask" in said
-
-
 class Keeping(nn.Module):
     """Keeps its input in an attribute, where a hook in backward reads it."""
 
@@ -850,19 +652,6 @@ class Keeping(nn.Module):
 
     def changed(self, gradient):
         return gradient * (1 + self.scale) + 0.1 * self.kept["input"]
-
-
-def test_what_a_block_keeps_for_its_backward_is_of_the_same_micro_batch(ranks):
-    """Backward read what the forward of a later micro-batch had left."""
-    expected, found = in_every_schedule(
-        ranks,
-        4,
-        kept={
-            "make": lambda: chain(layer, Keeping, Keeping, layer),
-            "batches": random_batches(16),
-        },
-    )
-    assert found == expected
 
 
 class Table(nn.Module):
@@ -898,3 +687,164 @@ def test_a_gradient_that_one_stage_refuses_ends_the_step_on_every_rank(ranks, ba
     first, second = ranks(said, 2, backend=backend, timeout=20.0)
     assert "parameter 0.weight has a sparse gradient" in first
     assert "rank 1 stopped because rank 0, stage 0, step 0" in second
+
+
+def drawing(forward, backward=False):
+    return partial(Scaled, forward, backward)
+
+
+def both(*functions):
+    return [partial(Both, function) for function in functions]
+
+
+def aliased(alias, *functions):
+    return partial(chain, partial(Aliased, alias), *both(*functions), Sum, layer)
+
+
+def ignored_batches():
+    """Return batches whose micro-batch 1 has only targets that the loss ignores."""
+    batches = random_batches(16, 4)
+    for _, targets in batches:
+        targets[targets == 3] = 0
+        targets[2:4] = 3
+    return batches
+
+
+def called_twice():
+    torch.manual_seed(1)
+    block = nn.Sequential(layer(), nn.Dropout(0.3))
+    return nn.Sequential(block, Again(block), layer(), layer())
+
+
+def first_value():
+    box = Box()
+    box.mask = torch.ones(1)
+    return boxed(box)
+
+
+COLLECTED, COLLECTED_LOSS = collected()
+PLAIN = drawing(False)
+CASES = {
+    # Its leaf took the gradient of the next one, so that the tree added otherwise.
+    "a micro-batch of weight 0": Case(
+        partial(chain, layer, nn.Tanh, layer, layer),
+        nn.CrossEntropyLoss(ignore_index=3),
+        ignored_batches(),
+    ),
+    # They ended the run with an error of torch's.
+    "conjugate tensors": Case(partial(chain, layer, Conjugate, Product, layer)),
+    # Random numbers of backward came from the state in which the schedule left the generator.
+    "random hooks": Case(partial(chain, noisy_layer, nn.Tanh, noisy_layer, noisy_layer)),
+    "random functions": Case(partial(chain, layer, Noised, layer, Noised), NoisyLoss()),
+    "random recomputation": Case(
+        partial(chain, dropped_layer, dropped_layer, Noised, dropped_layer),
+        options={"activation_checkpointing": True},
+    ),
+    "some random hooks": Case(partial(chain, layer, noisy_layer, nn.Dropout, layer)),
+    # Every stage called hooks of a shared parameter with its part, and the owner with the sum.
+    "hooks of a shared weight": Case(
+        partial(tied_with, lambda weight: weight.register_hook(doubled)), blocks=5
+    ),
+    "accumulation hooks of a shared weight": Case(
+        partial(
+            tied_with, lambda weight: weight.register_post_accumulate_grad_hook(doubled_in_place)
+        ),
+        blocks=5,
+    ),
+    # Under zero-bubble its gradient was doubled twice for the weights of the layer before.
+    "a hook of an activation": Case(
+        partial(chain, layer, layer, partial(Hooked, torch.sin), layer)
+    ),
+    "a random hook of an activation": Case(
+        partial(chain, layer, layer, partial(Hooked, doubled), layer),
+        refused="a hook of a tensor in the blocks 2, 3 draws random numbers in backward",
+        refused_by=("zero-bubble",),
+    ),
+    # The last stage did not know how often other blocks had called the first one.
+    "a random loss": Case(
+        called_twice,
+        NoisyLoss(),
+        refused="block 0 of stage 0 is also called inside a block of stage 1",
+        refused_by=("interleaved",),
+    ),
+    # The loss of a last stage, and backward, drew other numbers of Python than in one process.
+    "Python in the loss": Case(partial(chain, PLAIN, PLAIN, PLAIN, PLAIN), ScaledLoss()),
+    "Python in block 0": Case(partial(chain, drawing(True), PLAIN, PLAIN, PLAIN)),
+    "Python in both": Case(
+        partial(chain, drawing(True), PLAIN, PLAIN, PLAIN),
+        ScaledLoss(),
+        refused="the loss draws from Python's or numpy's random numbers, and so do blocks",
+    ),
+    "Python in backward": Case(
+        partial(chain, PLAIN, PLAIN, drawing(False, True), PLAIN),
+        refused="backward (a hook or an autograd function) draws from Python's",
+    ),
+    # In one process a view sees what a block writes behind it; in another stage it did not.
+    "a view": Case(aliased(flat, torch.tanh, torch.tanh), blocks=5),
+    "other elements": Case(aliased(lambda h: h[:, 2:].detach(), passed, torch.tanh), blocks=5),
+    "halves": Case(
+        partial(chain, Halves, passed_on, partial(Both, raised), Joined, layer), blocks=5
+    ),
+    # The first stage of two has the block that writes; of four it has not.
+    "a view, written within the stage": Case(
+        aliased(flat, raised, torch.tanh),
+        blocks=5,
+        refused=WRITTEN,
+        refused_by=("interleaved",),
+    ),
+    "a view, written": Case(aliased(flat, passed, raised), blocks=5, refused=WRITTEN),
+    "a detached tensor, written": Case(
+        aliased(torch.detach, passed, torch.relu_), blocks=5, refused=WRITTEN
+    ),
+    "a buffer, written": Case(
+        partial(chain, layer, Remembering, partial(Both, raised), Add),
+        refused="shares its memory with a buffer, or the targets",
+    ),
+    # It was overwritten while it was being sent, or before the backward that needs it.
+    "memory that is written again": Case(
+        partial(chain, layer, Reusing, Masked, layer),
+        refused="a block wrote into a tensor that it had returned for this micro-batch",
+    ),
+    # An attribute of a tensor did not cross, and the next stage took its default.
+    "an attribute within a stage": Case(
+        partial(chain, layer, layer, Marking, Marked, layer),
+        blocks=5,
+        refused="returned a tensor with the attribute factor",
+        refused_by=("interleaved",),
+    ),
+    "an attribute": Case(
+        partial(chain, layer, Marking, Marked, layer, layer),
+        blocks=5,
+        refused="returned a tensor with the attribute factor",
+    ),
+    # Ranks of other stages were told that their lists of weights hold other things.
+    "lists of weights": Case(partial(chain, Recurrent, layer, Recurrent, layer)),
+    # The hook with which a scope is called counted as a change of the block.
+    "a block that another one refers to": Case(seeded_reminded, batches=random_batches(steps=5)),
+    # What a block left for another stage was missing, or that of another micro-batch.
+    "a value in a box": Case(
+        first_value,
+        refused="block 0 (Put) changes 0.box.mask, which block 2 (Use) in another stage",
+    ),
+    "a missing value in a box": Case(lambda: boxed(Box()), refused="block 2 (Use)"),
+    "terms of the loss": Case(
+        COLLECTED, COLLECTED_LOSS, refused="block 0 (Collecting) changes 0.terms["
+    ),
+    "a table that is filled once": Case(filling),
+    # Backward read what the forward of a later micro-batch had left.
+    "values for backward": Case(
+        partial(chain, layer, Keeping, Keeping, layer), batches=random_batches(16)
+    ),
+}
+
+
+@pytest.mark.timeout(300)
+def test_every_schedule_has_the_bits_of_one_process_or_refuses_by_name(ranks):
+    (alone,) = ranks(in_one_process, 1, CASES, timeout=120.0)
+    staged, _ = ranks(in_stages, 2, CASES, timeout=240.0)
+    for (name, schedule), outcome in staged.items():
+        case = CASES[name]
+        if case.refused and schedule in case.refused_by:
+            assert case.refused in outcome, (name, schedule)
+        else:
+            assert outcome == alone[name], (name, schedule)
