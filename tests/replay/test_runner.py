@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from lockstep.checksum import checksum
 from lockstep.cli import cli
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.replay import runner
-from lockstep.replay.microbatch import DebuggerLeft
 from lockstep.replay.program import Base, Program
 from lockstep.replay.result import Replay, ReplayRequest
 from replays import run_replay
@@ -60,22 +57,6 @@ def test_steps_before_the_first_checkpoint_are_replayed_from_the_beginning(recip
     assert replay.base == 0
     assert results(replay) == recorded(recipe, 3, 5)
     assert reported[-1] == (6, 6)
-
-
-def test_a_debugger_that_was_left_is_said_to_be(recipe, monkeypatch):
-    def leave(*args: object) -> None:
-        raise DebuggerLeft("the debugger was left")
-
-    def run_here(words: list[str], check: bool) -> subprocess.CompletedProcess[bytes]:
-        with pytest.raises(SystemExit) as ended:
-            exec(words[-1], {})
-        return subprocess.CompletedProcess(words, ended.value.code)
-
-    monkeypatch.setattr(runner, "_run_rank", leave)
-    monkeypatch.setattr(subprocess, "run", run_here)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    replay = run_replay(ReplayRequest(recipe, 42, 42, microbatch=1, debug=True))
-    assert (replay.failure, replay.is_left) == ("the debugger was left", True)
 
 
 def test_operators_are_recorded_in_any_layout_without_a_change_of_bits(recipe):

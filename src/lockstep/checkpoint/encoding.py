@@ -66,7 +66,7 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:
     if kind is dict:
         return _encode_dict(value, tensors, path)
     if kind is list:
-        return [encode(each, tensors, f"{path}/{index}") for index, each in enumerate(value)]
+        return [encode(entry, tensors, f"{path}/{index}") for index, entry in enumerate(value)]
     for name, sequence in SEQUENCES.items():
         if kind is sequence:
             ordered = list(value) if kind is tuple else sorted(value, key=_sort_key)
@@ -91,11 +91,11 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         Exception: `encode` does not return such a value; its class depends on the value.
     """
     if isinstance(value, list):
-        return [decode(each, tensors) for each in value]
+        return [decode(entry, tensors) for entry in value]
     if not isinstance(value, dict):
         return value
     if not any(name.startswith("$") for name in value):
-        return {key: decode(each, tensors) for key, each in value.items()}
+        return {key: decode(entry, tensors) for key, entry in value.items()}
     ((kind, content),) = value.items()
     if kind in SEQUENCES:
         return SEQUENCES[kind](_decode_list(content, tensors))
@@ -105,7 +105,7 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         case "$tensor", _:
             return _decode_tensor(content, tensors)
         case "$sparse", _:
-            indices, values = (decode(content[each], tensors) for each in ("indices", "values"))
+            indices, values = (decode(content[entry], tensors) for entry in ("indices", "values"))
             return torch.sparse_coo_tensor(
                 indices,
                 values,
@@ -128,13 +128,13 @@ def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         case "$bytes", _:
             return base64.b64decode(content, validate=True)
         case "$complex", [_, _]:
-            return complex(*(decode(each, tensors) for each in content))
+            return complex(*(decode(entry, tensors) for entry in content))
         case "$fraction", str() if FRACTION.fullmatch(content):
             return Fraction(content)
         case "$torch", str():
-            found = getattr(torch, content, None)
-            if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
-                return found
+            constant = getattr(torch, content, None)
+            if isinstance(constant, (torch.dtype, torch.layout, torch.memory_format)):
+                return constant
         case "$device", str():
             return torch.device(content)
         case "$size", [*_]:
@@ -146,9 +146,9 @@ def _encode_dict(value: dict[Any, Any], tensors: dict[str, torch.Tensor], path: 
     if not all(type(key) is str and not key.startswith("$") for key in value):
         return {"$dict": _encode_pairs(value, tensors, path)}
     return {
-        key: encode(each, tensors, f"{path}/{key}")
-        for key, each in value.items()
-        if not _is_elsewhere(each)
+        key: encode(entry, tensors, f"{path}/{key}")
+        for key, entry in value.items()
+        if not _is_elsewhere(entry)
     }
 
 
@@ -156,9 +156,9 @@ def _encode_pairs(
     value: Mapping[Any, Any], tensors: dict[str, torch.Tensor], path: str
 ) -> list[list[Any]]:
     return [
-        [encode(key, tensors, f"{path} (a key)"), encode(each, tensors, f"{path}/{key}")]
-        for key, each in value.items()
-        if not _is_elsewhere(each)
+        [encode(key, tensors, f"{path} (a key)"), encode(entry, tensors, f"{path}/{key}")]
+        for key, entry in value.items()
+        if not _is_elsewhere(entry)
     ]
 
 
@@ -171,7 +171,7 @@ def _decode_array(content: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 def _decode_list(content: Any, tensors: Mapping[str, torch.Tensor]) -> list[Any]:
     if not isinstance(content, list):
         raise TypeError("the elements are not a list")
-    return [decode(each, tensors) for each in content]
+    return [decode(entry, tensors) for entry in content]
 
 
 def _decode_pairs(content: Any, tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:

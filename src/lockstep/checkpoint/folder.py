@@ -69,12 +69,12 @@ def name_part(kind: str, number: int, count: int, suffix: str) -> str:
 
 def find_checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder of checkpoints, the newest first."""
-    found = []
+    checkpoints = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = NAME.fullmatch(path.name)
         if match is not None and (path / MANIFEST).is_file():
-            found.append(((int(match[1]), int(match[2] or 1)), path))
-    return [path for _, path in sorted(found, reverse=True)]
+            checkpoints.append(((int(match[1]), int(match[2] or 1)), path))
+    return [path for _, path in sorted(checkpoints, reverse=True)]
 
 
 def count_steps(path: Path) -> int:
@@ -108,31 +108,29 @@ def find_newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     return None, problems
 
 
-def locate_checkpoint(place: str | Path, runs: str | Path = RUNS) -> tuple[Path | None, Path]:
+def locate_checkpoint(name: str | Path, runs: str | Path = RUNS) -> tuple[Path | None, Path]:
     """Return the checkpoint at `place` (None for a run) and the folder of checkpoints.
 
     Args:
-        place: A checkpoint, a run's folder, or the name of a run in `runs`.
+        name: A checkpoint, a run's folder, or the name of a run in `runs`.
         runs: The folder of runs.
 
     Raises:
         UsageError: There is neither a checkpoint nor a run.
     """
-    places = (Path(place), Path(runs) / place)
-    for path in places:
+    paths = (Path(name), Path(runs) / name)
+    for path in paths:
         if (path / MANIFEST).is_file():
             return path, path.parent
     folders = [
-        path if find_checkpoints(path) else path / CHECKPOINTS for path in places if path.is_dir()
+        path if find_checkpoints(path) else path / CHECKPOINTS for path in paths if path.is_dir()
     ]
     for folder in folders:
         if find_checkpoints(folder):
             return None, folder
     if folders:
         return None, folders[0]
-    raise UsageError(
-        f"there is no run and no checkpoint at {place}; `lockstep runs` lists the runs"
-    )
+    raise UsageError(f"there is no run and no checkpoint at {name}; `lockstep runs` lists the runs")
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
@@ -287,11 +285,11 @@ def set_aside_newer(folder: Path, used: Path, step: int) -> list[Path]:
     Returns:
         Their new paths, the newest first. They are no longer used, and never removed.
     """
-    found = find_checkpoints(folder)
-    if used in found:
-        later = found[: found.index(used)]
+    checkpoints = find_checkpoints(folder)
+    if used in checkpoints:
+        later = checkpoints[: checkpoints.index(used)]
     else:
-        later = [path for path in found if count_steps(path) >= step]
+        later = [path for path in checkpoints if count_steps(path) >= step]
     renamed = []
     for path in later:
         aside, number = path.with_name(f"{path.name}.{SUPERSEDED}"), 1

@@ -76,10 +76,10 @@ class CheckpointConfig:
                 "CheckpointConfig(stateful=...): expected objects by name, such as "
                 f"{{'meter': meter}}, not a {type(self.stateful).__name__}"
             )
-        for name, each in self.stateful.items():
-            if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+        for name, entry in self.stateful.items():
+            if not (hasattr(entry, "state_dict") and hasattr(entry, "load_state_dict")):
                 raise UsageError(
-                    f"CheckpointConfig(stateful=...): {name!r} is a {type(each).__name__} without "
+                    f"CheckpointConfig(stateful=...): {name!r} is a {type(entry).__name__} without "
                     "the methods state_dict() and load_state_dict(state)"
                 )
 

@@ -163,8 +163,8 @@ class CheckpointWriter:
 
     def take_saved(self) -> list[SavedCheckpoint]:
         """Return the checkpoints that were completed or failed since the last call."""
-        found, self._saved = self._saved, []
-        return found
+        saved, self._saved = self._saved, []
+        return saved
 
     @torch.no_grad()
     def _copy(
@@ -296,16 +296,16 @@ def _write_file(path: Path, text: bytes) -> None:
 def _await_parts(aside: Path, count: int, check: Check) -> dict[str, dict[str, Any]]:
     """Wait for the files of the other stages; return their sizes, checksums and tensors by name."""
     deadline = time.monotonic() + PART_TIMEOUT
-    found: dict[str, dict[str, Any]] = {}
+    files: dict[str, dict[str, Any]] = {}
     for number in range(1, count):
         while not (path := aside / f"part-{number}.json").exists():
             check()
             if time.monotonic() > deadline or not aside.exists():
                 raise WorkError(f"stage {number} could not write its part")
             time.sleep(POLL)
-        found |= json.loads(path.read_bytes())
+        files |= json.loads(path.read_bytes())
         path.unlink()
-    return found
+    return files
 
 
 def _complete(

@@ -27,4 +27,4 @@ def find_recipe(name: str) -> Recipe:
         return MNIST
     from lockstep.recipes.image_classification import RECIPES  # decodes images
 
-    return {each.name: each for each in RECIPES}[name]
+    return {recipe.name: recipe for recipe in RECIPES}[name]

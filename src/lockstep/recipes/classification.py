@@ -145,9 +145,9 @@ def train(options: Options, recipe: Recipe, folder: str) -> dict[str, Any]:
                 collate_fn=mixup,
             ):
                 trainer.step(batch)
-            found = _evaluate(trainer, data, options, ema=is_averaged)
-        averaged = found if is_averaged else None
-        evaluation = _evaluate(trainer, data, options) if is_averaged else found
+            latest = _evaluate(trainer, data, options, ema=is_averaged)
+        averaged = latest if is_averaged else None
+        evaluation = _evaluate(trainer, data, options) if is_averaged else latest
         seconds = time.perf_counter() - begun
         trainer.save_weights(Path(folder) / WEIGHTS)
         if is_averaged:

@@ -58,14 +58,14 @@ def load_weights(
         FileError: The file cannot be read.
         UsageError: The file has the weights of another network, or for other classes or images.
     """
-    own, found = model.state_dict(), read_weights(path)
+    own, saved = model.state_dict(), read_weights(path)
     classifier = [name for name in own if name.startswith(f"{head}.")]
     if has_new_head:
-        found |= {name: own[name] for name in classifier}
-    found = {name: each for name, each in own.items() if name.endswith(COUNTERS)} | found
-    _check_names(own, found, f"{path}", network)
-    for name in sorted(own, key=lambda each: each in classifier):  # the classifier last
-        here, there = tuple(own[name].shape), tuple(found[name].shape)
+        saved |= {name: own[name] for name in classifier}
+    saved = {name: tensor for name, tensor in own.items() if name.endswith(COUNTERS)} | saved
+    _check_names(own, saved, f"{path}", network)
+    for name in sorted(own, key=lambda tensor: tensor in classifier):  # the classifier last
+        here, there = tuple(own[name].shape), tuple(saved[name].shape)
         if here == there:
             continue
         if name in classifier:
@@ -79,7 +79,7 @@ def load_weights(
             f"{path}: {name} has the shape {list(there)}, and {network} has {list(here)} here"
             f"{_advise(name, there)}"
         )
-    model.load_state_dict(found)
+    model.load_state_dict(saved)
 
 
 def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
@@ -104,15 +104,15 @@ def read_weights(path: str | Path) -> dict[str, torch.Tensor]:
             break
     if not isinstance(content, Mapping) or not content:
         raise FileError(f"{path} has no state dict: save one with torch.save(model.state_dict())")
-    other = next((name for name, each in content.items() if not _is_entry(name, each)), None)
+    other = next((name for name, entry in content.items() if not _is_entry(name, entry)), None)
     if other is not None:
         raise FileError(
             f"{path}: the entry {other!r} is a {type(content[other]).__name__}, not a tensor; save "
             "the state dict of the model alone"
         )
     if all(name.startswith(PREFIX) for name in content):
-        content = {name.removeprefix(PREFIX): each for name, each in content.items()}
-    return {_rename(name): each for name, each in content.items()}
+        content = {name.removeprefix(PREFIX): entry for name, entry in content.items()}
+    return {_rename(name): entry for name, entry in content.items()}
 
 
 def _read(path: Path) -> Any:
@@ -152,9 +152,9 @@ def _rename(name: str) -> str:
     return name
 
 
-def _check_names(own: Mapping[str, Any], found: Mapping[str, Any], path: str, network: str) -> None:
-    missing = next((name for name in own if name not in found), None)
-    unknown = next((name for name in found if name not in own), None)
+def _check_names(own: Mapping[str, Any], saved: Mapping[str, Any], path: str, network: str) -> None:
+    missing = next((name for name in own if name not in saved), None)
+    unknown = next((name for name in saved if name not in own), None)
     if missing is not None:
         raise UsageError(
             f"{path} has no {missing}, which {network} needs: choose the recipe of the network "

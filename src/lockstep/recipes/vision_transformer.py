@@ -59,9 +59,9 @@ class VisionTransformer(nn.Module):
         self.class_output = ClassOutput()
         std = math.sqrt(1 / (3 * patch * patch))
         nn.init.trunc_normal_(self.conv_proj.weight, std=std)
-        for each in (self.conv_proj.bias, head.weight, head.bias):
-            assert each is not None
-            nn.init.zeros_(each)
+        for parameter in (self.conv_proj.bias, head.weight, head.bias):
+            assert parameter is not None
+            nn.init.zeros_(parameter)
 
     def blocks(self) -> list[nn.Module]:
         """Return the modules that `forward` calls in sequence, for pipeline stages."""

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Protocol
 
 from lockstep.record.fingerprints import RecordedStep
+from lockstep.replay.result import ReplayedStep
 
 __all__ = [
     "RecordDifference",
@@ -29,28 +29,8 @@ __all__ = [
 ]
 
 
-class Identified(Protocol):
-    """A recorded or replayed step; the attributes are those of `RecordedStep`."""
-
-    @property
-    def step(self) -> int:
-        """The number of the step."""
-
-    @property
-    def loss(self) -> float | None:
-        """The loss of the batch; None if it is not known."""
-
-    @property
-    def norm(self) -> float | None:
-        """The norm of the gradient; None if it is not known."""
-
-    @property
-    def losses(self) -> tuple[float | None, ...]:
-        """The losses of the micro-batches."""
-
-    @property
-    def batch(self) -> str | None:
-        """A hash of the samples."""
+Identified = RecordedStep | ReplayedStep
+"""A step with the values that identify it."""
 
 
 @dataclass(frozen=True)
