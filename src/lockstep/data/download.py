@@ -20,7 +20,6 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from http.client import HTTPException
 from pathlib import Path
-from typing import IO
 from urllib.error import HTTPError
 
 from lockstep.files import replace_file
@@ -70,12 +69,14 @@ def download(
         with _locked(folder, end):
             if path.exists():
                 return path
+            _remove_abandoned(path)
             answers = []
             for mirror in mirrors:
-                answer = _try_mirror(mirror + name, path, sha256, progress, stall, end)
-                if answer is None:
+                try:
+                    _fetch(mirror + name, path, sha256, progress, stall, end)
                     return path
-                answers.append(f"{mirror} {answer}")
+                except _MirrorError as error:
+                    answers.append(f"{mirror} {error}")
     except OSError as error:
         raise FileError(f"cannot write {path}: {error.strerror or error}") from None
     raise FileError(
@@ -84,20 +85,22 @@ def download(
     )
 
 
-def _try_mirror(
+def _fetch(
     url: str, path: Path, sha256: str, progress: Progress | None, stall: float, end: float
-) -> str | None:
-    """Download one URL to `path`; return the problem, or None after success."""
-    _remove_abandoned(path)
-    try:
-        with replace_file(path, mode=0o644) as file:
-            found = _copy(url, file, path.name, progress, stall, end)
-            if found != sha256:
-                differs = f"{found[:12]}..., not {sha256[:12]}..."
-                raise _MirrorError(f"sent a file whose SHA-256 is {differs}")
-    except _MirrorError as refusal:
-        return str(refusal)
-    return None
+) -> None:
+    """Download one URL to `path`; _MirrorError if the mirror does not send the file."""
+    digest, size = hashlib.sha256(), 0
+    with replace_file(path, mode=0o644) as file:
+        for chunk, total in _chunks(url, stall, end):
+            file.write(chunk)
+            digest.update(chunk)
+            size += len(chunk)
+            if progress is not None:
+                progress(path.name, size, total)
+        if (found := digest.hexdigest()) != sha256:
+            raise _MirrorError(
+                f"sent a file whose SHA-256 is {found[:12]}..., not {sha256[:12]}..."
+            )
 
 
 def _remove_abandoned(path: Path) -> None:
@@ -110,20 +113,6 @@ def _remove_abandoned(path: Path) -> None:
 
 class _MirrorError(Exception):
     """A mirror did not send the file; the message says what happened."""
-
-
-def _copy(
-    url: str, file: IO[bytes], name: str, progress: Progress | None, stall: float, end: float
-) -> str:
-    """Copy the response of `url` to `file`; return its SHA-256."""
-    digest, size = hashlib.sha256(), 0
-    for chunk, total in _chunks(url, stall, end):
-        file.write(chunk)
-        digest.update(chunk)
-        size += len(chunk)
-        if progress is not None:
-            progress(name, size, total)
-    return digest.hexdigest()
 
 
 def _chunks(url: str, stall: float, end: float) -> Iterator[tuple[bytes, int | None]]:
