@@ -95,11 +95,13 @@ def require_same_samples(exchanged: Sequence[bytes]) -> None:
     described = {rank: samples for rank, samples in everyone.items() if samples}
     for samples in zip(*described.values(), strict=False):
         common, _ = Counter(samples).most_common(1)[0]
-        other = next(rank for rank, each in zip(described, samples, strict=True) if each == common)
-        for rank, each in zip(described, samples, strict=True):
-            if each != common:
+        other = next(
+            rank for rank, sample in zip(described, samples, strict=True) if sample == common
+        )
+        for rank, sample in zip(described, samples, strict=True):
+            if sample != common:
                 raise DisagreementError(
-                    f"sample {each.partition(':')[0]} of rank {rank} differs from that of rank "
+                    f"sample {sample.partition(':')[0]} of rank {rank} differs from that of rank "
                     f"{other}, "
                     "although both loaded it with the same random seed: use the same dataset on "
                     "every rank, from the same files and with the same split"
@@ -132,7 +134,7 @@ def require_same_batch(everyone: Sequence[str], step: int) -> None:
     common, _ = Counter(everyone).most_common(1)[0]
     if len(everyone) == everyone.count(common):
         return
-    rank, theirs = next((r, each) for r, each in enumerate(everyone) if each != common)
+    rank, theirs = next((r, line) for r, line in enumerate(everyone) if line != common)
     other = everyone.index(common)
     difference = _batch_difference(
         BatchIdentity.unpack(theirs), BatchIdentity.unpack(common), rank, other

@@ -75,7 +75,7 @@ def _pieces(data: Any, with_strings: bool, seen: set[int]) -> Iterator[bytes]:
             yield repr(key).encode()
             yield from _pieces(data[key], with_strings, seen)
     elif is_dataclass(data) and not isinstance(data, type):
-        values = {each.name: getattr(data, each.name, None) for each in fields(data)}
+        values = {entry.name: getattr(data, entry.name, None) for entry in fields(data)}
         yield from _pieces(values, with_strings, seen)
     elif isinstance(data, (tuple, list)):
         yield b"%d parts" % len(data)
@@ -110,7 +110,7 @@ def _attributes(data: Any, with_strings: bool, seen: set[int]) -> Iterator[bytes
         return
     seen.add(id(data))
     for name, value in sorted(getattr(data, "__dict__", {}).items()):
-        arrays = [each for each in _pieces(value, with_strings, seen) if _is_array(each)]
+        arrays = [piece for piece in _pieces(value, with_strings, seen) if _is_array(piece)]
         if arrays:
             yield name.encode()
             yield from arrays

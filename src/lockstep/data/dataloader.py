@@ -95,7 +95,7 @@ def _take_apart(loader: DataLoader[Any]) -> dict[str, Any]:
             f"a {type(loader).__name__} overrides __iter__, so it cannot be split over the ranks: "
             f"{instead}"
         )
-    if any(isinstance(each, DistributedSampler) for each in sampler_chain(loader)):
+    if any(isinstance(sampler, DistributedSampler) for sampler in sampler_chain(loader)):
         raise DatasetError(
             "the DataLoader has a DistributedSampler, but Lockstep splits every batch over the "
             "ranks itself: remove the sampler and pass shuffle=True; batch_size then counts the "
@@ -171,9 +171,9 @@ def _require_samples(dataset: Any, batch_size: int | None) -> None:
 def _require_rows(given: list[Any] | tuple[Any, ...], batch_size: int | None) -> None:
     """Raise DatasetError for a list of whole columns, or of whole batches."""
     count, kind = len(given), type(given).__name__
-    lengths = {_column_length(each) for each in given[:3]}
+    lengths = {_column_length(column) for column in given[:3]}
     if 1 < count <= 3 and len(lengths) == 1 and None not in lengths:
-        kinds = {(each.ndim, getattr(each, "dtype", None)) for each in given}
+        kinds = {(column.ndim, getattr(column, "dtype", None)) for column in given}
         if isinstance(given, tuple) or len(kinds) > 1:
             raise DatasetError(
                 f"a {kind} of {count} tensors is read as {count} samples: pass "
@@ -181,7 +181,7 @@ def _require_rows(given: list[Any] | tuple[Any, ...], batch_size: int | None) ->
             )
     if not given or _batch_length(given[0]) is None:
         return
-    *whole, last = [_batch_length(each) or 0 for each in given]
+    *whole, last = [_batch_length(batch) or 0 for batch in given]
     if len(set(whole)) == 1 and last > 0 and (whole[0] == batch_size or last < whole[0]):
         raise DatasetError(
             f"a {kind} of {count} batches is read as {count} samples: pass the dataset or the "
@@ -198,7 +198,7 @@ def _batch_length(value: Any) -> int | None:
     """Return the number of samples of a batch that `default_collate` made; None for a sample."""
     if type(value) is not list or len(value) < 2:
         return None
-    lengths = {_column_length(each) for each in value}
+    lengths = {_column_length(column) for column in value}
     return lengths.pop() if len(lengths) == 1 else None
 
 

@@ -105,10 +105,10 @@ def _fetch(
 
 def _remove_abandoned(path: Path) -> None:
     """Remove temporary files of killed downloads, but not of active ones."""
-    for each in path.parent.glob(f".{path.name}.*"):
+    for left in path.parent.glob(f".{path.name}.*"):
         with contextlib.suppress(FileNotFoundError):
-            if time.time() - each.stat().st_mtime > ABANDONED:
-                each.unlink()
+            if time.time() - left.stat().st_mtime > ABANDONED:
+                left.unlink()
 
 
 class _MirrorError(Exception):

@@ -50,7 +50,7 @@ def is_private_generator(value: Any) -> bool:
     """
     if not isinstance(value, GENERATORS) or isinstance(value, random.SystemRandom):
         return False
-    return not any(value is each for each in SHARED)
+    return not any(value is generator for generator in SHARED)
 
 
 def private_generators(owner: Any, without: frozenset[str] = frozenset()) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def private_generators(owner: Any, without: frozenset[str] = frozenset()) -> dic
         owner: The object, for instance a sampler or a dataset.
         without: The names of attributes to skip.
     """
-    found: dict[str, Any] = {}
+    generators: dict[str, Any] = {}
     seen: set[int] = set()
 
     def search(value: Any, path: str, depth: int) -> None:
@@ -71,14 +71,14 @@ def private_generators(owner: Any, without: frozenset[str] = frozenset()) -> dic
             return
         seen.add(id(value))
         if is_private_generator(value):
-            found[path] = value
+            generators[path] = value
         elif depth < DEPTH and not isinstance(value, GENERATORS):
             for name, part in _parts(value):
                 if name not in without:
                     search(part, f"{path}.{name}" if path else name, depth + 1)
 
     search(owner, "", 0)
-    return found
+    return generators
 
 
 def generator_state(generator: Any) -> Any:
@@ -150,7 +150,7 @@ def _names_of(function: FunctionType) -> Iterator[tuple[str, Any]]:
     waiting = [function.__code__]
     while waiting:
         code = waiting.pop()
-        waiting += [each for each in code.co_consts if isinstance(each, CodeType)]
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         known = (name for name in code.co_names if name in function.__globals__)
         root = function.__module__
         yield from ((f"{root}.{name}", function.__globals__[name]) for name in known)

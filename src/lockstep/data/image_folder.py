@@ -127,7 +127,9 @@ def read_image_folder(folder: str | Path, share: float, seed: int) -> tuple[Imag
 
 
 def _classes(folder: Path) -> tuple[str, ...]:
-    names = sorted(each.name for each in folder.iterdir() if each.is_dir() and each.name[0] != ".")
+    names = sorted(
+        entry.name for entry in folder.iterdir() if entry.is_dir() and entry.name[0] != "."
+    )
     if not names:
         raise DatasetError(
             f"{folder} has no folders; put the images of each class into a folder with the name of "
@@ -154,14 +156,14 @@ def _files(
     names: list[bytes] = []
     labels: list[int] = []
     for name in classes if there is None else there:
-        found = sorted(_find_images(folder / name, folder))
-        if not found:
+        images = sorted(_find_images(folder / name, folder))
+        if not images:
             raise DatasetError(
                 f"{folder / name} has no image ({', '.join(SUFFIXES)}); add images, or remove the "
                 "folder"
             )
-        names += found
-        labels += [classes.index(name)] * len(found)
+        names += images
+        labels += [classes.index(name)] * len(images)
     return ImageFiles(folder, classes, numpy.array(names, dtype=numpy.bytes_), numpy.array(labels))
 
 

@@ -191,9 +191,9 @@ class Batches:
             return self._make_source(start, is_compared=True)
         epoch = self._planned = self._plan_epoch(start)
         # A batch of fewer than 2 M samples has a micro-batch of one sample.
-        if (found := epoch.find_smaller(2 * self._share.microbatches, start)) is not None:
-            size = format_quantity(len(epoch.span(found)), "sample")
-            self._single_sample = f"batch {found} of epoch {self.epoch} ({size})"
+        if (number := epoch.find_smaller(2 * self._share.microbatches, start)) is not None:
+            size = format_quantity(len(epoch.span(number)), "sample")
+            self._single_sample = f"batch {number} of epoch {self.epoch} ({size})"
         return self._make_source(start, is_compared=True)
 
     def _make_source(self, start: int, *, is_compared: bool = False) -> Source:
@@ -240,9 +240,9 @@ class Batches:
             again = replace(source, share=share, start=number, checks_collate=False)
             items = load_isolated(again, self._pins_memory)
         else:
-            found = replace(source, share=share, first=-1)
+            other = replace(source, share=share, first=-1)
             load = load_in_process if isinstance(source, TensorSource) else load_isolated
-            items = load((found[each] for each in (number,)), self._pins_memory)
+            items = load((other[batch] for batch in (number,)), self._pins_memory)
         with closing(items):
             size, parts = self._require_loaded(next(items), number)
         return tuple(

@@ -64,9 +64,9 @@ def split_batch(batch: Any, share: ReplicaShare, epoch: int = 0) -> Batch:
             raise DatasetError(f"{first} has {size} samples, but {name} has {other}")
     if size == 0:
         raise DatasetError("the batch has no samples")
-    if (found := next((name for name, rows in uncut.items() if rows == size), None)) is not None:
+    if (whole := next((name for name, rows in uncut.items() if rows == size), None)) is not None:
         raise DatasetError(
-            f"{found} has {size} rows, as many as the batch has samples, but only tuples, lists "
+            f"{whole} has {size} rows, as many as the batch has samples, but only tuples, lists "
             "and mappings are split into micro-batches: pass its tensors in one of these, or load "
             "them with trainer.batches(dataset, collate_fn=...)"
         )

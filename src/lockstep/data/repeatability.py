@@ -70,7 +70,7 @@ def check_samples(
         DatasetError: A sample differs between the two loads.
     """
     start = perf_counter()
-    found: list[str] = []
+    descriptions: list[str] = []
     for position, name in zip(positions, names, strict=True):
         contents, states = [], []
         try:
@@ -85,10 +85,10 @@ def check_samples(
             contents,
             states,
         )
-        found.append(describe_sample(name, sample))
+        descriptions.append(describe_sample(name, sample))
         if perf_counter() - start > BUDGET:
             break
-    return tuple(found)
+    return tuple(descriptions)
 
 
 def collate_and_check(
@@ -147,4 +147,6 @@ def require_repeatable(
 
 
 def _states(owner: Any) -> dict[str, Any]:
-    return {path: generator_state(each) for path, each in private_generators(owner).items()}
+    return {
+        path: generator_state(generator) for path, generator in private_generators(owner).items()
+    }

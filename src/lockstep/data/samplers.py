@@ -43,19 +43,19 @@ __all__ = [
 
 def sampler_chain(sampler: Any) -> list[Any]:
     """Return a sampler and the samplers that it wraps, the outermost first."""
-    found: list[Any] = []
-    while sampler is not None and not any(sampler is each for each in found):
-        found.append(sampler)
+    chain: list[Any] = []
+    while sampler is not None and not any(sampler is known for known in chain):
+        chain.append(sampler)
         inner = getattr(sampler, "batch_sampler", None)
         sampler = getattr(sampler, "sampler", None) if inner is None else inner
-    return found
+    return chain
 
 
 def validate_sampler(sampler: Any) -> None:
     """Raise DatasetError for a DistributedSampler, which yields only a part of the dataset."""
     if any(
-        isinstance(each, DistributedSampler) and each.num_replicas > 1
-        for each in sampler_chain(sampler)
+        isinstance(part, DistributedSampler) and part.num_replicas > 1
+        for part in sampler_chain(sampler)
     ):
         raise DatasetError(
             "a DistributedSampler yields a different part on each rank, but every batch is "
@@ -98,9 +98,9 @@ def draw_batches(batch_sampler: Iterable[Sequence[int]], seed: int, epoch: int) 
 
 
 def _set_epoch(sampler: Any, epoch: int) -> None:
-    for each in sampler_chain(sampler):
-        if hasattr(each, "set_epoch"):
-            each.set_epoch(epoch)
+    for part in sampler_chain(sampler):
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
 
 
 def _to_integers(indices: Iterable[Any]) -> list[int]:
@@ -128,9 +128,9 @@ def sampler_state(sampler: Any) -> State:
     The state is empty for a sampler with neither private generators nor `state_dict`.
     """
     generators = private_generators(sampler, without=DATA)
-    state = {path: generator_state(each) for path, each in generators.items()}
-    for name, each in _stateful(sampler):
-        value = copy.deepcopy(each.state_dict())
+    state = {path: generator_state(generator) for path, generator in generators.items()}
+    for name, part in _stateful(sampler):
+        value = copy.deepcopy(part.state_dict())
         try:
             json.dumps(value)
         except (TypeError, ValueError):
@@ -146,12 +146,12 @@ def restore_sampler_state(sampler: Any, state: Mapping[str, Any]) -> None:
         DatasetError: The state does not fit, such as that of another type of generator.
     """
     try:
-        for path, each in private_generators(sampler, without=DATA).items():
+        for path, generator in private_generators(sampler, without=DATA).items():
             if path in state:
-                set_generator_state(each, state[path])
-        for name, each in _stateful(sampler):
+                set_generator_state(generator, state[path])
+        for name, part in _stateful(sampler):
             if name in state:
-                each.load_state_dict(copy.deepcopy(state[name]))
+                part.load_state_dict(copy.deepcopy(state[name]))
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         raise DatasetError(
             f"the saved state does not fit the sampler {type(sampler).__name__}: {error}"
@@ -166,9 +166,9 @@ def keep_sampler(sampler: Any) -> Callable[[], None]:
 
 def _stateful(sampler: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name, sampler) for the samplers of a chain that have `state_dict`."""
-    for depth, each in enumerate(sampler_chain(sampler)):
-        if hasattr(each, "state_dict") and hasattr(each, "load_state_dict"):
-            yield f"state_dict of {type(each).__name__} {depth}", each
+    for depth, part in enumerate(sampler_chain(sampler)):
+        if hasattr(part, "state_dict") and hasattr(part, "load_state_dict"):
+            yield f"state_dict of {type(part).__name__} {depth}", part
 
 
 @dataclass(frozen=True)
@@ -237,8 +237,10 @@ class SamplerStates:
         """Load states, from which the next orders are resumed."""
         self._epoch, self._number = -1, 0
         self._latest, self._saved = {}, {}
-        for each in state:
-            self._saved[each["number"]] = DrawnOrder(each["epoch"], each["before"], each["after"])
+        for entry in state:
+            self._saved[entry["number"]] = DrawnOrder(
+                entry["epoch"], entry["before"], entry["after"]
+            )
 
 
 class KnownSamplers:
@@ -258,7 +260,7 @@ class KnownSamplers:
         Raises:
             DatasetError: The saved state does not fit the sampler.
         """
-        is_known = any(each() is sampler for each in self._known)
+        is_known = any(reference() is sampler for reference in self._known)
         if sampler is None or is_known or not sampler_state(sampler):
             return
         restore_sampler_state(sampler, self._saved.pop(len(self._known), {}))
@@ -269,9 +271,9 @@ class KnownSamplers:
 
     def state_dict(self) -> dict[int, State]:
         """Return the states of the samplers that still exist, by number."""
-        known = ((number, each()) for number, each in enumerate(self._known))
-        found = {number: sampler_state(each) for number, each in known if each is not None}
-        return self._saved | found
+        known = ((number, reference()) for number, reference in enumerate(self._known))
+        used = {number: sampler_state(sampler) for number, sampler in known if sampler is not None}
+        return self._saved | used
 
     def load_state_dict(self, state: Mapping[int, State]) -> None:
         """Load states, which are restored when samplers are first used from now on."""

@@ -65,8 +65,8 @@ class GradBucket:
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients as views of the buffer, in memory order."""
         return [
-            self._buffer[each.offset : each.offset + each.numel].view(shape.shape)
-            for each, shape in zip(self._bucket.members, self.parameters(), strict=True)
+            self._buffer[member.offset : member.offset + member.numel].view(parameter.shape)
+            for member, parameter in zip(self._bucket.members, self.parameters(), strict=True)
         ]
 
     def parameters(self) -> list[torch.Tensor]:
@@ -97,7 +97,9 @@ class CommHookReduction:
         self._means: torch.Tensor | None = None
 
     def launch(
-        self, held: Mapping[Node, Mapping[int, torch.Tensor | None]], stale: Container[int] = ()
+        self,
+        held: Mapping[Node, Mapping[int, torch.Tensor | None]],
+        unused: Container[int] = (),
     ) -> None:
         """Copy the gradients into the bucket, zeros if absent, and call the hook."""
         (values,) = held.values()

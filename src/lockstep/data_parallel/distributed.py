@@ -103,7 +103,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         broadcast_weights(origin, process_group, device)
         named = list(origin.named_parameters())
-        self._frozen = [(name, each) for name, each in named if not each.requires_grad]
+        self._frozen = [
+            (name, parameter) for name, parameter in named if not parameter.requires_grad
+        ]
         self._reducer = MeanReducer(
             named,
             sparse_weights(origin.modules()),
@@ -270,10 +272,10 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
+        for part in value.values():
+            yield from _tensors(part)
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
+        for part in value:
+            yield from _tensors(part)
     elif is_dataclass(value):
         yield from _tensors(vars(value))

@@ -101,7 +101,9 @@ class GradientReducer:
 
     def enter_group(self) -> None:
         """Discard the plans for the ranks of an earlier group; `.grad` does not change."""
-        trainable = (n for n, (_, each) in enumerate(self._parameters) if each.requires_grad)
+        trainable = (
+            n for n, (_, parameter) in enumerate(self._parameters) if parameter.requires_grad
+        )
         self._expect(self._without_sparse(trainable))
         self._tree = StepTree(0, ())
         self._buckets: PlannedBuckets | None = None
@@ -156,7 +158,11 @@ class GradientReducer:
 
     def current(self) -> dict[str, torch.Tensor]:
         """Return the gradients in `.grad` by the names of their parameters."""
-        return {name: each.grad for name, each in self._parameters if each.grad is not None}
+        return {
+            name: parameter.grad
+            for name, parameter in self._parameters
+            if parameter.grad is not None
+        }
 
     def accumulate(self, microbatch: int) -> None:
         """Move the gradients in `.grad` to the leaf of `microbatch`."""
@@ -296,7 +302,7 @@ class GradientReducer:
     def bucket_sums(self) -> list[torch.Tensor]:
         """The sums of each bucket of the shards; only this rank's slices are defined."""
         planned = [] if self._buckets is None else self._buckets.sums
-        return [each.sums for each in [*planned, *self._further_sums]]
+        return [bucket_sum.sums for bucket_sum in [*planned, *self._further_sums]]
 
     def _prepare(self, indices: Sequence[int], with_views: Collection[int]) -> PlannedBuckets:
         """Return buckets for these parameters: those of the step before, if they are the same."""
@@ -306,7 +312,10 @@ class GradientReducer:
             buckets = self._buckets = None  # free the old memory first
             buckets = PlannedBuckets(self._planner, self._tree, indices, key)
             self._tracker.set_buckets(
-                [[member.index for member in each.bucket.members] for each in buckets.sums]
+                [
+                    [member.index for member in bucket_sum.bucket.members]
+                    for bucket_sum in buckets.sums
+                ]
             )
             self._buckets = buckets
         buckets.update_views(with_views)

@@ -38,7 +38,7 @@ class GradientStreams:
         if self._device is None:
             return
         current = torch.accelerator.current_stream(self._device)
-        others = [each for number, each in self._streams.items() if number != current.stream_id]
+        others = [stream for number, stream in self._streams.items() if number != current.stream_id]
         for stream in others:
             current.wait_stream(stream)
         for gradient in gradients if others else ():

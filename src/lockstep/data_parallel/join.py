@@ -56,8 +56,8 @@ def exchange_iteration(
     messages = gather_unless_equal(message, "beginning an iteration in Join", group)
     if not messages:
         return Iteration(0, dist.get_world_size(group), averages, buffers)
-    everyone = [json.loads(each) for each in messages]
-    working = [rank for rank, each in enumerate(everyone) if each is not None]
+    everyone = [json.loads(message) for message in messages]
+    working = [rank for rank, actions in enumerate(everyone) if actions is not None]
     first = everyone[working[0]]
     for rank in working:
         if everyone[rank] != first:
@@ -92,4 +92,4 @@ class DDPJoinHook(JoinHook):
 def find_last_joiner(is_last: bool, group: dist.ProcessGroup | None) -> int:
     """Return the lowest of the ranks that had data until the end."""
     messages = gather_unless_equal(json.dumps(is_last).encode(), "leaving Join", group)
-    return [json.loads(each) for each in messages].index(True) if messages else 0
+    return [json.loads(message) for message in messages].index(True) if messages else 0

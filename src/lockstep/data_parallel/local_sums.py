@@ -110,7 +110,7 @@ class LocalSums:
     def used_parameters(self) -> list[int]:
         """Return the parameters that have a gradient here."""
         columns = enumerate(zip(*self._sums.nodes.values(), strict=True))
-        return [index for index, column in columns if any(each is not None for each in column)]
+        return [index for index, column in columns if any(value is not None for value in column)]
 
     def is_view_taken(self, index: int) -> bool:
         """Return whether the view for a parameter's gradient must not be written."""
@@ -152,7 +152,7 @@ class LocalSums:
     def _add(self, index: int, gradient: torch.Tensor | None) -> None:
         """Add one parameter's gradient, or None, to its siblings in the tree."""
         assert self._siblings is not None
-        terms = [each for values in self._siblings if (each := values[index]) is not None]
+        terms = [value for values in self._siblings if (value := values[index]) is not None]
         if gradient is not None:
             terms.insert(0, gradient)
         if not terms:

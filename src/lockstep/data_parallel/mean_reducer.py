@@ -77,10 +77,15 @@ class MeanReducer:
         )
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._node = (self._rank, self._rank + 1)
-        holders = [[(each, each + 1)] for each in range(self._ranks)]
+        nodes_by_rank = [[(rank, rank + 1)] for rank in range(self._ranks)]
         self._reductions: list[ReproducibleAllReduce] | list[CommHookReduction] = [
             ReproducibleAllReduce(
-                bucket, holders, self._ranks, self._parameters[0].device, group, divisor=self._ranks
+                bucket,
+                nodes_by_rank,
+                self._ranks,
+                self._parameters[0].device,
+                group,
+                divisor=self._ranks,
             )
             for bucket in self._buckets
         ]
@@ -97,7 +102,7 @@ class MeanReducer:
         self._tracker = BucketReadyTracker(
             self._parameters, self._on_gradient, tracks_every_pass=True
         )
-        self._tracker.set_buckets([[m.index for m in each.members] for each in self._buckets])
+        self._tracker.set_buckets([[m.index for m in bucket.members] for bucket in self._buckets])
         self._tracker.register_hooks()
         self._find_others()
 
@@ -128,8 +133,8 @@ class MeanReducer:
         """Discard a backward pass that raised; wait first until its launched buckets are done."""
         if self._launched:
             self._reductions[self._launched - 1].combine()
-        for each in self._reductions[: self._launched]:
-            each.gather()
+        for reduction in self._reductions[: self._launched]:
+            reduction.gather()
         if self._is_active:
             self._unaveraged.clear()
         self._stop_pass()
@@ -214,21 +219,23 @@ class MeanReducer:
         number, self._launched = self._launched, self._launched + 1
         bucket = self._buckets[number]
         # A gradient of an earlier pass counts only if another rank has a new one.
-        stale = {member.index for member in bucket.members} - self._unaveraged
-        gradients = self._gradients(bucket, stale)
+        locally_unused = {member.index for member in bucket.members} - self._unaveraged
+        gradients = self._gradients(bucket, locally_unused)
         self._streams.join(gradients.values())
-        self._reductions[number].launch({self._node: gradients}, stale)
+        self._reductions[number].launch({self._node: gradients}, locally_unused)
         if number:
             self._reductions[number - 1].combine()
 
-    def _gradients(self, bucket: Bucket, stale: set[int]) -> dict[int, torch.Tensor | None]:
+    def _gradients(
+        self, bucket: Bucket, locally_unused: set[int]
+    ) -> dict[int, torch.Tensor | None]:
         """Return the gradients of a bucket by index; None for a member without one."""
         if self._is_absent:
             return {member.index: None for member in bucket.members}
         gradients: dict[int, torch.Tensor | None] = {}
         for member in bucket.members:
             parameter = self._parameters[member.index]
-            if self._as_view and member.index in stale and parameter.grad is not None:
+            if self._as_view and member.index in locally_unused and parameter.grad is not None:
                 parameter.grad = parameter.grad.clone()  # may be kept, but the bucket changes
             gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
@@ -250,11 +257,11 @@ class MeanReducer:
             return  # no gradients
         if not self._shares_group:
             return self.finish()
-        here = {each._number: each for each in _reducers if each._group is self._group}
-        active = [number for number, each in here.items() if each._is_active]
+        here = {reducer._number: reducer for reducer in _reducers if reducer._group is self._group}
+        active = [number for number, reducer in here.items() if reducer._is_active]
         mine, about = json.dumps(active).encode(), "averaging gradients at the end of backward"
         messages = gather_unless_equal(mine, about, self._group) or [mine]
-        for number in sorted({number for each in messages for number in json.loads(each)}):
+        for number in sorted({number for message in messages for number in json.loads(message)}):
             here[number].finish()
 
     @torch.no_grad()
@@ -264,7 +271,7 @@ class MeanReducer:
             self.launch_next()
         if self._reductions:
             self._reductions[-1].combine()
-        self._write(pair for each in self._reductions for pair in each.gather())
+        self._write(pair for reduction in self._reductions for pair in reduction.gather())
         if self._sparse:
             self._write_sparse()
         self._unaveraged.clear()
@@ -298,7 +305,7 @@ class MeanReducer:
         message = json.dumps(sorted(self._unaveraged)).encode()
         about = "averaging gradients by a hook"
         lists = gather_unless_equal(message, about, self._group) or [message]
-        return {index for each in lists for index in json.loads(each)}
+        return {index for indices in lists for index in json.loads(indices)}
 
     def _write_sparse(self) -> None:
         """Average the sparse gradients; replace them, because their rows may change."""
@@ -313,8 +320,8 @@ class MeanReducer:
     def _find_others(self) -> None:
         """Determine, with the other ranks, whether several reducers use this process group."""
         _reducers.add(self)
-        here = [each for each in _reducers if each._group is self._group]
+        here = [reducer for reducer in _reducers if reducer._group is self._group]
         message, about = str(len(here)).encode(), "wrapping a module in DistributedDataParallel"
         counts = gather_unless_equal(message, about, self._group) or [message]
-        for each in here:
-            each._shares_group = max(map(int, counts)) > 1
+        for reducer in here:
+            reducer._shares_group = max(map(int, counts)) > 1

@@ -109,17 +109,17 @@ class ReplicaPass:
         assigned = assign_microbatches(len(self._spans), on_one_host(len(call.devices)))
         queues: list[list[Replica]] = []
         for number, (device, indices) in enumerate(zip(call.devices, assigned, strict=True)):
-            values = {id(each): each.detach().to(device) for each in parameters}
+            values = {id(parameter): parameter.detach().to(device) for parameter in parameters}
             loss, queue = call.loss, list[Replica]()
             if isinstance(loss, nn.Module) and device != self._first:
                 loss = copy.deepcopy(loss).to(device)
-            trained = [id(each) for each in self._trained]
+            trained = [id(parameter) for parameter in self._trained]
             for index in (index for index in indices if index in shares):
                 tensors: dict[int, torch.Tensor] = {
                     key: nn.Parameter(value, key in trained) for key, value in values.items()
                 }
                 leaves = [tensors[key] for key in trained]
-                tensors |= {id(each): each.detach().to(device, copy=True) for each in buffers}
+                tensors |= {id(buffer): buffer.detach().to(device, copy=True) for buffer in buffers}
                 module, span = replicate(call.module, tensors), self._spans[index]
                 units = make_rng_scopes(
                     find_scopes(module, call.unit_names), module, call.seed, device

@@ -44,14 +44,14 @@ def find_cuts(bucket: Bucket, ranks: int) -> list[int]:
     Rank j holds the elements [cuts[j], cuts[j + 1]). The first cut is 0, the last cut is the
     length of the bucket.
     """
-    places = [
+    offsets = [
         member.offset + start
         for member in bucket.members
         for start in range(0, max(member.numel, 1), BLOCK)
     ]
-    places.append(bucket.length)
+    offsets.append(bucket.length)
     inner = [
-        min(places, key=lambda place: abs(place - bucket.length * rank / ranks))
+        min(offsets, key=lambda offset: abs(offset - bucket.length * rank / ranks))
         for rank in range(1, ranks)
     ]
     return [0, *inner, bucket.length]
@@ -103,13 +103,13 @@ class Shards:
 
     def _pieces(self, bucket: Bucket) -> list[Piece]:
         edges = self.find_cuts(bucket)
-        found = []
+        pieces = []
         for member in bucket.members:
             for rank, (begin, end) in enumerate(pairwise(edges)):
                 lowest = max(begin - member.offset, 0)
                 highest = min(end - member.offset, member.numel)
                 for start in range(lowest, highest, PIECE):
-                    found.append(Piece(member.index, start, min(start + PIECE, highest), rank))
+                    pieces.append(Piece(member.index, start, min(start + PIECE, highest), rank))
             if not member.numel:
-                found.append(Piece(member.index, 0, 0, 0))  # an empty tensor has state, too
-        return found
+                pieces.append(Piece(member.index, 0, 0, 0))  # an empty tensor has state, too
+        return pieces

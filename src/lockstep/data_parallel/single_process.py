@@ -202,15 +202,15 @@ def _find_devices(devices: Sequence[torch.device | str | int] | None) -> list[to
         devices = ["cpu"] if kind is None else list(range(count_devices(kind)))
     if isinstance(devices, str):
         devices = [devices]
-    found = [
+    chosen = [
         torch.device(kind or "cuda", device) if isinstance(device, int) else torch.device(device)
         for device in devices
     ]
-    if not found:
+    if not chosen:
         raise UsageError('devices is empty: pass at least one device, such as ["cpu"]')
     return [
         torch.device(device.type, 0) if is_accelerator(device) and device.index is None else device
-        for device in found
+        for device in chosen
     ]
 
 
