@@ -88,9 +88,9 @@ def draw(results: list[Result], machine: str, command: str) -> Picture:
     legend(picture, results, 146)
     panels = make_panels(results, widths)
     gap = 40
-    each = (room - gap * (len(panels) - 1)) / len(panels)
+    panel_width = (room - gap * (len(panels) - 1)) / len(panels)
     for number, panel in enumerate(panels):
-        plot(picture, panel, MARGIN + number * (each + gap), 184, each, 430)
+        plot(picture, panel, MARGIN + number * (panel_width + gap), 184, panel_width, 430)
     return picture
 
 
@@ -146,13 +146,13 @@ def curves(
     results: list[Result], values: Callable[[Result], tuple[float, float, float]]
 ) -> list[Curve]:
     """Return one curve per contender, in order of appearance."""
-    found = []
+    drawn = []
     for name, (color, bar) in colors(results).items():
         mine = sorted((r for r in results if r.contender.name == name), key=lambda r: r.size)
         low, middle, high = map(list, zip(*map(values, mine), strict=True))
         x = [float(max(result.size, 1)) for result in mine]
-        found.append(Curve(name, color, bar, x, low, middle, high))
-    return found
+        drawn.append(Curve(name, color, bar, x, low, middle, high))
+    return drawn
 
 
 def colors(results: list[Result]) -> dict[str, tuple[str, str]]:

@@ -84,9 +84,9 @@ class TorchLibrary:
 
 def dtype_of(workload: Workload) -> torch.dtype:
     """Return the torch dtype of the workload."""
-    found: Any = getattr(torch, workload.dtype)
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype: Any = getattr(torch, workload.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def pieces(tensor: torch.Tensor, ranks: int) -> list[torch.Tensor] | None:

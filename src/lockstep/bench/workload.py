@@ -180,16 +180,16 @@ def split_blocks(
     library: Library, buffer: Any, contents: Contents, workload: Workload, ranks: int, variant: int
 ) -> BlockViews:
     """Return (view of the buffer, block) pairs that cover it: whole blocks, then the rest."""
-    found = []
+    views = []
     for number, part in enumerate(contents):
         block = library.convert(expected_block(part, ranks, variant, workload.op), workload)
         here = buffer[number * workload.count : (number + 1) * workload.count]
         whole = workload.count - workload.count % PERIOD
         if whole:
-            found.append((here[:whole].reshape(-1, PERIOD), block))
+            views.append((here[:whole].reshape(-1, PERIOD), block))
         if whole < workload.count:
-            found.append((here[whole:], block[: workload.count - whole]))
-    return found
+            views.append((here[whole:], block[: workload.count - whole]))
+    return views
 
 
 # --- the start barrier ---------------------------------------------------------------------------

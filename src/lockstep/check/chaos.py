@@ -110,5 +110,5 @@ def disturb(
 
 
 def _digest(run: Run) -> str | None:
-    found = (run.end or {}).get("digest") if run.state == "done" else None
-    return found if isinstance(found, str) else None
+    digest = (run.end or {}).get("digest") if run.state == "done" else None
+    return digest if isinstance(digest, str) else None

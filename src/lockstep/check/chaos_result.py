@@ -67,8 +67,8 @@ class Kill:
 
     def plain(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        found = {name: value for name, value in vars(self).items() if name != "planned"}
-        return found | {"part": self.planned.part, "seconds_lost": self.seconds_lost}
+        values = {name: value for name, value in vars(self).items() if name != "planned"}
+        return values | {"part": self.planned.part, "seconds_lost": self.seconds_lost}
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class ChaosResult:
     @property
     def seconds_lost(self) -> list[float]:
         """The known costs of the kills, in seconds."""
-        return [each.seconds_lost for each in self.kills if each.seconds_lost is not None]
+        return [kill.seconds_lost for kill in self.kills if kill.seconds_lost is not None]
 
     def plain(self) -> dict[str, Any]:
         """Return plain values for JSON."""
@@ -130,16 +130,16 @@ class ChaosResult:
             "run": None if self.folder is None else str(self.folder),
             "baseline_run": str(self.baseline.folder),
             "failure": self.failure or None,
-            "deaths": [each.plain() for each in self.kills],
+            "deaths": [kill.plain() for kill in self.kills],
         }
 
 
-def describe_baseline(found: Baseline) -> str:
+def describe_baseline(baseline: Baseline) -> str:
     """Return the sentence about the undisturbed run."""
-    steps = format_quantity(len(found.intervals), "step")
+    steps = format_quantity(len(baseline.intervals), "step")
     return (
-        f"undisturbed: {steps} in {format_duration(found.seconds)}, digest {found.digest}, "
-        f"in {found.folder}"
+        f"undisturbed: {steps} in {format_duration(baseline.seconds)}, digest {baseline.digest}, "
+        f"in {baseline.folder}"
     )
 
 
@@ -149,11 +149,11 @@ def measure_kills(kills: Sequence[Kill], rounds: Sequence[Line]) -> list[Kill]:
     If a round ends before its line is written, the line of the next round covers both pauses.
     """
     lines = {
-        as_dict(each).get("member"): line for line in rounds for each in line.get("lost") or ()
+        as_dict(death).get("member"): line for line in rounds for death in line.get("lost") or ()
     }
     return [
-        _measure_kill(each, lines.get(each.member) or _find_next(rounds, each.time))
-        for each in kills
+        _measure_kill(kill, lines.get(kill.member) or _find_next(rounds, kill.time))
+        for kill in kills
     ]
 
 

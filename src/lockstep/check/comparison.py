@@ -43,7 +43,7 @@ class Verdict:
             "shared": layout.shared,
             "backend": self.run.backend or layout.backend,
             "digest": self.run.digest,
-            "losses": [float.fromhex(each) for each in self.run.losses],
+            "losses": [float.fromhex(loss) for loss in self.run.losses],
             "loss_hex": self.run.losses,
             "equal": self.word in ("reference", "equal"),
             "verdict": self.word,
@@ -69,25 +69,25 @@ class Comparison:
     @property
     def equal(self) -> bool:
         """Whether every applicable layout gave the same bits as the reference."""
-        return all(each.word not in ("different", "failed") for each in self.verdicts)
+        return all(verdict.word not in ("different", "failed") for verdict in self.verdicts)
 
     @property
     def first(self) -> Verdict | None:
         """The first layout that differs."""
-        return next((each for each in self.verdicts if each.difference is not None), None)
+        return next((verdict for verdict in self.verdicts if verdict.difference is not None), None)
 
     def plain(self) -> dict[str, Any]:
         """Return the object for `--json`; layouts that do not apply have a separate list."""
         first = self.first
-        refused = [each for each in self.verdicts if each.word == "not applicable"]
+        refused = [verdict for verdict in self.verdicts if verdict.word == "not applicable"]
         return {
             "equal": self.equal,
-            "layouts": [each.plain() for each in self.verdicts if each not in refused],
+            "layouts": [verdict.plain() for verdict in self.verdicts if verdict not in refused],
             "first_difference": first
             and first.difference
             and {**asdict(first.difference), "layout": first.run.name},
             "not_applicable": [
-                {**asdict(each.run.layout), "reason": each.run.failure} for each in refused
+                {**asdict(verdict.run.layout), "reason": verdict.run.failure} for verdict in refused
             ],
             "reproducible": None if first is None else self.unstable is None,
         }
@@ -130,9 +130,9 @@ def compare_layouts(
         def run(layout: Layout) -> Run:
             nonlocal runs
             runs += 1
-            place = Path(folder) / str(runs)
-            place.mkdir()
-            return run_layout(script, arguments, layout, steps, timeout, place)
+            output = Path(folder) / str(runs)
+            output.mkdir()
+            return run_layout(script, arguments, layout, steps, timeout, output)
 
         reference = run(Layout(ranks[0]))
         if not reference.is_complete:
@@ -151,7 +151,7 @@ def compare_layouts(
             is_whole |= verdict.word == "not applicable" and layout.schedule == "1f1b"
             add(verdict)
         unstable = None
-        if any(each.difference for each in verdicts):
+        if any(one.difference for one in verdicts):
             again = run(reference.layout)
             unstable = first_difference(reference.ranks, again.ranks, again.is_complete)
     return Comparison(verdicts, unstable)
@@ -174,9 +174,9 @@ def _require_training(script: str, reference: Run) -> None:
 def _verdict(run: Run, reference: Run) -> Verdict:
     if run.is_refused:
         return Verdict(run, "not applicable")
-    found = first_difference(reference.ranks, run.ranks, run.is_complete)
-    if not run.is_complete or (run.failure and found is None):
-        return Verdict(run, "failed", found)
-    if found is not None:
-        return Verdict(run, "different", found)
+    difference = first_difference(reference.ranks, run.ranks, run.is_complete)
+    if not run.is_complete or (run.failure and difference is None):
+        return Verdict(run, "failed", difference)
+    if difference is not None:
+        return Verdict(run, "different", difference)
     return Verdict(run, "reference" if run is reference else "equal")

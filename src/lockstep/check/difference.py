@@ -82,40 +82,40 @@ def first_difference(
         The difference. None: all values that can be compared are equal.
     """
     ranks, size = [*reference, *other], len(reference)
-    if is_complete and len({len(each.trainers) for each in ranks}) > 1:
+    if is_complete and len({len(rank.trainers) for rank in ranks}) > 1:
         return Difference("script", None, "steps")
     trainers = reference[0].trainers
     for number, trainer in enumerate(trainers):
-        found = _tensor("initial", [_initial_state(each, number) for each in ranks], trainer)
-        if found is not None:
-            return _placed(found, size, 0, number)
+        difference = _tensor("initial", [_initial_state(rank, number) for rank in ranks], trainer)
+        if difference is not None:
+            return _placed(difference, size, 0, number)
     for position in range(_length(ranks) if is_complete else _length(reference)):
-        taken = [step for each in ranks for step in each.steps[position : position + 1]]
+        taken = [step for rank in ranks for step in rank.steps[position : position + 1]]
         number, step = taken[0].trainer, taken[0].step
-        if len({(each.trainer, each.step) for each in taken}) > 1 or (
+        if len({(one.trainer, one.step) for one in taken}) > 1 or (
             is_complete and len(taken) < len(ranks)
         ):
             return _placed(Difference("script", None, "steps"), size, step, number)
         nothing = StepFingerprint(number, step)
-        steps = [[*each.steps[position : position + 1], nothing][0] for each in ranks]
+        steps = [[*rank.steps[position : position + 1], nothing][0] for rank in ranks]
         trainer = trainers[number]
-        found = (
-            _tensor("between", [each.before for each in steps], trainer)
+        difference = (
+            _tensor("between", [one.before for one in steps], trainer)
             or _data(steps)
             or _forward(steps[:size], steps[size:])
-            or _tensor("written", [each.parameters for each in steps], trainer)
+            or _tensor("written", [one.parameters for one in steps], trainer)
             or _gradients(steps, trainer)
             or _state(steps, trainer)
             or _outcome(steps, trainer)
         )
-        if found is not None:
-            return _placed(found, size, step, number)
+        if difference is not None:
+            return _placed(difference, size, step, number)
     return None
 
 
 def _length(ranks: Sequence[RankFingerprint]) -> int:
     """Return the number of steps of the rank that took the most."""
-    return max(len(each.steps) for each in ranks)
+    return max(len(rank.steps) for rank in ranks)
 
 
 def _initial_state(rank: RankFingerprint, trainer: int) -> dict[str, int]:
@@ -123,28 +123,28 @@ def _initial_state(rank: RankFingerprint, trainer: int) -> dict[str, int]:
     return rank.trainers[trainer].initial if trainer < len(rank.trainers) else {}
 
 
-def _placed(found: Difference, size: int, step: int, trainer: int) -> Difference:
+def _placed(difference: Difference, size: int, step: int, trainer: int) -> Difference:
     """Return a difference with its step and trainer, and its rank within the second layout."""
-    rank = None if found.rank is None or found.rank < size else found.rank - size
-    return replace(found, rank=rank, step=step, trainer=trainer)
+    rank = None if difference.rank is None or difference.rank < size else difference.rank - size
+    return replace(difference, rank=rank, step=step, trainer=trainer)
 
 
 def _tensor(
     what: str, columns: Sequence[Mapping[str, int]], trainer: TrainerFingerprint
 ) -> Difference | None:
     """Return the first parameter or buffer that differs."""
-    found = _mismatch(columns)
-    if found is None:
+    mismatch = _mismatch(columns)
+    if mismatch is None:
         return None
-    name, rank = found
+    name, rank = mismatch
     return Difference(_owner(name, trainer), name, what, rank=rank)
 
 
 def _data(steps: Sequence[StepFingerprint]) -> Difference | None:
-    found = _mismatch([each.data for each in steps], sorted)
-    if found is None:
+    mismatch = _mismatch([step.data for step in steps], sorted)
+    if mismatch is None:
         return None
-    return Difference("data", None, "data", *found)
+    return Difference("data", None, "data", *mismatch)
 
 
 def _forward(
@@ -157,9 +157,9 @@ def _forward(
         for microbatch, loss in step.losses.items():
             losses.setdefault(microbatch, set()).add(loss)
     for microbatch in sorted({*here, *losses}):
-        found = _call_difference(here.get(microbatch, []), there.get(microbatch, []))
-        if found is not None:
-            module, what = found
+        difference = _call_difference(here.get(microbatch, []), there.get(microbatch, []))
+        if difference is not None:
+            module, what = difference
             return Difference(module, None, what, microbatch)
         if len(losses.get(microbatch, ())) > 1:
             return Difference("loss", None, "loss", microbatch)
@@ -168,11 +168,11 @@ def _forward(
 
 def _calls(steps: Iterable[StepFingerprint]) -> dict[int, list[Call]]:
     """Return the calls of each micro-batch, in the order of the stages."""
-    parts = sorted((place, calls) for each in steps for place, calls in each.calls.items())
-    found: dict[int, list[Call]] = {}
+    parts = sorted((key, calls) for step in steps for key, calls in step.calls.items())
+    by_microbatch: dict[int, list[Call]] = {}
     for (microbatch, _), calls in parts:
-        found.setdefault(microbatch, []).extend(calls)
-    return found
+        by_microbatch.setdefault(microbatch, []).extend(calls)
+    return by_microbatch
 
 
 def _call_difference(reference: Iterable[Call], other: Iterable[Call]) -> tuple[str, str] | None:
@@ -188,7 +188,7 @@ def _call_difference(reference: Iterable[Call], other: Iterable[Call]) -> tuple[
         differs = theirs.get(key, values) != values
         if kind == "enter":
             if differs:
-                called = [each for each in around if ("enter", each, 0) in theirs]
+                called = [name for name in around if ("enter", name, 0) in theirs]
                 return (called[-1], "forward") if called else (module, "input")
             around.append(module)
             continue
@@ -209,35 +209,37 @@ def _numbered(calls: Iterable[Call]) -> Iterator[tuple[tuple[str, str, int], Che
 
 def _gradients(steps: Sequence[StepFingerprint], trainer: TrainerFingerprint) -> Difference | None:
     backward = {name: number for number, name in enumerate(reversed(trainer.parameters))}
-    found = _mismatch(
-        [each.gradients for each in steps], lambda names: sorted(names, key=backward.__getitem__)
+    mismatch = _mismatch(
+        [step.gradients for step in steps], lambda names: sorted(names, key=backward.__getitem__)
     )
-    if found is None:
+    if mismatch is None:
         return None
-    name, rank = found
+    name, rank = mismatch
     return Difference(_owner(name, trainer), name, "gradient", rank=rank)
 
 
 def _state(steps: Sequence[StepFingerprint], trainer: TrainerFingerprint) -> Difference | None:
-    found = _mismatch([each.state for each in steps])
-    if found is not None:
-        name, rank = found
+    mismatch = _mismatch([step.state for step in steps])
+    if mismatch is not None:
+        name, rank = mismatch
         if name in trainer.parameters:
             return Difference("optimizer", name, "update", rank=rank)
         return Difference(_owner(name, trainer), name, "buffer", rank=rank)
-    found = _mismatch([each.optimizer for each in steps])
-    if found is None:
+    mismatch = _mismatch([step.optimizer for step in steps])
+    if mismatch is None:
         return None
-    name, rank = found
+    name, rank = mismatch
     return Difference("optimizer", name.rpartition("/")[0], "state", rank=rank)
 
 
 def _outcome(steps: Sequence[StepFingerprint], trainer: TrainerFingerprint) -> Difference | None:
-    outcomes = [{"loss": each.loss, "digest": each.digest} for each in steps]
-    found = _mismatch([{what: value for what, value in each.items() if value} for each in outcomes])
-    if found is None:
+    outcomes = [{"loss": step.loss, "digest": step.digest} for step in steps]
+    mismatch = _mismatch(
+        [{what: value for what, value in outcome.items() if value} for outcome in outcomes]
+    )
+    if mismatch is None:
         return None
-    what, rank = found
+    what, rank = mismatch
     module = {"loss": "loss", "digest": trainer.model}[what]
     return Difference(module, None, what, rank=rank)
 

@@ -114,9 +114,9 @@ class Killer(RecordFollower):
     def _choose(self, planned: PlannedKill, watched: _Watched) -> tuple[int, int] | None:
         """Return (rank, member) to kill; None while no other member could continue."""
         watched.note_round(self._round)
-        found = watched.find_ranks()
-        if not found:
+        ranks = watched.find_ranks()
+        if not ranks:
             return None
-        rank, member = found[planned.rank % len(found)]
-        others = watched.trained.intersection(each for _, each in found) - {member}
+        rank, member = ranks[planned.rank % len(ranks)]
+        others = watched.trained.intersection(running for _, running in ranks) - {member}
         return (rank, member) if others else None

@@ -196,11 +196,11 @@ def read_values(record: Path) -> Iterator[Any]:
 
 def redirect_output(log: Path) -> None:
     """Redirect standard output and error to a file, and standard input to the null device."""
-    for number, place, flags in (
+    for number, file, flags in (
         (0, os.devnull, os.O_RDONLY),
         (1, log, os.O_WRONLY | os.O_CREAT | os.O_APPEND),
     ):
-        descriptor = os.open(place, flags, 0o600)
+        descriptor = os.open(file, flags, 0o600)
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.dup2(1, 2)

@@ -60,15 +60,15 @@ class CheckSession:
 
     def end_if_complete(self) -> None:
         """Raise SessionComplete when no trainer needs another step."""
-        counts = [each.steps for each in self._trainers]
+        counts = [trainer.steps for trainer in self._trainers]
         if min(counts) >= self.steps or max(counts) >= WAIT_FACTOR * self.steps:
             raise SessionComplete
 
     def record_unfinished(self) -> None:
         """Record the incomplete fingerprints of steps that were begun and not committed."""
-        for each in self._trainers:
-            if each.fingerprinter.is_unfinished:
-                self.record(each.fingerprinter.current)
+        for trainer in self._trainers:
+            if trainer.fingerprinter.is_unfinished:
+                self.record(trainer.fingerprinter.current)
 
 
 class CheckedTrainer:

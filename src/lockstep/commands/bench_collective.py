@@ -141,8 +141,8 @@ def run(collective: Collective, flags: dict[str, Any]) -> None:
     records: list[dict[str, Any]] = []
     click.echo(f"# {machine}\n# {command}")
     for ranks in counts:
-        found = measure_sizes(collective, ranks, sizes, names, flags)
-        for results in found:
+        measured = measure_sizes(collective, ranks, sizes, names, flags)
+        for results in measured:
             everything += results
             records += [record(one, results[0], machine, command) for one in results if one.times]
     if flags["json_file"]:
@@ -272,12 +272,12 @@ def check_memory(size: int, ranks: int, backends: int) -> None:
 def parse_rank_counts(text: str) -> list[int]:
     """Return the rank counts of "2,4"."""
     try:
-        found = [int(part) for part in text.split(",")]
+        counts = [int(part) for part in text.split(",")]
     except ValueError:
-        found = [0]
-    if min(found) < 1:
+        counts = [0]
+    if min(counts) < 1:
         raise UsageError(f"-n {text}: expected a number of ranks of at least 1, or several: 2,4")
-    return found
+    return counts
 
 
 def describe_machine() -> str:
@@ -297,7 +297,7 @@ def command_line() -> str:
     for word in given:
         if word in PATH_OPTIONS:
             next(given, None)
-        elif not word.startswith(tuple(f"{place}=" for place in PATH_OPTIONS)):
+        elif not word.startswith(tuple(f"{option}=" for option in PATH_OPTIONS)):
             kept.append(word)
     return shlex.join(["lockstep", *kept])
 

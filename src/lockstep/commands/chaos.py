@@ -78,14 +78,14 @@ def command(
         say(f"training {target} undisturbed on {nprocs} ranks")
         baseline = train_undisturbed(_name_run(config, "undisturbed"), say)
         say(describe_baseline(baseline))
-        found = disturb(_name_run(config, "chaos"), baseline, kills, seed, say)
+        result = disturb(_name_run(config, "chaos"), baseline, kills, seed, say)
     except Interrupted as interruption:
         sys.exit(interruption.exit_status)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        print_result(found)
+        print_result(result)
     if as_json:
-        click.echo(json.dumps(found.plain()))
-    sys.exit(0 if found.is_passed else 1)
+        click.echo(json.dumps(result.plain()))
+    sys.exit(0 if result.is_passed else 1)
 
 
 def make_config(target: str, arguments: tuple[str, ...], nprocs: int, runs: str) -> LaunchConfig:
@@ -125,13 +125,13 @@ def _name_run(config: LaunchConfig, which: str) -> LaunchConfig:
     return dataclasses.replace(config, name=name_run(f"{config.name}-{which}"))
 
 
-def print_result(found: ChaosResult) -> None:
+def print_result(result: ChaosResult) -> None:
     """Print a table of the kills and their cost, and the verdict."""
     from lockstep.report.terminal import print_table, wrap
 
-    print_table(COLUMNS, [_row(number, each) for number, each in enumerate(found.kills, 1)])
+    print_table(COLUMNS, [_row(number, kill) for number, kill in enumerate(result.kills, 1)])
     click.echo()
-    for sentence in describe_result(found):
+    for sentence in describe_result(result):
         click.echo("\n".join(wrap(escape_control(sentence))))
 
 
@@ -143,35 +143,35 @@ def _row(number: int, kill: Kill) -> list[str]:
         f"{kill.rank}",
         f"{kill.step:,}",
         "" if kill.round is None else f"{kill.round}",
-        *("" if each is None else format_duration(each) for each in seconds),
+        *("" if value is None else format_duration(value) for value in seconds),
     ]
 
 
-def describe_result(found: ChaosResult) -> list[str]:
+def describe_result(result: ChaosResult) -> list[str]:
     """Return the sentences below the table."""
-    killed = f"{len(found.kills)} of {format_quantity(found.planned, 'kill')}"
-    lines = [f"{killed} carried out, {format_quantity(found.rounds, 'round')}."]
-    if lost := found.seconds_lost:
+    killed = f"{len(result.kills)} of {format_quantity(result.planned, 'kill')}"
+    lines = [f"{killed} carried out, {format_quantity(result.rounds, 'round')}."]
+    if lost := result.seconds_lost:
         lines[0] = lines[0][:-1] + (
             f"; time lost per kill: median {format_duration(median(lost))}, worst "
             f"{format_duration(max(lost))}."
         )
     lines.append(
-        f"The run took {format_duration(found.seconds)}, undisturbed "
-        f"{format_duration(found.baseline.seconds)}."
+        f"The run took {format_duration(result.seconds)}, undisturbed "
+        f"{format_duration(result.baseline.seconds)}."
     )
-    if found.failure:
-        lines.append(f"The disturbed run failed: {found.failure}")
-    elif found.digest is None:
+    if result.failure:
+        lines.append(f"The disturbed run failed: {result.failure}")
+    elif result.digest is None:
         lines.append("The disturbed run ended without a digest of its weights.")
-    elif found.equal:
-        lines.append(f"The weights have the same bits: digest {found.digest}.")
+    elif result.equal:
+        lines.append(f"The weights have the same bits: digest {result.digest}.")
     else:
         lines.append(
-            f"The weights differ: digest {found.digest}, undisturbed {found.baseline.digest}. Find "
-            f"the first bit that differs with: lockstep bisect {found.baseline.folder} "
-            f"{found.folder}"
+            f"The weights differ: digest {result.digest}, undisturbed {result.baseline.digest}. "
+            f"Find the first bit that differs with: lockstep bisect {result.baseline.folder} "
+            f"{result.folder}"
         )
-    if found.folder is not None:
-        lines.append(f"See the rounds with: lockstep report {found.folder}")
+    if result.folder is not None:
+        lines.append(f"See the rounds with: lockstep report {result.folder}")
     return lines

@@ -117,12 +117,12 @@ def command(
     """
     from lockstep.check.comparison import compare_layouts
 
-    found = compare_layouts(script, arguments, steps, ranks, timeout, _report)
+    comparison = compare_layouts(script, arguments, steps, ranks, timeout, _report)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        _print(found, script, steps)
+        _print(comparison, script, steps)
     if as_json:
-        click.echo(json.dumps(found.plain()))
-    sys.exit(0 if found.equal else 1)
+        click.echo(json.dumps(comparison.plain()))
+    sys.exit(0 if comparison.equal else 1)
 
 
 def _report(verdict: Verdict) -> None:
@@ -131,16 +131,18 @@ def _report(verdict: Verdict) -> None:
     click.echo(f"{run.name}: {verdict.word}, {run.seconds:.1f} s", err=True)
 
 
-def _print(found: Comparison, script: str, steps: int) -> None:
+def _print(comparison: Comparison, script: str, steps: int) -> None:
     """Print the table and the explanations below it."""
     from lockstep.report.terminal import print_table, wrap
 
     click.echo()
-    print_table(COLUMNS, [_row(each) for each in found.verdicts], optional=("seconds",))
+    print_table(COLUMNS, [_row(verdict) for verdict in comparison.verdicts], optional=("seconds",))
     click.echo()
-    for line in _explain(found, script, steps):
+    for line in _explain(comparison, script, steps):
         click.echo("\n".join(wrap(line)))
-    details = next((each.run.details for each in found.verdicts if each.word == "failed"), "")
+    details = next(
+        (verdict.run.details for verdict in comparison.verdicts if verdict.word == "failed"), ""
+    )
     if details:
         click.echo(f"\n{escape_control(details)}", err=True)
 
@@ -151,22 +153,22 @@ def _row(verdict: Verdict) -> list[str]:
     return [run.name, (run.digest or "")[:SHORT], loss, f"{run.seconds:.1f}", verdict.word]
 
 
-def _explain(found: Comparison, script: str, steps: int) -> list[str]:
+def _explain(comparison: Comparison, script: str, steps: int) -> list[str]:
     """Return sentences about causes, locations and advice, which the table does not show."""
-    reference = found.verdicts[0].run
+    reference = comparison.verdicts[0].run
     failures: dict[str, Verdict] = {}  # list each failure once: several layouts may share it
-    for each in found.verdicts:
-        if each.run.failure:
-            failures.setdefault(each.run.failure, each)
-    lines = [f"{each.run.name}: {each.word}: {text}" for text, each in failures.items()]
+    for verdict in comparison.verdicts:
+        if verdict.run.failure:
+            failures.setdefault(verdict.run.failure, verdict)
+    lines = [f"{one.run.name}: {one.word}: {text}" for text, one in failures.items()]
     trainers = len(reference.ranks[0].trainers)
-    if (first := found.first) is not None and first.difference is not None:
+    if (first := comparison.first) is not None and first.difference is not None:
         lines.append(f"{first.run.name}: {describe_difference(first.difference, trainers)}.")
-        if found.unstable is not None:
+        if comparison.unstable is not None:
             lines.append(
                 f"Two runs of {reference.name} differ as well: "
-                f"{describe_difference(found.unstable, trainers)}. So the script itself is not "
-                f"reproducible. {ADVICE[found.unstable.what]}"
+                f"{describe_difference(comparison.unstable, trainers)}. So the script itself is "
+                f"not reproducible. {ADVICE[comparison.unstable.what]}"
             )
         else:
             lines.append(ADVICE[first.difference.what])
@@ -175,27 +177,29 @@ def _explain(found: Comparison, script: str, steps: int) -> list[str]:
     taken = len(reference.losses)
     if taken < steps * trainers:
         lines.append(f"{script} ended after {taken} of {steps * trainers} steps.")
-    if found.equal:
-        count = sum(each.word == "equal" for each in found.verdicts)
+    if comparison.equal:
+        count = sum(verdict.word == "equal" for verdict in comparison.verdicts)
         lines.append(
             f"{script} computes the same bits in all {count + 1} layouts, for {taken} steps."
         )
     return lines
 
 
-def describe_difference(found: Difference, trainers: int = 1) -> str:
+def describe_difference(difference: Difference, trainers: int = 1) -> str:
     """Return the location and kind of a difference, without a full stop.
 
     Args:
-        found: The difference.
+        difference: The difference.
         trainers: The number of trainers of the script.
     """
-    location = [f"trainer {found.trainer}"] if trainers > 1 else []
-    if found.what != "initial":
-        location.append(f"step {found.step}")
-    if found.microbatch is not None:
-        location.append(f"micro-batch {found.microbatch}")
-    if found.rank:  # another rank than 0 means that rank 0 agrees with the reference
-        location.append(f"rank {found.rank}")
-    text = DIFFERENCES[found.what].format(module=found.module, parameter=found.parameter)
+    location = [f"trainer {difference.trainer}"] if trainers > 1 else []
+    if difference.what != "initial":
+        location.append(f"step {difference.step}")
+    if difference.microbatch is not None:
+        location.append(f"micro-batch {difference.microbatch}")
+    if difference.rank:  # another rank than 0 means that rank 0 agrees with the reference
+        location.append(f"rank {difference.rank}")
+    text = DIFFERENCES[difference.what].format(
+        module=difference.module, parameter=difference.parameter
+    )
     return f"{', '.join(location)}: {text}" if location else text

@@ -59,42 +59,42 @@ def command(
     from lockstep.record.reader import read_run
     from lockstep.report import comparison
 
-    found = comparison.compare_runs([read_run(find_run(run, folder)) for run in runs])
+    result = comparison.compare_runs([read_run(find_run(run, folder)) for run in runs])
     if as_json:
         with contextlib.redirect_stdout(sys.stderr):
-            print_text(found)
-        click.echo(json.dumps(comparison.comparison_json(found)))
+            print_text(result)
+        click.echo(json.dumps(comparison.comparison_json(result)))
         return
     kind = kind or ("html" if opened or (output and format_of(output) == "html") else "text")
     if kind == "text" and output is None:
-        print_text(found)
+        print_text(result)
         return
     if kind == "text":
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            print_text(found)
+            print_text(result)
         text = printed.getvalue()
     elif kind == "html":
-        text = comparison.comparison_html(found)
+        text = comparison.comparison_html(result)
     else:
-        text = comparison.comparison_markdown(found)
-    place = save(text.encode(), output, Path("compare.html" if kind == "html" else "compare.md"))
-    if opened and place is not None:
-        open_in_browser(place)
+        text = comparison.comparison_markdown(result)
+    path = save(text.encode(), output, Path("compare.html" if kind == "html" else "compare.md"))
+    if opened and path is not None:
+        open_in_browser(path)
 
 
-def print_text(found: Comparison) -> None:
+def print_text(result: Comparison) -> None:
     """Print the comparison on the terminal."""
     from lockstep.report.comparison import comparison_table
     from lockstep.report.terminal import print_table, wrap
 
-    for pair in found.pairs:
+    for pair in result.pairs:
         for sentence in pair.sentences:
             click.echo("\n".join(wrap(sentence)))
         click.echo()
-    for run in found.runs:
+    for run in result.runs:
         for remark in run.remarks:
             click.echo(escape_control(f"{run.name}: {remark}"), err=True)
-    print_table(*comparison_table(found), optional=("state", "layout", "digest of weights"))
-    if found.settings:
+    print_table(*comparison_table(result), optional=("state", "layout", "digest of weights"))
+    if result.settings:
         click.echo("\nDifferences in settings:")
-        print_table(["", *found.names], [[name, *row] for name, row in found.settings.items()])
+        print_table(["", *result.names], [[name, *row] for name, row in result.settings.items()])

@@ -95,10 +95,10 @@ def print_result(one: CheckResult) -> None:
     from lockstep.report.terminal import colorize, terminal_width, wrap
 
     indent = " " * (23 if terminal_width() >= 60 else 6)
-    found = wrap(one.what, indent, f"{one.verdict:<4}  {one.subject:<15}  ")
-    mark = colorize(found[0][:4], COLORS[one.verdict])
+    lines = wrap(one.what, indent, f"{one.verdict:<4}  {one.subject:<15}  ")
+    mark = colorize(lines[0][:4], COLORS[one.verdict])
     advice = wrap(one.advice, f"{indent}   ", f"{indent}-> ") if one.advice else []
-    print("\n".join([mark + found[0][4:], *found[1:], *advice]), flush=True)
+    print("\n".join([mark + lines[0][4:], *lines[1:], *advice]), flush=True)
 
 
 def show_progress(name: str, quiet: bool) -> None:

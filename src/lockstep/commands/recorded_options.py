@@ -64,15 +64,15 @@ def read_recorded(folder: Path) -> Run:
     from lockstep.record.recorder import RECORD_FILE
 
     has_record = (folder / RECORD_FILE).exists()
-    found = read_ends(folder) if has_record else None
-    if found is None or not found.header:  # killed before the record had a line
-        found = _load_options(folder) or read_ends(folder)
-    if as_dict(found.latest("options")).get("recipe") not in NAMES:
+    recorded = read_ends(folder) if has_record else None
+    if recorded is None or not recorded.header:  # killed before the record had a line
+        recorded = _load_options(folder) or read_ends(folder)
+    if as_dict(recorded.latest("options")).get("recipe") not in NAMES:
         raise UsageError(
             f"{folder} is not a run of `lockstep train`, so its options are not known; continue "
             f"a run of a script with `lockstep run --resume {folder}`"
         )
-    return found
+    return recorded
 
 
 def store_options(folder: Path, recipe: str, nprocs: int, given: dict[str, Any]) -> None:
@@ -191,13 +191,13 @@ def _find_weights(folder: Path) -> Path:
 
     if (folder / WEIGHTS).is_file():
         return folder / WEIGHTS
-    found, _ = find_newest_valid(folder / CHECKPOINTS)
-    if found is None:
+    checkpoint, _ = find_newest_valid(folder / CHECKPOINTS)
+    if checkpoint is None:
         raise UsageError(
             f"{folder} has neither {WEIGHTS} nor a valid checkpoint yet; give other weights with "
             "--weights FILE"
         )
-    return found
+    return checkpoint
 
 
 def _require_same(run: Run, parameter: click.Parameter, value: Any, recorded: Any) -> None:

@@ -52,17 +52,17 @@ def command(
     """
     from lockstep.record.reader import read_run
 
-    found = read_run(find_run(run, folder))
-    for remark in found.remarks:
+    recording = read_run(find_run(run, folder))
+    for remark in recording.remarks:
         say(remark)
     if trace is not None:
-        save(_trace(found), trace)
+        save(_trace(recording), trace)
         return
     kind = kind or format_of(output)
-    content = _render(found, kind)
-    place = save(content, output, found.folder / f"report.{kind}")
-    if opened and place is not None:
-        open_in_browser(place)
+    content = _render(recording, kind)
+    path = save(content, output, recording.folder / f"report.{kind}")
+    if opened and path is not None:
+        open_in_browser(path)
 
 
 def _render(run: Run, kind: str) -> bytes:
@@ -78,8 +78,8 @@ def _simulate(run: Run) -> Timeline | None:
     from lockstep.pipeline.simulation import simulate_recording
     from lockstep.record.timeline import typical_timeline
 
-    found = typical_timeline(run)
-    return None if found is None else simulate_recording(found)
+    timeline = typical_timeline(run)
+    return None if timeline is None else simulate_recording(timeline)
 
 
 def _trace(run: Run) -> bytes:
@@ -129,22 +129,22 @@ def save(content: bytes, output: str | None, default: Path | None = None) -> Pat
         sys.stdout.buffer.write(content)
         sys.stdout.buffer.flush()
         return None
-    place = default if output is None and default is not None else Path(output or "")
+    path = default if output is None and default is not None else Path(output or "")
     try:
-        make_folder(place.parent)
-        with replace_file(place) if output is None else open_for_write(place) as file:
+        make_folder(path.parent)
+        with replace_file(path) if output is None else open_for_write(path) as file:
             file.write(content)
     except OSError as error:
         raise FileError(
-            f"{place} cannot be written ({error.strerror}); choose another file with --output"
+            f"{path} cannot be written ({error.strerror}); choose another file with --output"
         ) from None
-    click.echo(escape_control(f"{place}  ({len(content) / 1000:,.0f} kB)"))
-    return place
+    click.echo(escape_control(f"{path}  ({len(content) / 1000:,.0f} kB)"))
+    return path
 
 
-def open_in_browser(place: Path) -> None:
+def open_in_browser(path: Path) -> None:
     """Open a file in the browser, or print its path if there is no browser."""
     import webbrowser
 
-    if not webbrowser.open(place.resolve().as_uri()):
-        click.echo(f"No browser could be started; open {place} manually.", err=True)
+    if not webbrowser.open(path.resolve().as_uri()):
+        click.echo(f"No browser could be started; open {path} manually.", err=True)

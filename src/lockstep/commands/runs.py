@@ -31,22 +31,22 @@ def command(folder: str, as_json: bool) -> None:
     runs which ended early follow below it, for runs with a checkpoint. Only the beginning and
     the end of each record are parsed, so long runs are listed fast.
     """
-    place = Path(folder)
-    if not place.is_dir():
+    parent = Path(folder)
+    if not parent.is_dir():
         raise UsageError(
             f"there is no folder {folder}; runs are stored in the folder `runs` where they were "
             f"started, or in the one that was given to --runs of `lockstep run` or `lockstep train`"
         )
-    found = list_runs(place)
+    runs = list_runs(parent)
     if as_json:
-        click.echo(json.dumps([run.to_json() for run in found]))
-    elif not found:
+        click.echo(json.dumps([run.to_json() for run in runs]))
+    elif not runs:
         click.echo(f"{folder} has no runs yet.")
     else:
         from lockstep.report.terminal import print_table
 
-        print_table(*runs_table(found), optional=("recipe", "layout", "digest"))
-        commands = [run.summary.resume_command for run in found if run.summary]
+        print_table(*runs_table(runs), optional=("recipe", "layout", "digest"))
+        commands = [run.summary.resume_command for run in runs if run.summary]
         if any(commands):
             click.echo("\n".join(["\nResume a run with", *filter(None, commands)]))
 
@@ -86,14 +86,14 @@ def list_runs(folder: Path) -> list[ListedRun]:
     from lockstep.record.recorder import RECORD_FILE
     from lockstep.report.summary import summarize
 
-    found = []
-    for place in folder.iterdir():
-        if (place / RECORD_FILE).exists() and not is_link_to_sibling(place):
+    runs = []
+    for run_folder in folder.iterdir():
+        if (run_folder / RECORD_FILE).exists() and not is_link_to_sibling(run_folder):
             try:
-                found.append(ListedRun(place.name, summarize(read_ends(place))))
+                runs.append(ListedRun(run_folder.name, summarize(read_ends(run_folder))))
             except LockstepError as error:
-                found.append(ListedRun(place.name, None, str(error)))
-    return sorted(found, key=lambda run: (run.summary.started if run.summary else "", run.name))
+                runs.append(ListedRun(run_folder.name, None, str(error)))
+    return sorted(runs, key=lambda run: (run.summary.started if run.summary else "", run.name))
 
 
 def runs_table(runs: list[ListedRun]) -> tuple[list[str], list[list[str]]]:
@@ -113,7 +113,7 @@ def _table_row(run: ListedRun, metrics: list[str]) -> list[str]:
         return [run.name, "unreadable"] + [""] * (5 + len(metrics))
     summary = run.summary
     values = ((name, summary.metrics.get(name, math.nan)) for name in metrics)
-    cells = [format_metric_value(*each) if math.isfinite(each[1]) else "" for each in values]
+    cells = [format_metric_value(*metric) if math.isfinite(metric[1]) else "" for metric in values]
     loss = format_loss(summary.loss) if math.isfinite(summary.loss) else ""
     speed = format_number(summary.speed) if math.isfinite(summary.speed) else ""
     layout = summary.layout.split(", ")[0]  # the report shows the rest

@@ -52,17 +52,17 @@ def command(run: str, ranks: int, parent: str) -> None:
 
 def _check(folder: Path, ranks: int) -> None:
     """Raise UsageError if a run cannot have this number of ranks, or has ended."""
-    found = read_description(folder)
-    if found is None or found.min_nprocs is None:
+    launch = read_description(folder)
+    if launch is None or launch.min_nprocs is None:
         raise UsageError(
             f"{folder} is not an elastic run: start it with lockstep run --min A --max B"
         )
-    if found.exit_status is not None:
+    if launch.exit_status is not None:
         raise UsageError(
             f"{folder} has ended; continue it with: lockstep run --resume {folder} --max {ranks}"
         )
-    if ranks < found.min_nprocs:
+    if ranks < launch.min_nprocs:
         raise UsageError(
             f"{folder} cannot continue with {format_quantity(ranks, 'rank')}: it was started with "
-            f"--min {found.min_nprocs}"
+            f"--min {launch.min_nprocs}"
         )

@@ -97,16 +97,16 @@ def make_plans(
     """Return the plans of schedules; a comparison leaves out impossible schedules."""
     from lockstep.pipeline.schedule_planner import plan_schedule
 
-    found = []
+    plans = []
     for name in names:
         own = stages_per_rank if name == "interleaved" or len(names) == 1 else None
         try:
-            found.append(plan_schedule(name, costs, stages, microbatches, own))
+            plans.append(plan_schedule(name, costs, stages, microbatches, own))
         except LayoutError as error:
             if len(names) == 1 or name == "1f1b":
                 raise
             click.echo(f"{name} is left out: {error}", err=True)
-    return found
+    return plans
 
 
 def open_run(file: Path) -> Run | None:
@@ -142,12 +142,12 @@ def read_costs(measured: Run | Path) -> Costs:
     from lockstep.pipeline.simulation import Costs
 
     if isinstance(measured, Path):
-        found = read_json(measured)
-    elif (found := measured.header.get("costs")) is None:
+        costs = read_json(measured)
+    elif (costs := measured.header.get("costs")) is None:
         return recorded_costs(measured)
     file = measured if isinstance(measured, Path) else measured.folder
     try:
-        fields = {name: tuple(map(float, found.get(name, ()))) for name in FIELDS}
+        fields = {name: tuple(map(float, costs.get(name, ()))) for name in FIELDS}
     except (AttributeError, TypeError, ValueError):
         raise FileError(
             f"{file} has no costs: expected a JSON object of lists of numbers, {', '.join(FIELDS)}"

@@ -260,8 +260,8 @@ def command(
         folder = None if resumed is None else resumed.folder
         _evaluate(recipe, nprocs, given, folder, is_rank, as_json)
         return
-    for each in given["logger"]:
-        create_logger(each, Path(runs))  # report a missing package before the ranks start
+    for logger in given["logger"]:
+        create_logger(logger, Path(runs))  # report a missing package before the ranks start
     if is_rank:
         _train_in_rank(recipe, given, as_json)
         return
@@ -325,8 +325,8 @@ def _list_words(recipe: str, given: Mapping[str, Any]) -> list[str]:
         if value is True:
             words.append(name)
         else:
-            for each in value if isinstance(value, (tuple, list)) else (value,):
-                words += [name, str(each)]
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                words += [name, str(item)]
     return words
 
 

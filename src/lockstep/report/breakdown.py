@@ -69,33 +69,36 @@ def time_by_rank(run: Run) -> list[RankTime]:
     longest = totals.sum(axis=1).max(initial=0.0)
     if not longest > 0:
         return []
-    found = []
+    rows = []
     for rank, row in enumerate(totals):
         total = float(row.sum())
         shares = (row / total if total else row).tolist()
         by_name = dict(zip(TIME_CATEGORIES, shares, strict=True))
-        found.append(RankTime(rank, total, total / float(longest), by_name))
-    if len(found) > MAX_RANKS:
-        found.sort(key=lambda one: -one.seconds * one.shares["compute"])
-    return found
+        rows.append(RankTime(rank, total, total / float(longest), by_name))
+    if len(rows) > MAX_RANKS:
+        rows.sort(key=lambda one: -one.seconds * one.shares["compute"])
+    return rows
 
 
 def _summarized_times(run: Run, times: list[float]) -> list[RankTime]:
     slow = list_slow_ranks(run)
-    rows = [(-1, times, ""), *((each.rank, each.times, _describe_listed(each)) for each in slow)]
+    rows = [
+        (-1, times, ""),
+        *((slow_rank.rank, slow_rank.times, _describe_listed(slow_rank)) for slow_rank in slow),
+    ]
     longest = max(sum(row) for _, row, _ in rows)
-    found = []
+    times_by_rank = []
     for rank, row, note in rows:
         total = sum(row)
         shares = dict(zip(TIME_CATEGORIES, (part / (total or 1.0) for part in row), strict=True))
-        found.append(RankTime(rank, total, total / (longest or 1.0), shares, note))
-    return found
+        times_by_rank.append(RankTime(rank, total, total / (longest or 1.0), shares, note))
+    return times_by_rank
 
 
-def _describe_listed(each: ListedRank) -> str:
+def _describe_listed(slow_rank: ListedRank) -> str:
     return (
-        f"slowest in {format_percent(each.first)} of the steps, among the slowest in "
-        f"{format_percent(each.listed)}"
+        f"slowest in {format_percent(slow_rank.first)} of the steps, among the slowest in "
+        f"{format_percent(slow_rank.listed)}"
     )
 
 
@@ -125,10 +128,10 @@ def peak_memory(run: Run) -> list[RankMemory]:
         for rank, value in _list_memory(line):
             peaks[rank] = max(peaks.get(rank, 0.0), value)
     highest = max(peaks.values(), default=0.0)
-    found = [RankMemory(rank, peak, peak / highest) for rank, peak in peaks.items() if highest]
-    if len(found) <= MAX_RANKS:
-        return found
-    return sorted(found, key=lambda one: -one.num_bytes)[:MAX_RANKS]
+    memory = [RankMemory(rank, peak, peak / highest) for rank, peak in peaks.items() if highest]
+    if len(memory) <= MAX_RANKS:
+        return memory
+    return sorted(memory, key=lambda one: -one.num_bytes)[:MAX_RANKS]
 
 
 def _list_memory(line: dict[str, Any]) -> Iterator[tuple[int, float]]:

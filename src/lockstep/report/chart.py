@@ -121,18 +121,18 @@ def log_axis(low: float, high: float, label: Label = format_number) -> Axis:
         low, high = low / 2, high * 2
     margin = (high / low) ** 0.03
     low, high = low / margin, high * margin
-    marks = next(filter(lambda found: len(found) >= 2, _log_marks(low, high)), [low, high])
+    marks = next(filter(lambda marks: len(marks) >= 2, _log_marks(low, high)), [low, high])
     return Axis(low, high, is_log=True).with_ticks(marks, label)
 
 
 def _tick_labels(marks: Sequence[float], label: Label) -> list[str]:
     """Return the labels of ticks; numbers get enough digits to differ from each other."""
-    found = [_trim_zeros(label(mark)) for mark in marks]
+    labels = [_trim_zeros(label(mark)) for mark in marks]
     digits = 4
-    while label is format_number and len(set(found)) < len(set(marks)) and digits <= 15:
-        found = [f"{mark:.{digits}g}" for mark in marks]
+    while label is format_number and len(set(labels)) < len(set(marks)) and digits <= 15:
+        labels = [f"{mark:.{digits}g}" for mark in marks]
         digits += 1
-    return found
+    return labels
 
 
 def _log_marks(low: float, high: float) -> list[list[float]]:
@@ -141,9 +141,9 @@ def _log_marks(low: float, high: float) -> list[list[float]]:
     every = max(1, round(len(decades) / 6))
     candidates = []
     for digits in ((1,), (1, 3), (1, 2, 5), tuple(range(1, 10))):
-        found = [d * 10.0**n for n in decades if n % every == 0 for d in digits]
-        candidates.append([mark for mark in found if low <= mark <= high])
-    return [found for found in candidates if len(found) >= 3] + candidates[-1:]
+        marks = [d * 10.0**n for n in decades if n % every == 0 for d in digits]
+        candidates.append([mark for mark in marks if low <= mark <= high])
+    return [marks for marks in candidates if len(marks) >= 3] + candidates[-1:]
 
 
 def _round_step(rough: float) -> float:
@@ -277,7 +277,7 @@ def _resume_marks(run: Run, x: Axis) -> tuple[Tick, ...]:
     steps: list[float] = []
     for line in run.resumes if _are_numbered(run) else ():
         step = number_or(line.get("step"))
-        steps = [each for each in steps if each < step] + [step]
+        steps = [earlier for earlier in steps if earlier < step] + [step]
     steps = [step for step in steps if x.low < step <= x.high][-MAX_MARKS:]
     positions = x.positions(np.array(steps, np.float64)).tolist()
     labels = [f"resumed at step {step:,.0f}" for step in steps]
@@ -340,8 +340,8 @@ def _evaluation_series(run: Run, metric: str | None) -> Series:
     points = []
     for line in run.epochs:
         evaluation = as_dict(line.get("evaluation"))
-        found = numbers_of(evaluation.get("metrics")) | {None: number_or(evaluation.get("loss"))}
-        point = (ends.get(number_or(line.get("epoch")), np.nan), found.get(metric, np.nan))
+        values = numbers_of(evaluation.get("metrics")) | {None: number_or(evaluation.get("loss"))}
+        point = (ends.get(number_or(line.get("epoch")), np.nan), values.get(metric, np.nan))
         points += [point] if np.isfinite(point).all() else []
     x, y = np.array(points, np.float64).reshape(-1, 2).T
     return Series("held out", downsample(x, y, MAX_POINTS), "dots", 1)

@@ -287,18 +287,17 @@ def settings_sentences(first: Run, second: Run, *, is_same: bool) -> list[str]:
     """Return the sentence about the settings that may explain different results."""
     if is_same:
         return []
-    found = [
+    differences = [
         f"{name} ({' and '.join(values)})"
         for name, values in find_setting_differences([first, second]).items()
         if all(values)  # a record of another version may lack a setting
         and (name == RATE or (name.startswith(DECISIVE) and name not in INDECISIVE))
     ]
-    if not found:
+    if not differences:
         return []
-    hidden = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-    return [
-        f"These settings differ and can change results: {', '.join(found[:MAX_NAMED])}{hidden}."
-    ]
+    hidden = f" and {len(differences) - MAX_NAMED} more" if len(differences) > MAX_NAMED else ""
+    named = ", ".join(differences[:MAX_NAMED])
+    return [f"These settings differ and can change results: {named}{hidden}."]
 
 
 def _loss_sentences(losses: LossDifference, first: str, second: str) -> list[str]:
@@ -319,14 +318,16 @@ def _weights_sentences(first: Run, second: Run) -> list[str]:
     if name is None:
         return []
     try:
-        found = first_weights_difference(first.folder / name, second.folder / name)
+        difference = first_weights_difference(first.folder / name, second.folder / name)
     except FileError as error:
         return [f"The saved weights cannot be compared: {error}."]
-    if found is None:
+    if difference is None:
         return [f"All tensors in their files {name} are bit-identical."]
-    others = f"; {found.count} of {found.total} tensors differ" if found.count > 1 else ""
-    what = f"The first tensor in {name} that differs is {found.tensor}: it {found.how}{others}."
-    return [escape_control(what)]
+    others = (
+        f"; {difference.count} of {difference.total} tensors differ" if difference.count > 1 else ""
+    )
+    what = f"The first tensor in {name} that differs is {difference.tensor}"
+    return [escape_control(f"{what}: it {difference.how}{others}.")]
 
 
 def _bisect_sentences(first: Run, second: Run, *, is_same: bool) -> list[str]:
@@ -340,37 +341,37 @@ def _bisect_sentences(first: Run, second: Run, *, is_same: bool) -> list[str]:
 
 def find_setting_differences(runs: list[Run]) -> dict[str, list[str]]:
     """Return the settings that differ between runs, with the value of each run."""
-    each = [_flat_settings(run) for run in runs]
-    names = dict.fromkeys(name for found in each for name in found)
+    by_run = [_flat_settings(run) for run in runs]
+    names = dict.fromkeys(name for settings in by_run for name in settings)
     table = {RATE: _rate_texts(runs)}
-    table |= {name: [found.get(name, "") for found in each] for name in names}
+    table |= {name: [settings.get(name, "") for settings in by_run] for name in names}
     return {name: values for name, values in table.items() if len(set(values)) > 1}
 
 
 def _rate_texts(runs: list[Run]) -> list[str]:
     """Return the learning rates of runs, and the first step at which a schedule differs."""
-    found = [learning_rate_text(run) for run in runs]
+    texts = [learning_rate_text(run) for run in runs]
     for at, run in enumerate(runs[1:], 1):
         _, step, ours, theirs = _first_difference(runs[0], run, "lr")
-        if step is not None and found[at] == found[0]:
-            found[at] += f", other values from step {step:,}: {theirs!r} instead of {ours!r}"
-    return found
+        if step is not None and texts[at] == texts[0]:
+            texts[at] += f", other values from step {step:,}: {theirs!r} instead of {ours!r}"
+    return texts
 
 
 def _flat_settings(run: Run) -> dict[str, str]:
-    found: dict[str, str] = {"command": command_line(run)}
+    settings: dict[str, str] = {"command": command_line(run)}
     for part in ("layout", "options", "model", "optimizer", "environment"):
         value: Any = run.latest(part)
         if isinstance(value, dict):
-            found |= dict(flatten_settings(value, "" if part == "environment" else f"{part}."))
+            settings |= dict(flatten_settings(value, "" if part == "environment" else f"{part}."))
     for name, value in as_dict(run.latest("variables")).items():
-        found[name] = str(value)
+        settings[name] = str(value)
     for name in ("recipe", "epochs", "steps_per_epoch", "samples"):
         if name in run.header:
-            found[name] = format_setting(run.header[name])
+            settings[name] = format_setting(run.header[name])
     if run.resumes:
-        found["resumed from step"] = ", ".join(row[0] for row in resume_table(run)[1:])
-    return found
+        settings["resumed from step"] = ", ".join(row[0] for row in resume_table(run)[1:])
+    return settings
 
 
 def comparison_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
@@ -390,7 +391,9 @@ def comparison_table(comparison: Comparison) -> tuple[list[str], list[list[str]]
     for name, one, speed in zip(
         comparison.names, comparison.summaries, comparison.speeds, strict=True
     ):
-        cells = [format_metric_value(each, one.metrics.get(each, math.nan)) for each in metrics]
+        cells = [
+            format_metric_value(metric, one.metrics.get(metric, math.nan)) for metric in metrics
+        ]
         figures = [
             *cells,
             format_loss(one.loss),
@@ -488,10 +491,12 @@ def first_weights_difference(first: Path, second: Path) -> WeightsDifference | N
     """
     ours, theirs = _open(first), _open(second)
     names = sorted({*ours.keys(), *theirs.keys()}, key=_natural_order)
-    found = [(name, how) for name in names if (how := _describe_difference(ours, theirs, name))]
-    if not found:
+    differences = [
+        (name, how) for name in names if (how := _describe_difference(ours, theirs, name))
+    ]
+    if not differences:
         return None
-    return WeightsDifference(*found[0], count=len(found), total=len(names))
+    return WeightsDifference(*differences[0], count=len(differences), total=len(names))
 
 
 def _open(path: Path) -> Any:

@@ -79,18 +79,18 @@ def clean(results: Iterable[CheckResult]) -> Iterator[CheckResult]:
     return map(_clean, results)
 
 
-def _clean(found: CheckResult) -> CheckResult:
+def _clean(result: CheckResult) -> CheckResult:
     """Return a result without secrets and control characters."""
-    what, advice = (escape_control(redact(text)) for text in (found.what, found.advice))
-    return replace(found, what=what, advice=advice)
+    what, advice = (escape_control(redact(text)) for text in (result.what, result.advice))
+    return replace(result, what=what, advice=advice)
 
 
 def issue_block(results: Iterable[CheckResult]) -> str:
     """Return the results as Markdown for an issue, with "~" for the home folder."""
     lines = [f"lockstep {VERSION} doctor", ""]
     lines += [f"{one.verdict:<5} {one.subject}: {one.what}" for one in results]
-    found = recorded_variables(os.environ)
-    lines += [f"      {name}={value}" for name, value in found.items()]
+    variables = recorded_variables(os.environ)
+    lines += [f"      {name}={value}" for name, value in variables.items()]
     home = str(Path.home())
     text = "\n".join(lines)
     return "\n".join(fenced_block(text.replace(home, "~" if len(home) > 1 else home)))

@@ -85,10 +85,10 @@ def draw_panel(chart: Chart) -> Panel:
 
 def _strokes(chart: Chart, y: Axis) -> tuple[Stroke, ...]:
     """Return the paths of a chart, bands below lines below dots."""
-    found = [
+    strokes = [
         stroke for one in chart.series for stroke in _series_strokes(one, chart.x, y) if stroke.path
     ]
-    return tuple(sorted(found, key=lambda stroke: ("band", "line", "dots").index(stroke.kind)))
+    return tuple(sorted(strokes, key=lambda stroke: ("band", "line", "dots").index(stroke.kind)))
 
 
 def _series_strokes(series: Series, x: Axis, y: Axis) -> list[Stroke]:
@@ -102,11 +102,11 @@ def _series_strokes(series: Series, x: Axis, y: Axis) -> list[Stroke]:
         return [Stroke(kind, series.color, drawn)]
     if np.isfinite(middle).sum() == 1:
         return [Stroke("dots", series.color, _dots_path(across, middle))]
-    found = [Stroke("line", series.color, _line_path(across, middle))]
+    strokes = [Stroke("line", series.color, _line_path(across, middle))]
     if curve.is_downsampled:
         outline = _band_path(across, y.positions(curve.low), y.positions(curve.high))
-        found.insert(0, Stroke("band", series.color, outline))
-    return found
+        strokes.insert(0, Stroke("band", series.color, outline))
+    return strokes
 
 
 def _line_path(x: Column, y: Column) -> str:
@@ -121,11 +121,11 @@ def _line_path(x: Column, y: Column) -> str:
 def _band_path(x: Column, low: Column, high: Column) -> str:
     """Return the outline of the area between two curves."""
     bottom = np.where(np.isfinite(high), np.nan_to_num(low, nan=0.0), np.nan)
-    found = []
+    outlines = []
     for over, under in zip(_finite_runs(x, high), _finite_runs(x, bottom), strict=True):
         points = over + under[::-1]
-        found.append("M{} {}".format(*points[0]) + _relative_moves(points) + "z")
-    return "".join(found)
+        outlines.append("M{} {}".format(*points[0]) + _relative_moves(points) + "z")
+    return "".join(outlines)
 
 
 def _dots_path(x: Column, y: Column) -> str:
@@ -205,12 +205,12 @@ def _templates() -> jinja2.Environment:
     """Return the environment of the templates, with their filters."""
     import jinja2
 
-    found = jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader("lockstep.report"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    found.filters.update(duration=format_duration, percent=format_percent, size=format_bytes)
-    return found
+    environment.filters.update(duration=format_duration, percent=format_percent, size=format_bytes)
+    return environment

@@ -192,9 +192,9 @@ def _paint_text(brush: ImageDraw.ImageDraw, label: Label, scale: int) -> None:
     left = label.x * scale - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[label.anchor]
     for at, letter in enumerate(text):
         kerned = font.getlength(text[: at + 1]) - font.getlength(letter)
-        place = (left + kerned + BOLD_SPACING * size * at, label.y * scale)
+        corner = (left + kerned + BOLD_SPACING * size * at, label.y * scale)
         stroke = BOLD_STROKE * size
-        brush.text(place, letter, label.fill, font, "ls", stroke_width=stroke)
+        brush.text(corner, letter, label.fill, font, "ls", stroke_width=stroke)
 
 
 def _fitting_size(label: Label) -> float:

@@ -61,8 +61,8 @@ def _mean(spread: Column) -> list[list[float]]:
     """Return the mean over the steps; 0 where no step has a number."""
     known = np.isfinite(spread)
     total = np.where(known, spread, 0.0).sum(axis=0)
-    found: list[list[float]] = (total / np.maximum(known.sum(axis=0), 1)).tolist()
-    return found
+    means: list[list[float]] = (total / np.maximum(known.sum(axis=0), 1)).tolist()
+    return means
 
 
 def list_slow_ranks(run: Run) -> list[ListedRank]:
@@ -73,21 +73,21 @@ def list_slow_ranks(run: Run) -> list[ListedRank]:
     means = np.nan_to_num(spread[:, STATISTICS.index("mean")][:, BUSY]).sum(axis=1)
     numbers = np.where(np.isfinite(run.layout_steps.slowest[:, :, 0]), slowest[:, :, 0], -1)
     steps = max(1, int((numbers >= 0).any(axis=1).sum()))
-    found = []
+    listed = []
     for rank in np.unique(numbers[numbers >= 0]).tolist():
-        at, place = np.nonzero(numbers == rank)
-        times = slowest[at, place, 1:]
+        at, row = np.nonzero(numbers == rank)
+        times = slowest[at, row, 1:]
         own, usual = times[:, BUSY].sum(axis=1).mean(), means[at].mean()
-        found.append(
+        listed.append(
             ListedRank(
                 rank=int(rank),
                 times=times.mean(axis=0).tolist(),
                 listed=len(at) / steps,
-                first=int((place == 0).sum()) / steps,
+                first=int((row == 0).sum()) / steps,
                 excess=float(own / usual - 1) if usual > 0 else 0.0,
             )
         )
-    return sorted(found, key=lambda each: (-each.first, -each.listed, each.rank))[:SHOWN_RANKS]
+    return sorted(listed, key=lambda one: (-one.first, -one.listed, one.rank))[:SHOWN_RANKS]
 
 
 @dataclass(frozen=True)

@@ -73,12 +73,12 @@ def summarize_reproduction(run: Run) -> ReproductionSummary:
     if sources := as_text(run.latest("sources")):
         sentences.append(f"Copies of the program's own files are in {sources}.")
     try:
-        found = list_unit_fingerprints(run.folder)
-        remarks = list(found.remarks)
+        fingerprints = list_unit_fingerprints(run.folder)
+        remarks = list(fingerprints.remarks)
     except FileError as error:
-        found, remarks = None, [f"{error}."]
-    if found is not None and found.steps:
-        steps, ranks = [*found.steps], max(map(len, found.steps.values()))
+        fingerprints, remarks = None, [f"{error}."]
+    if fingerprints is not None and fingerprints.steps:
+        steps, ranks = [*fingerprints.steps], max(map(len, fingerprints.steps.values()))
         sentences.append(
             f"Hashes of what each unit computed in {format_quantity(len(steps), 'step')} "
             f"({steps[0]:,} to {steps[-1]:,}, {format_quantity(ranks, 'rank')}) are in {FOLDER}."
@@ -99,15 +99,15 @@ def _read_replays(folder: Path) -> list[dict[str, Any]]:
         texts = (folder / REPLAYS_FILE).read_bytes().splitlines()
     except OSError:
         return []
-    found = []
+    replays = []
     for text in texts:
         try:
             line = orjson.loads(text)
         except orjson.JSONDecodeError:
             continue
         if isinstance(line, dict) and line.get("kind") == "replay":
-            found.append(line)
-    return found
+            replays.append(line)
+    return replays
 
 
 def _replay_row(line: dict[str, Any]) -> list[str]:

@@ -125,13 +125,13 @@ class Tile:
 
 def _tiles(run: Run, summary: Summary) -> list[Tile]:
     """Return the key figures of a run."""
-    place = "held out" if summary.held_out else "training"
+    measured = "held out" if summary.held_out else "training"
     metrics = [
-        Tile(f"{name}, {place}", format_metric_value(name, value))
+        Tile(f"{name}, {measured}", format_metric_value(name, value))
         for name, value in list(summary.metrics.items())[:2]
     ]
     figures = [
-        Tile(f"loss, {place}", format_loss(summary.loss)),
+        Tile(f"loss, {measured}", format_loss(summary.loss)),
         Tile("samples per second", format_number(summary.speed)),
         Tile("per step (median)", format_duration(summary.step_seconds)),
         Tile("duration of the run", format_duration(summary.seconds)),

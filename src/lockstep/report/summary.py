@@ -168,8 +168,8 @@ def find_slowest_rank(run: Run) -> SlowRank | None:
     if listed := list_slow_ranks(run):
         first = listed[0]
         is_slow = first.first >= 0.5 and first.excess > MIN_EXCESS
-        found = SlowRank(first.rank, first.busy, first.excess, first.first)
-        return found if is_slow else None
+        slowest = SlowRank(first.rank, first.busy, first.excess, first.first)
+        return slowest if is_slow else None
     rows = run.layout_steps.ranks
     if rows.shape[1] < 2:
         return None

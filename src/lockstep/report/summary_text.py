@@ -68,12 +68,12 @@ def _quality_sentence(run: Run, summary: Summary) -> str:
     after = format_quantity(summary.epochs, "epoch")
     if planned > summary.epochs:
         after = f"{summary.epochs} of {format_quantity(planned, 'epoch')}"
-    found = [format_metric(*item) for item in summary.metrics.items() if math.isfinite(item[1])]
-    found += [f"loss {format_loss(summary.loss)}"] if math.isfinite(summary.loss) else []
-    if not found:
+    figures = [format_metric(*item) for item in summary.metrics.items() if math.isfinite(item[1])]
+    figures += [f"loss {format_loss(summary.loss)}"] if math.isfinite(summary.loss) else []
+    if not figures:
         return f"{what}: no step was recorded."
-    place = "on held-out samples" if summary.held_out else "in training"
-    return f"{what}: {', '.join(found)} {place} after {after}."
+    measured = "on held-out samples" if summary.held_out else "in training"
+    return f"{what}: {', '.join(figures)} {measured} after {after}."
 
 
 def _speed_sentence(run: Run, summary: Summary) -> str:
@@ -97,17 +97,17 @@ def _speed_sentence(run: Run, summary: Summary) -> str:
 def state_sentence(run: Run, summary: Summary) -> str:
     """Return the sentence about a run that is not done; "" for one that is."""
     at = format_duration(last_time(run))
-    place = ""
+    position = ""
     if len(run.steps):
-        place = f", in epoch {run.steps.epoch[-1] + 1:.0f}, step {run.steps.step[-1]:,.0f}"
+        position = f", in epoch {run.steps.epoch[-1] + 1:.0f}, step {run.steps.step[-1]:,.0f}"
     resume = f" Resume it with: {summary.resume_command}" if summary.resume_command else ""
     return {
         "done": "",
         "failed": (summary.message or "The run failed; its record has no message.") + resume,
-        "stopped": f"This run was stopped on request {at} after its start{place}.{resume}",
+        "stopped": f"This run was stopped on request {at} after its start{position}.{resume}",
         "running": f"This run is still going; its last line was written {at} after its "
-        f"start{place}.",
-        "died": f"This run ended without a last line, {at} after its start{place}: "
+        f"start{position}.",
+        "died": f"This run ended without a last line, {at} after its start{position}: "
         f"it was killed, or its machine went down.{resume}",
     }[run.state]
 
@@ -136,23 +136,25 @@ def resume_sentence(run: Run) -> str:
 
 def timing_sentences(run: Run) -> list[str]:
     """Return sentences on the slowest rank and the slowest step, in the last layout."""
-    found = []
+    sentences = []
     if len(run.layout_steps) < len(run.steps):
         first = run.layout_steps.step[0]
-        found.append(f"The layout changed at step {first:,.0f}; times and speeds are those since.")
+        sentences.append(
+            f"The layout changed at step {first:,.0f}; times and speeds are those since."
+        )
     rank, step = find_slowest_rank(run), find_slowest_step(run)
     if rank is not None:
         often = "" if rank.share is None else f" in {format_percent(rank.share)} of the steps"
-        found.append(
+        sentences.append(
             f"Rank {rank.rank} is the slowest{often}: it works {format_duration(rank.seconds)} per "
             f"step, {format_percent(rank.excess)} more than the mean of the ranks, and the "
             "others wait for it."
         )
     elif run.layout_steps.ranks.shape[1] > 1 or run.layout_steps.spread.shape[1]:
-        found.append("No rank is slower than the others.")
+        sentences.append("No rank is slower than the others.")
     wait = number_or((run.end or {}).get("core_wait"), 0.0)
     if wait > BUSY:
-        found.append(
+        sentences.append(
             f"Rank 0 waited for a core {format_percent(wait)} of the time: other programs, or more "
             "ranks than cores, made the run slower."
         )
@@ -161,11 +163,11 @@ def timing_sentences(run: Run) -> list[str]:
         cause = (
             f"; most of the excess is {step.part} on rank {step.rank}" if much and step.part else ""
         )
-        found.append(
+        sentences.append(
             f"The slowest step is {step.step:,} (epoch {step.epoch + 1}): "
             f"{format_duration(step.seconds)}{much}{cause}."
         )
-    return found
+    return sentences
 
 
 def timeline_sentences(recorded: Timeline | None, simulated: Timeline | None) -> list[str]:
@@ -175,10 +177,10 @@ def timeline_sentences(recorded: Timeline | None, simulated: Timeline | None) ->
     took = f"{recorded.title} took {format_duration(recorded.duration)}".capitalize()
     idle = f"the ranks were idle for {format_percent(recorded.bubble_fraction)} of it"
     balance = f"their load balance is {format_percent(recorded.load_balance)} (mean over maximum)"
-    found = [f"{took}; {idle}, and {balance}."]
+    sentences = [f"{took}; {idle}, and {balance}."]
     if simulated is not None:
         same = recorded.select(simulated.kinds)
-        found.append(
+        sentences.append(
             f"Its forwards and backwards took {format_duration(same.duration)} with "
             f"{format_percent(same.bubble_fraction)} idle. In a simulation with the same "
             f"durations and zero communication latency they take "
@@ -186,7 +188,7 @@ def timeline_sentences(recorded: Timeline | None, simulated: Timeline | None) ->
             f"{format_percent(simulated.bubble_fraction)} idle; the difference is transfers, "
             "overhead and variation."
         )
-    return found
+    return sentences
 
 
 def _learning_rates(run: Run) -> list[str]:
@@ -223,8 +225,8 @@ def warning_sentence(line: dict[str, Any]) -> str:
     at, rank = number_or(line.get("t")), line.get("rank")
     when = f"after {format_duration(at)}" if math.isfinite(at) else ""
     who = "" if rank is None else f"rank {rank}"
-    place = ", ".join(filter(None, (who, when)))
-    return f"{place}: {as_text(line.get('message'))}" if place else as_text(line.get("message"))
+    origin = ", ".join(filter(None, (who, when)))
+    return f"{origin}: {as_text(line.get('message'))}" if origin else as_text(line.get("message"))
 
 
 def command_line(run: Run) -> str:

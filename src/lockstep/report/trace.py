@@ -39,12 +39,12 @@ def export_trace(run: Run) -> bytes:
     or of the ranks that the record lists.
     """
     recorded = list(_recorded_steps(run)) or list(_summed_steps(run))
-    found = {
+    trace = {
         "traceEvents": [*_metadata(run.name, recorded), *_events(recorded)],
         "displayTimeUnit": "ms",
         "otherData": {"run": run.name, "made by": "lockstep"},
     }
-    return json.dumps(found, separators=(",", ":")).encode()
+    return json.dumps(trace, separators=(",", ":")).encode()
 
 
 def _recorded_steps(run: Run) -> Iterator[Timeline]:
@@ -131,11 +131,11 @@ def _slice(
 ) -> dict[str, Any]:
     """Return one slice; `begin` and `end` are in seconds."""
     ts = _microseconds(begin)
-    found = {
+    event = {
         "ph": "X", "name": name, "cat": kind, "pid": PROCESS_ID, "tid": rank, "ts": ts,
         "dur": round(max(0.0, _microseconds(end) - ts), 3), "args": arguments,
     }  # fmt: skip
-    return found | ({"cname": COLORS[kind]} if kind in COLORS else {})
+    return event | ({"cname": COLORS[kind]} if kind in COLORS else {})
 
 
 def _arguments(span: Span) -> dict[str, Any]:

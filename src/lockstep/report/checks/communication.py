@@ -98,12 +98,12 @@ def check_environment(requirements: Requirements) -> Iterator[CheckResult]:
     from lockstep.launcher.environment import read_rank_info
 
     try:
-        found = read_rank_info(os.environ)
+        info = read_rank_info(os.environ)
     except LockstepError as error:
         yield bad("environment", str(error), "unset RANK, WORLD_SIZE and the like to run alone")
         return
-    if found.world_size > 1:
-        yield note("environment", f"this process is rank {found.rank} of {found.world_size}")
+    if info.world_size > 1:
+        yield note("environment", f"this process is rank {info.rank} of {info.world_size}")
     else:
         yield good("environment", "this process is not part of a group of ranks")
 
@@ -126,7 +126,7 @@ def check_native(requirements: Requirements) -> Iterator[CheckResult]:
         unavailable=None if reason is None else f"here: {reason.rpartition(': ')[0]}",
         requested=requested,
     )
-    one, several = (choose(is_single_host=each) for each in (True, False))
+    one, several = (choose(is_single_host=is_single) for is_single in (True, False))
     if one.is_slower:
         assert reason is not None
         why = read_installation_reason()
@@ -169,16 +169,16 @@ def available_backends() -> list[str]:
     from lockstep.devices import count_devices, find_accelerator
     from lockstep.launcher.device_choice import find_device_backend
 
-    found = ["gloo"] if dist.is_gloo_available() else []
+    names = ["gloo"] if dist.is_gloo_available() else []
     kind = find_accelerator()
     if kind is not None and count_devices(kind) > 1:
         name = find_device_backend(torch.device(kind))
-        found += [name] if name not in found else []
+        names += [name] if name not in names else []
     # The ranks of mpi4py are started by mpiexec: `software.check_mpi4py`.
-    known = {"undefined", "fake", "gloo", "nccl", "mpi", "mpi4py", "ucc", "xccl", "hccl", *found}
+    known = {"undefined", "fake", "gloo", "nccl", "mpi", "mpi4py", "ucc", "xccl", "hccl", *names}
     if not native.available():
         known.add("lockstep")  # the name is registered even if the extension was not built
-    return found + [name for name in dist.Backend.backend_list if name not in known]
+    return names + [name for name in dist.Backend.backend_list if name not in known]
 
 
 def check_backends(requirements: Requirements) -> Iterator[CheckResult]:

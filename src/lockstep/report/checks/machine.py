@@ -130,20 +130,20 @@ def segment_refusal() -> str:
 
 def check_disk(requirements: Requirements) -> Iterator[CheckResult]:
     """Check that files can be written to the current folder and the folder of temporary files."""
-    for place, use in ((Path.cwd(), "runs are recorded here"), (None, "temporary files")):
-        name = "disk" if place else "temporary files"
+    for folder, use in ((Path.cwd(), "runs are recorded here"), (None, "temporary files")):
+        name = "disk" if folder else "temporary files"
         try:
-            with tempfile.NamedTemporaryFile(dir=place, prefix=".lockstep-doctor-") as file:
+            with tempfile.NamedTemporaryFile(dir=folder, prefix=".lockstep-doctor-") as file:
                 file.write(b"0" * 4096)
                 file.flush()
                 where = Path(file.name).parent
                 status = os.statvfs(where)
         except OSError as error:
-            where = place or Path(tempfile.gettempdir())
+            where = folder or Path(tempfile.gettempdir())
             yield bad(
                 name,
                 f"{where} cannot be written ({error.strerror})",
-                "start in a writable folder, or use --runs" if place else "set TMPDIR",
+                "start in a writable folder, or use --runs" if folder else "set TMPDIR",
             )
             continue
         free = status.f_bavail * status.f_frsize
@@ -164,8 +164,8 @@ def check_open_files(requirements: Requirements) -> Iterator[CheckResult]:
         return
     room = "" if hard == resource.RLIM_INFINITY else f" (up to {hard:,} are allowed)"
     advice = f"raise the limit: ulimit -n 4096{room}"
-    found = bad if soft < OTHER_FILES else note
-    yield found(
+    verdict = bad if soft < OTHER_FILES else note
+    yield verdict(
         "open files",
         f"up to {soft:,}; {format_quantity(requirements.ranks, 'rank')} may need {wanted}",
         advice,

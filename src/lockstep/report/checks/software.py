@@ -185,8 +185,8 @@ def check_mpi4py(requirements: Requirements) -> Iterator[CheckResult]:
     if isinstance(answer, str):
         yield note("mpi4py", answer, "only init(backend='mpi4py') needs it")
     else:
-        found = answer.stdout.strip().splitlines()[-1]
-        yield good("mpi4py", f"2 ranks of {program} form a world of {found}")
+        library = answer.stdout.strip().splitlines()[-1]
+        yield good("mpi4py", f"2 ranks of {program} form a world of {library}")
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str] | str:
