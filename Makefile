@@ -57,6 +57,7 @@ check: install docs ## format, lint, types, documentation
 	@$(BIN)/clang-format --dry-run --Werror $(CPP)
 	@git ls-files -z | xargs -0 $(BIN)/python tools/check_files.py
 	@$(BIN)/mypy
+	@$(BIN)/python tools/house.py --check
 	@$(BIN)/basedpyright --project pyproject.toml --pythonpath $(BIN)/python --warnings
 
 format: install ## format the code

@@ -1,0 +1,54 @@
+"""Reach: what the kernel and the modules of a step import, directly or not.
+
+A chain of imports in a message shows which one to cut: import a value or a protocol instead of the
+module that holds the machinery, or pass it in.
+"""
+
+import ast
+import sys
+
+import pytest
+
+from tools.house import LIMITS, STEP, House, count_code_lines, find_exceeded
+
+HOUSE = House()
+KERNEL = {module for module in HOUSE.sources if module.split(".")[0] == "kernel"}
+
+
+def test_the_kernel_reaches_only_itself():
+    beyond = HOUSE.find_closure(KERNEL) - KERNEL
+    assert not beyond, [HOUSE.find_path(start, end) for start in KERNEL for end in beyond]
+
+
+@pytest.mark.parametrize("module", sorted(KERNEL))
+def test_the_kernel_imports_torch_and_the_standard_library_only(module):
+    names = {
+        (node.module or "" if isinstance(node, ast.ImportFrom) else alias.name).partition(".")[0]
+        for node in ast.walk(ast.parse(HOUSE.sources[module]))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    assert names <= {"torch", "lockstep", *sys.stdlib_module_names}
+
+
+def test_the_specification_uses_nothing_else_of_lockstep():
+    assert HOUSE.find_closure(["kernel.spec"]) == {"kernel.spec"}
+    assert [name for name in HOUSE.sources if "kernel.spec" in HOUSE.imports[name]] == []
+
+
+def test_the_reach_of_a_step_is_limited():
+    reached = HOUSE.find_closure(STEP)
+    assert len(reached) <= LIMITS["step: modules reached"], sorted(reached)
+    assert sum(HOUSE.lines[module] for module in reached) <= LIMITS["step: code lines reached"]
+
+
+def test_a_limit_that_is_exceeded_is_named():
+    assert find_exceeded({"folders": LIMITS["folders"]}) == []
+    (sentence,) = find_exceeded({"folders": 99})
+    assert sentence.startswith("folders: 99")
+
+
+def test_docstrings_comments_and_blank_lines_are_no_code():
+    lines = ['"""A module."""', "", "x = (", "1)  # two lines", "", "def f():", '    "Do it."']
+    source = "\n".join([*lines, "    # here", "    return 1"])
+    assert count_code_lines(source) == 4

@@ -1,0 +1,259 @@
+"""Measures the code base, and checks the limits that keep it readable.
+
+    python tools/house.py [--check]
+
+Counts code lines, without docstrings, comments and blank lines, and follows imports, also those in
+functions, under TYPE_CHECKING and through importlib. A *closure* is everything that some modules
+import, directly or not: what a reader of these modules may have to know. With `--check`, the exit
+status is 1 if a limit is exceeded; `make check` runs it, and tests/test_reach.py asserts the reach.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+LIMITS = {
+    "folders": 20,
+    "code lines in src": 50_000,
+    "code lines in tests": 52_000,
+    "code lines in csrc": 8_000,
+    "imports per module": 4.8,
+    "kernel: code lines": 2_400,
+    "kernel: modules reached": 0,
+    "step: modules reached": 123,
+    "step: code lines reached": 15_000,
+}
+"""The largest values. They may only be lowered, or raised for a feature that needs it."""
+
+STEP = ("kernel.step", "training.whole_model", "training.microbatch_loop")
+"""The modules that compute a step."""
+
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def count_code_lines(source: str) -> int:
+    """Return the number of lines with code in a Python source."""
+    docstrings = set[int]()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if ast.get_docstring(node, clean=False) is not None:
+            first = node.body[0]
+            docstrings.update(range(first.lineno, (first.end_lineno or 0) + 1))
+    lines = set[int]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+def count_cpp_lines(source: str) -> int:
+    """Return the number of lines of a C++ source that are neither blank nor a comment."""
+    source = re.sub(r"/\*.*?\*/", "", source, flags=re.DOTALL)
+    lines = (line.strip() for line in source.splitlines())
+    return sum(bool(line) and not line.startswith("//") for line in lines)
+
+
+def list_imported_names(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement or call imports; "*" stands for any name."""
+    if isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.Call) and node.args:
+        function = node.func.attr if isinstance(node.func, ast.Attribute) else node.func
+        name = function.id if isinstance(function, ast.Name) else function
+        if name in ("import_module", "__import__"):
+            argument = node.args[0]
+            parts = argument.values if isinstance(argument, ast.JoinedStr) else [argument]
+            yield "".join(str(p.value) if isinstance(p, ast.Constant) else "*" for p in parts)
+
+
+def find_imported_modules(source: str, modules: Iterable[str]) -> set[str]:
+    """Return which of some modules a source imports, also inside functions and TYPE_CHECKING."""
+    known, imported = set(modules), set[str]()
+    for node in ast.walk(ast.parse(source)):
+        for name in list_imported_names(node):
+            if "*" in name and name.startswith("lockstep."):
+                imported |= {module for module in known if fnmatchcase(module, name)}
+            elif name in known:
+                imported.add(name)
+    return imported
+
+
+@dataclass(frozen=True)
+class ClassSize:
+    """The size of a class: its methods, and the attributes that it declares or assigns."""
+
+    name: str
+    methods: int
+    attributes: int
+
+
+def measure_classes(source: str) -> Iterator[ClassSize]:
+    """Yield the size of every class of a source."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+        attributes = {
+            part.target.id
+            for part in node.body
+            if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+        }
+        attributes |= {
+            part.attr
+            for method in methods
+            for part in ast.walk(method)
+            if isinstance(part, ast.Attribute)
+            and isinstance(part.ctx, ast.Store)
+            and isinstance(part.value, ast.Name)
+            and part.value.id == "self"
+        }
+        yield ClassSize(node.name, len(methods), len(attributes))
+
+
+class House:
+    """The sources of a clone.
+
+    Attributes:
+        sources: The source of each module of the package, by its name without "lockstep.".
+    """
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self._root, self._package = root, root / "src/lockstep"
+        paths = {self._name(path): path for path in sorted(self._package.rglob("*.py"))}
+        self.sources = {name: path.read_text() for name, path in paths.items() if name}
+
+    def _name(self, path: Path) -> str:
+        name = ".".join(path.relative_to(self._package).with_suffix("").parts)
+        return name.removesuffix("__init__").removesuffix(".")
+
+    @cached_property
+    def lines(self) -> dict[str, int]:
+        """The number of code lines of each module."""
+        return {name: count_code_lines(source) for name, source in self.sources.items()}
+
+    @cached_property
+    def imports(self) -> dict[str, set[str]]:
+        """The modules that each module imports; the package of a module does not count."""
+        full = {f"lockstep.{name}": name for name in self.sources}
+        return {
+            name: {full[found] for found in find_imported_modules(source, full)} - {name}
+            for name, source in self.sources.items()
+        }
+
+    def find_closure(self, modules: Iterable[str]) -> set[str]:
+        """Return some modules and all that they import, directly or not."""
+        reached, waiting = set[str](), list(modules)
+        while waiting:
+            if (module := waiting.pop()) not in reached:
+                reached.add(module)
+                waiting += self.imports[module]
+        return reached
+
+    def find_path(self, start: str, end: str) -> list[str]:
+        """Return a shortest chain of imports between two modules; empty if there is none."""
+        before: dict[str, str] = {start: ""}
+        waiting = [start]
+        for module in waiting:
+            for imported in sorted(self.imports[module] - before.keys()):
+                before[imported] = module
+                waiting.append(imported)
+        chain = [end] if end in before else []
+        while chain and chain[0] != start:
+            chain.insert(0, before[chain[0]])
+        return chain
+
+    def measure(self) -> dict[str, float]:
+        """Return what `LIMITS` limits."""
+        kernel = {name for name in self.sources if name.split(".")[0] == "kernel"}
+        step = self.find_closure(STEP)
+        tests = (self._root / "tests").rglob("*.py")
+        cpp = [path for end in ("cpp", "h", "inc") for path in self._package.rglob(f"*.{end}")]
+        edges = sum(len(imported) for imported in self.imports.values())
+        return {
+            "folders": sum((path / "__init__.py").exists() for path in self._package.iterdir()),
+            "code lines in src": sum(self.lines.values()),
+            "code lines in tests": sum(count_code_lines(path.read_text()) for path in tests),
+            "code lines in csrc": sum(count_cpp_lines(path.read_text()) for path in cpp),
+            "imports per module": round(edges / len(self.imports), 2),
+            "kernel: code lines": sum(self.lines[name] for name in kernel),
+            "kernel: modules reached": len(self.find_closure(kernel) - kernel),
+            "step: modules reached": len(step),
+            "step: code lines reached": sum(self.lines[name] for name in step),
+        }
+
+    def list_repeated_names(self) -> tuple[list[str], list[str]]:
+        """Return the file names and the class names that occur more than once."""
+        files = Counter(name.split(".")[-1] for name in self.sources if "." in name)
+        classes = Counter(
+            size.name for source in self.sources.values() for size in measure_classes(source)
+        )
+        return (
+            sorted(name for name, count in files.items() if count > 1),
+            sorted(name for name, count in classes.items() if count > 1),
+        )
+
+    def list_largest_classes(self, count: int = 8) -> list[tuple[str, ClassSize]]:
+        """Return the classes with the most methods and attributes, with their modules."""
+        sizes = [
+            (module, size)
+            for module, source in self.sources.items()
+            for size in measure_classes(source)
+        ]
+        return sorted(sizes, key=lambda pair: -pair[1].methods - pair[1].attributes)[:count]
+
+
+def find_exceeded(measured: Mapping[str, float]) -> list[str]:
+    """Return a sentence for each value above its limit."""
+    return [
+        f"{name}: {value:g}, and the limit is {LIMITS[name]:g}"
+        for name, value in measured.items()
+        if value > LIMITS[name]
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    """Print the measurements; return 1 if a limit is exceeded and `--check` is given."""
+    house = House()
+    measured = house.measure()
+    exceeded = find_exceeded(measured)
+    if "--check" in arguments:
+        print("\n".join(exceeded), end="\n" if exceeded else "", file=sys.stderr)
+        return bool(exceeded)
+    for name, value in measured.items():
+        print(f"{name:28}{value:10,g}   limit {LIMITS[name]:,g}")
+    packages = Counter[str]()
+    for module, lines in house.lines.items():
+        packages[module.split(".")[0]] += lines
+    print("\ncode lines:", ", ".join(f"{name} {lines:,}" for name, lines in packages.most_common()))
+    for module, size in house.list_largest_classes():
+        print(f"{module}.{size.name}: {size.methods} methods, {size.attributes} attributes")
+    files, classes = house.list_repeated_names()
+    print(f"repeated file names: {', '.join(files)}\nrepeated class names: {', '.join(classes)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
