@@ -17,7 +17,6 @@ from lockstep.data.datasets import (
     DIGITS_STD,
     IMAGES,
     LABELS,
-    SHA256,
     digits,
     mnist,
     read_images_and_labels,
@@ -94,14 +93,6 @@ def test_missing_files_are_named_with_the_way_to_get_them(tmp_path: Path) -> Non
     assert "--download" in message
 
 
-def test_a_missing_partner_is_named_alone(tmp_path: Path) -> None:
-    write_mnist(tmp_path, "train", 3)
-    (tmp_path / f"train-{IMAGES}").unlink()
-    with pytest.raises(FileError, match="has no train-images-idx3-ubyte or") as caught:
-        mnist(tmp_path)
-    assert LABELS not in str(caught.value)
-
-
 def test_mnist_is_downloaded_where_it_is_missing(tmp_path: Path) -> None:
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:
@@ -128,8 +119,3 @@ def test_mnist_is_downloaded_where_it_is_missing(tmp_path: Path) -> None:
     assert len(dataset) == 5
     assert names == {f"train-{IMAGES}.gz", f"train-{LABELS}.gz"}
     assert len(mnist(folder, download=True, mirrors=[])) == 5  # nothing is fetched again
-
-
-def test_the_four_hashes_are_those_of_four_files() -> None:
-    assert len(set(SHA256.values())) == 4
-    assert {len(bytes.fromhex(value)) for value in SHA256.values()} == {32}

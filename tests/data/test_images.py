@@ -59,15 +59,6 @@ def test_augmentation_depends_on_seed_epoch_and_index(pictures, workers):
                 assert torch.equal(shown, pictures[index][0])
 
 
-def test_augmentation_is_another_one_in_each_epoch(pictures):
-    def seen(number):
-        rows = [row for data, _ in epoch_of(pictures, number).values() for row in data]
-        return {row.numpy().tobytes() for row in rows}
-
-    assert len(seen(0)) == 12
-    assert not seen(0) & seen(1)
-
-
 def test_evaluation_shows_the_middle_and_draws_nothing(tmp_path):
     files, _ = read_image_folder(write_pictures(tmp_path, ["a"], 2), 0.5, 0)
     before = torch.default_generator.get_state()

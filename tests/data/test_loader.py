@@ -1,6 +1,5 @@
 import json
 import random
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -108,14 +107,6 @@ def test_augmentation_depends_on_the_sample_only(num_workers: int) -> None:
         assert torch.equal(torch.cat(at_width(replicas, Augmented(37), 16, **options)), alone)
     torch.manual_seed(key(3, 2, int(alone[0, 0])))
     assert alone[0, 1] == torch.rand(()).double()
-
-
-def test_augmentation_changes_with_epoch_and_seed() -> None:
-    drawn = [
-        torch.cat(at_width(1, Augmented(9), 4, seed=seed, epoch=epoch, shuffle=False))[:, 1:]
-        for seed, epoch in ((0, 0), (0, 1), (1, 0))
-    ]
-    assert len(torch.cat(drawn).unique()) == 3 * 9 * 3
 
 
 def test_a_sample_drawn_again_has_numbers_of_its_own() -> None:
@@ -250,14 +241,6 @@ def test_the_position_counts_batches_handed_out_not_prefetched(num_workers: int)
     assert resumed.position == 10
 
 
-def test_a_finished_epoch_has_nothing_left() -> None:
-    batches = Batches(Numbers(10), 4)
-    list(batches)
-    resumed = Batches(Numbers(10), 4)
-    resumed.load_state_dict(batches.state_dict())
-    assert list(resumed) == []
-
-
 @pytest.mark.parametrize(
     ("other", "words"),
     [
@@ -375,26 +358,6 @@ def test_a_rank_without_an_order_tells_the_others_before_it_fails() -> None:
         list(Batches(Numbers(10), 4, sampler=Failing(), agree=agree))
     with pytest.raises(DisagreementError, match="rank 1 could not determine its order"):
         list(Batches(Numbers(10), 4, agree=agree))
-
-
-def test_plain_lists_are_datasets() -> None:
-    assert torch.cat(at_width(1, [1.5, 2.5, 3.5], 2, shuffle=False)).tolist() == [1.5, 2.5, 3.5]
-
-
-def test_waiting_is_measured() -> None:
-    class Slow(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            begun = time.perf_counter()
-            while time.perf_counter() - begun < 0.02:
-                pass
-            return torch.tensor(index)
-
-    assert all(batch.seconds >= 0.02 for batch in Batches(Slow(2), 1))
-
-
-def test_the_length_counts_the_short_last_batch() -> None:
-    for n, expected in ((7, 2), (8, 2), (9, 3)):
-        assert len(Batches(Numbers(n), 4)) == expected == len(list(Batches(Numbers(n), 4)))
 
 
 class Stream(IterableDataset[Any]):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset
 
 from lockstep.data.loader import Batches
 from lockstep.data.microbatch import clone_tensors, map_tensors, split_batch
@@ -118,12 +118,3 @@ def test_arrays_of_a_whole_batch_are_copied_too() -> None:
     for microbatch in batch.microbatches:
         spoil(microbatch.data)
     assert array.tolist() == [0, 1, 2, 3]
-
-
-def test_what_default_collate_makes_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(data: Any) -> Any:
-        raise AssertionError("clone_tensors")
-
-    monkeypatch.setattr("lockstep.data.map_dataset.clone_tensors", refuse)
-    for collate in (None, default_collate):
-        assert len(list(Batches(Held("view"), 4, collate_fn=collate))) == 2

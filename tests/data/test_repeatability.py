@@ -5,13 +5,12 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from lockstep.data import repeatability
 from lockstep.data.loader import Batches
@@ -175,22 +174,6 @@ def test_the_samples_are_spread_over_the_batch() -> None:
     assert select_positions(range(7, 8)) == [7]
 
 
-def test_the_probe_runs_once_an_epoch_where_samples_are_loaded(tmp_path: Path) -> None:
-    class ImageFiles(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            worker = get_worker_info()
-            with (tmp_path / ("rank" if worker is None else str(worker.id))).open("a") as file:
-                file.write(f"{index}\n")
-            return torch.tensor(index)
-
-    list(Batches(ImageFiles(), 10, shuffle=False, num_workers=2))
-    loads = [int(line) for path in tmp_path.iterdir() for line in path.read_text().split()]
-    assert not (tmp_path / "rank").exists()
-    assert sorted(set(loads)) == list(range(40))
-    assert {index for index in loads if loads.count(index) > 1} <= {0, 2, 5, 7}
-    assert loads.count(0) == 2
-
-
 def test_a_dataset_that_is_spoiled_after_its_first_epoch_is_named() -> None:
     class Changing(OwnNumpy):
         draws = False
@@ -203,23 +186,6 @@ def test_a_dataset_that_is_spoiled_after_its_first_epoch_is_named() -> None:
     dataset.draws = True
     with pytest.raises(DatasetError, match=rf"of Changing, loaded twice .*{PRIVATE} \(rng\)"):
         list(Batches(dataset, 8, epoch=1))
-
-
-def test_a_dataset_that_failed_is_checked_again() -> None:
-    class Failing(RareFlip):
-        fails = True
-
-        def __getitem__(self, index: int) -> Any:
-            if self.fails:
-                raise ValueError("damaged")
-            return super().__getitem__(index)
-
-    dataset = Failing()
-    with pytest.raises(SampleError):
-        list(Batches(dataset, 8))
-    dataset.fails = False
-    with pytest.raises(DatasetError, match=PRIVATE):
-        list(Batches(dataset, 8))
 
 
 def test_a_resumed_epoch_is_probed_where_it_begins() -> None:

@@ -177,15 +177,6 @@ def test_neither_parameters_nor_losses_keep_readiness_and_policy_alive(model):
     loss.backward()
 
 
-def test_a_policy_that_is_gone_is_not_called(model):
-    recorder = Recorder(model, tracks_every_pass=True)
-    readiness, states = recorder.readiness, recorder.states
-    readiness.register_hooks()
-    del recorder
-    model.loss().backward()
-    assert states == []
-
-
 # --- user code that looks at `.grad` ----------------------------------------------------------
 
 
@@ -334,15 +325,6 @@ def test_a_pass_that_raised_is_not_followed_and_has_no_end(model):
     assert follower.ends == 1
     assert follower.backward(model) == [(2, COMPLETE), (1, COMPLETE), (0, COMPLETE)]
     assert follower.ends == 2
-
-
-def test_a_pass_that_is_stopped_has_no_end(model):
-    follower = Follower(model)
-    loss = model.loss()
-    loss.register_hook(follower.follow)
-    loss.register_hook(lambda gradient: follower.readiness.stop())
-    torch.autograd.grad(loss, [model.first.weight])
-    assert follower.ends == 0
 
 
 def test_a_pass_without_gradients_of_parameters_shows_nothing(model):

@@ -12,7 +12,6 @@ import lockstep as ls
 from lockstep.comm import backend as native
 from lockstep.data_parallel import grad_bucket_views
 from lockstep.data_parallel.grad_bucket_views import GradBucketViews
-from lockstep.data_parallel.gradient_reducer import GradientReducer
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native module")
 
@@ -89,12 +88,6 @@ def test_allocations_outside_of_a_watched_pass_and_of_other_threads_are_as_ever(
         thread.start()
         thread.join()
     assert made[0].data_ptr() not in addresses(vectors)
-
-
-def test_small_gradients_have_no_place():
-    places = GradBucketViews([torch.zeros(grad_bucket_views.SMALLEST // 4 - 1), None])
-    assert places._native is None
-    assert not places.is_taken(0, None)
 
 
 def test_a_place_is_free_again_when_its_tensor_is_freed_by_another_thread(weights, vectors):
@@ -411,12 +404,3 @@ def test_a_step_that_fails_in_backward_leaves_no_gradient_behind(ranks, monkeypa
     (alone,) = ranks(train, 1)
     for found in ranks(train, 2, backend="lockstep"):
         assert found == alone
-
-
-def test_the_reducer_gives_no_places_without_the_native_module(monkeypatch):
-    monkeypatch.setattr("lockstep.comm.native_module.reason_unavailable", lambda: "not built")
-    ls.init(backend="gloo")
-    try:
-        assert not GradientReducer([("a", nn.Parameter(torch.ones(2)))])._may_have_view
-    finally:
-        ls.shutdown()

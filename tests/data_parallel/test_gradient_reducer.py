@@ -366,22 +366,6 @@ def test_a_rank_that_catches_its_exception_is_not_paired_with_the_others(ranks, 
         assert same
 
 
-def test_presence_is_told_by_number():
-    ls.init()
-    try:
-        parameters = [(name, nn.Parameter(torch.ones(2))) for name in "abc"]
-        gradients = GradientReducer(parameters)
-        gradients.begin(2, on_one_host(1))
-        parameters[2][1].grad = torch.ones(2)
-        gradients.accumulate(0)
-        gradients.accumulate(1)
-        assert gradients.used_parameter_mask() == "4"
-        gradients.reduce([[(0, 2)]], gradients.used_parameter_mask())
-        assert [each.grad is not None for _, each in parameters] == [False, False, True]
-    finally:
-        ls.shutdown()
-
-
 def test_a_skipped_micro_batch_is_absent_whatever_grad_holds():
     ls.init()
     try:
