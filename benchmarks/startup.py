@@ -22,7 +22,7 @@ from typing import Any
 
 import click
 
-from lockstep.commands.bench_collective import RANKS_HELP, parse_rank_counts
+from lockstep.commands.bench import RANKS_HELP, parse_rank_counts
 from lockstep.files import write_output
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.launch import launch

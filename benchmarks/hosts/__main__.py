@@ -13,7 +13,7 @@ import click
 from benchmarks.hosts.simulation import measure
 from benchmarks.hosts.table import call_lines, train_lines
 from lockstep.cli import run
-from lockstep.commands.bench_collective import command_line, describe_machine
+from lockstep.commands.bench import command_line, describe_machine
 from lockstep.files import write_output
 from lockstep.kernel.errors import UsageError, WorkError
 

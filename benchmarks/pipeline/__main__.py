@@ -10,7 +10,7 @@ import click
 
 from benchmarks.progress import Progress, about
 from lockstep.cli import run
-from lockstep.commands.bench_collective import command_line, describe_machine, status
+from lockstep.commands.bench import command_line, describe_machine, status
 from lockstep.files import write_output
 from lockstep.kernel.errors import UsageError, WorkError
 

@@ -11,7 +11,7 @@ import click
 
 from benchmarks.progress import Progress, about
 from lockstep.cli import run
-from lockstep.commands.bench_collective import (
+from lockstep.commands.bench import (
     RANKS_HELP,
     command_line,
     describe_machine,

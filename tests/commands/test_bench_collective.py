@@ -11,7 +11,7 @@ from lockstep.bench.collectives import COLLECTIVES
 from lockstep.bench.interleaved import Contender, Result
 from lockstep.bench.workload import Workload
 from lockstep.comm import backend
-from lockstep.commands import bench, bench_collective
+from lockstep.commands import bench
 from lockstep.kernel.errors import UsageError, WorkError
 
 FIELDS = {"backend", "collective", "size_bytes", "dtype", "nprocs", "median_us", "p10_us", "p90_us",
@@ -74,7 +74,7 @@ def test_invalid_options_raise_usage_error(flags, sentence):
 def test_recorded_command_has_no_paths(monkeypatch):
     typed = ["x", "bench", "barrier", "--json", "/a/b", "-n", "2", "--plot=/c.svg", "--vs", "gloo"]
     monkeypatch.setattr("sys.argv", typed)
-    assert bench_collective.command_line() == "lockstep bench barrier -n 2 --vs gloo"
+    assert bench.command_line() == "lockstep bench barrier -n 2 --vs gloo"
 
 
 class Nobody:
@@ -87,23 +87,23 @@ def result(**more):
 
 
 def test_wrong_results_raise():
-    bench_collective.check_results([result(times=(1.0,))])
+    bench.check_results([result(times=(1.0,))])
     with pytest.raises(WorkError, match="wrong results of memcpy"):
-        bench_collective.check_results([result(times=(1.0,), wrong=1)])
+        bench.check_results([result(times=(1.0,), wrong=1)])
 
 
 def test_nothing_measured_raises():
     with pytest.raises(WorkError, match="nothing could be measured: no such dtype"):
-        bench_collective.check_results([result(error="no such dtype")])
+        bench.check_results([result(error="no such dtype")])
 
 
 def test_a_reference_other_than_lockstep_is_explained_unless_it_was_chosen(monkeypatch, capsys):
     monkeypatch.setattr(backend, "reason_unavailable", lambda: "it is not built: build it")
     monkeypatch.delenv("LOCKSTEP_BACKEND", raising=False)
-    assert bench_collective.default_backend() == "gloo"
+    assert bench.default_backend() == "gloo"
     told = "the reference is gloo, because the backend 'lockstep' is not available: it is not built"
     assert told in capsys.readouterr().err
     monkeypatch.setattr(backend, "reason_unavailable", lambda: None)
     monkeypatch.setenv("LOCKSTEP_BACKEND", "gloo")
-    assert bench_collective.default_backend() == "gloo"
+    assert bench.default_backend() == "gloo"
     assert capsys.readouterr().err == ""

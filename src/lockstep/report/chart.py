@@ -232,38 +232,50 @@ class Chart:
 
 def run_charts(run: Run) -> list[Chart]:
     """Return the charts of one run: loss, metrics, duration of a step, learning rate."""
-    losses = [_step_series("training", run, run.steps.loss), _evaluation_series(run, None)]
-    loss = _chart("loss", "Loss", losses, y_name=LOSS_NAME)
-    charts = [replace(loss, marks=_resume_marks(run, loss.x))]
-    for name in _metric_names([run]):
-        label = format_percent if is_ratio(name) else format_number
-        series = [
-            _step_series("training", run, _metric_column(name, run)),
-            _evaluation_series(run, name),
-        ]
-        charts.append(_chart(f"metric-{name}", _metric_title(name), series, label, log=False))
-    seconds = [_step_series("per step", run, run.steps.seconds)]
-    charts.append(_chart("seconds", "Duration of a step", seconds, format_duration, y_name="time"))
-    if _changes(run.steps.lr):
-        rates = [_step_series("of the step", run, run.steps.lr)]
-        charts.append(_chart("lr", "Learning rate", rates, y_name=RATE_NAME))
-    return [drawn for drawn in charts if drawn.series]
+    names = {"seconds": "per step", "lr": "of the step"}
+    loss, *others = _charts(
+        [run],
+        lambda key, column: [_step_series(names.get(key, "training"), run, column(run))],
+        lambda metric: [_evaluation_series(run, metric)],
+    )
+    charts = [replace(loss, marks=_resume_marks(run, loss.x)), *others]
+    return [chart for chart in charts if chart.series]
 
 
 def comparison_charts(runs: list[Run], names: list[str]) -> list[Chart]:
     """Return the charts of several runs, each with one curve per run."""
-    losses = _overlay(runs, names, lambda run: run.steps.loss)
+
+    def overlay(key: str, column: Callable[[Run], Column]) -> list[Series]:
+        numbered = enumerate(zip(names, runs, strict=True))
+        return [_step_series(name, run, column(run), color) for color, (name, run) in numbered]
+
+    return [chart for chart in _charts(runs, overlay, lambda metric: []) if chart.series]
+
+
+def _charts(
+    runs: list[Run],
+    steps: Callable[[str, Callable[[Run], Column]], list[Series]],
+    evaluations: Callable[[str | None], list[Series]],
+) -> list[Chart]:
+    """Return the chart of the loss and all others.
+
+    Args:
+        runs: The runs.
+        steps: Returns the curves of the steps, for the key of a chart and the column of a run.
+        evaluations: Returns the curves of the evaluations, for a metric or, None, the loss.
+    """
+    losses = [*steps("loss", lambda run: run.steps.loss), *evaluations(None)]
     charts = [_chart("loss", "Loss", losses, y_name=LOSS_NAME)]
     for name in _metric_names(runs):
         label = format_percent if is_ratio(name) else format_number
-        series = _overlay(runs, names, partial(_metric_column, name))
+        series = [*steps("metric", partial(_metric_column, name)), *evaluations(name)]
         charts.append(_chart(f"metric-{name}", _metric_title(name), series, label, log=False))
-    seconds = _overlay(runs, names, lambda run: run.steps.seconds)
+    seconds = steps("seconds", lambda run: run.steps.seconds)
     charts.append(_chart("seconds", "Duration of a step", seconds, format_duration, y_name="time"))
     if any(_changes(run.steps.lr) for run in runs):
-        rates = _overlay(runs, names, lambda run: run.steps.lr)
+        rates = steps("lr", lambda run: run.steps.lr)
         charts.append(_chart("lr", "Learning rate", rates, y_name=RATE_NAME))
-    return [drawn for drawn in charts if drawn.series]
+    return charts
 
 
 def _changes(values: Column) -> bool:
@@ -282,12 +294,6 @@ def _resume_marks(run: Run, x: Axis) -> tuple[Tick, ...]:
     positions = x.positions(np.array(steps, np.float64)).tolist()
     labels = [f"resumed at step {step:,.0f}" for step in steps]
     return tuple(Tick(at, label) for at, label in zip(positions, labels, strict=True))
-
-
-def _overlay(runs: list[Run], names: list[str], column: Callable[[Run], Column]) -> list[Series]:
-    """Return one column of each run as a curve in its own color."""
-    numbered = enumerate(zip(names, runs, strict=True))
-    return [_step_series(name, run, column(run), color) for color, (name, run) in numbered]
 
 
 def _metric_column(name: str, run: Run) -> Column:

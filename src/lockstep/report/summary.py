@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.formatting import format_quantity
 from lockstep.launcher.run_folder import read_description
 from lockstep.messages import escape_control
-from lockstep.record.columns import Column, Line, Steps
+from lockstep.record.columns import Column, Line
 from lockstep.record.rank_summary import STATISTICS
 from lockstep.record.reader import Run
 from lockstep.record.recorder import TIME_CATEGORIES
@@ -207,10 +207,14 @@ def find_slowest_step(run: Run) -> SlowStep | None:
     at = int(np.nanargmax(seconds))
     usual = _finite_median(seconds)
     excess = float(seconds[at]) - usual
-    if mean_times(run):
-        part, rank = _find_listed_cause(steps, at, excess)
+    near = slice(max(0, at - 500), at + 500)
+    if mean_times(run):  # the record lists some ranks, and has the median of all
+        ranks, times = np.split(steps.slowest[at], [1], axis=1)
+        usual_times = steps.spread[near, STATISTICS.index("median")]
     else:
-        part, rank = _find_cause(steps.ranks, at, excess)
+        times, usual_times = steps.ranks[at], steps.ranks[near]
+        ranks = np.arange(len(times))
+    part, rank = _find_cause(ranks, times, usual_times, excess)
     return SlowStep(
         step=int(np.nan_to_num(steps.step[at])),
         epoch=int(np.nan_to_num(steps.epoch[at])),
@@ -221,31 +225,25 @@ def find_slowest_step(run: Run) -> SlowStep | None:
     )
 
 
-def _find_cause(rows: Column, at: int, excess: float) -> tuple[str, int]:
+def _find_cause(ranks: Column, times: Column, usual: Column, excess: float) -> tuple[str, int]:
     """Return the category and rank that account for most of a step's excess, or ("", 0).
 
     Waiting is never the cause, because a waiting rank waits for the work of another one.
+
+    Args:
+        ranks: The ranks of the rows of `times`.
+        times: The seconds of the step, by rank and category.
+        usual: Those of steps around it, of all ranks or of the median rank.
+        excess: The seconds by which the step is longer than others.
     """
-    near = rows[max(0, at - 500) : at + 500]
-    if not np.isfinite(rows[at]).any():
+    if not np.isfinite(times).any():
         return "", 0
-    above = np.nan_to_num(rows[at] - np.median(np.nan_to_num(near), axis=0))
-    above[:, TIME_CATEGORIES.index("waiting")] = 0.0
-    rank, part = (int(index) for index in np.unravel_index(np.argmax(above), above.shape))
-    return (TIME_CATEGORIES[part], rank) if above[rank, part] > excess / 2 else ("", 0)
-
-
-def _find_listed_cause(steps: Steps, at: int, excess: float) -> tuple[str, int]:
-    """Return the same as `_find_cause`, for a step with a summary of the ranks."""
-    near = steps.spread[max(0, at - 500) : at + 500, STATISTICS.index("median")]
-    rows = steps.slowest[at]
-    if not np.isfinite(rows).any():
-        return "", 0
-    above = np.nan_to_num(rows[:, 1:] - np.median(np.nan_to_num(near), axis=0))
+    above = np.nan_to_num(times - np.median(np.nan_to_num(usual), axis=0))
     above[:, TIME_CATEGORIES.index("waiting")] = 0.0
     row, part = (int(index) for index in np.unravel_index(np.argmax(above), above.shape))
-    is_cause = above[row, part] > excess / 2 and np.isfinite(rows[row, 0])
-    return (TIME_CATEGORIES[part], int(rows[row, 0])) if is_cause else ("", 0)
+    rank = float(ranks.ravel()[row])
+    is_cause = above[row, part] > excess / 2 and math.isfinite(rank)
+    return (TIME_CATEGORIES[part], int(rank)) if is_cause else ("", 0)
 
 
 def last_time(run: Run) -> float:
