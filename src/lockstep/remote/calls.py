@@ -91,7 +91,7 @@ class Calls:
         """Return the futures of calls that have not returned yet."""
         return list(self._pending.values())
 
-    def _start(self, rank: int, what: str, number: int, payload: bytes) -> Future[Any]:
+    def _start(self, rank: int, what: str, number: int, payload: memoryview) -> Future[Any]:
         future: Future[Any] = Future(rank, what, self._wait)
         self._pending[rank, number] = future
         try:

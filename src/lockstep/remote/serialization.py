@@ -29,11 +29,11 @@ class Serializer(Pickler):
         return super().reducer_override(value)
 
 
-def serialize(value: Any) -> bytes:
+def serialize(value: Any) -> memoryview:
     """Return `value` as bytes; errors of pickle are raised unchanged."""
     file = io.BytesIO()
     Serializer(file, protocol=5).dump(value)
-    return file.getvalue()
+    return file.getbuffer()
 
 
 def deserialize(content: bytes | memoryview) -> Any:
@@ -56,13 +56,13 @@ def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, tuple[Any, ...]]:
     dense = tensor.detach()
     if not _is_dense(dense):
         dense = dense.clone(memory_format=torch.preserve_format)
-    memory = _flatten(dense).numpy().tobytes()
+    memory = pickle.PickleBuffer(_flatten(dense).numpy().data)
     leaf = tensor.requires_grad and tensor.is_leaf
     return _rebuild_tensor, (memory, dense.dtype, tuple(dense.shape), dense.stride(), leaf)
 
 
 def _rebuild_tensor(
-    memory: bytes, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], leaf: bool
+    memory: bytearray, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], leaf: bool
 ) -> torch.Tensor:
     tensor = torch.empty_strided(shape, stride, dtype=dtype)
     _flatten(tensor).numpy().data[:] = memory

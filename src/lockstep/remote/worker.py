@@ -122,7 +122,7 @@ class WorkerServer:
         self._driver.post({**answer, "number": message["number"]})
 
 
-def _serialize_error(error: BaseException) -> bytes:
+def _serialize_error(error: BaseException) -> bytes | memoryview:
     """Return the exception itself; nothing if it cannot be pickled."""
     try:
         return serialize(error.with_traceback(None))

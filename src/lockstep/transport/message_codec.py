@@ -45,6 +45,9 @@ class ForgedMessage(Exception):
 class MessageCodec:
     """One end of a connection: encodes messages to send, decodes bytes that were received.
 
+    Attributes:
+        rest: Memory for the bytes to receive next: the rest of one part of a message.
+
     Args:
         keys: The keys of this end.
         max_payload: The largest payload to accept, in bytes.
@@ -55,10 +58,10 @@ class MessageCodec:
         self._sending, self._receiving = keys
         self._limits = max_message, max_payload
         self._sent = self._received = 0
-        self._buffer = bytearray()
         self._sizes: tuple[int, int] | None = None  # of the message that comes next
+        self.rest = self._part = _allocate(SIZES.size)
 
-    def encode(self, message: Mapping[str, Any]) -> list[bytes]:
+    def encode(self, message: Mapping[str, Any]) -> list[bytes | memoryview]:
         """Return the bytes of the next message to send; ValueError if it is too large."""
         payload = message.get("payload", b"")
         text = json.dumps({k: v for k, v in message.items() if k != "payload"}, ensure_ascii=False)
@@ -75,26 +78,17 @@ class MessageCodec:
             prove(self._sending, CONTENT_PART, number, content, payload),
         ]
 
-    @property
-    def missing(self) -> int:
-        """How many bytes to receive next, at least 1: at most the rest of one message."""
-        return (SIZES.size if self._sizes is None else sum(self._sizes)) + PROOF - len(self._buffer)
-
-    def decode(self, received: bytes) -> dict[str, Any] | None:
-        """Return the message that the next bytes complete; None if more are needed.
-
-        Args:
-            received: At most `missing` bytes.
+    def take(self, count: int) -> dict[str, Any] | None:
+        """Return the message that is complete after `count` bytes were written into `rest`, if any.
 
         Raises:
             ForgedMessage: The bytes are not what the other end sent next, or too many, or not a
                 JSON object. Close the connection.
         """
-        self._buffer += received
-        if self.missing:
+        self.rest = self.rest[count:]
+        if self.rest:
             return None
-        part, self._buffer = memoryview(self._buffer), bytearray()
-        content, proof = part[:-PROOF], part[-PROOF:]
+        content, proof = self._part[:-PROOF], self._part[-PROOF:]
         kind = SIZES_PART if self._sizes is None else CONTENT_PART
         if not hmac.compare_digest(proof, prove(self._receiving, kind, self._received, content)):
             raise ForgedMessage("a message without its proof")
@@ -102,8 +96,10 @@ class MessageCodec:
             self._sizes = SIZES.unpack(content)
             if any(size > limit for size, limit in zip(self._sizes, self._limits, strict=True)):
                 raise ForgedMessage(f"a message of {sum(self._sizes):,} bytes")
+            self.rest = self._part = _allocate(sum(self._sizes))
             return None
         size, self._sizes, self._received = self._sizes[0], None, self._received + 1
+        self.rest = self._part = _allocate(SIZES.size)
         return _parse(content[:size], content[size:])
 
 
@@ -113,6 +109,10 @@ def prove(key: bytes, kind: int, number: int, *content: bytes | memoryview) -> b
     for piece in content:
         proof.update(piece)
     return proof.digest()
+
+
+def _allocate(size: int) -> memoryview:
+    return memoryview(bytearray(size + PROOF))
 
 
 def _parse(content: memoryview, payload: memoryview) -> dict[str, Any]:

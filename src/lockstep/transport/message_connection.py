@@ -70,8 +70,10 @@ class MessageConnection:
         for part in self._codec.encode(message):
             rest = memoryview(part)
             while rest:
-                self._wait(select.POLLOUT, timeout)
-                rest = rest[self._end.send(rest[:CHUNK]) :]
+                try:
+                    rest = rest[self._end.send(rest[:CHUNK]) :]
+                except BlockingIOError:
+                    self._wait(select.POLLOUT, timeout)
 
     def receive(self, timeout: float | None) -> dict[str, Any]:
         """Wait for one message; None waits without limit.
@@ -83,11 +85,14 @@ class MessageConnection:
             OSError: The connection broke.
         """
         while True:
-            self._wait(select.POLLIN, timeout)
-            content = self._end.recv(min(self._codec.missing, CHUNK))
-            if not content:
+            try:
+                count = self._end.recv_into(self._codec.rest)
+            except BlockingIOError:
+                self._wait(select.POLLIN, timeout)
+                continue
+            if not count:
                 raise EOFError
-            message = self._codec.decode(content)
+            message = self._codec.take(count)
             if message is not None:
                 return message
 
