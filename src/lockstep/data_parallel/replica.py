@@ -68,11 +68,11 @@ class Replica:
         sources: The leaves that get the gradients of arguments.
         module: The replica of the module.
         parameters: The parameters of the replica that get gradients.
-        units: The units of the replica, whose random numbers are seeded.
+        scopes: The RNG scopes of the replica, whose random numbers are seeded.
         loss: The loss function; None if the outputs of the replica are the result.
         outputs: What the replica, or the loss, returned.
         tensors: The tensors in the outputs.
-        calls: The calls of the units in forward.
+        calls: The calls of the scopes in forward.
         state: The states of the generators at the end of forward.
     """
 
@@ -84,7 +84,7 @@ class Replica:
     sources: Sequence[torch.Tensor]
     module: nn.Module
     parameters: Sequence[torch.Tensor]
-    units: RngScopes
+    scopes: RngScopes
     loss: Callable[..., Any] | None
     outputs: Any = None
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -93,10 +93,10 @@ class Replica:
 
     def forward(self, step: int) -> None:
         """Call the replica, and the loss function if there is one, with this micro-batch."""
-        with self._named(), self.units.install_hooks():
-            self.units.begin_microbatch(step, self.index)
+        with self._named(), self.scopes.install_hooks():
+            self.scopes.begin_microbatch(step, self.index)
             self.outputs = self._compute()
-            self.state, self.calls = state_of_torch(self.device), self.units.pause()
+            self.state, self.calls = state_of_torch(self.device), self.scopes.pause()
         self.tensors = list_tensors(self.outputs)
 
     def _compute(self) -> Any:
@@ -130,9 +130,9 @@ class Replica:
             if gradient is not None and tensor.requires_grad
         ]
         if pairs:
-            with self._named(), self.units.install_hooks():
+            with self._named(), self.scopes.install_hooks():
                 set_state_of_torch(self.state, self.device)
-                self.units.resume(self.calls)
+                self.scopes.resume(self.calls)
                 roots, given = zip(*pairs, strict=True)
                 torch.autograd.backward(roots, given, retain_graph=keeps_graph)
 

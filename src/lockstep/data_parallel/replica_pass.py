@@ -6,7 +6,7 @@
 All work is started by the calling thread, in the order of the micro-batches, so that code with a
 state of its own runs in the same order on any number of devices. Accelerators compute what they
 were given while the next ones get theirs. The generators of random numbers, which belong to the
-process, are seeded for each micro-batch and unit as in the trainer (`lockstep.model.units`).
+process, are seeded for each micro-batch and scope as in the trainer (`lockstep.kernel.rng_scopes`).
 
 A pass is connected to autograd by one function, whose inputs are the parameters of the module and
 the arguments that need a gradient. Its backward returns their sums.
@@ -61,12 +61,12 @@ class Call:
 
     Attributes:
         module: The module.
-        unit_names: The names of its blocks.
+        scope_names: The names of its blocks.
         devices: The devices; the first one gets outputs, buffers and sums.
         microbatches: The number of micro-batches of a batch.
         dim: The dimension of the samples.
         seed: The seed of all random numbers.
-        step: The number of the step, from which the seeds of units are derived.
+        step: The number of the step, from which the seeds of the RNG scopes are derived.
         args: The positional arguments; with a loss, the last one is the targets.
         kwargs: The arguments by name.
         loss: The loss function; None if the outputs of the module are the result.
@@ -74,7 +74,7 @@ class Call:
     """
 
     module: nn.Module
-    unit_names: Sequence[str]
+    scope_names: Sequence[str]
     devices: Sequence[torch.device]
     microbatches: int
     dim: int
@@ -121,14 +121,14 @@ class ReplicaPass:
                 leaves = [tensors[key] for key in trained]
                 tensors |= {id(buffer): buffer.detach().to(device, copy=True) for buffer in buffers}
                 module, span = replicate(call.module, tensors), self._spans[index]
-                units = make_rng_scopes(
-                    find_scopes(module, call.unit_names), module, call.seed, device
+                scopes = make_rng_scopes(
+                    find_scopes(module, call.scope_names), module, call.seed, device
                 )
                 data = (call.args, call.kwargs)
                 data, sources = take_part(data, span, call.dim, device, self._sources)
                 place = f"micro-batch {index} on {device} (device {number} of {len(call.devices)})"
                 replica = Replica(
-                    index, len(span), device, place, data, sources, module, leaves, units, loss
+                    index, len(span), device, place, data, sources, module, leaves, scopes, loss
                 )
                 queue.append(replica)
             queues.append(queue)
@@ -215,6 +215,11 @@ class ReplicaPass:
                 "backward(create_graph=True) is not supported by ls.DataParallel, which computes "
                 "gradients without a graph: use ls.DistributedDataParallel, or the module itself"
             )
+        if not self._replicas:
+            raise GradientError(
+                "backward was called a second time through one call of ls.DataParallel: pass "
+                "retain_graph=True to the first backward"
+            )
         keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph()
         with self._isolated(), self._autocast(enabled=False):
             for replica in self._replicas:
@@ -233,6 +238,8 @@ class ReplicaPass:
                 nodes[node] = [_move(value, self._first) for value in values]
         columns = zip(*(replica.sources for replica in self._replicas), strict=True)
         inputs = [self._join_input_gradients(column) for column in columns]
+        if not keeps_graph:
+            self._queues, self._replicas = [], []  # free their memory
         return [*total(nodes, leaves, _add_gradients), *inputs]
 
     def _join_input_gradients(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -66,8 +66,8 @@ class DataParallel(nn.Module):
     number per device). Other scalars become a vector with one entry per micro-batch. Values that
     are not tensors are those of the first micro-batch.
 
-    **Random numbers.** The global generators are seeded for each micro-batch and unit (the blocks
-    that the module names, or the module) as in the trainer, and restored after the call.
+    **Random numbers.** The global generators are seeded for each micro-batch and block (those
+    that the module names, or the whole module) as in the trainer, and restored after the call.
 
     **Buffers** are merged as in the trainer, after forward: every micro-batch starts from the same
     ones, and floating-point results that differ are replaced by their mean. Attributes that forward
@@ -117,7 +117,7 @@ class DataParallel(nn.Module):
         self.steps = 0
         self._evaluations = 0  # calls in evaluation mode since the last step
         names = find_block_names(module, None)
-        self._unit_names = list({module.get_submodule(name): name for name in names}.values())
+        self._scope_names = list({module.get_submodule(name): name for name in names}.values())
         hide_prefix(self, "module.")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -175,7 +175,7 @@ class DataParallel(nn.Module):
         self._check_placement()
         step = self.steps if self.training else -1 - self._evaluations
         call = Call(
-            self.module, self._unit_names, self.devices, self.microbatches, self.dim, self.seed,
+            self.module, self._scope_names, self.devices, self.microbatches, self.dim, self.seed,
             step, args, kwargs, loss, weight,
         )  # fmt: skip
         outputs = ReplicaPass(call).forward()
