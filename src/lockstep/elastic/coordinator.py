@@ -238,7 +238,8 @@ class ElasticCoordinator:
             if self._round.lost or is_admission or is_late:  # a busy machine may connect too late
                 self._plan([self._round.reports[member] for member in alive])
         elif any(
-            set(self._ranks.outcomes[each].waiting_for) & self._round.lost.keys() for each in alive
+            set(self._ranks.outcomes[member].waiting_for) & self._round.lost.keys()
+            for member in alive
         ):
             self._restart()
         elif self._round.noticed is not None and not any(

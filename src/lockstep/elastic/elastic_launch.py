@@ -169,8 +169,8 @@ def _start_agent(config: LaunchConfig, folder: RunFolder) -> HostAgent:
 
 def _find_secret(config: LaunchConfig) -> bytes:
     """Return the secret of the run; without one, what stands for it admits everybody."""
-    found = make_secret(config.secret_file, config.node_rank, os.environ)
-    return NO_SECRET if found is None else found
+    secret = make_secret(config.secret_file, config.node_rank, os.environ)
+    return NO_SECRET if secret is None else secret
 
 
 def _describe_version() -> str:

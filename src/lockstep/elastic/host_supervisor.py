@@ -102,7 +102,7 @@ class HostSupervisor(RankSupervisor):
     @property
     def present(self) -> list[int]:
         """The hosts that can start members, including this one."""
-        return [0, *sorted(index for index, each in self._hosts.items() if not each.is_leaving)]
+        return [0, *sorted(index for index, host in self._hosts.items() if not host.is_leaving)]
 
     def host_of(self, member: int) -> int:
         """Return the index of a member's host."""
@@ -130,9 +130,9 @@ class HostSupervisor(RankSupervisor):
     def end_hosts(self, status: int, reason: str) -> None:
         """Tell all agents that the run has ended, and close the connections."""
         self._is_ending = True
-        for each in [*self._hosts.values()]:
-            self._post(each.index, {"kind": "end", "status": status, "reason": reason})
-        for connection in [*(each.connection for each in self._hosts.values()), *self._callers]:
+        for host in [*self._hosts.values()]:
+            self._post(host.index, {"kind": "end", "status": status, "reason": reason})
+        for connection in [*(host.connection for host in self._hosts.values()), *self._callers]:
             connection.close()
         self._hosts.clear()
         self._callers.clear()
@@ -177,14 +177,14 @@ class HostSupervisor(RankSupervisor):
         """Process what members and agents have sent, and keep the connections alive."""
         super().process_events(min(timeout, TICK))
         self._accept_callers()
-        for each in [*self._hosts.values()]:
+        for host in [*self._hosts.values()]:
             try:
-                each.connection.keep_alive()
+                host.connection.keep_alive()
             except ConnectionLost as lost:
-                self._lose_host(each, str(lost))
-            if each.is_leaving and not self._list_running(each):
-                self._post(each.index, {"kind": "end", "status": LEFT, "reason": ""})
-                self._lose_host(each, "has left")
+                self._lose_host(host, str(lost))
+            if host.is_leaving and not self._list_running(host):
+                self._post(host.index, {"kind": "end", "status": LEFT, "reason": ""})
+                self._lose_host(host, "has left")
 
     def wait(
         self,
@@ -230,12 +230,12 @@ class HostSupervisor(RankSupervisor):
 
     def _post(self, host: int, message: Message) -> None:
         """Send a message to an agent; if that fails, its host is lost."""
-        if (found := self._hosts.get(host)) is None:
+        if (agent := self._hosts.get(host)) is None:
             return
         try:
-            found.connection.send(message)
+            agent.connection.send(message)
         except ConnectionLost as lost:
-            self._lose_host(found, str(lost))
+            self._lose_host(agent, str(lost))
 
     def _accept_callers(self) -> None:
         """Take new connections, and the first message of each."""
@@ -362,7 +362,7 @@ class HostSupervisor(RankSupervisor):
             self._lose_member(member, host.name)
 
     def _list_running(self, host: AgentHost) -> list[int]:
-        return [each for each in self.running if self.host_of(each) == host.index]
+        return [member for member in self.running if self.host_of(member) == host.index]
 
     def _lose_member(self, member: int, host: str) -> None:
         outcome = self.outcomes[member]
@@ -380,7 +380,7 @@ class _LocalMembers:
     def outcomes(self) -> Mapping[int, Outcome]:
         """The outcomes of the members of this host."""
         of_all = self._ranks.outcomes.items()
-        return {member: each for member, each in of_all if self._ranks.host_of(member) == 0}
+        return {member: outcome for member, outcome in of_all if self._ranks.host_of(member) == 0}
 
     @property
     def pids(self) -> Mapping[int, int]:
@@ -390,4 +390,4 @@ class _LocalMembers:
     @property
     def running(self) -> Sequence[int]:
         """Those that have not exited."""
-        return [each for each in self._ranks.running if self._ranks.host_of(each) == 0]
+        return [member for member in self._ranks.running if self._ranks.host_of(member) == 0]

@@ -61,7 +61,7 @@ class LastState:
             self._ranks.process_events(TICK)
         running = self._ranks.running
         reports = [self._reports[member] for member in running if member in self._reports]
-        plan = plan_round([replace(each, can_stay=False) for each in reports], wanted=1)
+        plan = plan_round([replace(report, can_stay=False) for report in reports], wanted=1)
         if isinstance(plan, HandOver):
             self._hand_over(plan)
 

@@ -346,8 +346,8 @@ class Membership:
         if isinstance(decision, Round):
             # The time after the loss is the pause between the rounds, not repeated work.
             pause = time.time() - min(self._interrupted, decision.noticed)
-            for each in self._participants:
-                each.continue_round(decision, max(0.0, (undone or 0.0) - pause))
+            for participant in self._participants:
+                participant.continue_round(decision, max(0.0, (undone or 0.0) - pause))
         elif decision is not None and undone is None:
             self.hand_over_folder = decision.folder
         elif decision is not None:
@@ -358,13 +358,15 @@ class Membership:
     def leave(self) -> NoReturn:
         """End this process, which has nothing left to do."""
         self.has_left = True
-        for each in self._participants:
-            each.leave()
+        for participant in self._participants:
+            participant.leave()
         exit_process(0)
 
     def _find_writer(self) -> Participant | None:
         """Return the trainer that can hand over the state, of several that of one."""
-        return next((each for each in self._participants if each.can_hand_over), None)
+        return next(
+            (participant for participant in self._participants if participant.can_hand_over), None
+        )
 
     # --- rounds -----------------------------------------------------------------------------
 
@@ -407,8 +409,8 @@ class Membership:
             try:
                 self._join_group(new)
                 self._current = new
-                for each in self._participants:
-                    each.enter_round(new)
+                for participant in self._participants:
+                    participant.enter_round(new)
                 return new
             except _RoundFailed:
                 pass
@@ -511,7 +513,7 @@ class Membership:
             store.set(f"here/{new.rank}", "")
             missing = [f"here/{rank}" for rank in range(new.world_size)]
             deadline = time.monotonic() + get_timeout()
-            while missing := [each for each in missing if not store.check([each])]:
+            while missing := [key for key in missing if not store.check([key])]:
                 if watched.poll(1) or (self._inbox and self._inbox.lost_round >= new.number):
                     raise _RoundFailed
                 if time.monotonic() > deadline:

@@ -171,7 +171,7 @@ class StateFolder:
         folders = [] if self._run is None else [self._run / CHECKPOINTS]
         folders += [*self.mirror.glob("*")]
         folders += [] if self.handed_over is None else [self.handed_over]
-        return {each.name for folder in folders for each in folder.glob("step-*")}
+        return {state.name for folder in folders for state in folder.glob("step-*")}
 
     def remove(self) -> None:
         """Remove the folder with all that is in it."""

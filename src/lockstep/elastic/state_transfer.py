@@ -75,7 +75,7 @@ class StateTransfer:
         """
         for position, member in self._writing.items():
             if member not in alive and member not in self._written:
-                others = [each for each in self._plan.writers[position] if each in alive]
+                others = [other for other in self._plan.writers[position] if other in alive]
                 if not others:
                     return False
                 self._ask(position, others[0])

@@ -209,7 +209,7 @@ def _describe_failure(failure: Outcome) -> str:
 def find_same_failures(outcomes: Iterable[Outcome], failure: Outcome) -> list[Outcome]:
     """Return the outcomes with the same Lockstep error as `failure`; none for other errors."""
     own = _identify(failure)
-    return [each for each in outcomes if own & _identify(each)]
+    return [outcome for outcome in outcomes if own & _identify(outcome)]
 
 
 def _identify(outcome: Outcome) -> set[str]:
@@ -222,9 +222,9 @@ def _identify(outcome: Outcome) -> set[str]:
     if error is None or not error["plain"]:
         return set()
     message = error["message"]
-    place = rf"\brank {outcome.own_rank}\b(?:(, step \d+), micro-batch \d+)?"
+    mention = rf"\brank {outcome.own_rank}\b(?:(, step \d+), micro-batch \d+)?"
     bare = message.removeprefix(f"rank {outcome.own_rank}: ")
-    return {message, bare, re.sub(place, r"rank\1", message)}
+    return {message, bare, re.sub(mention, r"rank\1", message)}
 
 
 def describe_own_failure(outcomes: Sequence[Outcome], failure: Outcome) -> str:
@@ -235,9 +235,9 @@ def describe_own_failure(outcomes: Sequence[Outcome], failure: Outcome) -> str:
     assert failure.error is not None
     places: dict[str, list[int]] = {}
     same = find_same_failures(outcomes, failure)
-    for each in same:
-        if each.error is not None and each.error["where"]:
-            places.setdefault(each.error["where"], []).append(each.rank)
+    for outcome in same:
+        if outcome.error is not None and outcome.error["where"]:
+            places.setdefault(outcome.error["where"], []).append(outcome.rank)
     alone = len(places) == 1
     is_of_backend = failure.error["type"] in BACKEND_ERRORS
     if is_of_backend and (early := _describe_early_return(outcomes, failure)):

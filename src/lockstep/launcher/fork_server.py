@@ -183,7 +183,7 @@ def get_fork_server_pid() -> int | None:
 
     Also reaps retired servers that have exited.
     """
-    _retired[:] = [each for each in _retired if not each.has_exited()]
+    _retired[:] = [server for server in _retired if not server.has_exited()]
     return None if _current is None else _current.pid
 
 

@@ -157,7 +157,7 @@ class Server:
 
     def _timeout(self) -> float | None:
         deadlines = list(self._leftover_groups.values())
-        deadlines += [each.deadline for each in self._launches.values() if each.deadline]
+        deadlines += [launch.deadline for launch in self._launches.values() if launch.deadline]
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _accept_launch(self) -> bool:

@@ -39,7 +39,11 @@ class GroupConnections:
         """Note which sockets are new."""
         before = self._found
         now = _list_sockets()
-        self._found = {each: inode for each, inode in now.items() if before.get(each) != inode}
+        self._found = {
+            descriptor: inode
+            for descriptor, inode in now.items()
+            if before.get(descriptor) != inode
+        }
 
     def shut_down(self) -> None:
         """Shut down the connections that are still open; safe on any thread."""
@@ -64,11 +68,11 @@ def _is_connection(end: socket.socket) -> bool:
 
 def _list_sockets() -> dict[int, int]:
     """Return the open sockets of this process, with their inodes; none on other systems."""
-    found: dict[int, int] = {}
+    inodes: dict[int, int] = {}
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode):
-                    found[int(name)] = status.st_ino
-    return found
+                    inodes[int(name)] = status.st_ino
+    return inodes

@@ -160,8 +160,8 @@ class Hang:
     @property
     def identity(self) -> tuple[object, ...]:
         """A value that is equal for two views of the same hang."""
-        ranks = [tuple(each.rank for each in part) for part in (self.stopped, self.busy)]
-        return *ranks, tuple((each.rank, each.operation) for each in self.waiting)
+        ranks = [tuple(snapshot.rank for snapshot in part) for part in (self.stopped, self.busy)]
+        return *ranks, tuple((snapshot.rank, snapshot.operation) for snapshot in self.waiting)
 
     def __str__(self) -> str:
         """Return, in one sentence, which ranks hang, and which wait for how long."""
@@ -169,7 +169,7 @@ class Hang:
         if self.stopped:
             return _describe_stops(self.stopped) + (f", while {waits}" if waits else "")
         if self.busy:
-            places = ", ".join(_describe_place(each) for each in self.busy)
+            places = ", ".join(_describe_place(snapshot) for snapshot in self.busy)
             return f"{places}, while {waits}"
         if self._is_deadlock:
             return f"the ranks wait for each other: {waits}"
@@ -182,7 +182,8 @@ class Hang:
     def advice(self) -> str:
         """Advice on what to do next."""
         if self.stopped:
-            return f"continue with kill -CONT {' '.join(str(each.pid) for each in self.stopped)}"
+            pids = " ".join(str(snapshot.pid) for snapshot in self.stopped)
+            return f"continue with kill -CONT {pids}"
         if self.busy:
             ranks = _format_names(self.busy)
             return f"unless that is a long computation, see the stack of {ranks} below"
@@ -192,7 +193,7 @@ class Hang:
 
     @property
     def _is_deadlock(self) -> bool:
-        return len({each.operation for each in self.waiting}) > 1
+        return len({snapshot.operation for snapshot in self.waiting}) > 1
 
 
 def find_hang(
@@ -205,57 +206,63 @@ def find_hang(
         timeout: In seconds.
         returned: The ranks that have returned.
     """
-    stopped = tuple(each for each in snapshots if each.stopped_for is not None)
-    waiting = tuple(each for each in snapshots if each.is_waiting and each not in stopped)
-    late = [each for each in waiting if each.age is not None and each.age >= timeout]
-    if not late and all((each.stopped_for or 0) < timeout for each in stopped):
+    stopped = tuple(snapshot for snapshot in snapshots if snapshot.stopped_for is not None)
+    waiting = tuple(
+        snapshot for snapshot in snapshots if snapshot.is_waiting and snapshot not in stopped
+    )
+    late = [
+        snapshot for snapshot in waiting if snapshot.age is not None and snapshot.age >= timeout
+    ]
+    if not late and all((snapshot.stopped_for or 0) < timeout for snapshot in stopped):
         return None
-    busy = tuple(each for each in snapshots if each not in stopped and each not in waiting)
+    busy = tuple(
+        snapshot for snapshot in snapshots if snapshot not in stopped and snapshot not in waiting
+    )
     if not stopped and not busy:
         # All ranks wait. A rank that began only recently, in an operation that no late rank waits
         # in, was busy with other work before.
-        missed = {each.operation for each in late}
+        missed = {snapshot.operation for snapshot in late}
         busy = tuple(
-            each
-            for each in waiting
-            if (each.age or 0) < timeout / 2 and each.operation not in missed
+            snapshot
+            for snapshot in waiting
+            if (snapshot.age or 0) < timeout / 2 and snapshot.operation not in missed
         )
-        waiting = tuple(each for each in waiting if each not in busy)
+        waiting = tuple(snapshot for snapshot in waiting if snapshot not in busy)
     return Hang(stopped, busy, waiting, tuple(returned))
 
 
 def _describe_stops(stopped: Sequence[RankSnapshot]) -> str:
     parts = [
-        f"{each.name} has been stopped by a signal for {_seconds(each.stopped_for)}"
-        for each in stopped
+        f"{snapshot.name} has been stopped by a signal for {_seconds(snapshot.stopped_for)}"
+        for snapshot in stopped
     ]
     return ", ".join(parts)
 
 
 def _describe_place(snapshot: RankSnapshot) -> str:
-    place = f"{snapshot.name} is {snapshot.location or 'busy'}"
+    text = f"{snapshot.name} is {snapshot.location or 'busy'}"
     if snapshot.is_waiting:
-        return f"{place}, waiting in {snapshot.operation}"
+        return f"{text}, waiting in {snapshot.operation}"
     if not snapshot.operation:
-        return place
-    return f"{place} (its last operation: {snapshot.operation}, {_seconds(snapshot.age)} ago)"
+        return text
+    return f"{text} (its last operation: {snapshot.operation}, {_seconds(snapshot.age)} ago)"
 
 
 def _describe_waits(waiting: Sequence[RankSnapshot]) -> str:
     """Return "ranks 0 and 2 have waited 312 s in ..., rank 3 has waited ..."."""
     groups: dict[str, list[RankSnapshot]] = {}
-    for each in waiting:
-        groups.setdefault(each.operation or "an operation", []).append(each)
+    for snapshot in waiting:
+        groups.setdefault(snapshot.operation or "an operation", []).append(snapshot)
     parts = []
     for operation, group in groups.items():
         has = "has" if len(group) == 1 else "have"
-        longest = max(each.age or 0 for each in group)
+        longest = max(snapshot.age or 0 for snapshot in group)
         parts.append(f"{_format_names(group)} {has} waited {_seconds(longest)} in {operation}")
     return ", and ".join(parts)
 
 
 def _format_names(snapshots: Sequence[RankSnapshot]) -> str:
-    return format_numbered(snapshots[0].noun, [each.rank for each in snapshots])
+    return format_numbered(snapshots[0].noun, [snapshot.rank for snapshot in snapshots])
 
 
 def _seconds(duration: float | None) -> str:
@@ -267,16 +274,16 @@ def format_report(
 ) -> str:
     """Return a table of all ranks: their last operations and stacks, the user's lines marked."""
     lines = []
-    for each in sorted(snapshots, key=lambda each: each.rank):
-        if each.pid == 0:
-            lines.append(f"{each.noun} {each.rank}: has not been started yet")
+    for snapshot in sorted(snapshots, key=lambda snapshot: snapshot.rank):
+        if snapshot.pid == 0:
+            lines.append(f"{snapshot.noun} {snapshot.rank}: has not been started yet")
             continue
-        lines.append(f"{each.name}: {describe_state(each)}")
-        frames = parse_frames(stacks.get(each.rank, ""))
+        lines.append(f"{snapshot.name}: {describe_state(snapshot)}")
+        frames = parse_frames(stacks.get(snapshot.rank, ""))
         for file, line, function in frames:
             mark = ">" if is_user_code(file) else " "
             lines.append(f"  {mark} {shorten_path(file)}:{line} in {function}")
-        if not frames and each.stopped_for is None:
+        if not frames and snapshot.stopped_for is None:
             lines.append(
                 "    does not answer (it is not executing Python code, or blocks all signals)"
             )
@@ -363,9 +370,9 @@ class HangMonitor:
 
     def _returned(self) -> list[int]:
         return [
-            each.rank
-            for each in self._ranks.outcomes.values()
-            if each.has_returned and not each.is_replaced
+            outcome.rank
+            for outcome in self._ranks.outcomes.values()
+            if outcome.has_returned and not outcome.is_replaced
         ]
 
     # --- hangs --------------------------------------------------------------------------------
@@ -397,7 +404,7 @@ class HangMonitor:
 
     def _find_hang(self, snapshots: Sequence[RankSnapshot], timeout: float) -> Hang | None:
         outcomes = self._ranks.outcomes
-        inside = [each for each in snapshots if not outcomes[each.rank].is_outside]
+        inside = [snapshot for snapshot in snapshots if not outcomes[snapshot.rank].is_outside]
         return find_hang(inside, timeout, self._returned())
 
     def _sample_silent_ranks(self) -> None:
@@ -433,10 +440,10 @@ class HangMonitor:
         """Return where each running rank is, and the operation it waits in or its last one."""
         snapshots, _ = self._locate_all()
         return {
-            each.rank: f"{each.location}: {describe_state(each)}".removeprefix(": ")
-            if each.operation or not each.location
-            else each.location
-            for each in snapshots
+            snapshot.rank: f"{snapshot.location}: {describe_state(snapshot)}".removeprefix(": ")
+            if snapshot.operation or not snapshot.location
+            else snapshot.location
+            for snapshot in snapshots
         }
 
     def explain(self) -> str:
@@ -456,13 +463,13 @@ class HangMonitor:
     def _locate_all(self) -> tuple[list[RankSnapshot], dict[int, str]]:
         snapshots = self._view()
         stacks = self._probes.dump_stacks(
-            [each.rank for each in snapshots if each.stopped_for is None]
+            [snapshot.rank for snapshot in snapshots if snapshot.stopped_for is None]
         )
         if self._move_samples(stacks):
             snapshots = self._view()
         located = [
-            replace(each, location=describe_location(stacks.get(each.rank, "")))
-            for each in snapshots
+            replace(snapshot, location=describe_location(stacks.get(snapshot.rank, "")))
+            for snapshot in snapshots
         ]
         return located, stacks
 

@@ -30,8 +30,8 @@ def collapse_memory() -> None:
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         madvise = ctypes.CDLL(None).madvise
         for line in MAPS.read_text().splitlines():
-            if found := ANONYMOUS.fullmatch(line):
-                begin, end = (int(address, 16) for address in found.groups())
+            if match := ANONYMOUS.fullmatch(line):
+                begin, end = (int(address, 16) for address in match.groups())
                 first = -(-begin // HUGE_PAGE) * HUGE_PAGE
                 for address in range(first, end - HUGE_PAGE + 1, HUGE_PAGE):
                     # It fails for a part that is not in use, and on older kernels.

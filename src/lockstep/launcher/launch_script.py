@@ -471,10 +471,10 @@ def _show_last_lines(ranks: RankSupervisor, rank: int) -> None:
 
 def _show_other_errors(outcomes: list[Outcome], same: list[Outcome]) -> None:
     """Show other Lockstep errors of other ranks, whose tracebacks are only in the logs."""
-    for each in outcomes:
-        is_own = each.error is not None and each.error["plain"]
-        if is_own and each not in same and not is_consequence(each):
-            say(describe_own_failure(outcomes, each))
+    for outcome in outcomes:
+        is_own = outcome.error is not None and outcome.error["plain"]
+        if is_own and outcome not in same and not is_consequence(outcome):
+            say(describe_own_failure(outcomes, outcome))
 
 
 def _describe_log(ranks: RankSupervisor, sentence: str, rank: int, same: list[Outcome]) -> str:
@@ -487,7 +487,7 @@ def _describe_log(ranks: RankSupervisor, sentence: str, rank: int, same: list[Ou
         is_named = named is not None and int(named[1]) == rank
         whose = "its log" if is_named else f"the log of {ranks.noun} {rank}"
         return f"; {whose}: {folder / log.name}"
-    who = format_numbered(ranks.noun, [each.rank for each in same])
+    who = format_numbered(ranks.noun, [outcome.rank for outcome in same])
     return f"; {who} raised this, see {folder}/rank-*.log"
 
 

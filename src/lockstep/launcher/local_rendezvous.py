@@ -76,9 +76,9 @@ def attach_store(address: str) -> Store | None:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
-    found = os.fstat(descriptor)
-    is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-    if not is_own or found.st_ino != inode:
+    status = os.fstat(descriptor)
+    is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    if not is_own or status.st_ino != inode:
         os.close(descriptor)
         return None
     return FileStore(f"/proc/self/fd/{descriptor}", -1)
@@ -144,10 +144,10 @@ class RendezvousFile:
             os.close(folder)
 
     def _check(self, path: Path, descriptor: int, is_expected: Callable[[int], bool]) -> None:
-        found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid():
-            raise self._foreign(path, f"it belongs to {_user_name(found.st_uid)}")
-        if not is_expected(found.st_mode):
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid():
+            raise self._foreign(path, f"it belongs to {_user_name(status.st_uid)}")
+        if not is_expected(status.st_mode):
             raise self._foreign(path, "its file type is not the expected one")
 
     def _foreign(self, path: Path, reason: str) -> RendezvousError:

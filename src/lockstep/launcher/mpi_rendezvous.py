@@ -191,8 +191,8 @@ def _serve() -> list[Any]:
     has_ipv6 = socket.has_dualstack_ipv6()
     server = StoreServer(listen("::" if has_ipv6 else "0.0.0.0", 0), secret)
     _served.append(server)
-    found = [each for each in find_own_addresses() if has_ipv6 or ":" not in each]
-    routed = [each for each in found if not each.startswith(("127.", "::1", "fe80:"))]
+    addresses = [address for address in find_own_addresses() if has_ipv6 or ":" not in address]
+    routed = [address for address in addresses if not address.startswith(("127.", "::1", "fe80:"))]
     return [secret.hex(), server.port, *routed]
 
 
@@ -215,8 +215,8 @@ def _connect(rank_info: RankInfo, served: list[Any], deadline: float) -> Met:
         except (LockstepError, OSError):  # nobody, or a stranger
             continue
         _served.append(store)
-        place = {"master_addr": address, "master_port": port}
-        return dataclasses.replace(rank_info, **place), store, False
+        where = {"master_addr": address, "master_port": port}
+        return dataclasses.replace(rank_info, **where), store, False
     raise _error(
         rank_info.rank,
         f"rank 0 cannot be reached at {', '.join(addresses)} (port {port}): open the ports between "

@@ -159,9 +159,9 @@ def _parse_address(rank_info: RankInfo, value: bytes) -> str:
         text = value[:MAX_VALUE].decode()
         if text in (ALONE, UNKNOWN):
             return text
-        found = ipaddress.ip_address(text)
-        if not (found.is_loopback or found.is_unspecified or found.is_multicast):
-            return str(found)
+        address = ipaddress.ip_address(text)
+        if not (address.is_loopback or address.is_unspecified or address.is_multicast):
+            return str(address)
     raise RendezvousError(
         f"rank {rank_info.rank}: the value of 'network/other' in the store at "
         f"{rank_info.store_location} was not written by a rank of Lockstep: another program or "

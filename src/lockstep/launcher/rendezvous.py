@@ -233,8 +233,8 @@ def _launcher_serves() -> bool:
 
 def _open_store(rank_info: RankInfo, deadline: float) -> Store:
     ProcessState.is_private = False
-    if rank_info.store is not None and (found := _attach(rank_info.store)):
-        return found
+    if rank_info.store is not None and (store := _attach(rank_info.store)):
+        return store
     if rank_info.master_addr is None or rank_info.master_port is None:
         return _open_local_store(rank_info, deadline)
     resolve_address(rank_info.master_addr)
@@ -350,26 +350,26 @@ def _attempt(
     Raises:
         RendezvousError: Another program answers, or only one end has a secret, or another one.
     """
-    place = f"rank {rank_info.rank}: the store at {address}:{port} (MASTER_ADDR, MASTER_PORT)"
+    where = f"rank {rank_info.rank}: the store at {address}:{port} (MASTER_ADDR, MASTER_PORT)"
     if secret is not None:
-        found = _try_with_secret(address, port, secret, deadline)
-        if found == NO_SECRET:
+        store = _try_with_secret(address, port, secret, deadline)
+        if store == NO_SECRET:
             raise RendezvousError(
-                f"{place} has no secret, but this host has one: start the host that serves the "
+                f"{where} has no secret, but this host has one: start the host that serves the "
                 f"store (rank 0's) with the same --secret-file ({SECRET_FILE})"
             )
-        if found == OTHER_SECRET:
+        if store == OTHER_SECRET:
             raise RendezvousError(
-                f"{place} has another secret than this host: give every host the same "
+                f"{where} has another secret than this host: give every host the same "
                 f"--secret-file ({SECRET_FILE})"
             )
-        return found
+        return store
     reason = _try_connect(address, port, deadline)
     if reason == FOREIGN:
         raise RendezvousError(_describe_foreign_program(rank_info, address, port))
     if reason == NEEDS_SECRET:
         raise RendezvousError(
-            f"{place} requires a secret: copy the file that --secret-file names on its host to "
+            f"{where} requires a secret: copy the file that --secret-file names on its host to "
             f"this host, and give it with --secret-file ({SECRET_FILE})"
         )
     if reason:

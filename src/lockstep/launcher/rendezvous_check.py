@@ -205,15 +205,15 @@ def _report_contradiction(
 def _raise_error(rank_info: RankInfo, value: bytes) -> NoReturn:
     """Raise the error that some rank wrote: two registrations, or the missing ranks."""
     try:
-        found = json.loads(value)
-        if isinstance(found, dict):
-            missing, waited = _parse_timeout(rank_info, found)
+        content = json.loads(value)
+        if isinstance(content, dict):
+            missing, waited = _parse_timeout(rank_info, content)
         else:
             missing, waited = [], 0.0
-            first, second = map(_parse_registration, found)
+            first, second = map(_parse_registration, content)
     except (ValueError, TypeError, RecursionError):
         _raise_foreign_value(rank_info, "complete")
-    if isinstance(found, dict):
+    if isinstance(content, dict):
         raise RendezvousError(_describe_timeout(rank_info, missing, waited))
     if first.world_size == second.world_size:
         raise LaunchEnvironmentError(
@@ -233,7 +233,7 @@ def _parse_timeout(rank_info: RankInfo, value: dict[str, Any]) -> tuple[list[int
         raise ValueError
     missing, waited = value["missing"], value["waited"]
     ranks = range(rank_info.world_size)
-    if not isinstance(missing, list) or not all(type(each) is int for each in missing):
+    if not isinstance(missing, list) or not all(type(rank) is int for rank in missing):
         raise ValueError
     is_ascending = missing == sorted({*missing} & {*ranks})
     if not missing or not is_ascending or type(waited) is not float or not 0 <= waited < 1e9:
@@ -246,14 +246,14 @@ def _parse_registration(value: Any) -> Registration:
     names = {"rank", "world_size", "process", "host", "identity"}
     if not isinstance(value, dict) or value.keys() != names:
         raise ValueError
-    found = Registration(**value)
-    numbers = (found.rank, found.world_size, found.process)
+    entry = Registration(**value)
+    numbers = (entry.rank, entry.world_size, entry.process)
     if not all(type(number) is int and 0 <= number < 1 << 31 for number in numbers):
         raise ValueError
-    for text in (found.host, found.identity):
+    for text in (entry.host, entry.identity):
         if not isinstance(text, str) or len(text) > MAX_HOST_NAME or not text.isprintable():
             raise ValueError
-    return found
+    return entry
 
 
 def _raise_foreign_value(rank_info: RankInfo, key: str) -> NoReturn:

@@ -212,11 +212,11 @@ def read_description(folder: Path) -> LaunchDescription | None:
     try:
         fields = json.loads(file.read_bytes())
         known = {field.name for field in dataclasses.fields(LaunchDescription)}
-        found = LaunchDescription(**{key: fields[key] for key in known & fields.keys()})
-        datetime.datetime.fromisoformat(found.started)
-        words = (found.target, found.cwd, *found.arguments)
-        numbers = (found.nprocs, found.nnodes, found.min_nprocs or 0)
-        if found.kind not in KINDS or not all(isinstance(word, str) for word in words):
+        description = LaunchDescription(**{key: fields[key] for key in known & fields.keys()})
+        datetime.datetime.fromisoformat(description.started)
+        words = (description.target, description.cwd, *description.arguments)
+        numbers = (description.nprocs, description.nnodes, description.min_nprocs or 0)
+        if description.kind not in KINDS or not all(isinstance(word, str) for word in words):
             raise ValueError
         if not all(isinstance(number, int) for number in numbers):
             raise ValueError
@@ -229,7 +229,7 @@ def read_description(folder: Path) -> LaunchDescription | None:
             f"{file} is damaged, so the command of this run is not known; give it again: "
             f"lockstep run --resume {folder} SCRIPT"
         ) from None
-    return dataclasses.replace(found, arguments=tuple(found.arguments))
+    return dataclasses.replace(description, arguments=tuple(description.arguments))
 
 
 def find_run(name: str, parent: Path, who: str = "--resume") -> Path:
@@ -286,9 +286,9 @@ def claim_newest_run(parent: Path, description: LaunchDescription) -> Path | Non
         if is_link_to_sibling(folder):
             continue
         with contextlib.suppress(UsageError):
-            found = read_description(folder) if folder.is_dir() else None
-            if found and found.exit_status != 0 and found.is_same_command(description):
-                started = datetime.datetime.fromisoformat(found.started)
+            launched = read_description(folder) if folder.is_dir() else None
+            if launched and launched.exit_status != 0 and launched.is_same_command(description):
+                started = datetime.datetime.fromisoformat(launched.started)
                 runs.append((started.timestamp(), folder.name, folder))
     deadline = time.monotonic() + EXIT_TIMEOUT  # for processes of an interrupted run
     for *_, folder in sorted(runs, reverse=True):
@@ -481,8 +481,8 @@ def wait_until_free(folder: str | os.PathLike[str], timeout: float = EXIT_TIMEOU
 def release_run(folder: str | os.PathLike[str]) -> None:
     """Release what `hold_run` or `wait_until_free` took, before the process exits."""
     with contextlib.suppress(OSError):
-        found = os.stat(Path(folder) / LOCK_FILE)
-        descriptor = _held.pop((found.st_dev, found.st_ino), None)
+        status = os.stat(Path(folder) / LOCK_FILE)
+        descriptor = _held.pop((status.st_dev, status.st_ino), None)
         if descriptor is not None:
             os.close(descriptor)
 
@@ -500,8 +500,8 @@ def _open_lock(folder: str | os.PathLike[str]) -> int | None:
 
 
 def _inode(descriptor: int) -> Inode:
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def _try_lock(descriptor: int, kind: int) -> bool:
@@ -589,8 +589,8 @@ def _holds_lock(pid: int, inode: Inode) -> bool:
                 path = f"/proc/{pid}/fd/{number}"
                 if LOCK_FILE not in os.readlink(path):
                     continue
-                found = os.stat(path)
-                if (found.st_dev, found.st_ino) == inode:
+                status = os.stat(path)
+                if (status.st_dev, status.st_ino) == inode:
                     lines = Path(f"/proc/{pid}/fdinfo/{number}").read_text()
                     if "\nlock:" in lines:
                         return True

@@ -42,25 +42,25 @@ def find_source(kind: str, target: str) -> Path | None:
         path = Path(target)
         return path / "__main__.py" if path.is_dir() else path
     try:
-        found = _find_module(target) if kind == "module" else None
+        spec = _find_module(target) if kind == "module" else None
     except UsageError:
         return None
-    return None if found is None or found.origin is None else Path(found.origin)
+    return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
 def _find_module(target: str) -> ModuleSpec:
     """Find a module, or a package's `__main__`, as an import does but without running code."""
-    places, name = [os.getcwd(), *sys.path], ""
+    folders, name = [os.getcwd(), *sys.path], ""
     for part in target.split("."):
         name = f"{name}.{part}" if name else part
-        found = PathFinder.find_spec(name, places)
-        if found is None:
+        spec = PathFinder.find_spec(name, folders)
+        if spec is None:
             raise UsageError(f"there is no module {name!r} (searched from {os.getcwd()})")
-        places = list(found.submodule_search_locations or ())
-    if places and (found := PathFinder.find_spec(f"{name}.__main__", places)) is None:
+        folders = list(spec.submodule_search_locations or ())
+    if folders and (spec := PathFinder.find_spec(f"{name}.__main__", folders)) is None:
         raise UsageError(f"{name!r} is a package without a __main__ module")
-    assert found is not None, "the name of a module has parts"
-    return found
+    assert spec is not None, "the name of a module has parts"
+    return spec
 
 
 def _check_script(target: str) -> None:

@@ -27,7 +27,7 @@ def receiving(numbers: Sequence[int], receive: Callable[[int], None]) -> Iterato
     """
     defaults = (signal.SIG_DFL, signal.default_int_handler)
     is_main = threading.current_thread() is threading.main_thread()
-    replaced = [each for each in numbers if is_main and signal.getsignal(each) in defaults]
+    replaced = [number for number in numbers if is_main and signal.getsignal(number) in defaults]
     before: dict[int, Any] = {
         number: signal.signal(number, lambda number, frame: receive(number)) for number in replaced
     }

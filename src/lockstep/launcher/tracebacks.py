@@ -146,7 +146,7 @@ def find_user_location(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{os.path.basename(error.filename)}:{error.lineno}"
     own = [
-        each for each in traceback.extract_tb(error.__traceback__) if is_user_code(each.filename)
+        frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)
     ]
     return _format_location(own)
 

@@ -237,13 +237,13 @@ def _agree_on_backend(store: Store, rank_info: RankInfo, is_requested: bool) -> 
     if store.add("lockstep/backend/arrived", 1) == rank_info.world_size:
         is_missing = store.check([missing])
         store.set(chosen, store.get(missing).decode(errors="replace") if is_missing else "")
-    found = escape_control(store.get(chosen).decode(errors="replace"))
-    if found and is_requested:
+    obstacle = escape_control(store.get(chosen).decode(errors="replace"))
+    if obstacle and is_requested:
         raise RendezvousError(
-            f"rank {rank_info.rank}: the backend 'lockstep' is not available {found}; use 'gloo', "
-            "or make it available on every host"
+            f"rank {rank_info.rank}: the backend 'lockstep' is not available {obstacle}; use "
+            "'gloo', or make it available on every host"
         )
-    choice = choose_backend(is_single_host=False, unavailable=found or None)
+    choice = choose_backend(is_single_host=False, unavailable=obstacle or None)
     if rank_info.rank == 0:
         _explain(choice)
     return choice.name
@@ -531,10 +531,10 @@ def _check_backend(backend: str) -> None:
     for part in backend.split(","):
         name = part.rpartition(":")[2]
         if not dist.is_backend_available(name):
-            here = [each for each in dist.Backend.backend_list if dist.is_backend_available(each)]
+            known = filter(dist.is_backend_available, dist.Backend.backend_list)
+            here = ", ".join(other for other in known if other != "undefined")
             raise UsageError(
-                f"init(backend={backend!r}): torch has no backend {name!r} here; available: "
-                f"{', '.join(each for each in here if each != 'undefined')}"
+                f"init(backend={backend!r}): torch has no backend {name!r} here; available: {here}"
             )
 
 
