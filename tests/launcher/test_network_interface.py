@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -17,6 +20,7 @@ from lockstep.launcher import listening_socket, network_interface
 from lockstep.launcher.environment import RankInfo
 from lockstep.launcher.network_interface import find_interface, find_served_address
 from lockstep.launcher.rendezvous import choose_interface
+from lockstep.launcher.rendezvous_check import check_ranks
 
 SCRIPT = """
 import os, torch, torch.distributed as dist
@@ -126,7 +130,8 @@ def exchange(monkeypatch, *ranks, **patches):
         address = ranks[rank]
         info = RankInfo(rank, len(ranks), master_addr=address, master_port=29500)
         try:
-            return find_interface(info, store)
+            check_ranks(store, info, time.monotonic() + 30)
+            return choose_interface(info, store)
         except RendezvousError as error:
             return str(error)
 
@@ -158,12 +163,11 @@ def test_a_rank_on_the_masters_host_asks_for_the_route_to_the_first_other_rank(m
     routes = {"10.0.0.2": "10.1.0.1", "10.9.0.1": "10.0.0.2"}
     monkeypatch.setattr(network_interface, "find_source_address", routes.get)
     monkeypatch.setattr(network_interface, "find_own_addresses", lambda: own)
-    store = dist.HashStore()
     other = RankInfo(rank=2, world_size=3, master_addr="10.9.0.1", master_port=1)
-    assert find_interface(other, store) is None  # 10.0.0.2 is on another host
+    assert find_interface(other, "10.0.0.2") is None  # which is on another host
     for rank in (0, 1):
         info = RankInfo(rank=rank, world_size=3, master_addr="10.0.0.1", master_port=1)
-        assert find_interface(info, store) == "eth1"
+        assert find_interface(info, "10.0.0.2") == "eth1"
 
 
 def test_an_address_of_the_loopback_interface_is_not_named_to_other_hosts(monkeypatch):
@@ -171,7 +175,7 @@ def test_an_address_of_the_loopback_interface_is_not_named_to_other_hosts(monkey
     own = {"127.0.0.1": "lo", "10.9.0.9": "lo", "10.0.0.1": "eth0"}
     monkeypatch.setattr(network_interface, "find_own_addresses", lambda: own)
     info = RankInfo(rank=1, world_size=2, master_addr="10.0.0.7", master_port=1)
-    assert find_interface(info, dist.HashStore()) is None
+    assert find_interface(info, "10.0.0.8") is None
 
 
 def test_a_tunnel_to_the_store_is_an_error_on_every_rank(monkeypatch):
@@ -189,24 +193,24 @@ def test_a_tunnel_to_the_store_is_an_error_on_every_rank(monkeypatch):
     assert exchange(monkeypatch, "localhost", "localhost") == [LOOPBACK_INTERFACE] * 2
 
 
-def test_no_route_is_an_error_that_names_the_address(monkeypatch):
+@pytest.mark.parametrize(
+    ("master", "words"),
+    [("192.0.2.1", "192.0.2.1 (MASTER_ADDR)"), ("127.0.0.1", "192.0.2.2 (another host of this")],
+)
+def test_no_route_is_an_error_that_names_the_address(monkeypatch, master, words):
     monkeypatch.setattr(network_interface, "find_source_address", lambda address: None)
-    (found,) = exchange(monkeypatch, "192.0.2.1")
-    assert found.startswith("rank 0: this host has no route to 192.0.2.1 (MASTER_ADDR): check")
-    store = dist.HashStore()
-    store.set("network/other", "192.0.2.2")
-    info = RankInfo(world_size=2, master_addr="127.0.0.1", master_port=1)
-    with pytest.raises(RendezvousError, match=r"no route to 192\.0\.2\.2 \(another host of this"):
-        find_interface(info, store)
+    info = RankInfo(world_size=2, master_addr=master, master_port=1)
+    with pytest.raises(RendezvousError, match=re.escape(f"this host has no route to {words}")):
+        find_interface(info, "192.0.2.2")
 
 
 @pytest.mark.parametrize("value", ["x" * 200, "127.0.0.1", "::1", "0.0.0.0", "a.example", "\0"])
 def test_a_value_that_no_rank_writes_is_an_error(value):
     store = dist.HashStore()
-    store.set("network/other", value)
+    store.set("layout", json.dumps({"hosts": [0, 1], "other": value}))
     info = RankInfo(world_size=2, master_addr="127.0.0.1", master_port=1)
     with pytest.raises(RendezvousError, match="was not written by a rank of Lockstep"):
-        find_interface(info, store)
+        choose_interface(info, store)
 
 
 @pytest.mark.parametrize("name", ["a", "localhost", "10.77.0.1"])

@@ -27,7 +27,8 @@ from lockstep.launcher.rendezvous_check import (
 RANK_0 = RankInfo(
     rank=0, world_size=2, local_world_size=2, master_addr="10.0.0.1", master_port=29500
 )
-REGISTRATION = {"rank": 1, "world_size": 2, "process": 7, "host": "gpu03", "identity": "a0"}
+REGISTRATION = {"rank": 1, "world_size": 2, "process": 7, "host": "gpu03", "identity": "a0",
+                "network": "b0", "address": "10.0.0.2"}  # fmt: skip
 
 
 def check_with(key, value):
@@ -55,7 +56,7 @@ def test_the_hosts_of_the_ranks_are_written_only_if_a_rank_may_not_know_them(lau
     store.set("rank/1", json.dumps(REGISTRATION))
     store.add("registered", 1)
     check_ranks(store, replace(RANK_0, launcher=launcher), time.monotonic() + 5)
-    assert store.check(["hosts"]) == is_written
+    assert store.check(["layout"]) == is_written
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

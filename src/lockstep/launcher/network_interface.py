@@ -3,32 +3,20 @@
 Nothing is derived from host names: a host's own name often resolves to 127.0.1.1 (Debian), to an
 interface that other hosts cannot reach, or not at all. Each rank asks the kernel for the route to
 another host instead. Rank 0's host cannot ask for the route to MASTER_ADDR, which is the host
-itself, so the ranks exchange an address through the store:
+itself, so every rank on another host registers its own address (`rendezvous_check.py`):
 
-    key                    written by                                        value
-    network/host           the first rank on the master's host               identity of this host
-    network/local          every rank on the master's host adds 1            how many there are
-    network/other          the first rank on another host                    its own address
-                           the last rank, if all are on the master's host    ALONE
-                           a rank whose MASTER_ADDR leads to another host    UNKNOWN
-                           although the address is its own (a tunnel)
-
-    a rank on the master's host      asks for the route to the address in network/other
+    a rank on the master's host      asks for the route to the first such address
     a rank on another host           asks for the route to MASTER_ADDR
-
-Every user who can reach the store can write to it, so that values are validated.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
+import hashlib
 import os
 import socket
 from pathlib import Path
 
 import psutil
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lockstep.kernel.errors import RendezvousError
 from lockstep.launcher.environment import RankInfo
@@ -40,6 +28,9 @@ from lockstep.launcher.listening_socket import (
 )
 
 __all__ = [
+    "ALONE",
+    "UNKNOWN",
+    "describe_network",
     "find_interface",
     "find_master_interface",
     "find_own_addresses",
@@ -48,15 +39,15 @@ __all__ = [
 ]
 
 ALONE, UNKNOWN = "alone", "unknown"
-MAX_VALUE = 100  # bytes of a value in the store
+"""Instead of another host's address: all ranks are on one host, or a tunnel hides the others."""
 
 
-def find_interface(rank_info: RankInfo, store: Store | None = None) -> str | None:
-    """Return the network interface that this rank should use, after an exchange with all ranks.
+def find_interface(rank_info: RankInfo, other: str = ALONE) -> str | None:
+    """Return the network interface that this rank should use.
 
     Args:
         rank_info: This rank.
-        store: The store of this world. None: all ranks are on this host.
+        other: The address of another host than the master's; ALONE or UNKNOWN.
 
     Returns:
         The loopback interface if all ranks are on this host, otherwise the interface of the route
@@ -64,12 +55,9 @@ def find_interface(rank_info: RankInfo, store: Store | None = None) -> str | Non
         that route belongs to the loopback interface, whose name would select 127.0.0.1.
 
     Raises:
-        RendezvousError: There is no route to the other hosts, or another program has written into
-            the store.
+        RendezvousError: There is no route to the other hosts, or it cannot be found.
     """
-    address = LOOPBACK
-    if store is not None and rank_info.master_addr is not None:
-        address = _exchange(rank_info, store, rank_info.master_addr)
+    address = _choose_address(rank_info, other)
     own = find_source_address(address)
     name = None if own is None else find_own_addresses().get(own)
     if name is None or (address != LOOPBACK and find_own_addresses().get(LOOPBACK) == name):
@@ -101,7 +89,7 @@ def find_served_address(address: str) -> str:
         otherwise this host's address on the route there.
     """
     _, master = resolve_address(address)
-    if is_loopback(master) or master in find_own_addresses():
+    if _is_here(master):
         return address
     return find_source_address(master) or address
 
@@ -115,26 +103,28 @@ def network_identity() -> str:
         return f"{socket.gethostname()[:64]} {psutil.boot_time():.0f}"
 
 
-def _exchange(rank_info: RankInfo, store: Store, master_addr: str) -> str:
-    """Return the address to ask the route to: of another host, or LOOPBACK if there is none."""
+def describe_network(master_addr: str) -> tuple[str, str]:
+    """Return what processes share with this one's network, and this host's address in it.
+
+    The address is that on the route to the master; "" on the master's host.
+    """
     _, master = resolve_address(master_addr)
-    if not is_loopback(master) and master not in find_own_addresses():
-        own = find_source_address(master)
-        if own is None:
-            raise _no_route(rank_info, master, "MASTER_ADDR")
-        store.compare_set("network/other", "", own)
-        return master
-    identity = network_identity()
-    if store.compare_set("network/host", "", identity) != identity.encode():
-        store.compare_set("network/other", "", UNKNOWN)
-    if store.add("network/local", 1) == rank_info.world_size:
-        store.compare_set("network/other", "", ALONE)
-    other = _parse_address(rank_info, store.get("network/other"))
-    if other == ALONE:
+    own = "" if _is_here(master) else find_source_address(master) or ""
+    return hashlib.blake2b(network_identity().encode(), digest_size=8).hexdigest(), own
+
+
+def _choose_address(rank_info: RankInfo, other: str) -> str:
+    """Return the address to ask the route to: of another host, or LOOPBACK if there is none."""
+    if other == ALONE or rank_info.master_addr is None:
         return LOOPBACK
-    if other == UNKNOWN:
-        if "GLOO_SOCKET_IFNAME" in os.environ:
-            return LOOPBACK  # not used: the variable has priority
+    _, master = resolve_address(rank_info.master_addr)
+    if not _is_here(master):
+        other, whose = master, "MASTER_ADDR"
+    elif other != UNKNOWN:
+        whose = "another host of this run"
+    elif "GLOO_SOCKET_IFNAME" in os.environ:
+        return LOOPBACK  # not used: the variable has priority
+    else:
         raise RendezvousError(
             f"rank {rank_info.rank}: the ranks meet at {rank_info.store_location}, which is "
             f"the loopback interface of several hosts (a tunnel?), so they cannot find the network "
@@ -142,31 +132,15 @@ def _exchange(rank_info: RankInfo, store: Store, master_addr: str) -> str:
             f"hosts reach, or GLOO_SOCKET_IFNAME on every host"
         )
     if find_source_address(other) is None:
-        raise _no_route(rank_info, other, "another host of this run")
+        raise RendezvousError(
+            f"rank {rank_info.rank}: this host has no route to {other} ({whose}): check its "
+            f"interfaces and routes (ip addr, ip route get {other})"
+        )
     return other
 
 
-def _no_route(rank_info: RankInfo, address: str, whose: str) -> RendezvousError:
-    return RendezvousError(
-        f"rank {rank_info.rank}: this host has no route to {address} ({whose}): check its "
-        f"interfaces and routes (ip addr, ip route get {address})"
-    )
-
-
-def _parse_address(rank_info: RankInfo, value: bytes) -> str:
-    """Return the value of network/other: an address in its usual form, ALONE or UNKNOWN."""
-    with contextlib.suppress(ValueError):
-        text = value[:MAX_VALUE].decode()
-        if text in (ALONE, UNKNOWN):
-            return text
-        address = ipaddress.ip_address(text)
-        if not (address.is_loopback or address.is_unspecified or address.is_multicast):
-            return str(address)
-    raise RendezvousError(
-        f"rank {rank_info.rank}: the value of 'network/other' in the store at "
-        f"{rank_info.store_location} was not written by a rank of Lockstep: another program or "
-        f"user writes into this store; use another port (MASTER_PORT)"
-    )
+def _is_here(master: str) -> bool:
+    return is_loopback(master) or master in find_own_addresses()
 
 
 def find_own_addresses() -> dict[str, str]:

@@ -166,7 +166,7 @@ def find_place(store: Store, rank_info: RankInfo) -> RankInfo:
     Raises:
         RendezvousError: Another program has written into the store.
     """
-    return rendezvous_check.place_rank(rank_info, rendezvous_check.read_hosts(store, rank_info))
+    return rendezvous_check.place_rank(rank_info, rendezvous_check.read_layout(store, rank_info)[0])
 
 
 def choose_interface(rank_info: RankInfo, store: Store | None) -> str | None:
@@ -174,7 +174,9 @@ def choose_interface(rank_info: RankInfo, store: Store | None) -> str | None:
     if is_elastic_on_hosts(os.environ):  # the hosts that it has now are not all that it may have
         return find_master_interface(str(rank_info.master_addr))
     is_one_host = ProcessState.is_private or rank_info.is_launched_on_one_host
-    return find_interface(rank_info, None if is_one_host else store)
+    if is_one_host or store is None or rank_info.master_addr is None:
+        return find_interface(rank_info)
+    return find_interface(rank_info, rendezvous_check.read_layout(store, rank_info)[1])
 
 
 def open_common_store(timeout: float) -> Store:

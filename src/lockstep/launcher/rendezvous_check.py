@@ -4,7 +4,7 @@
       ── my world size ──────────────>  size        the first rank writes it; others must agree
       ── I am r, process p of host h ─>  rank/r      a second process with this rank: error
       ── one more ───────────────────>  registered  the last rank to count finds all of rank/*
-      <─ the host of each rank ───────  hosts       before that it writes who shares a host
+      <─ hosts, address of another ───  layout      before that it writes who shares a host
       <─ all here, or an error ───────  complete    a rank that finds an error writes the two
                                                     ranks that contradict each other, or at the
                                                     timeout the missing ranks
@@ -25,12 +25,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import ipaddress
 import json
 import os
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NoReturn
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
@@ -40,10 +41,11 @@ from lockstep.kernel.errors import LaunchEnvironmentError, RendezvousError
 from lockstep.launcher.environment import RankInfo, is_elastic_on_hosts
 from lockstep.launcher.late_ranks import LongWait, advise, describe_ranks
 from lockstep.launcher.listening_socket import is_loopback
+from lockstep.launcher.network_interface import ALONE, UNKNOWN, describe_network
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.messages import escape_control, say
 
-__all__ = ["check_ranks", "get_host_identity", "number_hosts", "place_rank", "read_hosts"]
+__all__ = ["check_ranks", "get_host_identity", "number_hosts", "place_rank", "read_layout"]
 
 ALL_HERE = "all here"
 CHECK_INTERVAL = 0.5  # seconds between two checks for missing ranks
@@ -63,6 +65,8 @@ class Registration:
         process: Its process id.
         host: The name of its host.
         identity: What ranks have in common that share a host.
+        network: What ranks have in common that share a loopback interface; "" if all do.
+        address: Its own address, if it is on another host than the master; otherwise "".
     """
 
     rank: int
@@ -70,6 +74,8 @@ class Registration:
     process: int
     host: str
     identity: str
+    network: str = ""
+    address: str = ""
 
     def __str__(self) -> str:
         """Return "process 7 on HOST"."""
@@ -109,7 +115,14 @@ def check_ranks(store: Store, rank_info: RankInfo, deadline: float) -> None:
 
 def _register(store: Store, rank_info: RankInfo) -> None:
     host = escape_control(socket.gethostname())[:MAX_HOST_NAME]
-    own = Registration(rank_info.rank, rank_info.world_size, os.getpid(), host, get_host_identity())
+    own = Registration(
+        rank_info.rank,
+        rank_info.world_size,
+        os.getpid(),
+        host,
+        get_host_identity(),
+        *(describe_network(str(rank_info.master_addr)) if _may_span_hosts(rank_info) else ()),
+    )
     first = _claim(store, rank_info, "size", own)
     if first.world_size != rank_info.world_size:
         _report_contradiction(store, rank_info, first, own)
@@ -122,32 +135,46 @@ def _register(store: Store, rank_info: RankInfo) -> None:
         _complete(store, rank_info)
 
 
+def _may_span_hosts(rank_info: RankInfo) -> bool:
+    return rank_info.master_addr is not None and not rank_info.is_launched_on_one_host
+
+
 def _complete(store: Store, rank_info: RankInfo) -> None:
-    """Write the index of each rank's host, where there may be several; then, that all are here."""
-    if rank_info.master_addr is not None and not rank_info.is_launched_on_one_host:
-        registrations = [
-            _read_registration(rank_info, f"rank/{rank}", store.get(f"rank/{rank}"))
-            for rank in range(rank_info.world_size)
-        ]
-        store.set("hosts", json.dumps(number_hosts([entry.identity for entry in registrations])))
+    """Write what ranks may not know about their hosts; then, that all ranks are here."""
+    if _may_span_hosts(rank_info):
+        keys = [f"rank/{rank}" for rank in range(rank_info.world_size)]
+        entries = [_read_registration(rank_info, key, store.get(key)) for key in keys]
+        addresses = [entry.address for entry in entries if entry.address]
+        is_alone = len({entry.network for entry in entries}) == 1
+        other = addresses[0] if addresses else ALONE if is_alone else UNKNOWN
+        hosts = number_hosts([entry.identity for entry in entries])
+        store.set("layout", json.dumps({"hosts": hosts, "other": other}))
     store.compare_set("complete", "", ALL_HERE)
 
 
-def read_hosts(store: Store, rank_info: RankInfo) -> list[int]:
-    """Return the index of each rank's host, after `check_ranks`.
+def read_layout(store: Store, rank_info: RankInfo) -> tuple[list[int], str]:
+    """Return the index of each rank's host, and the address of one that is not the master's.
+
+    Call it after `check_ranks`. Instead of the address, it may be ALONE or UNKNOWN.
 
     Raises:
         RendezvousError: Another program has written into the store.
     """
-    try:
-        hosts: Any = json.loads(store.get("hosts"))
-    except (ValueError, RecursionError):
-        hosts = None
     numbers = range(rank_info.world_size)
-    is_list = isinstance(hosts, list) and len(hosts) == rank_info.world_size
-    if not is_list or not all(type(host) is int and host in numbers for host in hosts):
-        _raise_foreign_value(rank_info, "hosts")
-    return list(hosts)
+    try:
+        layout: Any = json.loads(store.get("layout"))
+        hosts, other = list(layout["hosts"]), str(layout["other"])
+        if len(hosts) != len(numbers) or not all(
+            type(host) is int and host in numbers for host in hosts
+        ):
+            raise ValueError
+        if other not in (ALONE, UNKNOWN):
+            address = ipaddress.ip_address(other)
+            if address.is_loopback or address.is_unspecified or address.is_multicast:
+                raise ValueError
+    except (ValueError, TypeError, KeyError, RecursionError):
+        _raise_foreign_value(rank_info, "layout")
+    return hosts, other
 
 
 def number_hosts(identities: Sequence[str]) -> list[int]:
@@ -243,14 +270,14 @@ def _parse_timeout(rank_info: RankInfo, value: dict[str, Any]) -> tuple[list[int
 
 def _parse_registration(value: Any) -> Registration:
     """Return the registration that JSON data describes; ValueError if it describes none."""
-    names = {"rank", "world_size", "process", "host", "identity"}
+    names = {field.name for field in fields(Registration)}
     if not isinstance(value, dict) or value.keys() != names:
         raise ValueError
     entry = Registration(**value)
     numbers = (entry.rank, entry.world_size, entry.process)
     if not all(type(number) is int and 0 <= number < 1 << 31 for number in numbers):
         raise ValueError
-    for text in (entry.host, entry.identity):
+    for text in (entry.host, entry.identity, entry.network, entry.address):
         if not isinstance(text, str) or len(text) > MAX_HOST_NAME or not text.isprintable():
             raise ValueError
     return entry
