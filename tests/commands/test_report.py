@@ -66,13 +66,6 @@ def test_a_run_without_a_step_has_no_trace(place):
         invoke("young", "--trace", "young.json")
 
 
-def test_recorded_stages_are_simulated_too(place):
-    records.write(place / "runs" / "stages", [records.HEADER, records.timeline(0)])
-    invoke("stages")
-    page = (place / "runs/stages/report.html").read_text()
-    assert "step 0, simulated" in page
-
-
 def test_without_a_browser_the_path_is_printed(monkeypatch):
     monkeypatch.setattr("webbrowser.open", lambda url: False)
     done = invoke("night", "--open")

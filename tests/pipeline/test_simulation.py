@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import records
 from lockstep.kernel.errors import LayoutError
 from lockstep.pipeline.schedules import NAMES, Action, build_schedule, gpipe, one_f_one_b
 from lockstep.pipeline.simulation import (
@@ -12,9 +11,8 @@ from lockstep.pipeline.simulation import (
     group_costs,
     measure_costs,
     simulate,
-    simulate_recording,
 )
-from lockstep.record.timeline import Span, Timeline, parse_timeline
+from lockstep.record.timeline import Span, Timeline
 
 COST = st.integers(0, 9).map(float)
 
@@ -113,18 +111,6 @@ def test_costs_of_other_stages_are_refused() -> None:
         simulate(gpipe(2, 1), Costs.unit(3))
 
 
-def test_a_simulated_recording_has_no_transfers():
-    found = simulate_recording(parse_timeline(records.timeline(0, pairs=2)))
-    assert (found.title, found.num_ranks) == ("step 0, simulated", 4)
-    ends = [(w.rank, w.kind, w.microbatch, w.begin) for w in found.spans if w.rank == 2]
-    assert ends == [
-        (2, "forward", 2, 0),
-        (2, "forward", 3, pytest.approx(2e-3)),
-        (2, "backward", 2, pytest.approx(7e-3)),
-        (2, "backward", 3, pytest.approx(12e-3)),
-    ]
-
-
 def test_measured_costs_are_medians():
     spans = [Span(0, "forward", 0, end, 0, j) for j, end in enumerate((1, 2, 9))]
     parts = [Span(0, "input", 0, 3, 0, 0), Span(0, "weight", 3, 7, 0, 0)]
@@ -135,28 +121,3 @@ def test_measured_costs_are_medians():
 def test_half_of_a_whole_backward_is_for_the_weights():
     spans = (Span(0, "forward", 0, 1, 0, 0), Span(0, "backward", 1, 4, 0, 0))
     assert measure_costs(Timeline("", 1, spans)) == Costs((1,), (1.5,), (1.5,), backward=(3,))
-
-
-@given(st.sampled_from(NAMES), st.integers(2, 4), st.integers(1, 9))
-def test_a_simulation_simulated_as_a_recording_is_unchanged(name, ranks, microbatches):
-    actions = build_schedule(name, ranks, microbatches)
-    simulated = simulate(actions).spans
-    spans = tuple(
-        Span(s.rank, s.action.kind, s.begin, s.end, s.action.stage, s.action.microbatch)
-        for s in simulated
-    )
-    assert simulate_recording(Timeline("", ranks, spans)).spans == spans
-
-
-@pytest.mark.parametrize("missing", ["forward", "backward"])
-def test_an_incomplete_recording_is_not_simulated(missing):
-    whole = parse_timeline(records.timeline(0))
-    spans = tuple(w for w in whole.spans if (w.kind, w.rank) != (missing, 1))
-    assert simulate_recording(Timeline("", 2, spans)) is None
-
-
-def test_a_recording_without_stages_is_not_simulated():
-    assert (
-        simulate_recording(Timeline("", 2, (Span(0, "compute", 0, 1), Span(1, "compute", 0, 1))))
-        is None
-    )

@@ -67,13 +67,6 @@ def test_replicas_share_their_stages():
     assert replicas.label(replicas.spans[3]) == "1"
 
 
-def test_selected_kinds_begin_at_zero():
-    alone = TWO.select(["backward"])
-    assert [(work.begin, work.end) for work in alone.spans] == [(0, 2), (2, 3)]
-    assert (alone.origin, alone.duration) == (2, 3)
-    assert TWO.select([]).spans == ()
-
-
 def test_unknown_kinds_are_last():
     mixed = by_hand((0, "zap", 0, 1), (0, "update", 1, 2), (0, "forward", 2, 3))
     assert mixed.kinds == ["forward", "update", "zap"]

@@ -15,7 +15,6 @@ from lockstep.kernel.step_context import Attempt, Span, StepContext
 from lockstep.kernel.step_hooks import take_part
 from lockstep.pipeline.schedule_executor import ScheduleExecutor
 from lockstep.pipeline.schedules import Action, one_f_one_b
-from lockstep.pipeline.simulation import simulate_recording
 from lockstep.record.reader import read_run
 from lockstep.record.timeline import read_timelines
 from lockstep.report.trace import find_transfers
@@ -110,10 +109,3 @@ def test_what_a_rank_gets_was_made_before_on_one_clock(run):
             assert target.source == source.rank
             assert target.num_bytes >= 2 * 8 * 4
             assert source.begin <= target.begin + 1e-5
-
-
-def test_a_recorded_step_can_be_simulated(run):
-    one = read_timelines(run.timelines)[-1]
-    found = simulate_recording(one)
-    assert [work.rank for work in found.spans] == [0] * 6 + [1] * 6
-    assert {work.kind for work in found.spans} == {"forward", "backward"}

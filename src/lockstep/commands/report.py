@@ -16,7 +16,6 @@ from lockstep.messages import escape_control, say
 
 if TYPE_CHECKING:
     from lockstep.record.reader import Run
-    from lockstep.record.timeline import Timeline
 
 __all__ = ["command", "find_run", "format_of", "open_in_browser", "save"]
 
@@ -69,17 +68,8 @@ def _render(run: Run, kind: str) -> bytes:
     """Return the report of a run in the format `kind`."""
     from lockstep.report.run_report import report_html, report_markdown
 
-    text = report_markdown(run) if kind == "md" else report_html(run, _simulate(run))
+    text = report_markdown(run) if kind == "md" else report_html(run)
     return text.encode()
-
-
-def _simulate(run: Run) -> Timeline | None:
-    """Return the simulation of the run's typical timeline; None without pipeline stages."""
-    from lockstep.pipeline.simulation import simulate_recording
-    from lockstep.record.timeline import typical_timeline
-
-    timeline = typical_timeline(run)
-    return None if timeline is None else simulate_recording(timeline)
 
 
 def _trace(run: Run) -> bytes:

@@ -10,12 +10,7 @@ have arrived. A transfer takes time but keeps no rank busy.
 The same costs determine the partition of a model and the choice of a schedule, so they are kept
 per piece. A piece is a block of the model, or a stage, which is a group of blocks.
 
-A recorded step can be simulated with its own median times:
-
-    recording ──> actions of each rank, in order ──> Schedule ─┐
-              └─> median time of each kind of action ─> Costs ─┴─> simulate ──> Timeline
-
-The recording and its simulation differ by transfers, overhead and variation.
+The costs may be the median times of a recorded step.
 """
 
 from __future__ import annotations
@@ -25,12 +20,10 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import get_args
 
 from lockstep.kernel.errors import LayoutError
 from lockstep.pipeline.schedules import (
     Action,
-    Kind,
     Product,
     Schedule,
     count_stages,
@@ -38,7 +31,6 @@ from lockstep.pipeline.schedules import (
     get_product,
     iterate_in_order,
 )
-from lockstep.record import timeline
 from lockstep.record.timeline import Timeline
 
 __all__ = [
@@ -48,10 +40,7 @@ __all__ = [
     "group_costs",
     "measure_costs",
     "simulate",
-    "simulate_recording",
 ]
-
-KINDS = get_args(Kind)
 
 
 @dataclass(frozen=True)
@@ -228,30 +217,6 @@ def _compute_peak(actions: Sequence[Action], costs: Costs) -> float:
 # --- recorded steps ---------------------------------------------------------------------------
 
 
-def simulate_recording(recorded: Timeline) -> Timeline | None:
-    """Return the simulated timeline of a recorded step; None if it has no pipeline stages."""
-    spans = [s for s in recorded.spans if s.kind in KINDS and None not in (s.stage, s.microbatch)]
-    width = recorded.ranks_per_replica
-    if width < 2 or recorded.num_ranks % width:
-        return None
-    costs = measure_costs(recorded)
-    simulated: list[timeline.Span] = []
-    for first in range(0, recorded.num_ranks, width):
-        own = [span for span in spans if first <= span.rank < first + width]
-        try:
-            simulation = simulate(_extract_schedule(own, first, width), costs)
-        except LayoutError:  # some actions were not recorded
-            return None
-        simulated += [
-            timeline.Span(
-                first + span.rank, span.action.kind, span.begin, span.end, span.action.stage,
-                span.action.microbatch,
-            )
-            for span in simulation.spans
-        ]  # fmt: skip
-    return Timeline(f"{recorded.title}, simulated", recorded.num_ranks, tuple(simulated))
-
-
 def measure_costs(recorded: Timeline) -> Costs:
     """Return the median time of each kind of action on each stage.
 
@@ -270,14 +235,3 @@ def measure_costs(recorded: Timeline) -> Costs:
     weights = row("weight", lambda stage: whole[stage] / 2)
     whole = row("backward", lambda stage: inputs[stage] + weights[stage])
     return Costs(row("forward", lambda _: 0.0), inputs, weights, backward=whole)
-
-
-def _extract_schedule(spans: list[timeline.Span], first: int, width: int) -> Schedule:
-    """Return the actions of the ranks of one replica, in the order of execution."""
-    ranks: list[list[Action]] = [[] for _ in range(width)]
-    for span in sorted(spans, key=lambda span: span.begin):
-        kind: Kind = span.kind  # type: ignore[assignment]
-        assert span.stage is not None
-        assert span.microbatch is not None
-        ranks[span.rank - first].append(Action(kind, span.stage, span.microbatch))
-    return tuple(map(tuple, ranks))

@@ -16,7 +16,7 @@ communication.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -163,13 +163,6 @@ class Timeline:
         if self.num_stages <= self.ranks_per_replica:
             return f"{span.microbatch}"
         return f"{span.microbatch}{chr(ord('a') + self.chunk(span) % 26)}"
-
-    def select(self, kinds: Collection[str]) -> Timeline:
-        """Return the timeline of only some kinds of work, from the first such span on."""
-        spans = [span for span in self.spans if span.kind in kinds]
-        begin = min((span.begin for span in spans), default=0.0)
-        shifted = tuple(span.shift(-begin) for span in spans)
-        return replace(self, spans=shifted, origin=self.origin + begin)
 
 
 def longest_duration(timelines: Sequence[Timeline]) -> float:

@@ -20,7 +20,7 @@ from lockstep.formatting import (
 )
 from lockstep.record.reader import Run
 from lockstep.record.recorder import RECORD_FILE, TIME_CATEGORIES
-from lockstep.record.timeline import Timeline, typical_timeline
+from lockstep.record.timeline import typical_timeline
 from lockstep.report.breakdown import (
     MAX_EPOCHS,
     MAX_RANKS,
@@ -64,13 +64,8 @@ __all__ = ["report_html", "report_markdown"]
 MAX_WARNINGS = 50  # warnings that are listed
 
 
-def report_html(run: Run, simulated: Timeline | None = None) -> str:
-    """Return the report of a run as one self-contained HTML page.
-
-    Args:
-        run: The run.
-        simulated: The simulation of the run's typical timeline, drawn below it. None: none.
-    """
+def report_html(run: Run) -> str:
+    """Return the report of a run as one self-contained HTML page."""
     recorded = typical_timeline(run)
     summary = summarize(run)
     panels = {chart.key: draw_panel(chart) for chart in run_charts(run)}
@@ -91,8 +86,8 @@ def report_html(run: Run, simulated: Timeline | None = None) -> str:
         num_hidden_ranks=max(0, len(times) - MAX_RANKS),
         total_shares=time_shares(run),
         spread=spread_table(run),
-        timelines=layout_timelines([one for one in (recorded, simulated) if one]),
-        timeline_sentences=timeline_sentences(recorded, simulated),
+        timelines=layout_timelines([recorded] if recorded else []),
+        timeline_sentences=timeline_sentences(recorded),
         memory=peak_memory(run),
         round_sentences=list(round_sentences(run)),
         round_columns=ROUND_COLUMNS,
@@ -152,7 +147,7 @@ def report_markdown(run: Run) -> str:
     if summary.optimizer_digest:
         figures.append(("digest of the optimizer state", summary.optimizer_digest))
     lines += ["", *markdown_table(("figure", "value"), figures)]
-    sentences = [*timing_sentences(run), *timeline_sentences(typical_timeline(run), None)]
+    sentences = [*timing_sentences(run), *timeline_sentences(typical_timeline(run))]
     sentences = [*filter(None, [learning_rate_sentence(run)]), *sentences]
     lines += ["", *(f"- {escape_markdown(sentence)}" for sentence in sentences)]
     lines += _time_table(run)

@@ -170,25 +170,14 @@ def timing_sentences(run: Run) -> list[str]:
     return sentences
 
 
-def timeline_sentences(recorded: Timeline | None, simulated: Timeline | None) -> list[str]:
-    """Return sentences on how busy the ranks were, as recorded and as simulated."""
+def timeline_sentences(recorded: Timeline | None) -> list[str]:
+    """Return a sentence on how busy the ranks were; an empty list without a timeline."""
     if recorded is None:
         return []
     took = f"{recorded.title} took {format_duration(recorded.duration)}".capitalize()
     idle = f"the ranks were idle for {format_percent(recorded.bubble_fraction)} of it"
     balance = f"their load balance is {format_percent(recorded.load_balance)} (mean over maximum)"
-    sentences = [f"{took}; {idle}, and {balance}."]
-    if simulated is not None:
-        same = recorded.select(simulated.kinds)
-        sentences.append(
-            f"Its forwards and backwards took {format_duration(same.duration)} with "
-            f"{format_percent(same.bubble_fraction)} idle. In a simulation with the same "
-            f"durations and zero communication latency they take "
-            f"{format_duration(simulated.duration)} with "
-            f"{format_percent(simulated.bubble_fraction)} idle; the difference is transfers, "
-            "overhead and variation."
-        )
-    return sentences
+    return [f"{took}; {idle}, and {balance}."]
 
 
 def _learning_rates(run: Run) -> list[str]:
