@@ -22,7 +22,7 @@ from torch.distributed import HashStore
 from lockstep.comm.collectives import ALL_GATHER_RANKS, FRAME, PAGE
 from lockstep.comm.message_tree import Packet, Send, run_along_tree
 from lockstep.kernel.buffers import BufferReport
-from lockstep.kernel.norm import compute_partial_sums, merge_partial_sums
+from lockstep.kernel.exact_sum import compute_partial_sums, merge_partial_sums
 from lockstep.kernel.rank_status import RankStatus, StatusPlace, summarize
 from lockstep.kernel.step_context import MicrobatchResult
 from lockstep.launcher import rendezvous_check

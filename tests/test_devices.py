@@ -6,14 +6,9 @@ import pytest
 import torch
 
 from lockstep import devices
-from lockstep.kernel.seeds import (
-    default_generator,
-    global_states,
-    isolated,
-    seed_torch,
-    state_of_torch,
-)
+from lockstep.kernel.seeds import default_generator, isolated, seed_torch, torch_generators
 from lockstep.model import operator_tracer
+from lockstep.model.generator_states import state_of_torch
 from simulated import ranks as simulated
 
 CPU = torch.device("cpu")
@@ -75,7 +70,7 @@ def look_at_generators(device):
     return {
         "seeded": draw() == before,
         "restored": state_of_torch(device) == state and draw() == inside,
-        "two states": list(global_states(device, everything=False)) == ["torch", "simulated"],
+        "two states": list(torch_generators(device)) == ["torch", "simulated"],
         "its own": state_of_torch(device) != state_of_torch(torch.device(device.type, 1)),
     }
 

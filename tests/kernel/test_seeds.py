@@ -8,13 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.kernel.seeds import (
-    isolated,
-    key,
-    key_prefix,
-    seed_all,
-    seed_torch,
-)
+from lockstep.kernel.seeds import isolated, key, seed_all, seed_torch
 
 whole = st.integers(-(2**63), 2**63 - 1)
 
@@ -40,11 +34,6 @@ def test_the_key_is_the_written_formula() -> None:
     packed = b"".join(part.to_bytes(8, "little", signed=True) for part in (7, -1, 3))
     expected = int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
     assert key(7, -1, 3) == expected
-
-
-@given(st.lists(whole, max_size=3), st.lists(whole, max_size=3))
-def test_a_prefix_makes_the_same_keys(one: list[int], other: list[int]) -> None:
-    assert key_prefix(*one)(*other) == key(*one, *other)
 
 
 def test_neighbouring_keys_differ_in_the_low_32_bits() -> None:

@@ -9,17 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.kernel.seeds import (
-    PlainSeeder,
-    Seeder,
-    isolated,
-    key,
-    pack_key,
-    seed_all,
-    seed_torch,
-    state_of_others,
-)
+from lockstep.kernel.seeds import PlainSeeder, Seeder, isolated, key, pack_key, seed_all, seed_torch
 from lockstep.model import native_seeder
+from lockstep.model.generator_states import state_of_others
 from lockstep.model.native_seeder import NativeSeeder
 
 whole = st.integers(-(2**63), 2**63 - 1)

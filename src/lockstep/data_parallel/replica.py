@@ -22,8 +22,8 @@ from lockstep.devices import is_accelerator
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.loss_root import check_scalar
 from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls
-from lockstep.kernel.seeds import set_state_of_torch, state_of_torch
 from lockstep.model.forward import compute_loss, explain_batch_norm
+from lockstep.model.generator_states import set_state_of_torch, state_of_torch
 
 __all__ = ["Replica", "replicate"]
 

@@ -1,77 +1,45 @@
-"""Sums of floats without rounding, which can be added in any order and grouping.
+"""Rules 2 and 6, exact sums: floats whose sum depends on no order, grouping or number of ranks.
 
-    value = mantissa * 2**exponent       an integer of any length: addition is exact
+    ranks        0: [0.1, 1e16]           1: [3.0, -1e16]
+    partial sums    [1e16, 0.1]              [-1e16, 3.0]      a few floats with the same exact sum
+    merged          [3.1, 5.6e-17, ...]                        the same, of both
+    rounded         3.1                                        once, as `math.fsum` of all values
 
-A sum is rounded once, when it is read, to the nearest float64. That is the result of `math.fsum`
-over all terms, so ranks may add their terms first, and then the sums, along any tree.
+The tree is not needed where a sum is exact: for squares in the norm, metrics and evaluations.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
-__all__ = ["ExactSum", "add_exactly"]
+__all__ = ["PartialSums", "compute_partial_sums", "merge_partial_sums", "round_sum"]
 
-FRACTION_BITS = 1074  # every finite float64 is a multiple of 2**-1074
-INTEGER_BITS = 53
-
-
-class ExactSum(NamedTuple):
-    """A sum of floats: `mantissa * 2**exponent`, plus a non-finite part.
-
-    Attributes:
-        mantissa: In hexadecimal, with a sign; odd, or 0. At most about 2,100 bits.
-        exponent: The power of two; 0 if the mantissa is 0.
-        special: The sum of the terms that are NaN or infinite; 0.0 if there are none.
-    """
-
-    mantissa: str = "0x0"
-    exponent: int = 0
-    special: float = 0.0
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> ExactSum:
-        """Return the sum of some floats."""
-        total, special = 0, 0.0
-        for value in values:
-            if math.isfinite(value):
-                fraction, power = math.frexp(value)
-                scaled, shift = int(math.ldexp(fraction, INTEGER_BITS)), power - INTEGER_BITS
-                # a subnormal number has zeros where this shifts to the right
-                place = shift + FRACTION_BITS
-                total += scaled << place if place >= 0 else scaled >> -place
-            else:
-                special += value
-        return cls._make_normal(total, -FRACTION_BITS, special)
-
-    def __float__(self) -> float:
-        """Return the sum, rounded once; infinite if it is too large for a float64."""
-        if self.special != 0.0:  # true for NaN, too
-            return self.special
-        mantissa = int(self.mantissa, 16)
-        try:
-            if self.exponent < 0:
-                return mantissa / (1 << -self.exponent)
-            return float(mantissa << self.exponent)
-        except OverflowError:
-            return math.copysign(math.inf, mantissa)
-
-    @classmethod
-    def _make_normal(cls, mantissa: int, exponent: int, special: float) -> ExactSum:
-        if mantissa == 0:
-            return cls(special=special)
-        zeros = (mantissa & -mantissa).bit_length() - 1
-        return cls(hex(mantissa >> zeros), exponent + zeros, special)
+PartialSums = list[float]
+"""A few floats with the exact sum of many, the largest first."""
 
 
-def add_exactly(left: ExactSum, right: ExactSum) -> ExactSum:
-    """Return the sum of two sums; associative and commutative."""
-    special = left.special + right.special
-    if left.mantissa == "0x0" or right.mantissa == "0x0":
-        kept = right if left.mantissa == "0x0" else left
-        return kept._replace(special=special)
-    exponent = min(left.exponent, right.exponent)
-    total = sum(int(each.mantissa, 16) << (each.exponent - exponent) for each in (left, right))
-    return ExactSum._make_normal(total, exponent, special)
+def compute_partial_sums(values: Iterable[float]) -> PartialSums:
+    """Return a few numbers with the same exact sum as `values`; one number if not finite."""
+    remaining = list(values)
+    sums: PartialSums = []
+    while (value := round_sum(remaining)) != 0:
+        sums.append(value)
+        if not math.isfinite(value):
+            return [value]
+        remaining.append(-value)
+    return sums
+
+
+def merge_partial_sums(left: Sequence[float], right: Sequence[float]) -> PartialSums:
+    """Return the partial sums of two ranges of ranks together."""
+    return compute_partial_sums([*left, *right])
+
+
+def round_sum(values: Iterable[float]) -> float:
+    """Return the exact sum of values, rounded once; infinite if it is too large for float64."""
+    values = list(values)
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # beyond float64, or infinities of both signs
+        return sum(values)

@@ -18,16 +18,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from lockstep.kernel.exact_sum import round_sum
+
 __all__ = [
     "BLOCK",
     "SHARED_ELEMENTS",
     "clip_gradients_",
     "compute_norm",
-    "compute_partial_sums",
     "compute_squares",
     "in_memory_order",
     "is_dense",
-    "merge_partial_sums",
     "stored_values",
 ]
 
@@ -134,26 +134,9 @@ def _read(norms: list[torch.Tensor]) -> list[float]:
     return found
 
 
-def compute_partial_sums(squares: Iterable[float]) -> list[float]:
-    """Return a few numbers with the same exact sum as `squares`; one number if not finite."""
-    left = list(squares)
-    found: list[float] = []
-    while (value := _sum(left)) != 0:
-        found.append(value)
-        if not math.isfinite(value):
-            return [value]
-        left.append(-value)
-    return found
-
-
-def merge_partial_sums(left: Sequence[float], right: Sequence[float]) -> list[float]:
-    """Return a few numbers with the same exact sum as the partial sums of two ranges of ranks."""
-    return compute_partial_sums([*left, *right])
-
-
 def compute_norm(squares: Iterable[float]) -> float:
     """Return the total norm, from the squares or the partial sums of all ranks."""
-    return math.sqrt(_sum(squares))
+    return math.sqrt(round_sum(squares))
 
 
 @torch.no_grad()
@@ -165,10 +148,3 @@ def clip_gradients_(gradients: Iterable[torch.Tensor], norm: float, max_norm: fl
     if max_norm is not None and max_norm < norm < math.inf:
         for gradient in gradients:
             gradient.mul_(max_norm / norm)
-
-
-def _sum(values: Iterable[float]) -> float:
-    try:
-        return math.fsum(values)
-    except OverflowError:  # finite numbers whose sum overflows float64
-        return math.inf

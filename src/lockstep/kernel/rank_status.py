@@ -23,7 +23,12 @@ from operator import add
 from typing import Any, NamedTuple, Protocol
 
 from lockstep.kernel.buffers import BufferReport, merge_reports
-from lockstep.kernel.exact_sum import ExactSum, add_exactly
+from lockstep.kernel.exact_sum import (
+    PartialSums,
+    compute_partial_sums,
+    merge_partial_sums,
+    round_sum,
+)
 from lockstep.kernel.step_context import IGNORED_TARGETS, NOT_ADDITIVE, MicrobatchResult
 from lockstep.kernel.tree import TreeAccumulator
 
@@ -69,6 +74,10 @@ class RankStatus:
     failure: tuple[str, str] | None = None
     batch: str = ""
     hooks: dict[str, Any] = field(default_factory=dict)
+
+
+MetricSum = tuple[int, PartialSums]
+"""The samples of a metric, and the exact sum of its values times their samples."""
 
 
 class StatusPlace(NamedTuple):
@@ -142,7 +151,7 @@ class StatusSummary(NamedTuple):
     buffers: dict[str, list[BufferReport]]
     nodes: list[tuple[int, int, float]]
     losses: list[tuple[int, float]]
-    metrics: dict[str, tuple[int, ExactSum]]
+    metrics: dict[str, MetricSum]
     warnings: list[tuple[int, str]]
     hooks: dict[str, Any]
 
@@ -217,7 +226,7 @@ class StatusSummary(NamedTuple):
 
     def average_metrics(self) -> dict[str, float]:
         """Return each metric's mean over the samples of the micro-batches that reported it."""
-        return {name: float(value) / samples for name, (samples, value) in self.metrics.items()}
+        return {name: round_sum(sums) / samples for name, (samples, sums) in self.metrics.items()}
 
 
 def _make_tuples(lists: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
@@ -228,8 +237,8 @@ def _read_buffers(found: dict[str, Any]) -> dict[str, list[BufferReport]]:
     return {place: [BufferReport(*each) for each in parts] for place, parts in found.items()}
 
 
-def _read_metrics(found: dict[str, Any]) -> dict[str, tuple[int, ExactSum]]:
-    return {name: (samples, ExactSum(*value)) for name, (samples, value) in found.items()}
+def _read_metrics(found: dict[str, Any]) -> dict[str, MetricSum]:
+    return {name: (samples, sums) for name, (samples, sums) in found.items()}
 
 
 READERS: dict[str, Callable[[Any], Any]] = {
@@ -319,16 +328,16 @@ def _merge_buffers(left: list[BufferReport], right: list[BufferReport]) -> list[
     return [merge_reports(one, two) for one, two in zip(left, right, strict=False)]
 
 
-def _add_metrics(left: tuple[int, ExactSum], right: tuple[int, ExactSum]) -> tuple[int, ExactSum]:
-    return left[0] + right[0], add_exactly(left[1], right[1])
+def _add_metrics(left: MetricSum, right: MetricSum) -> MetricSum:
+    return left[0] + right[0], merge_partial_sums(left[1], right[1])
 
 
-def _sum_metrics(results: Sequence[MicrobatchResult]) -> dict[str, tuple[int, ExactSum]]:
+def _sum_metrics(results: Sequence[MicrobatchResult]) -> dict[str, MetricSum]:
     found = {}
     for name in dict.fromkeys(name for each in results for name in each.metrics):
         known = [each for each in results if name in each.metrics]
         terms = (each.metrics[name] * each.size for each in known)
-        found[name] = sum(each.size for each in known), ExactSum.of(terms)
+        found[name] = sum(each.size for each in known), compute_partial_sums(terms)
     return found
 
 

@@ -20,7 +20,7 @@ import hashlib
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -29,10 +29,8 @@ __all__ = [
     "PlainSeeder",
     "Seeder",
     "default_generator",
-    "global_states",
     "isolated",
     "key",
-    "key_prefix",
     "pack_key",
     "remember_numpy",
     "remember_others",
@@ -40,10 +38,7 @@ __all__ = [
     "seed_all",
     "seed_others",
     "seed_torch",
-    "set_global_states",
-    "set_state_of_torch",
-    "state_of_others",
-    "state_of_torch",
+    "torch_generators",
 ]
 
 
@@ -51,21 +46,6 @@ def key(*parts: int) -> int:
     """Return the 64-bit seed of the work that `parts` identify (integers in the int64 range)."""
     packed = struct.pack(f"<{len(parts)}q", *parts)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
-
-
-def key_prefix(*parts: int) -> Callable[..., int]:
-    """Return `key` with its first parts fixed, which is then twice as fast.
-
-    `key_prefix(a, b)(c, d) == key(a, b, c, d)`.
-    """
-    prefix = hashlib.blake2b(struct.pack(f"<{len(parts)}q", *parts), digest_size=8)
-
-    def extend(*more: int) -> int:
-        hashed = prefix.copy()
-        hashed.update(_pack(*more))
-        return int.from_bytes(hashed.digest(), "little")
-
-    return extend
 
 
 @functools.lru_cache(1 << 12)
@@ -136,7 +116,7 @@ def seed_torch(seed: int, device: torch.device | None = None) -> None:
 
     The CPU's Mersenne Twister takes the low 32 bits of `seed`.
     """
-    for generator in _generators(device).values():
+    for generator in torch_generators(device).values():
         generator.manual_seed(seed)
 
 
@@ -153,7 +133,7 @@ def seed_all(seed: int, device: torch.device | None = None) -> None:
     seed_others(seed)
 
 
-def _generators(device: torch.device | None) -> dict[str, torch.Generator]:
+def torch_generators(device: torch.device | None) -> dict[str, torch.Generator]:
     """Return torch's generators by the names of their states."""
     generators = {"torch": torch.default_generator}
     if device is not None and device.type not in ("cpu", "meta"):
@@ -164,57 +144,6 @@ def _generators(device: torch.device | None) -> dict[str, torch.Generator]:
 def _find_numpy() -> Any:
     """Return the module numpy if the process has loaded it; nobody draws from it otherwise."""
     return sys.modules.get("numpy")
-
-
-def state_of_torch(device: torch.device | None = None) -> bytes:
-    """Return the states of the generators that `seed_torch` seeds."""
-    return b"".join(
-        generator.get_state().numpy().tobytes() for generator in _generators(device).values()
-    )
-
-
-def set_state_of_torch(state: bytes, device: torch.device | None = None) -> None:
-    """Restore the states of torch's generators that `state_of_torch` returned."""
-    rest = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-    for generator in _generators(device).values():
-        size = generator.get_state().numel()
-        generator.set_state(rest[:size].clone())
-        rest = rest[size:]
-
-
-def state_of_others() -> tuple[object, ...]:
-    """Return the states of Python's and numpy's global generators, for comparison."""
-    if (numpy := _find_numpy()) is None:
-        return (random.getstate(),)
-    _, numbers, position, *_ = numpy.random.get_state()
-    return random.getstate(), bytes(numbers), position
-
-
-def global_states(device: torch.device | None = None, *, everything: bool = True) -> dict[str, Any]:
-    """Return the states of the global generators by name, as tensors, tuples and arrays.
-
-    These are torch's generators, on the CPU and on `device` if it is an accelerator, whose type is
-    the name of its state; with `everything` also those of `random` and numpy.
-    """
-    states: dict[str, Any] = {
-        name: generator.get_state() for name, generator in _generators(device).items()
-    }
-    if everything:
-        states["random"] = random.getstate()
-        if (numpy := _find_numpy()) is not None:
-            states["numpy"] = numpy.random.get_state()
-    return states
-
-
-def set_global_states(states: Mapping[str, Any], device: torch.device | None = None) -> None:
-    """Restore the states of global generators that `global_states` returned."""
-    for name, generator in _generators(device).items():
-        if name in states:
-            generator.set_state(states[name])
-    if "random" in states:
-        random.setstate(states["random"])
-    if "numpy" in states and (numpy := _find_numpy()) is not None:
-        numpy.random.set_state(states["numpy"])
 
 
 def remember_others() -> Callable[[], None]:
@@ -248,16 +177,19 @@ def remembered(
 ) -> Callable[[], None]:
     """Return a function that restores the generators' present states, each time it is called.
 
-    `device` and `everything` select the generators as in `global_states`.
+    Args:
+        device: The device whose generator is one of them, in addition to that of the CPU.
+        everything: Whether Python's and numpy's generators are, too.
     """
-    states = global_states(device, everything=False)
-    if not everything:
-        return functools.partial(set_global_states, states, device)
-    restore_others = remember_others()
+    generators = [*torch_generators(device).values()]
+    states = [generator.get_state() for generator in generators]
+    restore_others = remember_others() if everything else None
 
     def restore() -> None:
-        set_global_states(states, device)
-        restore_others()
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        if restore_others is not None:
+            restore_others()
 
     return restore
 

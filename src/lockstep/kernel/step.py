@@ -40,6 +40,7 @@ from lockstep.kernel.errors import (
     StoppedError,
     UsageError,
 )
+from lockstep.kernel.exact_sum import compute_partial_sums, merge_partial_sums
 from lockstep.kernel.layout import Layout
 from lockstep.kernel.parts import Executor, Update
 from lockstep.kernel.rank_status import RankStatus, StatusPlace, StatusSummary, summarize
@@ -369,8 +370,8 @@ class OptimizerStep:
             return gradient_norm.compute_norm(squares)
         squares = gradient_norm.compute_squares(counted, replica, replicas, self.measure)
         sums = self.parallel.messages.reduce(
-            gradient_norm.compute_partial_sums(squares),
-            gradient_norm.merge_partial_sums,
+            compute_partial_sums(squares),
+            merge_partial_sums,
             lambda values: array("d", values).tobytes(),
             lambda message: array("d", message).tolist(),
             f"at the norm of the gradient {step.label.about}",

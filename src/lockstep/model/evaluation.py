@@ -15,7 +15,12 @@ from lockstep.comm.collectives import all_reduce_messages
 from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import LossError, StoppedError, UsageError
-from lockstep.kernel.exact_sum import ExactSum, add_exactly
+from lockstep.kernel.exact_sum import (
+    PartialSums,
+    compute_partial_sums,
+    merge_partial_sums,
+    round_sum,
+)
 from lockstep.kernel.loss_root import check_scalar
 from lockstep.kernel.loss_weights import is_sum
 from lockstep.kernel.rng_scopes import find_scopes
@@ -89,9 +94,9 @@ class EvaluationSums(NamedTuple):
 
     failure: str
     samples: int
-    weight: ExactSum
-    loss: ExactSum
-    metrics: dict[str, ExactSum]
+    weight: PartialSums
+    loss: PartialSums
+    metrics: dict[str, PartialSums]
 
     @classmethod
     def of(cls, rows: Sequence[MicrobatchScores], failure: str = "") -> EvaluationSums:
@@ -99,11 +104,11 @@ class EvaluationSums(NamedTuple):
         names = rows[0].metrics if rows else ()
         return cls(
             failure,
-            sum(each.samples for each in rows),
-            ExactSum.of(each.weight for each in rows),
-            ExactSum.of(each.weight * each.loss for each in rows),
+            sum(row.samples for row in rows),
+            compute_partial_sums(row.weight for row in rows),
+            compute_partial_sums(row.weight * row.loss for row in rows),
             {
-                name: ExactSum.of(each.samples * each.metrics[name] for each in rows)
+                name: compute_partial_sums(row.samples * row.metrics[name] for row in rows)
                 for name in names
             },
         )
@@ -112,12 +117,12 @@ class EvaluationSums(NamedTuple):
         """Return the sums of this range of ranks and the following one."""
         metrics = dict(self.metrics)
         for name, value in other.metrics.items():
-            metrics[name] = add_exactly(metrics[name], value) if name in metrics else value
+            metrics[name] = merge_partial_sums(metrics.get(name, []), value)
         return EvaluationSums(
             self.failure or other.failure,
             self.samples + other.samples,
-            add_exactly(self.weight, other.weight),
-            add_exactly(self.loss, other.loss),
+            merge_partial_sums(self.weight, other.weight),
+            merge_partial_sums(self.loss, other.loss),
             metrics,
         )
 
@@ -128,9 +133,7 @@ class EvaluationSums(NamedTuple):
     @classmethod
     def unpack(cls, message: bytes) -> EvaluationSums:
         """Return the sums from the result of `pack`."""
-        failure, samples, weight, loss, metrics = json.loads(message)
-        named = {name: ExactSum(*value) for name, value in metrics.items()}
-        return cls(failure, samples, ExactSum(*weight), ExactSum(*loss), named)
+        return cls(*json.loads(message))
 
 
 def evaluate(
@@ -211,7 +214,7 @@ def combine_scores(
     )
     if found.failure:
         raise StoppedError(f"rank {parallel.rank} stopped because {found.failure}")
-    loss, whole, samples = float(found.loss), float(found.weight), found.samples
+    loss, whole, samples = round_sum(found.loss), round_sum(found.weight), found.samples
     if whole == 0:
         raise LossError(
             f"the weights of the {samples} samples add up to 0, so their loss has no mean: check "
@@ -219,7 +222,7 @@ def combine_scores(
         )
     return Evaluation(
         loss=loss if is_sum(parallel.loss) else loss / whole,
-        metrics={name: float(value) / samples for name, value in found.metrics.items()},
+        metrics={name: round_sum(sums) / samples for name, sums in found.metrics.items()},
         samples=samples,
     )
 

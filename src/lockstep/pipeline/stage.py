@@ -25,9 +25,9 @@ from lockstep.data.microbatch import Microbatch, map_tensors
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls
-from lockstep.kernel.seeds import set_state_of_torch, state_of_torch
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.forward import split_targets
+from lockstep.model.generator_states import set_state_of_torch, state_of_torch
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
 from lockstep.pipeline.boundary import Structure

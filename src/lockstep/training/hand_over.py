@@ -30,7 +30,7 @@ from lockstep.checkpoint.writer import CheckpointWriter
 from lockstep.elastic.membership import Membership
 from lockstep.elastic.restart_source import RestartSource
 from lockstep.kernel.errors import FileError, UsageError
-from lockstep.kernel.seeds import global_states
+from lockstep.model.generator_states import global_states
 from lockstep.training.run_checkpoints import RunCheckpoints, collect_objects
 from lockstep.training.state import TrainingState
 

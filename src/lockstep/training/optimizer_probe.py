@@ -27,9 +27,10 @@ from torch.optim import optimizer as torch_optimizer
 
 from lockstep.checksum import checksum
 from lockstep.kernel.errors import LayoutError, UsageError
-from lockstep.kernel.seeds import isolated, seed_all, state_of_others, state_of_torch
+from lockstep.kernel.seeds import isolated, seed_all
 from lockstep.launcher.world import world
 from lockstep.messages import say
+from lockstep.model.generator_states import state_of_others, state_of_torch
 
 __all__ = [
     "find_foreign_code",

@@ -33,11 +33,11 @@ from lockstep.data.samplers import KnownSamplers
 from lockstep.elastic.membership import Membership
 from lockstep.elastic.restart_source import RestartSource, find_restart_source
 from lockstep.kernel.errors import FileError, LockstepError, UsageError
-from lockstep.kernel.seeds import global_states
 from lockstep.kernel.step_context import Attempt
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import say
+from lockstep.model.generator_states import global_states
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.compatibility import (
     describe_training,

@@ -45,9 +45,9 @@ from lockstep.elastic.membership import Membership, exchange, run_transaction
 from lockstep.elastic.restart_source import find_mirror
 from lockstep.files import make_folder
 from lockstep.kernel.errors import FileError, UsageError
-from lockstep.kernel.seeds import global_states, set_global_states
 from lockstep.launcher.run_folder import hold_run, is_resuming, wait_until_free
 from lockstep.messages import say
+from lockstep.model.generator_states import global_states, set_global_states
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.history import History
 from lockstep.training.run_record import RunRecord
