@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.comm import backend
+from lockstep.comm.hosts.group import HostGroup
 from lockstep.comm.hosts.identity import IDENTITY
 from lockstep.comm.hosts.map import HostMap
 
@@ -25,11 +25,20 @@ def join(placement: str, **options: Any) -> Any:
 
 
 @contextmanager
-def simulated_hosts(hosts: Sequence[Sequence[int]]) -> Iterator[Any]:
-    """Make the group that `HostReducer` takes, of a world with the backend gloo."""
-    found, rank = HostMap(tuple(tuple(ranks) for ranks in hosts)), dist.get_rank()
-    groups = [dist.new_group(list(ranks), backend="lockstep") for ranks in found.hosts]
-    mine = groups[found.host_of(rank)]
-    between = dist.group.WORLD._get_backend(torch.device("cpu"))
-    yield SimpleNamespace(map=found, rank=rank, local=backend.of_group(mine), between=between)
-    dist.destroy_process_group(mine)
+def simulated_hosts(hosts: Sequence[Sequence[int]]) -> Iterator[HostGroup]:
+    """Make the HostGroup of a world with the backend gloo, whose ranks are on this machine."""
+    map_, rank = HostMap(tuple(tuple(ranks) for ranks in hosts)), dist.get_rank()
+    everyone = list(range(dist.get_world_size()))
+    locals_ = [dist.new_group(list(ranks), backend="lockstep") for ranks in map_.hosts]
+    between = dist.new_group(everyone, backend="gloo")
+    group = HostGroup(
+        map_, rank, everyone, [str(host) for host in range(len(hosts))], "default",
+        dist.PrefixStore(f"{hosts}/", dist.distributed_c10d._get_default_store()),
+        backend.of_group(locals_[map_.host_of(rank)]),
+        between._get_backend(torch.device("cpu")), 30.0,
+    )  # fmt: skip
+    yield group
+    dist.barrier()
+    group.close()
+    for made in (locals_[map_.host_of(rank)], between):
+        dist.destroy_process_group(made)

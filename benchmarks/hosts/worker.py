@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.comm.bucket import plan
-from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
+from lockstep.comm.make_all_reduce import make_all_reduce
 from lockstep.kernel.splitting import Hosts, assign_microbatches, on_one_host
 from lockstep.kernel.tree import nodes_of, total
 
@@ -133,7 +133,7 @@ class BucketSum:
         (bucket,) = plan([length], [torch.float32], 4 * length + 64)
         spans = assign_microbatches(LEAVES, hosts)
         holders = [nodes_of(span, LEAVES) for span in spans]
-        self._sum = ReproducibleAllReduce(bucket, holders, LEAVES, torch.device("cpu"), group)
+        self._sum = make_all_reduce(bucket, holders, LEAVES, torch.device("cpu"), group)
         values = {(leaf, leaf + 1): leaf_values(length, leaf) for leaf in range(LEAVES)}
         self._expected = total(values, LEAVES, torch.add)
         self._nodes = {}

@@ -20,12 +20,10 @@ import torch.distributed as dist
 import lockstep
 from benchmarks.step.contenders import Case
 from lockstep.comm.bucket import Bucket, plan
-from lockstep.comm.reproducible_all_reduce import (
-    ReproducibleAllReduce,
-    in_memory_order,
-    reproducible_all_reduce,
-)
+from lockstep.comm.make_all_reduce import make_all_reduce
+from lockstep.comm.reproducible_all_reduce import reproducible_all_reduce
 from lockstep.data_parallel.planned_buckets import BUCKET_BYTES
+from lockstep.kernel.norm import in_memory_order
 from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.tree import Node, nodes_of
 
@@ -100,7 +98,7 @@ def along_tree(case: Case) -> Callable[[], object]:
     buckets, values = gradients(case)
     held: dict[Node, Values] = dict.fromkeys(holders[dist.get_rank()], values)
     device = torch.device("cpu")
-    sums = [ReproducibleAllReduce(bucket, holders, leaves, device) for bucket in buckets]
+    sums = [make_all_reduce(bucket, holders, leaves, device) for bucket in buckets]
     return lambda: reproducible_all_reduce(sums, held)
 
 

@@ -76,7 +76,6 @@ def methods(native: Any) -> dict[str, Callable[[], object]]:
     exact = NativeAllReduce(native, plan, [[(0, 1)], [(1, 2)]], 2, native.rank(), 1)
     return {
         "_abort_because": lambda: native._abort_because("a test"),
-        "_is_aborted": native._is_aborted,
         "_allgather_base": lambda: native._allgather_base(two, one),
         "_end_coalescing": native._end_coalescing,
         "_reduce_scatter_base": lambda: native._reduce_scatter_base(one, two),
@@ -205,9 +204,7 @@ def call_across_hosts(placement: str) -> dict[str, Any]:
                 "all_reduce": lambda: dist.all_reduce(torch.ones(1)),
                 "send": lambda: dist.send(torch.ones(1), 1),
                 "recv": lambda: dist.recv(torch.ones(1)),
-                "reproducible_all_reduce": lambda: native.reproducible_all_reduce(
-                    torch.ones(1), lambda agree: None
-                ),
+                "reproducible_all_reduce": lambda: native.host_group.submit(lambda: None),
                 "abort": native.abort,
                 "shutdown": native.shutdown,
             }

@@ -6,14 +6,11 @@ import torch.distributed as dist
 
 from lockstep.comm import backend as native
 from lockstep.comm.bucket import plan
+from lockstep.comm.make_all_reduce import make_all_reduce
+from lockstep.comm.memory_format import in_layout_of
 from lockstep.comm.native_all_reduce import NativeAllReduce, native_backend
-from lockstep.comm.reproducible_all_reduce import (
-    ReproducibleAllReduce,
-    add_lists,
-    in_layout_of,
-    in_memory_order,
-    reproducible_all_reduce,
-)
+from lockstep.comm.reproducible_all_reduce import add_lists, reproducible_all_reduce
+from lockstep.kernel.norm import in_memory_order
 from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.tree import TreeAccumulator, nodes_of, total
 
@@ -64,7 +61,7 @@ def sums_on_a_rank(leaves, dtype, capacity, absent, divisor=1):
     holders = [nodes_of(each, leaves) for each in owned]
     buckets = plan([torch.Size(shape).numel() for shape in SHAPES], [dtype] * len(SHAPES), capacity)
     device = torch.device("cpu")
-    sums = [ReproducibleAllReduce(b, holders, leaves, device, divisor=divisor) for b in buckets]
+    sums = [make_all_reduce(b, holders, leaves, device, divisor=divisor) for b in buckets]
     seen = []
     for _ in range(2):  # the buffers are used again
         found = dict(reproducible_all_reduce(sums, fold.nodes))

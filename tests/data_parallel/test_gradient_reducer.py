@@ -13,7 +13,6 @@ import lockstep as ls
 import pytest_lockstep
 from lockstep.comm import backend as native
 from lockstep.comm.native_all_reduce import NativeAllReduce
-from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
 from lockstep.comm.shared_memory import is_shared
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.local_sums import LocalSums
@@ -38,13 +37,13 @@ def deep():
 def events_of(trainer):
     """Note, in order, when buckets are launched and when backward ends."""
     events, gradients = [], trainer._executor._gradients
-    launch, accumulate = ReproducibleAllReduce.launch, gradients.accumulate
+    launch, accumulate = NativeAllReduce.launch, gradients.accumulate
 
     def note(*arguments, **options):
         events.append("launch")
         launch(*arguments, **options)
 
-    ReproducibleAllReduce.launch = note
+    NativeAllReduce.launch = note
     gradients.accumulate = lambda leaf: (events.append(f"accumulate {leaf}"), accumulate(leaf))
     return events
 
@@ -197,7 +196,7 @@ def test_messages_with_the_gradients_of_another_plan_are_refused():
         before = trainer.digest()
         (bucket_sum,) = trainer._executor._gradients._buckets.sums
         if ls.rank() == 1:
-            bucket_sum._sum._digest = b"another."
+            bucket_sum._digest = b"another."
         with pytest.raises(native.ArgumentError, match="message of rank 1 does not end with its"):
             trainer.step(rows())
         return trainer.digest() == before

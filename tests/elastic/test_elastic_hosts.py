@@ -36,15 +36,16 @@ if MEMBER == os.environ.get("WAITS"):  # before it joins the others
     Path("stopped").touch()
     time.sleep(600)
 if MEMBER == os.environ.get("STUCK"):  # a thread that Gloo does not wake
-    from lockstep.comm.hosts.group import HostGroup
-    describe, trainer = HostGroup.describe_wait, None
+    from lockstep.comm.hosts.process_group import HostWork
+    wait_until, trainer = HostWork._wait_until, None
 
-    def note_wait(group, peer):
+    def oversleep(work, deadline):
         if trainer is not None and trainer.steps == 5:
             Path("waiting").touch()
-        return describe(group, peer)
+            time.sleep(600)
+        return wait_until(work, deadline)
 
-    HostGroup.describe_wait, HostGroup.explain = note_wait, lambda *_: time.sleep(600)
+    HostWork._wait_until = oversleep
 ls.init(timeout=600)
 torch.manual_seed(1)
 
@@ -219,8 +220,8 @@ def test_a_killed_host_is_lost_and_joins_again(start, digest):
     status, joined = launch.finish("b")
     assert (status, said(joined)) == (0, [])
     assert find_places(joined, 12) == {(1, 2, 0, 1, 1)}
-    assert "BACKEND lockstep HostsBackend" in output
-    assert "BACKEND lockstep HostsBackend" in joined
+    assert "BACKEND lockstep HostProcessGroup" in output
+    assert "BACKEND lockstep HostProcessGroup" in joined
     assert find_digests(output) == find_digests(joined) == {digest}
 
 

@@ -11,13 +11,18 @@ import os
 import sys
 from typing import Any
 
-from lockstep.comm.native_module import ArgumentError, load, reason_unavailable
+from lockstep.comm.native_module import (
+    ArgumentError,
+    load,
+    reason_unavailable,
+    refusal,
+    refuse_calls,
+)
 
 __all__ = [
     "ArgumentError",
     "available",
     "host_group_of",
-    "hosts_backend_of",
     "load",
     "of_group",
     "reason_unavailable",
@@ -29,8 +34,6 @@ NAME = "lockstep"
 """The name of the backend. Do not use "cpu:lockstep": torch 2.13 then has no default backend, and
 its DistributedDataParallel does not ask the backend for the memory of its buckets. torch also
 confuses two custom backends in one group."""
-
-_refusal = ""  # why this process refuses to create groups; "" if it does not
 
 _worlds = 0  # how many default groups the store of the current one has had before it
 
@@ -59,45 +62,24 @@ def available() -> bool:
 
 def of_group(group: Any | None) -> Any | None:
     """Return the native backend of a process group, or None if it has another backend."""
-    return _find(group, "LockstepBackend")
+    found = _find_backend(group)
+    return found if found is not None and isinstance(found, load().LockstepBackend) else None
 
 
-def hosts_backend_of(group: Any | None) -> Any | None:
-    """Return the native backend of a process group whose ranks are on several hosts, or None."""
-    return _find(group, "HostsBackend")
+def host_group_of(group: Any | None) -> Any | None:
+    """Return the `HostGroup` of a process group whose ranks are on several hosts, or None."""
+    return getattr(_find_backend(group), "host_group", None)
 
 
-def _find(group: Any | None, kind: str) -> Any | None:
-    """Return the backend of a process group if it is of this class of the native module."""
+def _find_backend(group: Any | None) -> Any | None:
+    """Return the backend of a process group for CPU tensors; None without the native module."""
     if not available():
         return None
     import torch
     import torch.distributed as dist
 
     # torch's stubs leave open that there is no default group, which raises AttributeError here.
-    found = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-    return found if isinstance(found, getattr(load(), kind)) else None
-
-
-def host_group_of(group: Any | None) -> Any | None:
-    """Return the `HostGroup` of a process group whose ranks are on several hosts, or None."""
-    found = hosts_backend_of(group)
-    calls = None if found is None else found.calls
-    return None if calls is None else calls.group
-
-
-def refuse_calls(reason: str) -> None:
-    """Make collective calls, messages and new groups of this process raise ArgumentError.
-
-    A barrier in a group of one rank is always permitted.
-
-    Args:
-        reason: The end of the error message; "" permits all calls again.
-    """
-    global _refusal
-    _refusal = reason
-    if available():
-        load().set_refusal(reason)
+    return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
 
 
 def _note_fork() -> None:
@@ -125,9 +107,9 @@ def _check_not_forked() -> None:
 def _create(options: Any, _given: Any = None) -> Any:
     """Create the backend of this rank for a process group; called by torch."""
     _check_not_forked()
-    if _refusal:
+    if refused := refusal():
         raise ArgumentError(
-            f"rank {options.group_rank}: creating group {options.group_id} is refused: {_refusal}"
+            f"rank {options.group_rank}: creating group {options.group_id} is refused: {refused}"
         )
     reason = reason_unavailable()
     if reason is not None:
@@ -137,7 +119,7 @@ def _create(options: Any, _given: Any = None) -> Any:
     ranks = list(options.global_ranks_in_group)
     store = _open_store(options, ranks)
     hosts = find_hosts(store, options.group_rank, options.group_size, ranks, options.timeout)
-    if hosts is not None and len({each.identity for each in hosts}) > 1:
+    if hosts is not None and len({host.identity for host in hosts}) > 1:
         from lockstep.comm.hosts.creation import create_across_hosts
 
         return create_across_hosts(

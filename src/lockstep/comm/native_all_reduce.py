@@ -22,25 +22,23 @@ import torch.distributed as dist
 
 from lockstep.comm import backend, native_module
 from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, slice_length
+from lockstep.comm.reproducible_all_reduce import (
+    ABSENT,
+    NEW,
+    STALE,
+    ReproducibleAllReduce,
+    Values,
+)
 from lockstep.comm.shared_memory import empty_shared
 from lockstep.kernel.norm import in_memory_order
 from lockstep.kernel.tree import Node
 
 __all__ = [
-    "ABSENT",
     "DIGEST_BYTES",
-    "NEW",
-    "STALE",
     "NativeAllReduce",
     "is_supported",
     "native_backend",
 ]
-
-ABSENT, NEW, STALE = 0, 1, 2
-"""The flags of a tensor in a node."""
-
-Values = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
-"""As in `lockstep.comm.reproducible_all_reduce`."""
 
 DIGEST_BYTES = 8
 """The bytes of a bucket's digest, the end of what `NativeAllReduce.pack` returns."""
@@ -63,8 +61,8 @@ def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype in DTYPES
 
 
-class NativeAllReduce:
-    """The implementation for the backend "lockstep"; arguments as of `ReproducibleAllReduce`.
+class NativeAllReduce(ReproducibleAllReduce):
+    """The implementation for the backend "lockstep"; arguments as of `make_all_reduce`.
 
     Args:
         cuts: The bounds of the slices: rank j adds the elements [cuts[j], cuts[j + 1]). None for
@@ -77,17 +75,17 @@ class NativeAllReduce:
         self,
         native: Any,
         bucket: Bucket,
-        holders: Sequence[Sequence[Node]],
+        nodes_by_rank: Sequence[Sequence[Node]],
         leaves: int,
         rank: int,
         divisor: int,
         cuts: Sequence[int] | None = None,
         scatter: bool = False,
     ) -> None:
-        self._native, self._bucket = native, bucket
-        self._nodes = holders[rank]
-        even, ranks = slice_length(bucket, len(holders)), range(len(holders) + 1)
-        self._bounds = list(cuts or (min(each * even, bucket.length) for each in ranks))
+        self._native, self.bucket = native, bucket
+        self._nodes = nodes_by_rank[rank]
+        even, slices = slice_length(bucket, len(nodes_by_rank)), range(len(nodes_by_rank) + 1)
+        self._bounds = list(cuts or (min(slice_ * even, bucket.length) for slice_ in slices))
         rows = max(len(self._nodes), 1)  # a rank without nodes needs room for the sums
         values = rows * bucket.length * bucket.dtype.itemsize
         flags = len(self._nodes) * len(bucket.members)
@@ -96,7 +94,7 @@ class NativeAllReduce:
         self._values = self._packed[:values].view(bucket.dtype).view(rows, bucket.length)
         self.sums = self._values[0]
         self._places: list[dict[int, torch.Tensor]] = [
-            {each.index: row[each.offset : each.offset + each.numel] for each in bucket.members}
+            {m.index: row[m.offset : m.offset + m.numel] for m in bucket.members}
             for row in self._values[: len(self._nodes)]
         ]
         self._flags = self._packed[values : values + flags]
@@ -106,13 +104,13 @@ class NativeAllReduce:
             bucket.dtype,
             bucket.length,
             [(member.offset, member.numel) for member in bucket.members],
-            [list(nodes) for nodes in holders],
+            [list(nodes) for nodes in nodes_by_rank],
             leaves,
             divisor,
             self._bounds,
             scatter,
         )
-        self._most_nodes = max(map(len, holders))
+        self._most_nodes = max(map(len, nodes_by_rank))
         self._mine = self._bounds[rank], self._bounds[rank + 1]
         self._work: dist.Work | None = None
 
@@ -176,15 +174,12 @@ class NativeAllReduce:
 
     def _fills(self, flat: torch.Tensor) -> bool:
         """Return whether a tensor fills the bucket: this rank's slice need not be packed then."""
-        return flat.numel() == self._bucket.length and flat.data_ptr() % ALIGNMENT == 0
+        return flat.numel() == self.bucket.length and flat.data_ptr() % ALIGNMENT == 0
 
     def wait(self) -> None:
         """Wait for the sum; one that has not started is computed in this thread."""
         assert self._work is not None
         self._work.wait()
-
-    def combine(self) -> None:
-        """Do nothing: the backend adds and gathers by itself."""
 
     def gather(self) -> list[tuple[int, torch.Tensor | None]]:
         """Finish; see `ReproducibleAllReduce.gather`."""
@@ -196,8 +191,8 @@ class NativeAllReduce:
 
     def fits(self, limit: int) -> bool:
         """Return whether `pack` returns at most `limit` bytes on every rank."""
-        values = self._bucket.length * self._bucket.dtype.itemsize
-        return self._most_nodes * (values + len(self._bucket.members)) + DIGEST_BYTES <= limit
+        values = self.bucket.length * self.bucket.dtype.itemsize
+        return self._most_nodes * (values + len(self.bucket.members)) + DIGEST_BYTES <= limit
 
     def pack(self, held: Mapping[Node, Values]) -> bytes:
         """Return this rank's nodes, to be sent with another message, instead of `launch`."""
@@ -217,5 +212,5 @@ class NativeAllReduce:
         return digest
 
     def _parts(self) -> list[tuple[int, torch.Tensor | None]]:
-        present = self._present[: len(self._bucket.members)].tolist()
-        return parts(self._bucket, self.sums, present)
+        present = self._present[: len(self.bucket.members)].tolist()
+        return parts(self.bucket, self.sums, present)

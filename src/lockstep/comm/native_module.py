@@ -19,6 +19,8 @@ __all__ = [
     "compute_norms",
     "load",
     "reason_unavailable",
+    "refusal",
+    "refuse_calls",
     "where",
 ]
 
@@ -38,6 +40,9 @@ class ArgumentError(ValueError, RuntimeError):
 
 callers: dict[int, int] = {}
 """For threads that run a call: the thread that made it, whose location messages state."""
+
+
+_refusal = ""  # why this process refuses calls and new groups; "" if it does not
 
 
 @functools.cache
@@ -84,6 +89,25 @@ def compute_norms(vectors: Sequence[Any]) -> list[float] | None:
         return None
     norms: list[float] | None = load().compute_norms(vectors)
     return norms
+
+
+def refuse_calls(reason: str) -> None:
+    """Make collective calls, messages and new groups of this process raise ArgumentError.
+
+    A barrier in a group of one rank is always permitted.
+
+    Args:
+        reason: The end of the error message; "" permits all calls again.
+    """
+    global _refusal
+    _refusal = reason
+    if reason_unavailable() is None:
+        load().set_refusal(reason)
+
+
+def refusal() -> str:
+    """Return why this process refuses calls; "" if it does not."""
+    return _refusal
 
 
 def where(thread: int) -> str:

@@ -37,11 +37,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import native_module
-from lockstep.comm.reproducible_all_reduce import (
-    ReproducibleAllReduce,
-    in_layout_of,
-    reproducible_all_reduce,
-)
+from lockstep.comm.memory_format import in_layout_of
+from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce, reproducible_all_reduce
 from lockstep.comm.sparse_gradients import sum_sparse_gradients
 from lockstep.data_parallel.bucket_ready_tracker import BucketReadyTracker, GradientState
 from lockstep.data_parallel.gradient_streams import GradientStreams

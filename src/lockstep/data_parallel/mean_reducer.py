@@ -27,6 +27,7 @@ from torch import nn
 
 from lockstep.comm.bucket import Bucket, plan
 from lockstep.comm.collectives import gather_unless_equal
+from lockstep.comm.make_all_reduce import make_all_reduce
 from lockstep.comm.memory_format import in_format_of, in_layout_of, is_in_format_of
 from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
 from lockstep.comm.sparse_gradients import average_sparse_gradients
@@ -79,7 +80,7 @@ class MeanReducer:
         self._node = (self._rank, self._rank + 1)
         nodes_by_rank = [[(rank, rank + 1)] for rank in range(self._ranks)]
         self._reductions: list[ReproducibleAllReduce] | list[CommHookReduction] = [
-            ReproducibleAllReduce(
+            make_all_reduce(
                 bucket,
                 nodes_by_rank,
                 self._ranks,

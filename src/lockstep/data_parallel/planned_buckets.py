@@ -14,12 +14,10 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.bucket import Bucket, plan
+from lockstep.comm.make_all_reduce import adds_in_place, make_all_reduce
+from lockstep.comm.memory_format import in_layout_of
 from lockstep.comm.native_all_reduce import native_backend
-from lockstep.comm.reproducible_all_reduce import (
-    ReproducibleAllReduce,
-    adds_in_place,
-    in_layout_of,
-)
+from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
 from lockstep.data_parallel.grad_bucket_views import GradBucketViews, gets_view
 from lockstep.data_parallel.shards import Shards
 from lockstep.devices import is_accelerator
@@ -95,7 +93,7 @@ class BucketPlanner:
         """Allocate the memory of buckets."""
         shards = self.shards
         return [
-            ReproducibleAllReduce(
+            make_all_reduce(
                 bucket,
                 tree.nodes_by_rank,
                 tree.leaves,

@@ -14,7 +14,7 @@ from lockstep.elastic.round_plan import Report
 __all__ = ["CurrentRound"]
 
 STUCK = 10.0  # seconds that a member waits for a lost one before it counts as stuck
-WAITS_FOR = re.compile(r"waiting for rank (\d+)\b")
+WAITS_FOR = re.compile(r"waiting for (?:rank (\d+)\b|the other ranks)")
 
 
 @dataclass
@@ -70,11 +70,14 @@ class CurrentRound:
         for member in set(members) - self.reports.keys() - self.stuck:
             activity = read_activity(member)
             waits = WAITS_FOR.search(activity.wait)
-            awaited = self.members[int(waits[1]) :][:1] if waits else ()
-            is_lost = not self.lost.keys().isdisjoint(awaited)
-            if is_lost and time.monotonic() - activity.wait_since >= STUCK:
-                self.stuck.add(member)
-                yield member, awaited[0]
+            if waits is None or time.monotonic() - activity.wait_since < STUCK:
+                continue
+            awaited = self.members[int(waits[1]) :][:1] if waits[1] else self.members
+            for lost in awaited:
+                if lost in self.lost:
+                    self.stuck.add(member)
+                    yield member, lost
+                    break
 
     @property
     def unended(self) -> list[int]:

@@ -35,7 +35,7 @@ __all__ = [
 
 FULL = "LOCKSTEP_TRACEBACK"
 # Classes of torch whose errors the backend "lockstep" raises for a collective or a message.
-BACKEND_ERRORS = ("DistBackendError", "DistNetworkError")
+BACKEND_ERRORS = ("DistBackendError", "GroupError", "DistNetworkError")
 COMMUNICATION = "/torch/distributed/"  # the folder of torch that calls the backend
 
 

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from lockstep.comm.bucket import plan
 from lockstep.comm.collectives import broadcast_tensors
-from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce, reproducible_all_reduce
+from lockstep.comm.make_all_reduce import make_all_reduce
+from lockstep.comm.reproducible_all_reduce import reproducible_all_reduce
 from lockstep.kernel.tree import Node
 
 __all__ = ["GroupExchange"]
@@ -52,7 +53,7 @@ class GroupExchange:
         buckets = plan([tensor.numel() for tensor in like], dtypes, BUCKET_BYTES)
         device = like[0].device
         reductions = [
-            ReproducibleAllReduce(bucket, nodes_by_rank, leaves, device, self._group)
+            make_all_reduce(bucket, nodes_by_rank, leaves, device, self._group)
             for bucket in buckets
         ]
         by_index = dict(reproducible_all_reduce(reductions, sums))

@@ -21,7 +21,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from lockstep.comm.reproducible_all_reduce import in_format_of
+from lockstep.comm.memory_format import in_format_of
 from lockstep.pipeline.boundary import flatten, unflatten
 from lockstep.pipeline.p2p import Receiver, Sender
 

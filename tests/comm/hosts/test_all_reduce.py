@@ -1,6 +1,6 @@
 """The reproducible all-reduce across simulated hosts: the tree, bit for bit, for any placement."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +10,7 @@ from lockstep.comm import backend as native
 from lockstep.comm.bucket import plan
 from lockstep.comm.hosts import reduction
 from lockstep.comm.hosts.all_reduce import HostAllReduce
-from lockstep.comm.hosts.reduction import HostReducer
-from lockstep.comm.hosts.reduction_pipeline import Agreement
+from lockstep.comm.hosts.fingerprint import FINGERPRINT_TAG, CollectiveFingerprint
 from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.tree import TreeAccumulator, nodes_of, total
 from placed import simulated_hosts
@@ -25,10 +24,6 @@ PLACEMENTS = {
 }
 SIZES = [15, 0, 129, 120, 1, 1777]
 NEGATIVE_ZERO = 4  # the tensor that is -0.0 in one leaf and absent in all others
-
-
-def submit(_result, function):
-    return SimpleNamespace(wait=lambda: function(Agreement()))
 
 
 def leaf_values(leaves, dtype, has_absent):
@@ -58,12 +53,12 @@ def bits(tensor):
     return None if tensor is None else tensor.contiguous().view(torch.uint8).tolist()
 
 
-def check_sums(group, reducer, dtype, leaves, has_absent, scatter=False):
+def check_sums(group, dtype, leaves, has_absent, scatter=False):
     ranks, rank = dist.get_world_size(), dist.get_rank()
     values = leaf_values(leaves, dtype, has_absent)
     expected = total({(n, n + 1): values[n] for n in range(leaves)}, leaves, add_rows)
     divisor = 1 if has_absent else 3
-    expected = [None if each is None else each / divisor for each in expected]
+    expected = [None if value is None else value / divisor for value in expected]
     owned = split_evenly(leaves, ranks)
     fold = TreeAccumulator(leaves, add_rows)
     for leaf in owned[rank]:
@@ -74,9 +69,8 @@ def check_sums(group, reducer, dtype, leaves, has_absent, scatter=False):
         line = 64 // dtype.itemsize
         cuts = [min(n * line, bucket.length) for n in range(ranks)] + [bucket.length]
         sums = HostAllReduce(
-            group, reducer, submit, bucket, holders, leaves, divisor,
-            cuts if scatter else None, scatter,
-        )  # fmt: skip
+            group, bucket, holders, leaves, divisor, cuts if scatter else None, scatter
+        )
         for _ in range(2):  # the buffers are used again
             sums.launch(fold.nodes)
             found = dict(sums.gather())
@@ -95,13 +89,12 @@ def test_the_sum_across_hosts_is_the_tree_bit_for_bit(world_size, monkeypatch):
     monkeypatch.setattr(reduction, "LEAST_MESSAGE_BYTES", 64)
     for hosts in PLACEMENTS[world_size]:
         with simulated_hosts(hosts) as group:
-            reducer = HostReducer(group)
             for leaves in (8, 7, 2):
-                check_sums(group, reducer, torch.float32, leaves, has_absent=True)
+                check_sums(group, torch.float32, leaves, has_absent=True)
             for dtype in (torch.bfloat16, torch.float16, torch.float64):
-                check_sums(group, reducer, dtype, 8, has_absent=True)
-            check_sums(group, reducer, torch.float32, 8, has_absent=False)
-            check_sums(group, reducer, torch.float32, 8, has_absent=False, scatter=True)
+                check_sums(group, dtype, 8, has_absent=True)
+            check_sums(group, torch.float32, 8, has_absent=False)
+            check_sums(group, torch.float32, 8, has_absent=False, scatter=True)
 
 
 @pytest.mark.ranks(2, backend="gloo")
@@ -109,9 +102,35 @@ def test_a_member_that_is_stale_everywhere_is_not_reported(rank):
     with simulated_hosts(((0,), (1,))) as group:
         (bucket,) = plan([3, 4], [torch.float32] * 2, 1 << 20)
         holders = [[(0, 1)], [(1, 2)]]
-        sums = HostAllReduce(group, HostReducer(group), submit, bucket, holders, 2, 1)
+        sums = HostAllReduce(group, bucket, holders, 2, 1)
         sums.launch({(rank, rank + 1): [torch.ones(3), torch.ones(4)]}, stale={0, 1} - {rank})
         both = {index: None if each is None else each.tolist() for index, each in sums.gather()}
         assert both == {0: [2.0] * 3, 1: [2.0] * 4}
         sums.launch({(rank, rank + 1): [torch.ones(3), torch.ones(4)]}, stale={1})
         assert [index for index, each in sums.gather() if each is None] == [1]
+
+
+@pytest.mark.ranks(3, backend="gloo")
+@pytest.mark.parametrize("hosts", [((0,), (1, 2)), ((0, 1), (2,))])
+def test_ranks_that_add_different_buckets_all_say_so(rank, hosts):
+    """Whether a rank on the same host or on another one differs: the last rank does."""
+    with simulated_hosts(hosts) as group:
+        sizes = [3, 4] if rank < 2 else [4, 3]
+        (bucket,) = plan(sizes, [torch.float32] * 2, 1 << 20)
+        nodes = [[(n, n + 1)] for n in range(3)]
+        sums = HostAllReduce(group, bucket, nodes, 3, 1)
+        sums.launch({(rank, rank + 1): [torch.ones(size) for size in sizes]})
+        with pytest.raises(RuntimeError, match=r"disagree.*reproducible_all_reduce\(float32, "):
+            sums.gather()
+
+
+def test_different_sums_have_different_tags():
+    one = CollectiveFingerprint(1, 4, b"12345678", "float32")
+    others = [replace(one, **changed) for changed in (
+        {"number": 2}, {"count": 5}, {"digest": b"87654321"}, {"dtype": "float64"},
+    )]  # fmt: skip
+    tags = [tag for fingerprint in (one, *others) for tag in fingerprint.tags]
+    assert len(set(tags)) == len(tags)
+    assert min(tags) > FINGERPRINT_TAG
+    assert max(tags) < (1 << 31) - 2  # what Gloo takes, below the tags of the group itself
+    assert CollectiveFingerprint.unpack(one.pack()) == one

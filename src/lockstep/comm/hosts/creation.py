@@ -8,10 +8,10 @@ from datetime import timedelta
 from typing import Any
 
 from lockstep.comm import native_module
-from lockstep.comm.hosts.backend import HostCalls
-from lockstep.comm.hosts.group import HostGroup
+from lockstep.comm.hosts.group import GLOO_MARGIN, HostGroup
 from lockstep.comm.hosts.identity import HostIdentity, address_towards, is_loopback
 from lockstep.comm.hosts.map import HostMap
+from lockstep.comm.hosts.process_group import HostProcessGroup
 
 __all__ = ["create_across_hosts"]
 
@@ -25,8 +25,8 @@ def create_across_hosts(
     timeout: timedelta,
     name: str,
     global_ranks: Sequence[int],
-) -> Any:
-    """Create the backend of this rank.
+) -> HostProcessGroup:
+    """Create the process group of this rank.
 
     Args:
         store: The store of the group.
@@ -41,23 +41,23 @@ def create_across_hosts(
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    found = HostMap.of([each.identity for each in hosts])
+    on_hosts = HostMap.of([host.identity for host in hosts])
     ranks = list(global_ranks) or list(range(len(hosts)))
     shown = "default" if name in ("", "0") else name
-    own = found.host_of(rank)
-    mates = found.hosts[own]
+    own = on_hosts.host_of(rank)
+    local_ranks = on_hosts.hosts[own]
     local = native_module.load().create(
         store=PrefixStore(f"lockstep/host{own}/", store),
-        rank=mates.index(rank),
-        size=len(mates),
+        rank=local_ranks.index(rank),
+        size=len(local_ranks),
         timeout=timeout,
         name=shown,
-        ranks=[ranks[each] for each in mates],
+        ranks=[ranks[member] for member in local_ranks],
     )
     try:
         gloo = _connect(PrefixStore("lockstep/gloo/", store), rank, hosts, timeout)
     except RuntimeError as error:
-        others = ", ".join(sorted({each.name for each in hosts} - {hosts[rank].name}))
+        others = ", ".join(sorted({host.name for host in hosts} - {hosts[rank].name}))
         said = str(error).partition("\n")[0].rpartition("] ")[2]
         reason = (
             f"rank {ranks[rank]} on host {hosts[rank].name} could not connect to the ranks on "
@@ -66,14 +66,12 @@ def create_across_hosts(
         )
         local._abort_because(reason)
         raise RuntimeError(reason) from None
-    names = [hosts[each[0]].name for each in found.hosts]
+    names = [hosts[members[0]].name for members in on_hosts.hosts]
+    group_store = PrefixStore("lockstep/", store)
     group = HostGroup(
-        found, rank, ranks, names, shown, PrefixStore("lockstep/", store), local, gloo,
-        timeout.total_seconds(),
-    )  # fmt: skip
-    return native_module.load().create_across_hosts(
-        calls=HostCalls(group), rank=rank, size=len(hosts), timeout=timeout, name=name, ranks=ranks
+        on_hosts, rank, ranks, names, shown, group_store, local, gloo, timeout.total_seconds()
     )
+    return HostProcessGroup(group, group_store)
 
 
 def _connect(store: Any, rank: int, hosts: Sequence[HostIdentity], timeout: timedelta) -> Any:
@@ -81,7 +79,7 @@ def _connect(store: Any, rank: int, hosts: Sequence[HostIdentity], timeout: time
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
+    options._timeout = timeout + GLOO_MARGIN
     # Not lazily: a lazy connection that is closed makes the next message wait for 100 s.
     if os.environ.get(INTERFACE):
         names = os.environ[INTERFACE].split(",")

@@ -3,38 +3,64 @@
     local     the native group of the ranks on this host: shared memory
     between   the connections of this rank to the ranks on other hosts
 
-If a call fails, one cause is stated by all ranks: the rank that finds it writes it to the store,
-then wakes the ranks of its host (through the native group) and those of other hosts (by closing
-its connections).
+Sums of gradients run one after the other in a thread of the group. If a call fails, one cause is
+stated by all ranks: the rank that finds it writes it to the store, then wakes the ranks of its host
+(through the native group) and all others (by closing its connections).
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import queue
 import re
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from lockstep.comm import native_module
 from lockstep.comm.hosts.link import HostLink
 from lockstep.comm.hosts.map import HostMap
+from lockstep.comm.hosts.reduction import HostReducer
 
-__all__ = ["GroupError", "HostGroup"]
+__all__ = ["GLOO_MARGIN", "GroupError", "HostGroup"]
 
 CAUSE = "lockstep/cause"  # key in the store
-GRACE = 2.0  # seconds to wait for the cause of a failure
+SILENCE_GRACE = 2.0  # seconds to wait for the cause of a failure
 LOCAL_MARGIN = 1.0
 """Seconds by which ranks of one host wait longer for each other than for other hosts."""
 
-WATCH_PERIOD = 0.2  # seconds
-SILENCE = re.compile(r"rank \d+ on host \S* timed out after [\d.]+ s, waiting for ")
+GLOO_MARGIN = timedelta(seconds=1)
+"""The time by which Gloo waits longer than a rank, which can then write the cause before the
+connections are closed."""
+
+PROBE_TAG = (1 << 31) - 2  # of a message that nobody receives
+SILENCE = re.compile(r"rank \d+ on host \S* timed out after [\d.]+ s, waiting for rank ")
+
+_open: weakref.WeakSet[HostGroup] = weakref.WeakSet()  # whose connections are not closed yet
 
 
-class GroupError(RuntimeError):
+@atexit.register
+def _close_connections() -> None:
+    """Close what a program has left open: a thread that Gloo wakes later would end the process.
+
+    It would wait for the interpreter's lock, which Python 3.11 answers at exit by ending the
+    thread, in a destructor of C++ that must not throw.
+    """
+    for group in list(_open):
+        if group.process == os.getpid():  # not a fork of the process that joined the group
+            group.close()
+
+
+class GroupError(dist.DistBackendError):
     """A call of a group across hosts failed; the group cannot be used any longer."""
 
 
@@ -56,10 +82,13 @@ class HostGroup:
         map: The ranks of each host.
         rank: This rank.
         local: The native backend of this host.
+        gloo: The `ProcessGroupGloo`.
         between: The connections to other hosts.
+        reducer: The messages and buffers of sums, for the thread of the sums.
         name: The name of the group.
         timeout: Seconds for each call.
         failure: Why the group can no longer be used; "" if it can.
+        process: The process that joined the group.
     """
 
     def __init__(
@@ -77,71 +106,158 @@ class HostGroup:
         self.map, self.rank, self.name = hosts, rank, name
         self._global_ranks, self._host_names = tuple(global_ranks), tuple(host_names)
         self._store = store
-        self.local = local
-        self.host = hosts.host_of(rank)
-        other = next(ranks[0] for number, ranks in enumerate(hosts.hosts) if number != self.host)
-        self.between = HostLink(gloo, rank, other, self.describe_wait, self.explain)
+        self.local, self.gloo = local, gloo
+        host = hosts.host_of(rank)
+        other = next(ranks[0] for number, ranks in enumerate(hosts.hosts) if number != host)
+        self.between = HostLink(gloo, other, self.describe_wait, self.explain)
+        self.reducer = HostReducer(hosts, rank, local, self.between)
         self.set_timeout(timeout)
-        self.failure = ""
-        self._failing = threading.Lock()
-        self._call, self._call_timeout = "a call", timeout  # such as "all_reduce #3"
-        self._stopped = threading.Event()
-        self._watch = threading.Thread(target=self._watch_local, name="lockstep-hosts", daemon=True)
-        self._watch.start()
+        self.failure, self._failing = "", threading.Lock()
+        self._has_cause, self._asking = False, threading.Thread()
+        self._sum, self._sums_begun = "", 0  # such as "reproducible_all_reduce #3"
+        self._sums: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None]
+        self._sums = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.process = os.getpid()
+        _open.add(self)
 
     # ---- names ----
 
     def format_rank(self, rank: int) -> str:
         """Return "rank 2", with the rank in the world."""
-        return f"rank {self._global_ranks[rank]}"
+        return f"rank {self.global_rank(rank)}"
+
+    def global_rank(self, rank: int) -> int:
+        """Return the rank in the world."""
+        return self._global_ranks[rank]
 
     def describe(self, rank: int) -> str:
         """Return "rank 2 on host b"."""
         return f"{self.format_rank(rank)} on host {self._host_names[self.map.host_of(rank)]}"
 
     def describe_wait(self, peer: int) -> str:
-        """Return what a thread waits for."""
-        return f"{self._call} on group {self.name}, waiting for {self.describe(peer)}"
+        """Return what the thread of the sums waits for."""
+        return f"{self._sum} on group {self.name}, waiting for {self.describe(peer)}"
 
-    # ---- calls ----
+    # ---- sums ----
 
     def set_timeout(self, timeout: float) -> None:
         """Set the seconds for each of the calls that follow."""
         self.timeout = timeout
         self.local._set_default_timeout(timedelta(seconds=timeout + LOCAL_MARGIN))
 
-    def begin_call(self, call: str, timeout: float) -> None:
-        """Begin a call, such as "all_reduce #3", with its timeout in seconds.
+    def submit(self, function: Callable[[], None]) -> PendingSum:
+        """Run a function in the thread of the sums, after the earlier ones."""
+        self.check_process()
+        future: Future[None] = Future()
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run_sums,
+                args=(threading.get_ident(),),
+                name="lockstep-sums",
+                daemon=True,
+            )
+            self._thread.start()
+        self._sums.put((future, function))
+        return PendingSum(self, future)
+
+    def begin_sum(self, count: int) -> int:
+        """Begin a sum of some elements; return its number in the group, from 1.
 
         Raises:
             GroupError: The group has failed before.
         """
-        if self.failure:
-            raise GroupError(self.sentence(call, f"the group had failed: {self.failure}"))
-        self._call, self._call_timeout = call, timeout
-        self.between.deadline = time.monotonic() + timeout
+        self._sums_begun += 1
+        self._sum = f"reproducible_all_reduce #{self._sums_begun}"
+        self.check(self._sum)
+        self.between.deadline = time.monotonic() + self.timeout
+        native_module.load().publish_call(
+            "reproducible_all_reduce", -1, self._sums_begun, count, self.name
+        )
+        return self._sums_begun
+
+    def _run_sums(self, caller: int) -> None:
+        own = threading.get_ident()
+        native_module.callers[own] = caller
+        while (work := self._sums.get()) is not None:
+            future, function = work
+            try:
+                function()
+            except GroupError as error:
+                future.set_exception(error)
+            except RuntimeError as error:
+                future.set_exception(self.explain_local(str(error)))
+            except BaseException as error:
+                self.fail(f"{self.describe(self.rank)} raised {type(error).__name__}: {error}")
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            del work, future, function  # they hold the buffers of the sum
+        native_module.callers.pop(own, None)
 
     # ---- failures ----
 
+    def check_process(self) -> None:
+        """Raise DistBackendError in a fork of the process that joined the group."""
+        if self.process != os.getpid():
+            raise dist.DistBackendError(
+                f"{self.format_rank(self.rank)}: process {os.getpid()} is a fork of process "
+                f"{self.process}, which joined group {self.name}, and cannot use the group: make "
+                f"this call in process {self.process}, or start the new process by spawning it and "
+                "let it join a group of its own"
+            )
+
+    def check(self, call: str) -> None:
+        """Raise GroupError if the group has failed before this call."""
+        if self.failure:
+            raise GroupError(self.sentence(call, f"the group had failed: {self.failure}"))
+
     def explain(self, peer: int, error: str) -> GroupError:
-        """Return the exception for a message from or to `peer` that failed, and end the group."""
+        """Return the exception for a message of a sum that failed, and end the group."""
         if "Timed out" in error:
-            reason = (
-                f"{self.describe(self.rank)} timed out after {self._call_timeout:g} s, waiting for "
+            return self.fail(
+                f"{self.describe(self.rank)} timed out after {self.timeout:g} s, waiting for "
                 f"{self.describe(peer)}"
             )
-        elif "closed by peer" in error or "reset by peer" in error or "pair closure" in error:
-            reason = (
-                f"{self.describe(peer)} closed its connection (its process has ended or has left "
-                "the group, see its output)"
+        return self.fail(self._explain_connection(peer, error))
+
+    def explain_call(
+        self, call: str, awaited: str, peer: int | None, seconds: float, error: str
+    ) -> GroupError:
+        """Return the exception for a call of Gloo that failed, and end the group.
+
+        Args:
+            call: The call, such as "all_reduce #3".
+            awaited: What it waits for, such as "the other ranks".
+            peer: The rank at the other end of a message; None for all others.
+            seconds: The timeout.
+            error: Gloo's message.
+        """
+        if "imed out" in error:
+            self.fail(
+                f"{self.describe(self.rank)} timed out after {seconds:g} s in {call}, waiting for "
+                f"{awaited}: check that every rank makes this call, and that the network between "
+                "the hosts works"
             )
         else:
-            said = error.rpartition("] ")[2].partition(". ")[0]
-            reason = (
-                f"the connection of {self.describe(self.rank)} to {self.describe(peer)} failed: "
-                f"{said}"
-            )
-        return self.fail(reason)
+            closed = self._find_closed() if peer is None else peer
+            self.fail(self._explain_connection(closed, error))
+        return GroupError(self.sentence(call, self.failure))
+
+    def has_ended(self) -> bool:
+        """Return whether a rank has written why the group has failed; asks for the next call.
+
+        Gloo may forget a message whose connection is closed, and never wake who waits for it.
+        """
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                self._has_cause = self._store.check([CAUSE])
+
+        if not self._asking.is_alive():  # the store may be on a host that has vanished
+            self._asking = threading.Thread(target=ask, name="lockstep-cause", daemon=True)
+            self._asking.start()
+        return self._has_cause or bool(self.failure)
 
     def explain_local(self, error: str) -> GroupError:
         """Return the exception for a call of the native group that failed, and end the group."""
@@ -156,11 +272,35 @@ class HostGroup:
             if not self.failure:
                 self.failure = self._agree_on_cause(reason)
                 self.between.close()
-        return GroupError(self.sentence(self._call, self.failure))
+        return GroupError(self.sentence(self._sum, self.failure))
 
     def sentence(self, call: str, reason: str) -> str:
         """Return the message of an exception about a call of this rank."""
         return f"{self.format_rank(self.rank)}: {call} on group {self.name} failed: {reason}"
+
+    def _explain_connection(self, peer: int | None, error: str) -> str:
+        other = "another rank" if peer is None else self.describe(peer)
+        if "closed by peer" in error or "reset by peer" in error or "pair closure" in error:
+            return (
+                f"{other} closed its connection (its process has ended or has left the group, see "
+                "its output)"
+            )
+        said = error.rpartition("] ")[2].partition(". ")[0]
+        return f"the connection of {self.describe(self.rank)} to {other} failed: {said}"
+
+    def _find_closed(self) -> int | None:
+        """Return the first rank whose connection is closed; None if none is.
+
+        A rank that closes its connections because of another one has written the cause before.
+        """
+        probe = torch.empty(1, dtype=torch.uint8)
+        for rank in range(self.map.size):
+            if rank != self.rank:
+                try:
+                    self.gloo.send([probe], rank, PROBE_TAG)
+                except RuntimeError:
+                    return rank
+        return None
 
     def _agree_on_cause(self, reason: str) -> str:
         """Wake the ranks of this host, and return the cause that the first rank has found.
@@ -170,7 +310,7 @@ class HostGroup:
         is_silence = SILENCE.match(reason) is not None
         if is_silence:
             self.local._abort_because(reason)
-        cause = self._exchange_cause(reason, is_silence)
+        cause = self._exchange_cause(reason, SILENCE_GRACE if is_silence else 0.0)
         self.local._abort_because(cause)
         if not is_silence:
             return cause
@@ -178,36 +318,51 @@ class HostGroup:
             return f"{reason}, because {cause}"
         return f"{reason}: check that the host is up and that the network between the hosts works"
 
-    def _exchange_cause(self, reason: str, is_silence: bool) -> str:
-        found = [reason]
+    def _exchange_cause(self, reason: str, grace: float) -> str:
+        """Return the cause that another rank writes within some seconds, or else this reason."""
+        causes = [reason]
 
         def ask() -> None:
             with suppress(RuntimeError):
-                if is_silence:
+                if grace:
                     with suppress(RuntimeError):
-                        self._store.wait([CAUSE], timedelta(seconds=GRACE))
-                found.append(self._store.compare_set(CAUSE, "", reason).decode() or reason)
+                        self._store.wait([CAUSE], timedelta(seconds=grace))
+                causes.append(self._store.compare_set(CAUSE, "", reason).decode() or reason)
 
         # In a thread: the store may be on a host that has vanished.
         thread = threading.Thread(target=ask, name="lockstep-cause", daemon=True)
         thread.start()
-        thread.join(GRACE * 1.5)
-        return found[-1]
-
-    def _watch_local(self) -> None:
-        """Tell the other hosts when a rank of this host has ended the native group."""
-        while not self.failure and not self._stopped.wait(WATCH_PERIOD):
-            if self.local._is_aborted():
-                try:
-                    self.local.barrier(dist.BarrierOptions()).wait()
-                except RuntimeError as error:
-                    self.explain_local(str(error))
+        thread.join(grace + SILENCE_GRACE / 2)
+        return causes[-1]
 
     def close(self) -> None:
         """Leave the group; calls that are still running fail."""
+        _open.discard(self)
         self.failure = self.failure or f"{self.describe(self.rank)} has left the group"
-        self._stopped.set()
         self.between.close()
-        if self._watch is not threading.current_thread():
-            self._watch.join()
+        self._sums.put(None)
+        if self._thread is not None:
+            self._thread.join(LOCAL_MARGIN)
+            if self._thread.is_alive():  # it waits for a rank of this host
+                self.local._abort_because(self.failure)
+                self._thread.join()
         self.local.shutdown()
+
+
+class PendingSum:
+    """A sum that runs in the thread of its group."""
+
+    def __init__(self, group: HostGroup, future: Future[None]) -> None:
+        self._group, self._future = group, future
+
+    def wait(self) -> None:
+        """Wait until the sum is complete; raise its error."""
+        native, group = native_module.load(), self._group
+        native.begin_wait("")  # the thread of the sums publishes what it waits for
+        try:
+            self._future.result()
+        except (KeyboardInterrupt, SystemExit):
+            group.fail(f"{group.describe(group.rank)} was interrupted")
+            raise
+        finally:
+            native.end_wait()

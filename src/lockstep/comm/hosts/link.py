@@ -18,8 +18,7 @@ from lockstep.comm import native_module
 
 __all__ = ["HostLink", "Transfer"]
 
-CLOSING_TAG = 0x4C53FFFF  # of a message that nobody sends
-FOREVER = timedelta(days=365)
+CLOSING_TAG = (1 << 31) - 1  # of a message that nobody sends
 
 
 class Transfer:
@@ -56,20 +55,15 @@ class Transfer:
             native.end_wait()
         raise failure
 
-    def wait_forever(self) -> None:
-        """Wait without a deadline; raises RuntimeError if the connection is closed."""
-        self._work.wait(FOREVER)
-
 
 class HostLink:
     """The connections of one rank.
 
     Args:
         gloo: A `ProcessGroupGloo` of all ranks of the group.
-        rank: This rank.
         other: Any rank on another host.
-        describe_wait: Returns a description of the wait for a rank, such as "all_reduce #3 on
-            group default, waiting for rank 2 on host b".
+        describe_wait: Returns a description of the wait for a rank, such as
+            "reproducible_all_reduce #3 on group default, waiting for rank 2 on host b".
         explain: Returns the exception to raise when a message from or to a rank fails.
 
     Attributes:
@@ -80,12 +74,11 @@ class HostLink:
     def __init__(
         self,
         gloo: Any,
-        rank: int,
         other: int,
         describe_wait: Callable[[int], str],
         explain: Callable[[int, str], Exception],
     ) -> None:
-        self._gloo, self._rank, self._other = gloo, rank, other
+        self._gloo, self._other = gloo, other
         self.describe_wait, self.explain = describe_wait, explain
         self.deadline = 0.0
         self.sent: dict[int, int] = {}
@@ -96,10 +89,8 @@ class HostLink:
         Raises:
             Exception: As `Transfer.wait`.
         """
-        try:
-            return self.send_raw(tensors[0], peer, tag)
-        except RuntimeError as error:
-            raise self.explain(peer, str(error)) from None
+        self.sent[peer] = self.sent.get(peer, 0) + tensors[0].nbytes
+        return self._start(self._gloo.send, tensors, peer, tag)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Transfer:
         """Start to receive one contiguous CPU tensor.
@@ -107,19 +98,15 @@ class HostLink:
         Raises:
             Exception: As `Transfer.wait`.
         """
+        return self._start(self._gloo.recv, tensors, peer, tag)
+
+    def _start(
+        self, function: Callable[..., Any], tensors: list[torch.Tensor], peer: int, tag: int
+    ) -> Transfer:
         try:
-            return self.recv_raw(tensors[0], peer, tag)
+            return Transfer(self, function(tensors, peer, tag), peer)
         except RuntimeError as error:
             raise self.explain(peer, str(error)) from None
-
-    def send_raw(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        """Start to send a tensor; raises Gloo's RuntimeError."""
-        self.sent[peer] = self.sent.get(peer, 0) + tensor.nbytes
-        return Transfer(self, self._gloo.send([tensor], peer, tag), peer)
-
-    def recv_raw(self, tensor: torch.Tensor, peer: int, tag: int) -> Transfer:
-        """Start to receive a tensor; raises Gloo's RuntimeError."""
-        return Transfer(self, self._gloo.recv([tensor], peer, tag), peer)
 
     def close(self) -> None:
         """Close all connections. Threads that wait, here and on the other ranks, wake up."""

@@ -30,15 +30,15 @@ class HostMap:
     @property
     def size(self) -> int:
         """The number of ranks."""
-        return len(self._places)
+        return len(self._coordinates)
 
     def host_of(self, rank: int) -> int:
         """Return the number of a rank's host, from 0."""
-        return self._places[rank][0]
+        return self._coordinates[rank][0]
 
     def local_rank(self, rank: int) -> int:
         """Return the position of a rank among the ranks of its host, from 0."""
-        return self._places[rank][1]
+        return self._coordinates[rank][1]
 
     def partner(self, rank: int, host: int) -> int:
         """Return the rank of a host that exchanges data with `rank`; on its own host, itself.
@@ -49,8 +49,19 @@ class HostMap:
         ranks = self.hosts[host]
         return ranks[self.local_rank(rank) % len(ranks)]
 
+    def partners(self, rank: int) -> list[int]:
+        """Return the ranks of other hosts that `rank` exchanges data with, or they with it."""
+        home = self.host_of(rank)
+        return [
+            other
+            for host, ranks in enumerate(self.hosts)
+            for other in ranks
+            if host != home
+            and (self.partner(rank, host) == other or self.partner(other, home) == rank)
+        ]
+
     @cached_property
-    def _places(self) -> dict[int, tuple[int, int]]:
+    def _coordinates(self) -> dict[int, tuple[int, int]]:
         return {
             rank: (host, position)
             for host, ranks in enumerate(self.hosts)

@@ -1,137 +1,43 @@
-"""The pipeline of one reduction across hosts: chunks of slices, and the messages between hosts.
+"""The pipeline of one sum across hosts: chunks of slices, and the messages between hosts.
 
-    chunk i          the ranks of a host publish it; each rank combines the terms of the slices
-                     that it handles, and sends them to the ranks that add them
+    chunk i          each rank combines the terms of the slices that it handles, and sends them to
+                     the ranks that add them
     chunk i - 1      each owner receives the terms of its slice from the other hosts, combines them
                      with those of its own host in the order of the tree, and sends the result back;
                      in an exchange, both hosts add, and no result is sent
-    chunk i - 3      the results have arrived; every rank of the host takes them; at the end, those
-                     of the last three chunks together
+    chunk i - 3      the results have arrived, and are written to every rank of the host
 
-When a rank waits for a chunk, the messages of two later steps are queued in the other direction.
+Every node is rounded to the dtype of the values, as on one host. When a rank waits for a chunk, the
+messages of two later steps are queued in the other direction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from lockstep.comm import native_module
 from lockstep.comm.bucket import round_up
 from lockstep.comm.hosts.compression import Codec
+from lockstep.comm.hosts.packed_values import PackedValues
+from lockstep.comm.hosts.reduction import HostReducer
 from lockstep.comm.hosts.reduction_plan import ReductionPlan, Term
-from lockstep.comm.reduction_arithmetic import Reduction
 from lockstep.kernel.tree import Node
 
-__all__ = ["COMPARED", "SLOTS", "Agreement", "Pipeline", "Values"]
+__all__ = ["Pipeline"]
 
 DELAY = 3
-"""The number of chunks between the publication of a chunk and the use of its results."""
+"""The number of chunks between the terms of a chunk and the arrival of its results."""
 
 SLOTS = DELAY + 2
-"""The number of staging buffers of a rank. A rank writes the buffer of chunk i while other ranks
-may still read that of chunk i - 4. It reduces chunk i - 1 while chunk i + 2 is received."""
+"""The number of buffers of a rank for each of its messages. It reduces chunk i - 1 while chunk
+i + 2 is received, and what it sends of a chunk is waited for with the results."""
 
 AHEAD = 2
 """The number of chunks whose receives are posted early. Gloo announces a receive in the connection
 that it shares with data, and the sender waits for that."""
-
-
-class Values(Protocol):
-    """The values of the ranks of a host, in memory that they share; chunks count from 0."""
-
-    def load(self, chunk: int) -> None:
-        """Put this rank's values of a chunk there."""
-
-    def publish(self) -> None:
-        """Wait until all ranks of the host have loaded the chunk, unless they had before."""
-
-    def read(self, rank: int, number: int, slice_: int, chunk: int) -> torch.Tensor:
-        """Return the values of node `number` of a rank of this host."""
-
-    def result(self, slice_: int, chunk: int) -> torch.Tensor:
-        """Return the memory for the result of a slice that this rank handles."""
-
-    def spread(self, slice_: int, chunk: int) -> None:
-        """Write a result of this rank to the other ranks of the host, unless they read it."""
-
-    def store(self, chunk: int) -> None:
-        """Take the results of a chunk, of which all ranks of the host have theirs."""
-
-    def end(self) -> None:
-        """Finish the call."""
-
-    def parts(
-        self, inputs: Sequence[Sequence[tuple[int, int]]], slice_: int, chunk: int
-    ) -> list[tuple[slice, list[bool]]]:
-        """Return the parts of a chunk of a slice, and which inputs are present in each.
-
-        Args:
-            inputs: For each input, the (rank, number of the node) of the values that it combines.
-            slice_: The slice.
-            chunk: The chunk.
-
-        Returns:
-            Presence is a flag per input; an empty list means that all are present.
-        """
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """What the ranks that make the same call have in common.
-
-    Attributes:
-        tag: A number, different for different calls: receives are posted before the calls are
-            compared, and must not match the messages of another call.
-        join: Waits for the ranks of this host, and raises an error if they make different calls;
-            None if they have been compared. The first chunk is published by it.
-        check: Compares the calls with those of other hosts, and raises an error if they differ. It
-            is called when the first messages have been sent.
-    """
-
-    tag: int = 0
-    join: Callable[[], object] | None = None
-    check: Callable[[], object] = lambda: None
-
-    def joined(self) -> Agreement:
-        """Compare the calls of this host now, if they have not been compared; return the rest."""
-        if self.join is None:
-            return self
-        self.join()
-        return replace(self, join=None)
-
-    @property
-    def tags(self) -> tuple[int, int, int]:
-        """The tags of terms, results and flags, below those of all other messages."""
-        first = self.tag % (1 << 28) * 4
-        return first, first + 1, first + 2
-
-
-COMPARED = Agreement()
-"""The agreement of a caller which knows that all ranks make the same call."""
-
-
-class Messenger(Protocol):
-    """The messages and buffers of one rank.
-
-    Attributes:
-        rank: This rank.
-        host: The number of its host.
-    """
-
-    rank: int
-    host: int
-
-    def buffer(self, name: str, number: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a buffer, which is kept for the next calls."""
-
-    def send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
-        """Start to send a vector to a rank of another host."""
-
-    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
-        """Start to receive a vector from a rank of another host."""
 
 
 class Receipt:
@@ -162,27 +68,43 @@ class Receipt:
 
 
 class Pipeline:
-    """The messages of one call."""
+    """The messages of one sum.
+
+    Args:
+        reducer: The messages and buffers of this rank.
+        plan: Which rank combines and sends what.
+        values: The values of the ranks of this host.
+        dtype: The dtype of the values.
+        divisor: The number by which the sum is divided.
+        sizes: The number of elements of each slice.
+        chunk: The number of elements of a chunk of a slice.
+        codec: How messages are compressed; None if they are not.
+        tags: The tags of terms and of results.
+        check: Compares the call with those of other hosts, and raises an error if they differ. It
+            is called when the first messages have been sent.
+    """
 
     def __init__(
         self,
-        reducer: Messenger,
+        reducer: HostReducer,
         plan: ReductionPlan,
-        reduction: Reduction,
-        values: Values,
+        values: PackedValues,
+        dtype: torch.dtype,
+        divisor: float,
         sizes: Sequence[int],
         chunk: int,
         codec: Codec | None,
-        agreement: Agreement,
+        tags: tuple[int, int],
+        check: Callable[[], object],
     ) -> None:
-        self._agreement = agreement
-        self._term_tag, self._result_tag, _ = agreement.tags
-        self._reducer, self._plan, self._reduction = reducer, plan, reduction
+        self._term_tag, self._result_tag = tags
+        self._check = check
+        self._reducer, self._plan, self._dtype, self._divisor = reducer, plan, dtype, divisor
         self._codec = codec
         self._rounding = None if codec is None or codec.is_lossless else codec
         self._values, self._sizes, self._chunk = values, sizes, chunk
         self._handled = plan.handled(reducer.rank)
-        self._others = [each for each in range(len(plan.map.hosts)) if each != reducer.host]
+        self._others = [host for host in range(len(plan.map.hosts)) if host != reducer.host]
         # By chunk: works that send, and (slice, works) that receive terms and results.
         self._sends: dict[int, list[Any]] = {}
         self._terms: dict[tuple[int, int], list[tuple[Receipt, Term]]] = {}  # by slice, too
@@ -190,48 +112,31 @@ class Pipeline:
         # In an exchange, the term of this host by chunk and slice, as the other host receives it.
         self._exchanged: dict[tuple[int, int], torch.Tensor] = {}
 
-    def run(self) -> int:
-        """Pass all chunks through the pipeline; return their number."""
-        values, agreement = self._values, self._agreement
+    def run(self) -> None:
+        """Pass all chunks through the pipeline."""
         chunks = round_up(max(self._sizes, default=0), self._chunk) // self._chunk
-        if not chunks:
-            agreement.joined().check()
-            values.end()
-            return 0
         for early in range(min(AHEAD, chunks)):
             self._receive_chunk(early)
         for i in range(chunks):
-            values.load(i)
             if i >= DELAY:
                 self._finish(i - DELAY)
-            if i == 0 and agreement.join is not None:
-                agreement.join()
-            else:
-                values.publish()
-            if i >= DELAY:
-                values.store(i - DELAY)
             if i + AHEAD < chunks:
                 self._receive_chunk(i + AHEAD)
             self._send_terms(i)
             if i == 0:
-                agreement.check()
+                self._check()
             else:
                 self._reduce(i - 1)
-        self._reduce(chunks - 1)
-        last = range(max(chunks - DELAY, 0), chunks)
-        for i in last:
+        if chunks:
+            self._reduce(chunks - 1)
+        else:
+            self._check()
+        for i in range(max(chunks - DELAY, 0), chunks):
             self._finish(i)
-        values.publish()
-        for i in last:
-            values.store(i)
-        values.end()
-        return chunks
+        self._values.end()
 
     def _size(self, slice_: int, chunk: int) -> int:
         return max(0, min(self._chunk, self._sizes[slice_] - chunk * self._chunk))
-
-    def _term_dtype(self, host: int) -> torch.dtype:
-        return self._reduction.wide if self._plan.is_wide[host] else self._reduction.dtype
 
     def _send_terms(self, chunk: int) -> None:
         """Send the terms of a chunk to the ranks that add them."""
@@ -248,7 +153,7 @@ class Pipeline:
                 message = self._encode(value, name, chunk)
                 if plan.is_exchange:
                     self._exchanged[chunk, slice_] = self._as_received(value, message, name, chunk)
-                sends += [reducer.send(message, each, self._term_tag) for each in receivers]
+                sends += [reducer.send(message, rank, self._term_tag) for rank in receivers]
 
     def _receive_chunk(self, chunk: int) -> None:
         """Start to receive the terms that this rank adds, and the results of other slices."""
@@ -261,20 +166,17 @@ class Pipeline:
             if plan.reduces(reducer.rank, slice_):
                 receives = self._terms[chunk, slice_] = []
                 for host in self._others:
-                    dtype = self._term_dtype(host)
                     for n, term in enumerate(plan.terms[host]):
                         name = f"received {slice_} {host} {n}"
-                        buffer = reducer.buffer(name, chunk % SLOTS, size, dtype)
+                        buffer = reducer.buffer(name, chunk % SLOTS, size, self._dtype)
                         handler = plan.handler(slice_, host)
                         receives.append(
                             (self._receive(buffer, handler, self._term_tag, name, chunk), term)
                         )
             elif plan.returns:
                 target = self._values.result(slice_, chunk)
-                name, owner = f"result {slice_}", plan.owners[slice_]
-                results.append(
-                    (slice_, self._receive(target, owner, self._result_tag, name, chunk))
-                )
+                receipt = self._receive(target, slice_, self._result_tag, f"result {slice_}", chunk)
+                results.append((slice_, receipt))
 
     def _receive(self, target: torch.Tensor, rank: int, tag: int, name: str, chunk: int) -> Receipt:
         """Start to receive values, compressed or not."""
@@ -298,18 +200,15 @@ class Pipeline:
 
     def _term(self, term: Term, name: str, slice_: int, chunk: int, size: int) -> torch.Tensor:
         """Return the value of a term of this host."""
-        reduction = self._reduction
         inputs = self._inputs(term, slice_, chunk)
-        dtype = self._term_dtype(self._reducer.host)
-        if len(inputs) == 1 and not reduction.factors and not self._plan.is_exchange:
+        if len(inputs) == 1 and not self._plan.is_exchange:
             return inputs[0]  # in shared memory, which does not change before the result comes
-        buffer = self._reducer.buffer(name, chunk % SLOTS, size, dtype)
-        keys = [[each] for each in term.inputs]
+        buffer = self._reducer.buffer(name, chunk % SLOTS, size, self._dtype)
+        keys = [[key] for key in term.inputs]
+        add_nodes = native_module.load().add_nodes
         for part, present in self._values.parts(keys, slice_, chunk):
-            reduction.combine(
-                [each[part] for each in inputs], term.nodes, term.leaves, buffer[part],
-                reduction.factors_of(term), present,
-            )  # fmt: skip
+            parts = [values[part] for values in inputs]
+            add_nodes(parts, term.nodes, term.leaves, present, 1.0, buffer[part])
         return buffer
 
     def _as_received(
@@ -325,14 +224,13 @@ class Pipeline:
 
     def _reduce(self, chunk: int) -> None:
         """Reduce a chunk of the slices that this rank reduces; send a result that is returned."""
-        reducer, plan, reduction = self._reducer, self._plan, self._reduction
+        reducer, plan, add_nodes = self._reducer, self._plan, native_module.load().add_nodes
         for slice_ in self._handled:
             size = self._size(slice_, chunk)
             if not size or not plan.reduces(reducer.rank, slice_):
                 continue
             inputs: list[torch.Tensor] = []
             nodes: list[Node] = []
-            factors: list[float] = []
             keys: list[Sequence[tuple[int, int]]] = []
             terms: list[tuple[torch.Tensor, Term]] = []
             for number, term in enumerate(plan.terms[reducer.host]):
@@ -345,26 +243,19 @@ class Pipeline:
                     message = self._encode(value, name, chunk)
                     terms.append((self._as_received(value, message, name, chunk), term))
                 else:
-                    keys += [[each] for each in term.inputs]
+                    keys += [[key] for key in term.inputs]
                     inputs += self._inputs(term, slice_, chunk)
                     nodes += [(term.node[0] + a, term.node[0] + b) for a, b in term.nodes]
-                    factors += reduction.factors_of(term)
-            terms += [(each.wait(), term) for each, term in self._terms.pop((chunk, slice_))]
+            received = self._terms.pop((chunk, slice_))
+            terms += [(receipt.wait(), term) for receipt, term in received]
             for value, term in terms:
                 keys.append(term.inputs)
                 inputs.append(value)
                 nodes.append(term.node)
-                if reduction.factors:
-                    factors.append(1)  # its host has multiplied its values
-            leaves = plan.leaves
-            if reduction.is_order_free:
-                nodes, leaves = [(n, n + 1) for n in range(len(inputs))], len(inputs)
             result = self._values.result(slice_, chunk)
             for part, present in self._values.parts(keys, slice_, chunk):
-                reduction.combine(
-                    [each[part] for each in inputs], nodes, leaves, result[part],
-                    factors, present, reduction.divisor,
-                )  # fmt: skip
+                parts = [values[part] for values in inputs]
+                add_nodes(parts, nodes, plan.leaves, present, self._divisor, result[part])
             if plan.returns:
                 message = self._encode(result, "own result", chunk)
                 if self._rounding is not None:

@@ -39,8 +39,7 @@ class NativeRunner : public CollectiveBackend::Runner {
            bool is_background) override {
     run_in_group(*core_->group, [&] {
       CollectiveCall call(*core_->group, prepared.info, timeout, is_background);
-      NativeExecutor executor(call);
-      prepared.body(executor);
+      prepared.body(call);
     });
   }
 
@@ -125,7 +124,7 @@ void set_refusal(const std::string& reason) {
   is_refusing.store(!reason.empty(), std::memory_order_relaxed);
 }
 
-const std::string* current_refusal() {
+static const std::string* current_refusal() {
   return is_refusing.load(std::memory_order_relaxed) ? &refusal : nullptr;
 }
 
@@ -305,8 +304,7 @@ WorkPtr LockstepBackend::reproducible_all_reduce(Bucket bucket, at::Tensor packe
         });
   }
   Body body = [bucket = std::move(bucket), packed, result, own, nodes, sums, values,
-               mark](Executor& executor) {
-    CollectiveCall& call = static_cast<NativeExecutor&>(executor).call();
+               mark](CollectiveCall& call) {
     mark(lockstep::reproducible_all_reduce(call, bucket, nodes, sums, values));
   };
   return start(c10d::OpType::UNKNOWN, {result}, {{info, std::move(body)}},
@@ -323,8 +321,7 @@ std::vector<std::string> LockstepBackend::all_gather_bytes(std::string message) 
   // Shared with the call: in a coalescing manager that an exception has left it is queued, and
   // outlives an error of the wait.
   auto messages = std::make_shared<std::vector<std::string>>();
-  Body body = [message = std::move(message), messages](Executor& executor) {
-    CollectiveCall& call = static_cast<NativeExecutor&>(executor).call();
+  Body body = [message = std::move(message), messages](CollectiveCall& call) {
     for (const std::string_view each : lockstep::all_gather_bytes(call, message))
       messages->emplace_back(each);
   };
@@ -350,9 +347,8 @@ at::Tensor LockstepBackend::share(int64_t bytes) {
   info.op = Op::share;
   info.count = static_cast<uint64_t>(bytes);
   auto segment = std::make_shared<std::unique_ptr<Segment>>();
-  Body body = [segment, bytes](Executor& executor) {
-    *segment = lockstep::share(static_cast<NativeExecutor&>(executor).call(),
-                               static_cast<uint64_t>(bytes));
+  Body body = [segment, bytes](CollectiveCall& call) {
+    *segment = lockstep::share(call, static_cast<uint64_t>(bytes));
   };
   start(c10d::OpType::UNKNOWN, {}, {{info, std::move(body)}}, std::chrono::milliseconds(0), false,
         {});

@@ -1,4 +1,4 @@
-// The c10d backend "lockstep" on one host: translates torch's calls for the core.
+// The c10d backend "lockstep" of ranks on one host: translates torch's calls for the core.
 //
 // Its collective calls are those of CollectiveBackend, executed in shared memory; messages go
 // through PointToPoint.
@@ -34,7 +34,6 @@ using PollSignals = void (*)();
 // Lets collective calls and messages of this process throw ArgumentError with this reason; ""
 // permits them again.
 void set_refusal(const std::string& reason);
-const std::string* current_refusal();  // nullptr: calls are permitted
 
 class LockstepBackend : public CollectiveBackend {
  public:

@@ -16,7 +16,6 @@
 #include "errors.h"
 #include "gradient_places.h"
 #include "microbatch.h"
-#include "python_host_calls.h"
 #include "torch_errors.h"
 #include "tree_reduce.h"
 
@@ -70,46 +69,6 @@ static c10::intrusive_ptr<LockstepBackend> create(const c10::intrusive_ptr<c10d:
                                               std::move(ranks), &locate_thread, &poll_signals);
 }
 
-static c10::intrusive_ptr<HostsBackend> create_across_hosts(py::object calls, int rank, int size,
-                                                            std::chrono::milliseconds timeout,
-                                                            std::string name,
-                                                            std::vector<int> ranks) {
-  auto host_calls = std::make_shared<PythonHostCalls>(
-      std::move(calls), rank, size, CollectiveBackend::shown_name(name), ranks, &poll_signals);
-  return c10::make_intrusive<HostsBackend>(rank, size, timeout, name, ranks, std::move(host_calls));
-}
-
-static c10::intrusive_ptr<HostMessageWork> create_message(
-    const std::string& op, const at::Tensor& tensor, std::chrono::milliseconds timeout,
-    py::function interrupt, py::function fail_late, std::shared_ptr<CallbackPool> callbacks) {
-  // Both are called from threads without the interpreter's lock, and freed by them.
-  const auto guarded = [](py::function function) {
-    return std::shared_ptr<py::function>(new py::function(std::move(function)), [](auto* held) {
-      if (!Py_IsInitialized()) return;
-      py::gil_scoped_acquire lock;
-      delete held;
-    });
-  };
-  auto poll = [interrupt = guarded(std::move(interrupt))] {
-    try {
-      poll_signals();
-    } catch (py::error_already_set&) {
-      py::gil_scoped_acquire lock;
-      (*interrupt)();
-      throw;
-    }
-  };
-  auto fail = [fail_late = guarded(std::move(fail_late))] {
-    py::gil_scoped_acquire lock;
-    (*fail_late)();
-  };
-  const auto type = op == "send"   ? c10d::OpType::SEND
-                    : op == "recv" ? c10d::OpType::RECV
-                                   : c10d::OpType::RECVANYSOURCE;
-  return c10::make_intrusive<HostMessageWork>(type, tensor, timeout, std::move(poll),
-                                              std::move(fail), std::move(callbacks));
-}
-
 static at::Tensor empty(const std::vector<int64_t>& sizes, at::ScalarType dtype) {
   try {
     return shared_empty(sizes, dtype);
@@ -161,40 +120,27 @@ static int64_t compare_exchange(const at::Tensor& tensor, int64_t index, int64_t
   return expected;
 }
 
-// Combines the nodes of a tree, as the collective calls do, into `result`.
+// Adds the nodes of a tree, as the sums of buckets do, into `result`.
 //
 // `inputs` are vectors with the values of `nodes`, which together cover all leaves; nodes that
-// are not `present` (an empty list: all are) are left out. Inputs and the result have the dtype
-// `dtype`, or float32 where they are nodes of 16-bit floats that are not rounded yet. Returns
-// whether any node is present; the result is not changed otherwise.
-static bool combine_nodes(const Tensors& inputs, const std::vector<std::pair<int, int>>& nodes,
-                          int leaves, const std::vector<bool>& present, at::ScalarType dtype,
-                          int reduction, bool round_each, double divisor,
-                          const std::vector<double>& factors, const at::Tensor& result) {
-  const char* op = "combine";
-  ReductionSpec spec{data_type_of(dtype), static_cast<Reduction>(reduction), round_each, divisor,
-                     factors};
+// are not `present` (an empty list: all are) are left out. Every node is rounded to the dtype of
+// the result. Returns whether any node is present; the result is not changed otherwise.
+static bool add_nodes(const Tensors& inputs, const std::vector<std::pair<int, int>>& nodes,
+                      int leaves, const std::vector<bool>& present, double divisor,
+                      const at::Tensor& result) {
+  const char* op = "add_nodes";
+  check_tensor(op, result);
+  CHECK_ARGUMENT(is_plain(result) && result.is_floating_point(), op,
+                 ": the result must be contiguous and floating-point");
   CHECK_ARGUMENT(
-      reduction >= 0 && reduction < kReductions && is_supported(spec.reduction, spec.type), op,
-      ": the reduction is not defined for ", dtype_name(static_cast<int>(dtype)));
-  CHECK_ARGUMENT(inputs.size() == nodes.size() &&
-                     (present.empty() || present.size() == nodes.size()) &&
-                     (factors.empty() || factors.size() == nodes.size()),
-                 op, ": a node needs an input, a flag and a factor");
-  const bool has_wide = is_half(spec.type) && !round_each;
-  const auto check = [&](const at::Tensor& tensor) {
-    check_tensor(op, tensor);
-    const at::ScalarType type = tensor.scalar_type();
-    CHECK_ARGUMENT(is_plain(tensor) && tensor.numel() == result.numel() &&
-                       (type == dtype || (has_wide && type == at::kFloat)),
-                   op, ": inputs and the result must be contiguous and alike");
-    return type != dtype;
-  };
-  spec.wide_result = check(result);
-  CHECK_ARGUMENT(!spec.wide_result || divisor == 1, op, ": a node is not divided");
+      inputs.size() == nodes.size() && (present.empty() || present.size() == nodes.size()), op,
+      ": a node needs an input and a flag");
   std::vector<const char*> values;
   for (const at::Tensor& input : inputs) {
-    spec.wide_inputs.push_back(check(input));
+    check_tensor(op, input);
+    CHECK_ARGUMENT(is_plain(input) && input.numel() == result.numel() &&
+                       input.scalar_type() == result.scalar_type(),
+                   op, ": inputs and the result must be contiguous and alike");
     values.push_back(static_cast<const char*>(input.data_ptr()));
   }
   std::vector<int> steps;
@@ -204,23 +150,11 @@ static bool combine_nodes(const Tensors& inputs, const std::vector<std::pair<int
     std::rethrow_exception(to_torch_error());
   }
   if (steps.empty()) return false;
+  ReductionSpec spec{data_type_of(result.scalar_type()), Reduction::sum, true, divisor, {}};
   if (result.numel())
     TreeReducer(std::move(steps), std::move(spec))
         .run(values, {static_cast<char*>(result.data_ptr())}, static_cast<size_t>(result.numel()));
   return true;
-}
-
-static WorkPtr all_reduce_across_hosts(HostsBackend& backend, const at::Tensor& result,
-                                       py::object function) {
-  // The last reference may go in a thread without the interpreter's lock.
-  std::shared_ptr<py::object> held(new py::object(std::move(function)), [](py::object* object) {
-    py::gil_scoped_acquire lock;
-    delete object;
-  });
-  py::gil_scoped_release release;
-  return backend.reproducible_all_reduce(result, [held = std::move(held)](Executor& executor) {
-    static_cast<PythonExecutor&>(executor).reproducible_all_reduce(*held);
-  });
 }
 
 static Bucket make_bucket(at::ScalarType dtype, size_t length,
@@ -290,8 +224,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def_property_readonly("options", &LockstepBackend::getBackendOptions)
       .def("_abort_because", &LockstepBackend::abort_because, py::arg("reason"),
            py::call_guard<py::gil_scoped_release>())
-      .def("_is_aborted",
-           [](LockstepBackend& backend) { return backend.getError() != c10d::ErrorType::SUCCESS; })
       // As ProcessGroupGloo has it; applies to the calls that follow.
       .def("_set_default_timeout", &LockstepBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
@@ -299,45 +231,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
            py::call_guard<py::gil_scoped_release>())
       .def("map_peer", &LockstepBackend::map_peer, py::arg("handle"), py::arg("bytes"),
            py::call_guard<py::gil_scoped_release>());
-  py::class_<HostCallInfo>(module, "HostCallInfo")
-      .def_property_readonly("op", &HostCallInfo::op)
-      .def_property_readonly("reduction", &HostCallInfo::reduction)
-      .def_property_readonly("dtype", &HostCallInfo::dtype)
-      .def_property_readonly("root", [](const HostCallInfo& call) { return call.info.root; })
-      .def_property_readonly("count", [](const HostCallInfo& call) { return call.info.count; })
-      .def_property_readonly("factor", [](const HostCallInfo& call) { return call.info.factor; })
-      .def_property_readonly("is_uneven",
-                             [](const HostCallInfo& call) { return call.info.uneven != 0; })
-      .def_readonly("number", &HostCallInfo::number)
-      .def_readonly("timeout", &HostCallInfo::timeout)
-      .def_readonly("caller", &HostCallInfo::caller);
-  py::class_<HostsBackend, c10d::Backend, c10::intrusive_ptr<HostsBackend>>(module, "HostsBackend")
-      .def("reproducible_all_reduce", &all_reduce_across_hosts, py::arg("result"),
-           py::arg("function"))
-      .def_property_readonly("options", &HostsBackend::getBackendOptions)
-      // The Python object that makes the calls; None after `shutdown`.
-      .def_property_readonly("calls",
-                             [](const HostsBackend& backend) -> py::object {
-                               const auto* calls =
-                                   dynamic_cast<PythonHostCalls*>(backend.host_calls().get());
-                               return calls ? calls->object() : py::none();
-                             })
-      .def("_set_default_timeout", &HostsBackend::setTimeout, py::arg("timeout"),
-           py::call_guard<py::gil_scoped_release>());
-  py::class_<MessageWork, c10d::Work, c10::intrusive_ptr<MessageWork>>(module, "MessageWork")
-      .def("cancel", &MessageWork::cancel, py::call_guard<py::gil_scoped_release>());
-  py::class_<CallbackPool, std::shared_ptr<CallbackPool>>(module, "CallbackPool")
-      .def(py::init<>())
-      .def("stop", &CallbackPool::stop, py::call_guard<py::gil_scoped_release>());
-  py::class_<HostMessageWork, c10d::Work, c10::intrusive_ptr<HostMessageWork>>(module,
-                                                                               "HostMessageWork")
-      .def(py::init(&create_message), py::arg("op"), py::arg("tensor"), py::arg("timeout"),
-           py::arg("interrupt"), py::arg("fail_late"), py::arg("callbacks"))
-      .def_property_readonly("buffer", &HostMessageWork::buffer)
-      .def("finish", &HostMessageWork::finish, py::arg("source"), py::arg("error") = "",
-           py::call_guard<py::gil_scoped_release>());
-  module.def("create_across_hosts", &create_across_hosts, py::arg("calls"), py::arg("rank"),
-             py::arg("size"), py::arg("timeout"), py::arg("name"), py::arg("ranks"));
   py::class_<UnitSeeder>(module, "UnitSeeder")
       .def(py::init<std::vector<int64_t>>(), py::arg("units"))
       .def("seed", &UnitSeeder::seed, py::arg("prefix"), py::arg("unit"), py::arg("call") = 0)
@@ -353,7 +246,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("end", &GradientPlaces::end)
       .def("note", &GradientPlaces::note, py::arg("parameter"), py::arg("gradient"))
       .def("is_taken", &GradientPlaces::is_taken, py::arg("parameter"), py::arg("value"));
-  // The wait of a thread of Python, as `lockstep.comm.activity` reads it.
+  // The calls and waits of a group across hosts, as `lockstep.comm.activity` reads them.
+  module.def("publish_call", [](const std::string& op, int peer, uint64_t number, uint64_t count,
+                                const std::string& group) {
+    publish_call(op.c_str(), peer, number, count, group, Clock::now());
+  });
   module.def("begin_wait", [](const std::string& what) { begin_wait(what, Clock::now()); });
   module.def("end_wait", [] { end_wait(); });
   module.def("load", &load_word, py::arg("tensor"), py::arg("index"));
@@ -368,9 +265,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::call_guard<py::gil_scoped_release>());
   module.def("add_packed", &add_packed_nodes, py::arg("bucket"), py::arg("messages"),
              py::arg("result"), py::arg("present"));
-  module.def("combine", &combine_nodes, py::arg("inputs"), py::arg("nodes"), py::arg("leaves"),
-             py::arg("present"), py::arg("dtype"), py::arg("reduction"), py::arg("round_each"),
-             py::arg("divisor"), py::arg("factors"), py::arg("result"),
+  module.def("add_nodes", &add_nodes, py::arg("inputs"), py::arg("nodes"), py::arg("leaves"),
+             py::arg("present"), py::arg("divisor"), py::arg("result"),
              py::call_guard<py::gil_scoped_release>());
   module.def("is_shared", &is_shared, py::arg("tensor"));
   module.def("handle_of", &handle_of, py::arg("tensor"));

@@ -5,6 +5,9 @@
 #include <pybind11/pybind11.h>
 
 #include "arguments.h"
+#include "collectives/all_reduce.h"
+#include "collectives/barrier.h"
+#include "collectives/reduce_scatter.h"
 #include "errors.h"
 #include "sparse_all_reduce.h"
 #include "torch_errors.h"
@@ -92,10 +95,9 @@ WorkPtr CollectiveBackend::start(c10d::OpType type, Tensors outputs,
     for (const OutputTensor& tensor : copied_back) tensor.copy_back();
   };
   auto work = c10::make_intrusive<CollectiveWork>(type, std::move(outputs), inputs, queue_,
-                                                  std::move(body), runs_in_caller_);
+                                                  std::move(body));
   if (is_coalescing_) is_async = true;
-  work->start(is_async || !runs_in_caller_);
-  if (!is_async && !runs_in_caller_) work->wait(kNoTimeout);
+  work->start(is_async);
   if (is_coalescing_) add_to_coalesced(work);
   return work;
 }
@@ -107,7 +109,7 @@ WorkPtr CollectiveBackend::start_in_steps(Op op, Tensors outputs, std::function<
   ++calls_;
   auto work =
       c10::make_intrusive<CollectiveWork>(c10d::OpType::UNKNOWN, std::move(outputs), nullptr,
-                                          queue_, std::move(body), true, std::move(advance));
+                                          queue_, std::move(body), std::move(advance));
   work->start(true);
   return work;
 }
@@ -171,15 +173,14 @@ static void copy_bytes(const at::Tensor& to, const at::Tensor& from) {
 // Returns a body that keeps tensors alive for as long as it exists.
 template <typename F>
 auto keep_alive(Tensors tensors, F body) {
-  return [tensors = std::move(tensors), body = std::move(body)](Executor& executor) {
-    body(executor);
-  };
+  return
+      [tensors = std::move(tensors), body = std::move(body)](CollectiveCall& call) { body(call); };
 }
 
 CollectiveBackend::PreparedCall CollectiveBackend::prepare_exchange(CallInfo info,
                                                                     ExchangeBlocks blocks) {
   info.uneven = 1;
-  return {info, [blocks = std::move(blocks)](Executor& executor) { executor.exchange(blocks); }};
+  return {info, [blocks = std::move(blocks)](CollectiveCall& call) { exchange(call, blocks); }};
 }
 
 // ---- all-reduce, reduce, barrier ----
@@ -191,9 +192,9 @@ CollectiveBackend::PreparedCall CollectiveBackend::prepare_all_reduce(const at::
   set_reduction(info, op_name(info.op), tensor, op);
   const DataType type = data_type_of(tensor.scalar_type());
   const auto reduction = static_cast<Reduction>(info.reduction);
-  return {info, [tensor, type, reduction, root](Executor& executor) {
-            executor.all_reduce(tensor.data_ptr(), static_cast<size_t>(tensor.numel()), type,
-                                reduction, root);
+  return {info, [tensor, type, reduction, root](CollectiveCall& call) {
+            all_reduce(call, tensor.data_ptr(), static_cast<size_t>(tensor.numel()), type,
+                       reduction, root);
           }};
 }
 
@@ -221,13 +222,13 @@ WorkPtr CollectiveBackend::allreduce_list(Tensors& tensors, const c10d::Allreduc
                  ": ", reduction_name(call.info.reduction),
                  " is not defined for several tensors per rank; use SUM");
   TreeReducer local(tree_steps(static_cast<int>(plain.size())), std::move(spec));
-  call.body = [plain, local, reduce = std::move(call.body)](Executor& executor) {
+  call.body = [plain, local, reduce = std::move(call.body)](CollectiveCall& call) {
     std::vector<const char*> inputs;
     for (const at::Tensor& tensor : plain)
       inputs.push_back(static_cast<const char*>(tensor.data_ptr()));
     local.run(inputs, {static_cast<char*>(plain[0].data_ptr())},
               static_cast<size_t>(plain[0].numel()));
-    reduce(executor);
+    reduce(call);
     for (size_t i = 1; i < plain.size(); ++i) copy_bytes(plain[i], plain[0]);
   };
   return start(c10d::OpType::ALLREDUCE, tensors, {std::move(call)}, opts.timeout, opts.asyncOp,
@@ -244,10 +245,10 @@ WorkPtr CollectiveBackend::allreduce_sparse(Tensors& tensors, const c10d::Allred
   CallInfo info = make_call_info(Op::sparse_all_reduce, tensors[0]);
   info.uneven = 1;
   std::vector<PreparedCall> calls;
-  calls.push_back({info, [sum](Executor& executor) { sum->gather_shapes(executor); }});
-  calls.push_back({info, [sum](Executor& executor) { sum->gather_indices(executor); }});
-  calls.push_back({info, [sum](Executor& executor) {
-                     sum->gather_values(executor);
+  calls.push_back({info, [sum](CollectiveCall& call) { sum->gather_shapes(call); }});
+  calls.push_back({info, [sum](CollectiveCall& call) { sum->gather_indices(call); }});
+  calls.push_back({info, [sum](CollectiveCall& call) {
+                     sum->gather_values(call);
                      sum->write_sum();
                    }});
   return start(c10d::OpType::_ALLREDUCE_SPARSE, tensors, std::move(calls), opts.timeout,
@@ -283,7 +284,7 @@ WorkPtr CollectiveBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& o
 WorkPtr CollectiveBackend::barrier(const c10d::BarrierOptions& opts) {
   CallInfo info;
   info.op = Op::barrier;
-  Body body = [](Executor& executor) { executor.barrier(); };
+  Body body = [](CollectiveCall& call) { lockstep::barrier(call); };
   return start(c10d::OpType::BARRIER, {}, {{info, std::move(body)}}, opts.timeout, opts.asyncOp,
                {});
 }
@@ -318,8 +319,8 @@ WorkPtr CollectiveBackend::broadcast(Tensors& tensors, const c10d::BroadcastOpti
   }
   PreparedCall call =
       prepare_exchange(make_call_info(Op::broadcast, given, root), std::move(blocks));
-  call.body = [tensor, copies, move = std::move(call.body)](Executor& executor) {
-    move(executor);
+  call.body = [tensor, copies, move = std::move(call.body)](CollectiveCall& call) {
+    move(call);
     for (const at::Tensor& copy : copies) copy_bytes(copy, tensor);
   };
   return start(c10d::OpType::BROADCAST, tensors, {std::move(call)}, opts.timeout, opts.asyncOp,
@@ -416,8 +417,8 @@ WorkPtr CollectiveBackend::allgather(std::vector<Tensors>& outputs, Tensors& inp
     calls.push_back(prepare_all_gather(written, inputs[i], std::move(receive)));
   }
   if (count > 1)
-    calls.back().body = [lists, gather = std::move(calls.back().body)](Executor& executor) {
-      gather(executor);
+    calls.back().body = [lists, gather = std::move(calls.back().body)](CollectiveCall& call) {
+      gather(call);
       for (size_t j = 1; j < lists.size(); ++j)
         for (size_t k = 0; k < lists[j].size(); ++k) copy_bytes(lists[j][k], lists[0][k]);
     };
@@ -520,9 +521,9 @@ CollectiveBackend::PreparedCall CollectiveBackend::prepare_reduce_scatter(
   for (const at::Tensor& input : inputs) send.push_back(block_of(input));
   const DataType type = data_type_of(output.scalar_type());
   const auto reduction = static_cast<Reduction>(info.reduction);
-  Body body = [output, send, type, reduction](Executor& executor) {
-    executor.reduce_scatter(send, static_cast<char*>(output.data_ptr()),
-                            static_cast<size_t>(output.numel()), type, reduction);
+  Body body = [output, send, type, reduction](CollectiveCall& call) {
+    lockstep::reduce_scatter(call, send, static_cast<char*>(output.data_ptr()),
+                             static_cast<size_t>(output.numel()), type, reduction);
   };
   return {info, keep_alive(std::move(inputs), std::move(body))};
 }

@@ -1,9 +1,8 @@
-// The collective calls of a c10d backend: checks torch's arguments and hands each call to an
-// executor.
+// The collective calls of a c10d backend: checks torch's arguments and hands each call to the core.
 //
 // There is one object per rank and group. Collective calls run one at a time through the
-// CallQueue. The classes that derive from this one join the group, and move the data of calls and
-// messages: LockstepBackend (backend.h) on one host, HostsBackend (hosts_backend.h) across hosts.
+// CallQueue. LockstepBackend (backend.h), which derives from this class, joins the group and moves
+// the data of messages.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -13,7 +12,7 @@
 #include <vector>
 
 #include "call_queue.h"
-#include "executor.h"
+#include "collectives/exchange.h"
 #include "process.h"
 #include "tensors.h"
 #include "work.h"
@@ -24,7 +23,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 class CollectiveBackend : public c10d::Backend {
  public:
-  using Body = std::function<void(Executor&)>;
+  using Body = std::function<void(CollectiveCall&)>;
   struct PreparedCall {
     CallInfo info;
     Body body;
@@ -125,7 +124,6 @@ class CollectiveBackend : public c10d::Backend {
   c10::intrusive_ptr<Options> options_;
   std::shared_ptr<Runner> runner_;
   std::shared_ptr<CallQueue> queue_;  // null once the group is shut down
-  bool runs_in_caller_ = true;        // synchronous calls; otherwise all run in the queue's thread
   std::atomic<uint64_t> calls_{0};
 
  private:

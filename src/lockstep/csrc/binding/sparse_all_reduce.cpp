@@ -6,7 +6,9 @@
 #include <array>
 #include <sstream>
 
+#include "collectives/exchange.h"
 #include "errors.h"
+#include "group.h"
 #include "tensors.h"
 #include "torch_errors.h"
 #include "tree_reduce.h"
@@ -58,8 +60,8 @@ at::Tensor add_along_tree(const std::vector<at::Tensor>& parts) {
   return stack.back();
 }
 
-void gather(Executor& executor, const Block& own, std::vector<Block> receive) {
-  executor.exchange({std::vector<Block>(receive.size(), own), std::move(receive), true});
+void gather(CollectiveCall& call, const Block& own, std::vector<Block> receive) {
+  exchange(call, {std::vector<Block>(receive.size(), own), std::move(receive), true});
 }
 
 }  // namespace
@@ -79,36 +81,36 @@ SparseAllReduce::SparseAllReduce(std::vector<at::Tensor> tensors) : tensors_(std
   own_ = add_along_tree(parts);
 }
 
-void SparseAllReduce::gather_shapes(Executor& executor) {
-  const auto ranks = static_cast<size_t>(executor.size());
+void SparseAllReduce::gather_shapes(CollectiveCall& call) {
+  const auto ranks = static_cast<size_t>(call.size());
   Shape own = shape_of(own_);
   std::vector<Shape> shapes(ranks);
   std::vector<Block> receive;
   for (Shape& shape : shapes) receive.push_back({reinterpret_cast<char*>(&shape), sizeof shape});
-  gather(executor, {reinterpret_cast<char*>(&own), sizeof own}, std::move(receive));
+  gather(call, {reinterpret_cast<char*>(&own), sizeof own}, std::move(receive));
   for (size_t rank = 1; rank < ranks; ++rank) {
     if (shapes[rank].matches(shapes[0])) continue;
     // Every rank compares the same shapes, and throws.
     throw MismatchError(
-        executor.format_rank(executor.rank()) + ": the ranks of group " + executor.group_name() +
-        " disagree in all_reduce of a sparse tensor: " + executor.format_rank(0) + " has " +
-        shapes[0].format() + "; " + executor.format_rank(static_cast<int>(rank)) + " has " +
+        call.group().format_rank(call.rank()) + ": the ranks of group " + call.group().info().name +
+        " disagree in all_reduce of a sparse tensor: " + call.group().format_rank(0) + " has " +
+        shapes[0].format() + "; " + call.group().format_rank(static_cast<int>(rank)) + " has " +
         shapes[rank].format());
   }
   for (const Shape& shape : shapes) counts_.push_back(shape.count);
 }
 
-void SparseAllReduce::gather_indices(Executor& executor) {
+void SparseAllReduce::gather_indices(CollectiveCall& call) {
   const at::Tensor own = own_.indices().contiguous();
   std::vector<Block> receive;
   for (int64_t count : counts_) {
     indices_.push_back(at::empty({own_.sparse_dim(), count}, own.options()));
     receive.push_back(block_of(indices_.back()));
   }
-  gather(executor, block_of(own), std::move(receive));
+  gather(call, block_of(own), std::move(receive));
 }
 
-void SparseAllReduce::gather_values(Executor& executor) {
+void SparseAllReduce::gather_values(CollectiveCall& call) {
   const at::Tensor own = own_.values().resolve_conj().resolve_neg().contiguous();
   std::vector<Block> receive;
   for (int64_t count : counts_) {
@@ -117,7 +119,7 @@ void SparseAllReduce::gather_values(Executor& executor) {
     values_.push_back(at::empty(sizes, own.options().memory_format(std::nullopt)));
     receive.push_back(block_of(values_.back()));
   }
-  gather(executor, block_of(own), std::move(receive));
+  gather(call, block_of(own), std::move(receive));
 }
 
 void SparseAllReduce::write_sum() {

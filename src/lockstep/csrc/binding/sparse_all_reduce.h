@@ -13,7 +13,7 @@
 
 #include <vector>
 
-#include "executor.h"
+#include "collective_call.h"
 
 namespace lockstep {
 
@@ -23,9 +23,9 @@ class SparseAllReduce {
   explicit SparseAllReduce(std::vector<at::Tensor> tensors);
 
   // The steps, each in a call of its own.
-  void gather_shapes(Executor& executor);  // throws MismatchError if they differ
-  void gather_indices(Executor& executor);
-  void gather_values(Executor& executor);
+  void gather_shapes(CollectiveCall& call);  // throws MismatchError if they differ
+  void gather_indices(CollectiveCall& call);
+  void gather_values(CollectiveCall& call);
 
   void write_sum();  // to the tensors of this rank
 

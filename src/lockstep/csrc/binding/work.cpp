@@ -97,7 +97,7 @@ void FutureWork::wait_future() {
 }
 
 void FutureWork::sleep_until_completed(std::chrono::milliseconds timeout,
-                                       const std::function<void(Clock::duration)>& poll) {
+                                       const std::function<void()>& poll) {
   const bool is_unlimited = timeout <= std::chrono::milliseconds(0);
   const auto begun = Clock::now();
   {
@@ -107,10 +107,9 @@ void FutureWork::sleep_until_completed(std::chrono::milliseconds timeout,
                          [this] { return completed_; })) {
       lock.unlock();
       scope.begin();
-      const auto waited = Clock::now() - begun;
-      if (!is_unlimited && waited > timeout)
+      if (!is_unlimited && Clock::now() - begun > timeout)
         throw_unfinished(c10d::opTypeToString(opType_), timeout);
-      poll(waited);
+      poll();
       lock.lock();
     }
   }
@@ -185,12 +184,11 @@ class CollectiveWork::Execution : public QueuedCall {
 CollectiveWork::CollectiveWork(c10d::OpType type, std::vector<at::Tensor> outputs,
                                const std::vector<at::Tensor>* inputs,
                                std::shared_ptr<CallQueue> queue, std::function<void(bool)> body,
-                               bool runs_in_waiter, std::function<Progress()> advance)
+                               std::function<Progress()> advance)
     : FutureWork(type, std::move(outputs), inputs),
       queue_(std::move(queue)),
       body_(std::move(body)),
-      advance_(std::move(advance)),
-      runs_in_waiter_(runs_in_waiter) {}
+      advance_(std::move(advance)) {}
 
 void CollectiveWork::start(bool is_async) {
   execution_ = std::make_shared<Execution>(this);
@@ -204,9 +202,8 @@ void CollectiveWork::start(bool is_async) {
 
 bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
   check_process();
-  if (timeout <= std::chrono::milliseconds(0) && runs_in_waiter_)
-    queue_->help_until_executed(*execution_);
-  sleep_until_completed(timeout, [this](Clock::duration) { queue_->poll_signals(); });
+  if (timeout <= std::chrono::milliseconds(0)) queue_->help_until_executed(*execution_);
+  sleep_until_completed(timeout, [this] { queue_->poll_signals(); });
   return true;
 }
 
@@ -274,8 +271,6 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
   if (exception_) std::rethrow_exception(exception_);
   return true;
 }
-
-bool MessageWork::cancel() { return p2p_->cancel(message_); }
 
 int MessageWork::sourceRank() const { return message_->source; }
 

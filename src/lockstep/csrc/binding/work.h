@@ -36,10 +36,9 @@ class FutureWork : public c10d::Work {
   // Waits until the future, if there is one, is complete; its callbacks may still run.
   void wait_future();
   bool is_future_completed();  // true if there is none
-  // Sleeps until the work is completed, and rethrows its error. After every slice of sleep it
-  // calls `poll` with the time that it has waited.
-  void sleep_until_completed(std::chrono::milliseconds timeout,
-                             const std::function<void(Clock::duration)>& poll);
+  // Sleeps until the work is completed, and rethrows its error. It calls `poll` after every slice
+  // of sleep.
+  void sleep_until_completed(std::chrono::milliseconds timeout, const std::function<void()>& poll);
   // Throws in a process that was forked from the one that made the call.
   void check_process() const;
   std::vector<at::Tensor> outputs_;
@@ -52,12 +51,10 @@ class FutureWork : public c10d::Work {
 class CollectiveWork : public FutureWork {
  public:
   // `body` executes the call; its argument says whether it runs in a background thread.
-  // `runs_in_waiter`: a thread that waits may execute it. `advance`: see QueuedCall; the call is
-  // queued without waking the queue's thread then.
+  // `advance`: see QueuedCall; the call is queued without waking the queue's thread then.
   CollectiveWork(c10d::OpType type, std::vector<at::Tensor> outputs,
                  const std::vector<at::Tensor>* inputs, std::shared_ptr<CallQueue> queue,
-                 std::function<void(bool)> body, bool runs_in_waiter = true,
-                 std::function<Progress()> advance = nullptr);
+                 std::function<void(bool)> body, std::function<Progress()> advance = nullptr);
   void start(bool is_async);
   bool wait(std::chrono::milliseconds timeout) override;
 
@@ -66,7 +63,6 @@ class CollectiveWork : public FutureWork {
   std::shared_ptr<CallQueue> queue_;
   std::function<void(bool)> body_;
   std::function<Progress()> advance_;
-  const bool runs_in_waiter_;
   std::shared_ptr<Execution> execution_;
 };
 
@@ -82,8 +78,6 @@ class MessageWork : public FutureWork {
   bool wait(std::chrono::milliseconds timeout) override;
   int sourceRank() const override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  // Finishes a receive with an error, unless a message has taken it. Returns whether it did.
-  bool cancel();
 
  private:
   class PostedMessage;

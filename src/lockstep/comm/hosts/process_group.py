@@ -1,0 +1,252 @@
+"""The backend "lockstep" of a group whose ranks are on several hosts, as torch sees it.
+
+    collectives and messages   Gloo's own, between all ranks of the group
+    sums of gradients          `lockstep.comm.hosts.all_reduce`: shared memory inside a host, and
+                               one message per host and slice over the same connections
+
+Each call is published for the launcher, and its error names the call and the cause that all ranks
+of the group state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from math import inf
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm import native_module
+from lockstep.comm.hosts.group import GLOO_MARGIN, HostGroup
+from lockstep.comm.native_module import ArgumentError
+from lockstep.comm.python_process_group import ProcessGroup, PythonProcessGroup
+
+__all__ = ["HostProcessGroup"]
+
+POLL = 1.0  # seconds between looks at what other ranks have said, while a call is waited for
+MESSAGES = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
+COLLECTIVES = {
+    **dict.fromkeys(["allreduce", "allreduce_coalesced"], "all_reduce"),
+    **dict.fromkeys(
+        [
+            "allgather", "_allgather_base", "all_gather_single", "allgather_coalesced",
+            "allgather_into_tensor_coalesced", "all_gather_single_coalesced",
+        ],
+        "all_gather",
+    ),
+    **dict.fromkeys(
+        [
+            "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
+            "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced",
+        ],
+        "reduce_scatter",
+    ),
+    **dict.fromkeys(["alltoall", "alltoall_base", "all_to_all_single"], "all_to_all"),
+    **{name: name for name in ("barrier", "broadcast", "gather", "reduce", "scatter")},
+}  # fmt: skip
+"""The name in messages of each of torch's methods."""
+
+FAILURES = ("gloo/transport", "timed out")
+"""In Gloo's messages about connections and timeouts; the others are about arguments of a call."""
+
+
+class HostProcessGroup(PythonProcessGroup):
+    """A process group of ranks on several hosts.
+
+    Args:
+        group: The group, which this object closes.
+        store: The store of the group.
+
+    Attributes:
+        host_group: The group.
+    """
+
+    def __init__(self, group: HostGroup, store: Any) -> None:
+        super().__init__(group.rank, group.map.size, store, "lockstep", group.timeout)
+        self.host_group = group
+        cpu, kind = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
+        self._gloo = ProcessGroup(store, group.rank, group.map.size)
+        self._gloo._register_backend(cpu, kind, group.gloo)
+        self._gloo._set_default_backend(kind)
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: D102
+        super().setGroupDesc(description)
+        if description not in ("", "undefined", "default_pg"):
+            self.host_group.name = description
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        super()._set_default_timeout(timeout)
+        self.host_group.set_timeout(timeout.total_seconds())
+        self.host_group.gloo._set_default_timeout(timeout + GLOO_MARGIN)
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self.host_group.check_process()
+        self.host_group.close()
+
+    def abort(self) -> None:
+        """End the group for all its ranks."""
+        group = self.host_group
+        group.check_process()
+        group.fail(f"{group.describe(self._rank)} aborted the group")
+
+    def _call(
+        self, method: str, name: str, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> HostWork:
+        group, peer = self.host_group, None
+        if method not in MESSAGES:
+            number = self._calls = self._calls + 1
+            text, awaited = f"{name} #{number}", "the other ranks"
+        elif method == "recv_anysource":
+            number, text, awaited = 0, name, "any rank"
+        else:
+            number, peer = 0, int(arguments[1])
+            text = f"{name} {'to' if name == 'send' else 'from'} {group.format_rank(peer)}"
+            awaited = group.describe(peer)
+        self._check_usable(text)
+        native_module.load().publish_call(
+            name,
+            -1 if peer is None else group.global_rank(peer),
+            number,
+            _count_elements(arguments),
+            group.name,
+        )
+        try:
+            work = getattr(self._gloo, method)(*arguments, **options)
+        except RuntimeError as error:
+            if not is_failure(error) or peer == self._rank:
+                raise
+            raise group.explain_call(text, awaited, peer, group.timeout, str(error)) from None
+        return HostWork(group, work, text, awaited, peer, inf if method in MESSAGES else POLL)
+
+    def _check_usable(self, call: str) -> None:
+        group = self.host_group
+        if reason := native_module.refusal():
+            raise ArgumentError(
+                f"{group.format_rank(self._rank)}: {call} on group {group.name} is refused: "
+                f"{reason}"
+            )
+        group.check_process()
+        group.check(call)
+
+
+def _delegate(method: str, name: str) -> Callable[..., HostWork]:
+    def call(self: HostProcessGroup, *arguments: Any, **options: Any) -> HostWork:
+        return self._call(method, name, arguments, options)
+
+    return call
+
+
+for _method, _name in (COLLECTIVES | MESSAGES).items():
+    if hasattr(dist.ProcessGroup, _method):  # torch 2.13 added names
+        setattr(HostProcessGroup, _method, _delegate(_method, _name))
+
+
+def _count_elements(arguments: tuple[Any, ...]) -> int:
+    """Return the number of elements that a rank gives to a call: its last tensor or tensors."""
+    for argument in reversed(arguments):
+        tensors = argument if isinstance(argument, list) else [argument]
+        if tensors and all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            return sum(tensor.numel() for tensor in tensors)
+    return 0
+
+
+def is_failure(error: RuntimeError) -> bool:
+    """Return whether an error of Gloo ends the group."""
+    return any(words in str(error) for words in FAILURES)
+
+
+class HostWork(dist.Work):
+    """A call of Gloo in progress.
+
+    Args:
+        group: The group.
+        work: Gloo's work.
+        call: The call, such as "all_reduce #3".
+        awaited: What it waits for: "the other ranks", or the rank at the other end of a message.
+        peer: The rank at the other end of a message, if it is known.
+        poll: The seconds between looks at what other ranks have said. Gloo's messages cannot be
+            waited for in parts.
+    """
+
+    def __init__(
+        self,
+        group: HostGroup,
+        work: Any,
+        call: str,
+        awaited: str,
+        peer: int | None,
+        poll: float,
+    ) -> None:
+        super().__init__()
+        self._group, self._work, self._call, self._awaited = group, work, call, awaited
+        self._peer, self._poll, self._seconds = peer, poll, group.timeout
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait until the call is complete.
+
+        Args:
+            timeout: The longest wait; 0 for the timeout of the group.
+
+        Raises:
+            RuntimeError: The call failed, or did not complete in time.
+        """
+        group, native = self._group, native_module.load()
+        seconds = timeout.total_seconds() or self._seconds
+        deadline = time.monotonic() + seconds
+        native.begin_wait(f"{self._call} on group {group.name}, waiting for {self._awaited}")
+        try:
+            while (failure := self._wait_until(deadline)) is not None:
+                is_final = self._poll == inf or self._work.is_completed()
+                if is_final or time.monotonic() > deadline or group.has_ended():
+                    break
+        finally:
+            native.end_wait()
+        if failure is None:
+            return True
+        raise group.explain_call(self._call, self._awaited, self._peer, seconds, failure)
+
+    def _wait_until(self, deadline: float) -> str | None:
+        """Wait for a part of the time; return why the call is not complete, or None if it is."""
+        part = max(min(deadline - time.monotonic(), self._poll), 0.001)
+        try:
+            self._work.wait(timedelta(seconds=part))
+        except RuntimeError as error:
+            if not is_failure(error):
+                raise
+            return str(error)
+        return None
+
+    def synchronize(self) -> None:
+        """Wait until the call is complete."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether the call is over."""
+        return bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        """Return whether the call is complete and has not failed."""
+        return bool(self._work.is_success())
+
+    def exception(self) -> Any:
+        """Return why the call failed, or None."""
+        return self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that the call writes."""
+        tensors: list[torch.Tensor] = self._work.result()
+        return tensors
+
+    def get_future(self) -> Any:
+        """Return Gloo's future of these tensors."""
+        return self._work.get_future()
+
+    def source_rank(self) -> int:
+        """Return the rank in the group from which a message came."""
+        return int(self._work._source_rank())
+
+    _source_rank = source_rank

@@ -1,0 +1,70 @@
+"""The choice of the implementation of a reproducible all-reduce, by the group's backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm import backend
+from lockstep.comm.bucket import Bucket
+from lockstep.comm.collectives import has_many_ranks
+from lockstep.comm.hosts.all_reduce import HostAllReduce
+from lockstep.comm.native_all_reduce import NativeAllReduce, is_supported, native_backend
+from lockstep.comm.portable_all_reduce import PortableAllReduce
+from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
+from lockstep.kernel.tree import Node
+
+__all__ = ["adds_in_place", "make_all_reduce"]
+
+
+def adds_in_place(
+    device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None
+) -> bool:
+    """Return whether such tensors are added where they were packed, in shared memory."""
+    return is_supported(device, dtype) and (
+        backend.of_group(group) is not None or backend.host_group_of(group) is not None
+    )
+
+
+def make_all_reduce(
+    bucket: Bucket,
+    nodes_by_rank: Sequence[Sequence[Node]],
+    leaves: int,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+    divisor: int = 1,
+    cuts: Sequence[int] = (),
+    compression: str | None = None,
+) -> ReproducibleAllReduce:
+    """Return the reproducible all-reduce of a bucket.
+
+    Args:
+        bucket: The planned bucket; its members refer to tensors by index.
+        nodes_by_rank: The nodes that each rank of the group holds, ascending. Together they cover
+            all leaves.
+        leaves: The number of leaves of the tree.
+        device: The device of the tensors.
+        group: The process group; None is the default group.
+        divisor: The number by which the sum is divided before it is gathered.
+        cuts: The bounds of the ranks' slices. If given, nothing is gathered, and a rank has only
+            the sums of its own slice (backend "lockstep" only).
+        compression: How sums are compressed between hosts, on the backend "lockstep"; see
+            `lockstep.comm.hosts.compression`.
+    """
+    options = divisor, cuts or None, bool(cuts)
+    native = native_backend(device, bucket.dtype, group)
+    if native is not None:
+        made = NativeAllReduce(
+            native, bucket, nodes_by_rank, leaves, dist.get_rank(group), *options
+        )
+        made.fits_messages = (
+            not cuts and not has_many_ranks(group) and made.fits(native.longest_message // 2)
+        )
+        return made
+    hosts = backend.host_group_of(group) if is_supported(device, bucket.dtype) else None
+    if hosts is not None:
+        return HostAllReduce(hosts, bucket, nodes_by_rank, leaves, *options, compression)
+    assert not cuts
+    return PortableAllReduce(bucket, nodes_by_rank, leaves, device, group, divisor)
