@@ -84,9 +84,16 @@ class HostWorkers:
                 self._reported.add(index)
                 yield index, describe_end(outcome), outcome.status
 
-    def close(self, grace: float = GRACE) -> None:
-        """Wait at most `grace` seconds for the workers to exit, and end the others."""
-        until = time.monotonic() + grace
+    def find_failure(self) -> str:
+        """Return how a worker has failed or ended, with its number; empty if none has."""
+        for index, outcome in self.supervisor.outcomes.items():
+            if outcome.status is not None or outcome.error is not None:
+                return f"rank {index} {describe_end(outcome)}"
+        return ""
+
+    def close(self, *, waits: bool) -> None:
+        """End the workers; `waits` gives them some seconds to exit by themselves first."""
+        until = time.monotonic() + (GRACE if waits else 0.0)
         while self.are_running and time.monotonic() < until:
             self.process_events()
         self.supervisor.terminate()

@@ -17,7 +17,6 @@ import threading
 from functools import partial
 
 from lockstep.kernel.errors import RendezvousError, UsageError
-from lockstep.launcher.supervisor import GRACE
 from lockstep.messages import say
 from lockstep.remote.connection import Connection, Message, connect_to_driver
 from lockstep.remote.host_workers import HostWorkers
@@ -69,7 +68,7 @@ class NodeAgent:
                 say(f"serving the driver at {self._driver} with {workers}")
                 self._run_workers(self._welcome)
         finally:
-            self._workers.close(GRACE if self._is_ended else 0)
+            self._workers.close(waits=self._is_ended)
             self._connection.close()
         if self._refusal:
             raise UsageError(f"the driver at {self._driver} refused: {self._refusal}")

@@ -23,9 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.kernel.errors import LockstepError, RankError, RendezvousError, UsageError
-from lockstep.launcher.failure_attribution import describe_end
 from lockstep.launcher.listening_socket import listen
-from lockstep.launcher.supervisor import GRACE
 from lockstep.remote.calls import Calls, make_lost_outcome
 from lockstep.remote.connection import MAX_PAYLOAD, PURPOSE, Connection, Message
 from lockstep.remote.credentials import derive_store_secret
@@ -133,10 +131,8 @@ class WorkerPool:
                 return RankError(worker.error["message"])
             if worker.lost:
                 return RankError(f"rank {worker.rank} {worker.lost} before it had joined")
-        for rank, outcome in self._local.supervisor.outcomes.items():
-            if outcome.status is not None or outcome.error is not None:
-                return RankError(f"rank {rank} {describe_end(outcome)} before it had joined")
-        return None
+        failure = self._local.find_failure()
+        return RankError(f"{failure} before it had joined") if failure else None
 
     # --- calls ------------------------------------------------------------------------------
 
@@ -235,7 +231,7 @@ class WorkerPool:
             connection.post({"kind": "refused", "reason": reason})
 
     def _print_output(self, rank: str, message: Message) -> None:
-        for line in bytes(message["payload"]).decode().splitlines():
+        for line in bytes(message.get("payload", b"")).decode().splitlines():
             self.output.put(message["stream"], f"[{rank}] {line}\n")
 
     def _on_lost(self, connection: Connection, reason: str) -> None:
@@ -294,7 +290,7 @@ class WorkerPool:
     def _finish(self) -> None:
         for connection in self._roster.connections:
             connection.post({"kind": "end"})
-        self._local.close(0 if self.calls.pending() else GRACE)
+        self._local.close(waits=not self.calls.pending())
         self._listener.close()
         for connection in self._roster.connections:
             connection.close()
