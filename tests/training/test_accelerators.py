@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import averaging
 import lockstep as ls
 import models
+from lockstep.data_parallel.gradient_reducer import BucketExchange
 from lockstep.kernel.norm import BLOCK
 from simulated import ranks as simulated
 
@@ -274,15 +275,14 @@ def test_gradients_of_several_streams_are_complete_before_they_are_sent():
 def test_buckets_are_exchanged_while_backward_runs():
     def train_watched():
         trainer = ls.Trainer(Forked(), nn.CrossEntropyLoss(), SGD)
-        reducer = trainer._executor._gradients
         launched = []
-        original = reducer.launch_next
+        original = BucketExchange.launch_next
 
-        def launch_next():
+        def launch_next(exchange):
             launched.append(torch._C._current_graph_task_id() >= 0)
-            original()
+            original(exchange)
 
-        reducer.launch_next = launch_next
+        BucketExchange.launch_next = launch_next
         for batch in models.row_batches([16, 16, 16]):
             trainer.step(batch)
         return launched
