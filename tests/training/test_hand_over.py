@@ -86,7 +86,7 @@ def train(folder, member, lose=lambda steps, trainer: None, *, checkpoint=None):
         checkpoint=checkpoint, progress=False,
     )  # fmt: skip
     member.trainer = trainer
-    trainer._run.take_part(member)
+    trainer._run.safe_points.take_part(member, trainer._run)
     drawn, seen = {}, []
     for epoch in range(2):
         for batch in trainer.batches(data(), 10, epoch=epoch):
@@ -122,8 +122,8 @@ def test_what_is_handed_over_continues_with_the_same_bits(
             if moment == "after":  # the step was committed: the rest of the body is executed
                 member.hand_over_folder = state
             else:
-                assert trainer._run.can_hand_over
-                trainer._run.hand_over(state)
+                assert trainer._run.safe_points.can_hand_over
+                trainer._run.safe_points.hand_over(state)
                 raise Replaced
 
     with pytest.raises(Replaced):
@@ -151,7 +151,7 @@ def test_what_the_script_changes_before_a_step_prevents_the_hand_over(world_of_o
     config = ls.CheckpointConfig(stateful={"meter": meter})
 
     def lose(at, trainer):
-        run = trainer._run
+        run = trainer._run.safe_points
         if at != "before":
             possible.append((at, trainer.steps, run.can_hand_over))
             return
@@ -185,13 +185,13 @@ def test_a_second_trainer_must_be_registered(world_of_one, tmp_path, monkeypatch
             network(), nn.CrossEntropyLoss(), ADAMW, loggers=[], checkpoint=config, progress=False
         )
         member.trainer = trainer
-        other._run.take_part(member)
-        trainer._run.take_part(member)
+        other._run.safe_points.take_part(member, other._run)
+        trainer._run.safe_points.take_part(member, trainer._run)
         return trainer, other
 
     trainer, other = build(is_registered=False)
     for _ in trainer.batches(data(), 20):
-        assert not trainer._run.can_hand_over
+        assert not trainer._run.safe_points.can_hand_over
     trainer.finish()
     del trainer, other
 
@@ -199,9 +199,9 @@ def test_a_second_trainer_must_be_registered(world_of_one, tmp_path, monkeypatch
     digests = []
     for batch in trainer.batches(data(), 20, epoch=0):
         if trainer.steps == 1:
-            assert trainer._run.can_hand_over
+            assert trainer._run.safe_points.can_hand_over
             digests = [trainer.digest(), other.digest()]
-            trainer._run.hand_over(state)
+            trainer._run.safe_points.hand_over(state)
         trainer.step(batch)
         other.step((torch.ones(8, 6), torch.zeros(8, dtype=torch.int64)))
     del trainer, other
@@ -274,7 +274,7 @@ def test_a_state_that_cannot_be_written_is_said_and_left(world_of_one, tmp_path,
 
     def lose(at, trainer):
         if at == "before" and trainer.steps == 1:
-            trainer._run.hand_over(tmp_path / "file")
+            trainer._run.safe_points.hand_over(tmp_path / "file")
 
     train(tmp_path / "run", Member(), lose)
     said = capsys.readouterr().err
@@ -302,7 +302,7 @@ def test_modules_that_the_body_has_changed_are_handed_over(world_of_one, tmp_pat
         if (at, trainer.steps) == ("after", 3):
             change(trainer)
         if (at, trainer.steps) == ("before", 5) and state.exists():
-            trainer._run.hand_over(state)
+            trainer._run.safe_points.hand_over(state)
             raise Replaced
 
     state = tmp_path / "state"
@@ -320,9 +320,9 @@ def test_nothing_is_handed_over_if_the_body_has_changed_a_module(world_of_one, t
 
     def lose(at, trainer):
         if (at, trainer.steps) == ("before", 5):
-            seen.append(trainer._run.can_hand_over)
+            seen.append(trainer._run.safe_points.can_hand_over)
             trainer.model[2].p *= 0.5
-            seen.append(trainer._run.can_hand_over)
+            seen.append(trainer._run.safe_points.can_hand_over)
 
     train(tmp_path / "run", Member(), lose)
     assert seen == [True, False]

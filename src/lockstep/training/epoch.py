@@ -49,7 +49,7 @@ class Epoch(Batches):
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over the remaining batches of the epoch."""
-        with stopping(self._finish, self._run.abandon):
+        with stopping(self._finish, self._run.safe_points.abandon):
             if not (self._is_given or self._is_loaded):
                 self.epoch = self._position.next_epoch
             self._position.epoch, self._position.next_epoch = self.epoch, self.epoch + 1
@@ -64,7 +64,7 @@ class Epoch(Batches):
                 if is_caught_up:
                     self.agree = None  # the other ranks have already compared their data
                 else:
-                    self._run.reach_safe_point(epoch, ask=True)
+                    self._run.safe_points.reach(epoch, ask=True)
                 for batch in super().__iter__():
                     self._run.yielded(epoch)
                     yield batch
@@ -73,7 +73,7 @@ class Epoch(Batches):
             finally:
                 self.agree = agree
                 self._run.end_epoch(epoch)
-            self._run.reach_safe_point()
+            self._run.safe_points.reach()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume the next iteration from a saved position, in its epoch if none was given."""

@@ -68,7 +68,7 @@ class RoundEntry:
         self._position, self._history, self._run = position, history, run
         self._promote = promote
         self._batches: WeakSet[Batches] = WeakSet()
-        run.take_part(member)
+        run.safe_points.take_part(member, run)
         member.enroll(self)
 
     def follow(self, batches: Batches) -> None:
@@ -83,7 +83,7 @@ class RoundEntry:
     @property
     def can_hand_over(self) -> bool:
         """Whether this rank can write its state now, for a process that replaces it."""
-        return self._run.can_hand_over
+        return self._run.safe_points.can_hand_over
 
     @property
     def place(self) -> tuple[int, int]:
@@ -92,11 +92,11 @@ class RoundEntry:
 
     def hand_over(self, folder: Path) -> None:
         """Write this rank's part of the state, as it was at the latest safe point."""
-        self._run.hand_over(folder)
+        self._run.safe_points.hand_over(folder)
 
     def leave(self) -> None:
         """Abandon the checkpoint that is being written, before this process ends."""
-        self._run.abandon()
+        self._run.safe_points.abandon()
 
     def enter_round(self, new: Round) -> None:
         """Apply the layout of a round whose group this process has joined."""

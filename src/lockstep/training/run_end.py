@@ -121,7 +121,7 @@ class RunEnd:
         if self._is_finished or self._run is None or has_left:
             return
         self._is_finished = True
-        self._run.report_saved()
+        self._run.safe_points.report_saved()
         if state == "done" and self._history.failures:
             state, message = "failed", self._history.failures[-1]
         self._write(state, message, has_digests=not self._has_stages)

@@ -7,8 +7,8 @@ from typing import Any
 from lockstep.elastic.membership import Membership
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import CommittedStep, StepHook
-from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.run_checkpoints import RunCheckpoints
+from lockstep.training.safe_points import SafePoints
 
 __all__ = ["CheckpointRequests", "JoinRequests", "ManualStepLog"]
 
@@ -18,13 +18,13 @@ class CheckpointRequests(StepHook):
 
     Args:
         checkpoints: The checkpoints of the run.
-        run: The run, which saves them at the next safe point.
+        safe_points: The next safe point saves them.
     """
 
     name = "checkpoint"
 
-    def __init__(self, checkpoints: RunCheckpoints, run: ResumableRun) -> None:
-        self._checkpoints, self._run = checkpoints, run
+    def __init__(self, checkpoints: RunCheckpoints, safe_points: SafePoints) -> None:
+        self._checkpoints, self._safe_points = checkpoints, safe_points
         self._is_due = False
 
     def begin(self, step: StepContext, batch: Any) -> None:
@@ -43,7 +43,7 @@ class CheckpointRequests(StepHook):
         """Let the run save a checkpoint, or stop, at the next safe point."""
         is_due, signal = committed.summary.hooks[self.name]
         self._checkpoints.note_step(is_due, signal, committed.step.number + 1)
-        self._run.report_saved()
+        self._safe_points.report_saved()
 
 
 class JoinRequests(StepHook):
@@ -51,13 +51,13 @@ class JoinRequests(StepHook):
 
     Args:
         member: This process.
-        run: The run, which lets them at the next safe point.
+        safe_points: The next safe point lets them.
     """
 
     name = "join_round"
 
-    def __init__(self, member: Membership, run: ResumableRun) -> None:
-        self._member, self._run = member, run
+    def __init__(self, member: Membership, safe_points: SafePoints) -> None:
+        self._member, self._safe_points = member, safe_points
         self._round = -1
 
     def begin(self, step: StepContext, batch: Any) -> None:
@@ -71,16 +71,16 @@ class JoinRequests(StepHook):
 
     def report(self, committed: CommittedStep) -> None:
         """Let the round end at the next safe point."""
-        self._run.ending_round = committed.summary.hooks[self.name]
+        self._safe_points.ending_round = committed.summary.hooks[self.name]
 
 
 class ManualStepLog(StepHook):
     """The hook that logs manual steps, so that a resumed script does not repeat them unnoticed."""
 
-    def __init__(self, run: ResumableRun) -> None:
-        self._run = run
+    def __init__(self, safe_points: SafePoints) -> None:
+        self._safe_points = safe_points
 
     def report(self, committed: CommittedStep) -> None:
         """Log a manual step."""
         if committed.is_manual:
-            self._run.note_manual_step()
+            self._safe_points.note_manual_step()

@@ -209,6 +209,6 @@ class StepOperation:
             raise
 
     def _fail(self, attempt: Attempt, error: BaseException) -> None:
-        self._run.abandon()
+        self._run.safe_points.abandon()
         attempt.fail(error)
         self._history.failures[:] = [f"{type(error).__name__}: {error}"]

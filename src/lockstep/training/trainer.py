@@ -294,11 +294,11 @@ class Trainer:
             hooks.append(LossCheckHook(modules))
         hooks.append(StepUsage())
         if checkpoints is not None:
-            hooks.append(CheckpointRequests(checkpoints, self._run))
+            hooks.append(CheckpointRequests(checkpoints, self._run.safe_points))
         if checkpoints is not None or member is not None:
-            hooks.append(ManualStepLog(self._run))
+            hooks.append(ManualStepLog(self._run.safe_points))
         if member is not None:
-            hooks.append(JoinRequests(member, self._run))
+            hooks.append(JoinRequests(member, self._run.safe_points))
         return [*hooks, self.history]
 
     def _exchange_statuses(
@@ -402,7 +402,7 @@ class Trainer:
             StateError: Forward wrote to a parameter, or to other state that it may not change.
             DisagreementError: Ranks take different steps, or train on different batches.
         """
-        with stopping(self.finish, self._run.abandon):
+        with stopping(self.finish, self._run.safe_points.abandon):
             return self._run.call_step(batch, partial(self._steps.take, batch))
 
     def manual_step(self) -> ManualStep:
@@ -483,7 +483,7 @@ class Trainer:
         def evaluate() -> dict[str, Any]:
             return run_transaction(prepare, commit, keep_sampler(options.get("sampler")))
 
-        with stopping(self.finish, self._run.abandon):
+        with stopping(self.finish, self._run.safe_points.abandon):
             return Evaluation(**self._run.evaluate(make_batches(), evaluate, ema=ema))
 
     def finish(self, state: str = "done", message: str | None = None) -> None:
@@ -616,7 +616,7 @@ class Trainer:
                 state, group = self._state.model_state(ema=ema), self.parallel.group
                 run_transaction(lambda: save_from_rank0(Path(path), state, group), lambda _: None)
 
-        with stopping(self.finish, self._run.abandon):
+        with stopping(self.finish, self._run.safe_points.abandon):
             self._run.call("save", save)
 
     # --- checkpoints --------------------------------------------------------------------

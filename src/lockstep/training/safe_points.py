@@ -1,0 +1,237 @@
+"""Safe points: where a script can be continued, its state is saved or handed over.
+
+These are between two batches of the outermost loop of a script, and after a call outside of any
+loop over batches.
+
+    at a safe point     a checkpoint is saved if one is due, or if a rank was asked to stop
+                        members of an elastic run join and leave
+                        the state is handed over if this process is replaced
+    within an operation the state of the latest safe point is handed over, if it still exists
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from lockstep.checkpoint.stop_request import StoppedOnRequest
+from lockstep.checkpoint.writer import SavedCheckpoint
+from lockstep.elastic.membership import Membership
+from lockstep.kernel.errors import FileError, UsageError
+from lockstep.launcher.rank_process import report_to_launcher
+from lockstep.messages import say
+from lockstep.training.hand_over import HandOver
+from lockstep.training.history import History
+from lockstep.training.run_checkpoints import RunCheckpoints
+from lockstep.training.script_log import OpenEpoch
+from lockstep.training.script_position import ScriptPosition
+
+__all__ = ["SafePoints"]
+
+
+class SafePoints:
+    """What happens at the safe points of a script.
+
+    Args:
+        position: The position of the script.
+        history: The history, to which the lines about checkpoints are written.
+        checkpoints: The checkpoints of the run; None for a trainer without them.
+        member: This process as a member of an elastic run; None outside of one.
+
+    Attributes:
+        ending_round: The round at whose end, as rank 0 has reported, members join or leave; -1 for
+            none.
+        saves: The number of checkpoints that were begun.
+    """
+
+    def __init__(
+        self,
+        position: ScriptPosition,
+        history: History,
+        checkpoints: RunCheckpoints | None,
+        member: Membership | None,
+    ) -> None:
+        self._position, self._history = position, history
+        self._checkpoints, self._member = checkpoints, member
+        self.ending_round, self.saves = -1, 0
+        self._hand_over: HandOver | None = None
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether the script may be continued by another process."""
+        return self._checkpoints is not None or self._hand_over is not None
+
+    def reach(self, epoch: OpenEpoch | None = None, *, ask: bool = False) -> None:
+        """Note that the script can be continued from here, and save a checkpoint if one is due.
+
+        Args:
+            epoch: The iteration whose loop the script is in; None outside of loops over batches.
+            ask: Whether the ranks exchange whether one of them was asked to stop.
+
+        Raises:
+            StoppedOnRequest: On every rank, if one of them was asked to stop.
+        """
+        if self._position.is_inside(epoch):
+            return
+        self._hand_over_if_wanted(epoch)
+        if self._position.is_replaying:
+            return
+        if self._checkpoints is not None:
+            self._save_if_wanted(self._checkpoints, ask)
+        member = self._member
+        if member is not None and self.ending_round == member.round:  # not outdated by a loss
+            self.ending_round = -1
+            self.note(epoch)  # processes that cannot stay hand over
+            member.admit()
+        self.note(epoch)  # last, since saving a checkpoint performs operations
+
+    def note(self, epoch: OpenEpoch | None = None) -> None:
+        """Note that the script can be continued from here, unless it is inside of a loop."""
+        self._hand_over_if_wanted(epoch)
+        if self._hand_over is not None and self._position.is_safe(epoch):
+            self._hand_over.note_safe_point()
+
+    def note_manual_step(self) -> None:
+        """Log a step whose micro-batches the script computed itself."""
+        self._position.log.record_manual_step(self._position.steps)
+
+    def note_if_outdated(self, epoch: OpenEpoch) -> None:
+        """Note a safe point if the ranks have completed an operation since the latest one."""
+        if self._hand_over is not None and self._hand_over.is_outdated:
+            self.note(epoch)
+
+    # --- saving -------------------------------------------------------------------------------
+
+    def _save_if_wanted(self, checkpoints: RunCheckpoints, ask: bool) -> None:
+        if ask:
+            checkpoints.agree_to_stop()
+        if checkpoints.is_mirror_wanted:
+            self._save(checkpoints, is_mirror=True)
+        if not checkpoints.is_wanted:
+            return
+        if not checkpoints.is_stopping:
+            self._save(checkpoints)
+        else:
+            steps = self._position.steps
+            saved = self._save_and_wait(checkpoints)
+            message = f"stopped on request after step {steps}"
+            if saved is not None:
+                message += f"; checkpoint: {os.path.relpath(saved.path)}"
+                say(message)
+            raise StoppedOnRequest(message)
+
+    def save_to(self, checkpoints: RunCheckpoints, path: Path) -> None:
+        """Save a checkpoint to a folder that the user chose, and wait until it is complete."""
+        checkpoints.require_free(path)
+        if not self._position.is_replaying:
+            self._save_and_wait(checkpoints, path.absolute())
+
+    def _save_and_wait(
+        self, checkpoints: RunCheckpoints, path: Path | None = None
+    ) -> SavedCheckpoint | None:
+        """Save a checkpoint, again if the rank that writes it is lost; return it on rank 0."""
+        is_there = False
+        while not is_there:
+            self._save(checkpoints, path)
+            is_there, saved = checkpoints.wait(self._position.steps)
+        return saved
+
+    def abandon(self) -> None:
+        """Abandon the checkpoint that is being written."""
+        if self._checkpoints is not None:
+            self._checkpoints.abandon()
+            self._position.saved = (-1, -1)
+
+    def finish(self, state: str) -> FileError | UsageError | None:
+        """Save the last checkpoint of a training that is done; called on every rank.
+
+        Returns:
+            On every rank, the error if it could not be saved, or if a resumed script ended before
+            it reached the position of the interrupted one.
+        """
+        checkpoints = self._checkpoints
+        if checkpoints is None:
+            return None
+        try:
+            if state == "done" and checkpoints.is_open:
+                self._position.log.require_finished()
+                is_saved = self._position.saved == self._position.current
+                if not (is_saved and checkpoints.wait(self._position.steps)[0]):
+                    self._save_and_wait(checkpoints)
+            elif state == "failed":
+                self.abandon()
+        except (FileError, UsageError) as error:
+            return error
+        finally:
+            checkpoints.close()
+            checkpoints.report(self._history)
+        return None
+
+    def report_saved(self) -> None:
+        """Write the completed checkpoints to the record."""
+        if self._checkpoints is not None:
+            self._checkpoints.report(self._history)
+
+    def _save(
+        self, checkpoints: RunCheckpoints, path: Path | None = None, *, is_mirror: bool = False
+    ) -> None:
+        if not is_mirror:
+            checkpoints.writer.wait()
+        checkpoints.report(self._history)
+        begun = time.perf_counter()
+        self.saves += 1
+        position = self._position.describe()
+        is_sharded = self._position.state.placement is not None
+        local = self._position.state.local_state()
+        if path is None and not is_mirror:
+            self._position.saved = self._position.current
+        arguments = (local, position, position["steps"], self.saves, is_sharded, path, begun)
+        checkpoints.save(*arguments, is_mirror=is_mirror)
+
+    # --- handing over -------------------------------------------------------------------------
+
+    def take_part(self, member: Membership, run: object) -> None:
+        """Prepare to hand over the state, as a member of an elastic run.
+
+        Args:
+            member: This process.
+            run: The run, by which its trainer is found among the registered objects of others.
+        """
+        stateful = {} if self._checkpoints is None else self._checkpoints.stateful
+        state = self._position.state
+        self._hand_over = HandOver(member, state, stateful, run, state.device)
+
+    @property
+    def can_hand_over(self) -> bool:
+        """Whether this rank can write the state from before the operation that the script is in."""
+        is_here = not self._position.is_replaying
+        return self._hand_over is not None and is_here and self._hand_over.is_possible
+
+    def hand_over(self, folder: Path, *, is_now: bool = False) -> None:
+        """Write this rank's part of the state, for a process of the next round.
+
+        Args:
+            folder: The folder to write to.
+            is_now: Whether the script is at a safe point now; False: it is in the first operation
+                after one.
+        """
+        assert self._hand_over is not None, "only members of an elastic run hand over"
+        self.abandon()
+        try:
+            common = self._position.describe() | {"backlog": self._history.backlog}
+            self._hand_over.write(folder, common, self._position.state.part, is_now)
+        except (FileError, UsageError) as error:
+            say(f"the state cannot be handed over: {error}")
+        else:
+            checkpoints = self._checkpoints
+            place = str(checkpoints.folder) if checkpoints and checkpoints.is_open else ""
+            report_to_launcher({"kind": "handed_over", "checkpoints": place})
+
+    def _hand_over_if_wanted(self, epoch: OpenEpoch | None) -> None:
+        """Hand over the state and leave, if the script can be continued from here."""
+        if self._hand_over is None or not self._position.is_safe(epoch):
+            return
+        if (folder := self._hand_over.member.hand_over_folder) is not None:
+            self.hand_over(folder, is_now=True)
+            self._hand_over.member.leave()
