@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from lockstep.launcher.world import World
-from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline import profiler
 from lockstep.pipeline.profiler import profile_blocks
+from lockstep.training.parallel_setup import make_parallel_context
 
 
 class Clock:
@@ -40,7 +40,7 @@ def clock(monkeypatch):
 
 def profile(blocks, recompute=False):
     alone = World(0, 1, 0, 1, 0, torch.device("cpu"), "gloo")
-    parallel = ParallelContext.from_world(
+    parallel = make_parallel_context(
         alone, 1, lambda *_: None, None, None, (), activation_checkpointing=recompute
     )
     named = {str(number): block for number, block in enumerate(blocks)}

@@ -15,9 +15,8 @@ from lockstep.checkpoint.folder import find_checkpoints
 from lockstep.elastic.restart_source import RestartSource, find_restart_source
 from lockstep.launcher.environment import HANDOVER, MIRROR, ROUND
 from lockstep.launcher.run_folder import RESUME
-from lockstep.model import step_context
 from lockstep.record.reader import read_run
-from lockstep.training import hand_over
+from lockstep.training import attempts, hand_over
 from processes import restoring_handlers
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -34,7 +33,7 @@ def begin_process():
     """Let a script find what it would in a new process."""
     hand_over._made = 0
     hand_over._known.clear()
-    step_context._trainers = 0
+    attempts._trainers = 0
 
 
 class Replaced(BaseException):

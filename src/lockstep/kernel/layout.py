@@ -69,6 +69,10 @@ class Layout(Protocol):
     peers: dist.ProcessGroup | None
     messages: Messages
 
+    @property
+    def make_buffer_exchange(self) -> Callable[[], BufferExchange]:
+        """A function that returns the exchange of the ranks that hold the same buffers."""
+
     def split(self, batch: Any) -> Batch:
         """Return this rank's part of a batch from a loader, or of a whole batch."""
 
@@ -77,6 +81,3 @@ class Layout(Protocol):
 
     def place(self, step: int, microbatch: int) -> str:
         """Return the rank, the step and the micro-batch, for messages."""
-
-    def make_buffer_exchange(self) -> BufferExchange:
-        """Return the exchange of the ranks that hold the same buffers."""

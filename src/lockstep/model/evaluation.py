@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lockstep.comm.collectives import all_reduce_messages
-from lockstep.data.microbatch import Batch, Microbatch
+from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import LossError, StoppedError, UsageError
 from lockstep.kernel.exact_sum import (
@@ -204,13 +203,12 @@ def combine_scores(
         StoppedError: The evaluation failed on a rank. Raised on every rank.
         LossError: The weights of all samples sum to 0.
     """
-    found = all_reduce_messages(
+    found = parallel.messages.reduce(
         EvaluationSums.of(rows, failure),
         EvaluationSums.merge,
         EvaluationSums.pack,
         EvaluationSums.unpack,
         "evaluating",
-        parallel.group,
     )
     if found.failure:
         raise StoppedError(f"rank {parallel.rank} stopped because {found.failure}")

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lockstep.comm import backend
 from lockstep.data.content_hash import hash_content
 from lockstep.data.microbatch import map_tensors, split_batch
 from lockstep.kernel.batch import Batch, BatchIdentity, Microbatch
-from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.kernel.buffers import BufferExchange
 from lockstep.kernel.layout import Messages
 from lockstep.kernel.loss_scale import LossScale
-from lockstep.kernel.loss_weights import WeightFunction, infer_weight_function
-from lockstep.kernel.splitting import Hosts, ReplicaShare, on_one_host
+from lockstep.kernel.loss_weights import WeightFunction
+from lockstep.kernel.splitting import Hosts, ReplicaShare
 from lockstep.kernel.step_context import NOTHING
-from lockstep.launcher.world import World
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
-from lockstep.model.buffer_exchange import GroupExchange
-from lockstep.model.collective_calls import CollectiveCallGuard, wrap_collective_calls
-from lockstep.model.group_exchange import GroupMessages
+from lockstep.model.collective_calls import CollectiveCallGuard
 
 __all__ = ["ParallelContext"]
 
@@ -54,6 +49,8 @@ class ParallelContext:
     group: dist.ProcessGroup | None
     peers: dist.ProcessGroup | None
     hosts: Hosts
+    messages: Messages
+    make_buffer_exchange: Callable[[], BufferExchange]
     compression: str | None = None
     extra_modules: tuple[nn.Module, ...] = ()
     activation_checkpointing: bool = False
@@ -63,64 +60,18 @@ class ParallelContext:
     def __post_init__(self) -> None:
         """Keep what every step or micro-batch asks for."""
         self._device_type = self.device.type
-        self.messages: Messages = GroupMessages(self.group)
         self._share: ReplicaShare | None = None
 
-    @classmethod
-    def from_world(
-        cls,
-        world: World,
-        microbatches: int,
-        loss: Callable[..., Any] | None,
-        loss_weight: WeightFunction | None,
-        autocast_dtype: torch.dtype | None,
-        extra_modules: Sequence[nn.Module],
-        stages: int = 1,
-        activation_checkpointing: bool = False,
-    ) -> ParallelContext:
-        """Return the context of a trainer on this rank.
+    def enter(self, rank: int, hosts: Hosts) -> None:
+        """Apply the layout of another round; only possible without stages.
 
-        A replica consists of `stages` consecutive ranks, each with its part of the model.
-
-        Raises:
-            LayoutError: The layout is impossible.
-            UsageError: The loss has parameters, or the dtype is not supported.
+        Args:
+            rank: The rank.
+            hosts: The replicas of each host.
         """
-        wrap_collective_calls()
-        _check_stages(world.world_size, stages, extra_modules)
-        _check(world.world_size // stages, microbatches, autocast_dtype)
-        if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
-            raise UsageError(
-                f"the loss {type(loss).__name__} has parameters, which would not be trained: make "
-                "it a part of the model, which then returns its loss (loss=None)"
-            )
-        return cls(
-            microbatches=microbatches,
-            rank=world.rank,
-            replicas=world.world_size // stages,
-            replica=world.rank // stages,
-            stages=stages,
-            position=world.rank % stages,
-            device=world.device,
-            threads=torch.get_num_threads(),
-            loss=loss,
-            loss_weight=loss_weight or infer_weight_function(loss),
-            autocast_dtype=None if autocast_dtype == torch.float32 else autocast_dtype,
-            group=None,
-            peers=_peers(world, stages),
-            hosts=_hosts(world.world_size, stages),
-            compression=world.compression,
-            extra_modules=tuple(extra_modules),
-            activation_checkpointing=activation_checkpointing,
-            loss_scale=LossScale() if autocast_dtype == torch.float16 else None,
-        )
-
-    def enter(self, rank: int, world_size: int) -> None:
-        """Apply the layout of another round; only possible without stages."""
         assert self.stages == 1, "stages are replaced, not continued in place"
         self.rank = self.replica = rank
-        self.replicas = world_size
-        self.hosts = _hosts(world_size, 1)
+        self.replicas, self.hosts = sum(map(len, hosts)), hosts
         self._share = None
 
     def make_checkpointing(self, blocks: Mapping[str, nn.Module]) -> ActivationCheckpointing:
@@ -180,10 +131,6 @@ class ParallelContext:
         with CollectiveCallGuard(lambda: place):
             return float(self.loss_weight(microbatch.data))
 
-    def make_buffer_exchange(self) -> GroupExchange:
-        """Return the exchange of the ranks that hold the same buffers."""
-        return GroupExchange(self.peers)
-
     def place(self, step: int, microbatch: int) -> str:
         """Return the rank, the step and the micro-batch, for messages."""
         return f"rank {self.rank}, step {step}, micro-batch {microbatch}"
@@ -210,67 +157,3 @@ class ParallelContext:
             return data
         kinds = (torch.Tensor, PackedSequence)  # the sizes in the latter stay on the CPU
         return map_tensors(lambda part: part.to(self.device, non_blocking=True), data, kinds)
-
-
-def _check(replicas: int, microbatches: int, autocast_dtype: torch.dtype | None) -> None:
-    if microbatches < 1:
-        raise LayoutError(f"microbatches={microbatches}: a batch is split into at least one")
-    if replicas > microbatches:
-        raise LayoutError(
-            f"{replicas} replicas share {microbatches} micro-batches, so some would have none: "
-            f"start at most {microbatches} ranks, or train with microbatches={replicas} or more "
-            "(which changes the bits)"
-        )
-    if autocast_dtype not in (None, torch.float32, torch.bfloat16, torch.float16):
-        raise UsageError(
-            "autocast_dtype must be torch.bfloat16, torch.float16 or torch.float32, not "
-            f"{autocast_dtype}"
-        )
-
-
-def _check_stages(ranks: int, stages: int, extra_modules: Sequence[nn.Module]) -> None:
-    if stages < 1:
-        raise LayoutError(f"stages={stages}: expected at least one")
-    if ranks % stages:
-        raise LayoutError(
-            f"{ranks} rank(s) cannot hold replicas of {stages} stages, one rank each: start "
-            f"{stages} ranks, or a multiple of that"
-        )
-    if stages > 1 and extra_modules:
-        raise LayoutError(
-            "extra_modules, which a manual step calls in addition to the model, cannot be split "
-            "into stages: train them with stages=1"
-        )
-
-
-def _hosts(ranks: int, stages: int) -> Hosts:
-    """Return the replicas of each host; a replica belongs to the host of its first rank."""
-    group = backend.host_group_of(None) if dist.is_initialized() else None
-    if group is None:
-        return on_one_host(ranks // stages)
-    found: dict[int, list[int]] = {}
-    for replica in range(ranks // stages):
-        found.setdefault(group.map.host_of(replica * stages), []).append(replica)
-    return tuple(tuple(replicas) for replicas in found.values())
-
-
-_groups: WeakKeyDictionary[Any, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
-"""For each world, the group of the ranks with the same stages as this one, by number of stages."""
-
-
-def _peers(world: World, stages: int) -> dist.ProcessGroup | None:
-    """Return the group of the ranks with the same stages; None for all ranks.
-
-    All trainers with the same number of stages use one group, since each group keeps a thread,
-    descriptors and memory until the world ends.
-    """
-    if stages == 1:
-        return None
-    known = _groups.setdefault(dist.group.WORLD, {})
-    if stages not in known:
-        groups: list[dist.ProcessGroup] = [
-            dist.new_group(list(range(position, world.world_size, stages)))
-            for position in range(stages)
-        ]
-        known[stages] = groups[world.rank % stages]
-    return known[stages]

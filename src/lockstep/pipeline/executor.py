@@ -21,7 +21,6 @@ from lockstep.kernel.step_context import StepContext
 from lockstep.model.deferred_init import named_tensors, release
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import Metric
-from lockstep.model.held_parameters import HeldParameters
 from lockstep.model.side_effects import StateMutationCheck
 from lockstep.model.static_shapes import static_shapes
 from lockstep.pipeline.composition import Composition
@@ -47,7 +46,7 @@ class PipelineExecutor:
         copies: Copies of the model, such as its average, which are partitioned in the same way.
         metrics: Functions of (outputs, targets) by name.
         seed: The seed of all random numbers.
-        held: What the trainer holds.
+        state_check: The check of what a step may not change, which gets this rank's modules.
 
     Attributes:
         placement: The stages that hold each tensor; None before the model is partitioned.
@@ -63,11 +62,10 @@ class PipelineExecutor:
         copies: Sequence[nn.Module],
         metrics: Mapping[str, Metric],
         seed: int,
-        held: HeldParameters,
+        state_check: StateMutationCheck,
     ) -> None:
         self._partitioner, self._module, self._copies = partitioner, module, list(copies)
-        self._metrics, self._seed, self._held = metrics, seed, held
-        self.side_effects = StateMutationCheck({}, held)
+        self._metrics, self._seed, self._state_check = metrics, seed, state_check
         self._pipeline: Pipeline | None = None
         self._running: ScheduleExecutor | None = None
         self.placement: Placement | None = None
@@ -154,7 +152,7 @@ class PipelineExecutor:
         """Build this rank's stages, and free the rest of the model."""
         placement = Placement.from_model(self._partitioner.parallel, plan.partition, self._module)
         pipeline = self._build_pipeline(plan, placement)
-        self.side_effects.watch(pipeline.modules())
+        self._state_check.watch(pipeline.modules())
         pipeline.find_views(
             {
                 name: tensor
@@ -164,7 +162,7 @@ class PipelineExecutor:
         )
         for module in (self._module, *self._copies):
             release(module, placement.is_local)
-        self._held.take_memory()
+        self._state_check.held.take_memory()
         self.placement, self._composition, self._pipeline = placement, plan.composition, pipeline
         named = list(self._module.named_parameters())
         self.parameters = [tensor for name, tensor in named if placement.is_local(name)]

@@ -15,19 +15,20 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from lockstep.data.microbatch import Microbatch
-from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.kernel.batch import Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.loss_root import LossRoot
+from lockstep.kernel.parts import GradientSums
 from lockstep.kernel.rng_scopes import RngScopes
+from lockstep.kernel.splitting import Hosts
 from lockstep.kernel.step_context import NOTHING, ComputedMicrobatch, StepContext, StepFailure
 from lockstep.kernel.step_hooks import StepResult
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
@@ -36,7 +37,40 @@ from lockstep.model.forward import explain_batch_norm
 from lockstep.model.loss_shares import start_batch
 from lockstep.model.parallel_context import ParallelContext
 
-__all__ = ["ManualStep", "MicrobatchLoop"]
+__all__ = ["CollectedGradients", "ManualStep", "MicrobatchLoop"]
+
+
+class CollectedGradients(GradientSums, Protocol):
+    """The sums of gradients, while micro-batches are added to them."""
+
+    @property
+    def failure(self) -> str:
+        """Why the gradients cannot be added; "" if they can."""
+
+    @property
+    def can_launch_early(self) -> bool:
+        """Whether sums may be exchanged while the last backward pass runs."""
+
+    def enter_group(self) -> None:
+        """Discard the plans for the ranks of an earlier group."""
+
+    def begin(self, leaves: int, hosts: Hosts, announce: Callable[[], object] | None) -> None:
+        """Start a step of `leaves` micro-batches; `announce` compares it with other ranks."""
+
+    def skip(self, microbatch: int) -> None:
+        """Leave out a micro-batch that is not computed."""
+
+    def current(self) -> dict[str, torch.Tensor]:
+        """Return the gradients in `.grad` by the names of their parameters."""
+
+    def accumulate(self, microbatch: int) -> None:
+        """Add the gradients in `.grad` as those of a micro-batch."""
+
+    def watch_backward(self, loss: torch.Tensor, microbatch: int) -> AbstractContextManager[None]:
+        """Return the context of this rank's last backward pass."""
+
+    def launch_remaining(self) -> None:
+        """Begin to exchange the sums that are complete."""
 
 
 class MicrobatchLoop:
@@ -48,7 +82,7 @@ class MicrobatchLoop:
         parallel: ParallelContext,
         units: RngScopes,
         buffers: Buffers,
-        gradients: GradientReducer,
+        gradients: CollectedGradients,
         checkpointing: ActivationCheckpointing,
     ) -> None:
         self.step, self._parallel = step, parallel

@@ -36,11 +36,13 @@ from lockstep.model.memory_overlap import (
     find_views,
 )
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.side_effects import StateMutationCheck
 from lockstep.pipeline.executor import PipelineExecutor
 from lockstep.pipeline.partition import Placement
 from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.optimization import Optimization
+from lockstep.training.parallel_setup import make_parallel_context
 from lockstep.training.shared_storage import share_parameters
 from lockstep.training.trainer_arguments import Model, TrainerArguments
 from lockstep.training.unsupported_modules import reject_unsupported_modules
@@ -61,6 +63,7 @@ class ModelSetup:
         optimization: The optimizer, the scheduler and the average of the weights.
         hyperparameters: The settings that ranks compare in every step.
         executor: The executor, which computes the micro-batches.
+        state_check: The check of what a step may not change.
         settings: The description of the model and the optimizer, which ranks have compared.
     """
 
@@ -71,6 +74,7 @@ class ModelSetup:
     optimization: Optimization
     hyperparameters: HyperparameterCheck
     executor: WholeModelExecutor | PipelineExecutor
+    state_check: StateMutationCheck
     settings: dict[str, str]
 
 
@@ -89,7 +93,7 @@ def set_up_model(
         LayoutError: The model cannot be trained in this layout.
         DisagreementError: Models or optimizers differ between ranks; raised on every rank.
     """
-    parallel = ParallelContext.from_world(
+    parallel = make_parallel_context(
         world(),
         arguments.microbatches,
         arguments.loss,
@@ -121,7 +125,7 @@ def set_up_model(
         modules, foreign, optimization.optimizer, parallel.group, is_elastic=is_elastic
     )
     metrics = dict(arguments.metrics or {})
-    executor = _build_executor(
+    executor, state_check = _build_executor(
         parallel,
         called,
         module,
@@ -141,6 +145,7 @@ def set_up_model(
         optimization=optimization,
         hyperparameters=hyperparameters,
         executor=executor,
+        state_check=state_check,
         settings=description | of_optimizer,
     )
 
@@ -212,8 +217,8 @@ def _build_executor(
     metrics: Mapping[str, Metric],
     seed: int,
     shared: bool,
-) -> WholeModelExecutor | PipelineExecutor:
-    """Return the executor that computes the micro-batches of a step in this layout.
+) -> tuple[WholeModelExecutor | PipelineExecutor, StateMutationCheck]:
+    """Return the executor of a step in this layout, and the check of what it may not change.
 
     Args:
         parallel: The layout.
@@ -233,7 +238,8 @@ def _build_executor(
             optimizer=optimization.optimizer,
             blocks=partitioner.block_names,
         )
-        return PipelineExecutor(partitioner, module, copies, metrics, seed, held)
+        check = StateMutationCheck({}, held)
+        return PipelineExecutor(partitioner, module, copies, metrics, seed, check), check
     named = list(module.named_parameters())
     called = list(parallel.modules_with(model).values())
     if shared:
@@ -257,7 +263,8 @@ def _build_executor(
         is_shared=shared,
     )
     names = partitioner.block_names
-    return WholeModelExecutor(parallel, model, module, gradients, names, metrics, seed, held)
+    executor = WholeModelExecutor(parallel, model, module, gradients, names, metrics, seed)
+    return executor, StateMutationCheck(modules, held)
 
 
 def _distribute_weights(

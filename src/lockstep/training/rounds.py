@@ -26,6 +26,7 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.executor import TrainerExecutor
 from lockstep.training.history import History
 from lockstep.training.optimization import Optimization
+from lockstep.training.parallel_setup import find_hosts
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.state import Position
 from lockstep.training.whole_model import WholeModelExecutor
@@ -102,7 +103,7 @@ class RoundEntry:
         """Apply the layout of a round whose group this process has joined."""
         assert isinstance(self._executor, WholeModelExecutor), "others are replaced"
         was_rank0, parallel = self._parallel.rank == 0, self._parallel
-        parallel.enter(new.rank, new.world_size)
+        parallel.enter(new.rank, find_hosts(new.world_size, 1))
         self._executor.enter_group()
         for each in self._batches:
             each.enter_share(parallel.share, new.rank)

@@ -282,10 +282,10 @@ class Trainer:
         has_weights = parallel.loss_weight is not None
         hooks: list[StepHook] = [KernelSettings(self.model)]
         if optimization.sharded is not None:
-            hooks.append(SharedStateCheck(optimization.sharded, executor.side_effects.held))
+            hooks.append(SharedStateCheck(optimization.sharded, setup.state_check.held))
         if setup.hyperparameters.is_needed:
             hooks.append(setup.hyperparameters)
-        hooks.append(executor.side_effects)
+        hooks.append(setup.state_check)
         if optimization.is_split:
             hooks.append(OptimizerHookCheck(optimization))
         hooks.append(BatchNormCheck(modules, executor.position, has_weights))

@@ -8,19 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.data.microbatch import Batch
-from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.kernel.batch import Batch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.rng_scopes import find_scopes
 from lockstep.kernel.step_context import StepContext
 from lockstep.model.evaluation import Evaluation, evaluate
 from lockstep.model.forward import Metric, forward
-from lockstep.model.held_parameters import HeldParameters
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.side_effects import StateMutationCheck
-from lockstep.pipeline.partition import Placement
-from lockstep.training.microbatch_loop import MicrobatchLoop
+from lockstep.training.microbatch_loop import CollectedGradients, MicrobatchLoop
 
 __all__ = ["WholeModelExecutor"]
 
@@ -36,7 +32,6 @@ class WholeModelExecutor:
         blocks: The names of its blocks, each of which has separate random numbers.
         metrics: Functions of (outputs, targets) by name.
         seed: The seed of all random numbers.
-        held: What the trainer holds.
     """
 
     def __init__(
@@ -44,11 +39,10 @@ class WholeModelExecutor:
         parallel: ParallelContext,
         called: nn.Module,
         module: nn.Module,
-        gradients: GradientReducer,
+        gradients: CollectedGradients,
         blocks: Sequence[str],
         metrics: Mapping[str, Metric],
         seed: int,
-        held: HeldParameters,
     ) -> None:
         self._parallel, self._called, self._module = parallel, called, module
         self._gradients, self._blocks = gradients, blocks
@@ -58,12 +52,11 @@ class WholeModelExecutor:
             {name: called.get_submodule(name) for name in blocks}
         )
         self._loop: MicrobatchLoop | None = None
-        self.side_effects = StateMutationCheck(parallel.modules_with(module), held)
         self.parameters = list(module.parameters())
         self.owned_parameters = self.parameters
-        self.placement: Placement | None = None
+        self.placement = None
 
-    def parts(self) -> list[tuple[GradientReducer, Buffers]]:
+    def parts(self) -> list[tuple[CollectedGradients, Buffers]]:
         """Return the gradients and buffers of the model in the current step."""
         return [] if self._loop is None else [(self._loop.gradients, self._loop.buffers)]
 
