@@ -142,7 +142,8 @@ class OptimizerStep:
             status = self._make_status(step)
             summary, messages = self._exchange(step, status)
             self._check(step, summary)
-            self._keep_buffers()
+            if self.is_repeatable:
+                self._keep_buffers()
             with step.in_phase("reduction"):
                 self._reduce(step, status, summary, messages)
                 norm = self._clip(step)
@@ -219,7 +220,8 @@ class OptimizerStep:
 
     def _make_status(self, step: StepContext) -> RankStatus:
         """Return the status of this rank: its micro-batches, or its failure."""
-        if not step.is_stopped and (step.batch is None or not self.executor.is_complete):
+        is_stopped = step.is_stopped
+        if not is_stopped and (step.batch is None or not self.executor.is_complete):
             raise UsageError(
                 "the step was left before its last micro-batch: iterate over all of "
                 "step.microbatches(batch) inside `with trainer.manual_step() as step`"
@@ -231,8 +233,9 @@ class OptimizerStep:
             failure = step.failure.kind, step.failure.sentence
         if step.refusal:
             failure = "side_effect", step.refusal
-        if step.is_stopped:
-            return RankStatus(failure=failure, batch=step.label.batch, hooks=values)
+        batch = step.label.batch if self.parallel.replicas * self.parallel.stages > 1 else ""
+        if is_stopped:
+            return RankStatus(failure=failure, batch=batch, hooks=values)
         results, skipped = [microbatch.result() for microbatch in step.computed], []
         assert step.batch is not None
         if results and len(results) < len(step.batch.microbatches):
@@ -246,7 +249,7 @@ class OptimizerStep:
             gradients=[gradients.used_parameter_mask() for gradients, _ in parts],
             warnings=step.warnings,
             failure=failure,
-            batch=step.label.batch,
+            batch=batch,
             hooks=values,
         )
 
@@ -408,15 +411,14 @@ class OptimizerStep:
         return fields
 
     def _keep_buffers(self) -> None:
-        """Copy the buffers, if a step can still be undone after they are merged."""
+        """Copy the buffers, since the step can still be undone after they are merged."""
         if self.optimization.sharded is not None:
             self.optimization.sharded.is_committed = False
-        if self.is_repeatable:
-            self._kept_buffers = [
-                (tensor, tensor.clone())
-                for _, buffers in self.executor.parts()
-                for tensor in buffers.tensors()
-            ]
+        self._kept_buffers = [
+            (tensor, tensor.clone())
+            for _, buffers in self.executor.parts()
+            for tensor in buffers.tensors()
+        ]
 
     def _restore_buffers(self) -> None:
         """Restore the buffers from the copies of `_keep_buffers`, if there are any."""

@@ -313,10 +313,9 @@ class StepContext:
     failure: StepFailure | None = None
     refusal: str = ""
 
-    @property
-    def number(self) -> int:
-        """The number of the step."""
-        return self.attempt.step
+    def __post_init__(self) -> None:
+        """Keep the number of the step, which every part of it asks for."""
+        self.number = self.attempt.step
 
     @property
     def where(self) -> str:

@@ -162,7 +162,9 @@ class StateMutationCheck(StepHook):
         writer = self.held.writer
         writers = [] if writer is None else [(step.parallel.rank if writer[0] else -1, writer[1])]
         # A step that continues despite refusals is compared by the observer that takes them.
-        return {position: "" if step.tolerates_refusals else self.summary}, writers
+        return {
+            position: "" if step.observers and step.tolerates_refusals else self.summary
+        }, writers
 
     def decode(self, value: Any) -> Findings:
         """Return the value from its JSON."""
@@ -196,10 +198,6 @@ class StateMutationCheck(StepHook):
         if summary.failure is None and None in weights.values():
             require_same_weights(self.checksums(), step.label.about, step.parallel.group)
 
-    def commit(self, step: StepContext) -> None:
-        """Note the parameters after the update."""
-        self.held.commit()
-
     def undo(self) -> None:
         """Discard the findings of `compare_after`, because the step is repeated."""
         self._changes.subtract(self._noted)
@@ -216,7 +214,7 @@ class StateMutationCheck(StepHook):
         self.is_checked = step < FIRST or step % EVERY == 0
         self.reads_graphs = self.is_checked or step % GRAPHS_EVERY == 0
         if not self.is_checked:
-            self._states = self._read_generators()
+            self._states = self._read_generators() if self._generators else {}
             return
         self._before = self._snapshot()
         self._checksums = self._before.parameters | self._checked(nn.Module.named_buffers)

@@ -176,7 +176,8 @@ class History(StepHook):
 
     def step(self, result: StepResult, usage: RankUsage | None = None) -> None:
         """Add one step, and the usage of the ranks in it."""
-        self.flush()
+        if self._pending is not None:
+            self.flush()
         self.failures.clear()
         self._usage = usage
         self._open.add(result)

@@ -200,7 +200,7 @@ class Optimization:
         if self.average is not None:
             self.average.update_parameters(self.module)
         for schedule in self.schedules:
-            if schedule.interval == "step":
+            if schedule.scheduler is not None and schedule.interval == "step":
                 schedule.step()
 
     def end_epoch(self, loss: float) -> None:

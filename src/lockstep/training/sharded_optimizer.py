@@ -494,3 +494,7 @@ class SharedStateCheck(StepHook):
         if self._sharded.was_loaded:
             self._held.commit()
             self._sharded.was_loaded = False
+
+    def commit(self, step: StepContext) -> None:
+        """Note the parameters after the update, which all ranks can write."""
+        self._held.commit()

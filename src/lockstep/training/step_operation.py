@@ -82,7 +82,8 @@ class StepOperation:
         def prepare() -> PreparedStep:
             step = self._begin()
             with self._noting_failure(step):
-                return self._optimizer_step.compute(step, self._partition(step, batch))
+                given = batch if self._executor.is_ready else self._partition(step, batch)
+                return self._optimizer_step.compute(step, given)
 
         if self._member is None:
             committed = self._commit(prepare())
@@ -92,9 +93,7 @@ class StepOperation:
         return committed.result.loss
 
     def _partition(self, step: StepContext, batch: Any) -> Any:
-        """Partition the model with the first batch if that needs data, as with stages."""
-        if self._executor.is_ready:
-            return batch
+        """Partition the model into stages with the first batch; return this rank's part of it."""
         with CollectiveCallGuard(lambda: step.where), self._settings.evaluation():
             return self._executor.prepare(batch)
 

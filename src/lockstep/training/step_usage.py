@@ -45,6 +45,11 @@ class StepUsage(StepHook):
     def measure(self, step: StepContext, value: RankUsage) -> dict[str, Any]:
         """Return the duration of the step, and the times of the ranks."""
         times = step.times
+        if value.ranks == 1:  # it waits for no other rank
+            row = value.rows[0]
+            compute, data = row.compute + times.updated - times.reduced, row.data
+            seconds = row.compute + row.idle + data + times.updated - times.arrived
+            return {"seconds": seconds, "ranks": [[compute, 0.0, row.idle, data]]}
         arrived = times.computed - times.begun + (step.batch.seconds if step.batch else 0.0)
         durations = Durations(
             arrived,
