@@ -203,11 +203,11 @@ class MicrobatchLoop:
         """Return a context that launches gradient buckets during this rank's last backward."""
         assert self.step.batch is not None
         assert self._current is not None
-        leaf = self._current.microbatch.index
-        if any(observer.observes_microbatches for observer in self.step.observers):
-            return NOTHING  # gradients are read after backward
-        if not self.gradients.can_launch_early or leaf != self.step.batch.microbatches[-1].index:
+        leaf, observers = self._current.microbatch.index, self.step.observers
+        if leaf != self.step.batch.microbatches[-1].index or not self.gradients.can_launch_early:
             return NOTHING
+        if observers and any(observer.observes_microbatches for observer in observers):
+            return NOTHING  # gradients are read after backward
         return self.gradients.watch_backward(loss, leaf)
 
 
