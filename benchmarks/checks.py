@@ -51,10 +51,10 @@ CHECKS = {
     ],
     # Measured in a step that is checked, as the first three and every hundredth are.
     "side effects": [
-        ("lockstep.model.side_effects.StateMutationCheck.compare_before", lambda *_: None)
+        ("lockstep.model.state_mutation_check.StateMutationCheck.compare_before", lambda *_: None)
     ],
 }
-ALWAYS = [("lockstep.model.side_effects.EVERY", 1)]
+ALWAYS = [("lockstep.model.state_mutation_check.EVERY", 1)]
 """What holds with and without a check: every step looks for side effects."""
 
 

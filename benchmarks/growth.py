@@ -29,7 +29,7 @@ from lockstep.launcher import rendezvous_check
 from lockstep.launcher.environment import RankInfo
 from lockstep.model.evaluation import EvaluationSums, MicrobatchScores
 from lockstep.model.group_exchange import pack, unpack
-from lockstep.model.side_effects import StateMutationCheck
+from lockstep.model.state_mutation_check import StateMutationCheck
 from lockstep.record.rank_summary import Durations, RankTimes, RankUsage
 from lockstep.training.history import StepResult, describe_step
 from lockstep.training.hyperparameter_check import HyperparameterCheck

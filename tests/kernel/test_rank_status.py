@@ -24,7 +24,7 @@ from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.step_context import IGNORED_TARGETS, MicrobatchResult, StepLabel
 from lockstep.kernel.tree import total
 from lockstep.model.group_exchange import GroupMessages, exchange_statuses, pack, unpack
-from lockstep.model.side_effects import StateMutationCheck
+from lockstep.model.state_mutation_check import StateMutationCheck
 from lockstep.record.rank_summary import RankTimes, RankUsage
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.run_hooks import CheckpointRequests, JoinRequests

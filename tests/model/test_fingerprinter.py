@@ -15,7 +15,7 @@ from lockstep.check.session import CheckSession
 from lockstep.checksum import checksum
 from lockstep.model.fingerprint import StepFingerprint
 from lockstep.model.fingerprinter import checksums, hookable_modules
-from lockstep.training.session import SessionComplete, open_session
+from lockstep.training.trainer_hooks import SessionComplete, open_session
 
 
 class Scaled(nn.Module):

@@ -19,7 +19,7 @@ from lockstep.replay.microbatch import DebuggerLeft
 from lockstep.replay.program import Base
 from lockstep.replay.result import ReplayedStep, ReplayRequest
 from lockstep.replay.session import ReplaySession
-from lockstep.training.session import SessionComplete, open_session
+from lockstep.training.trainer_hooks import SessionComplete, open_session
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 SAMPLES = TensorDataset(torch.linspace(-1, 1, 144).reshape(24, 6), torch.arange(24) % 4)

@@ -21,7 +21,7 @@ from lockstep.replay.operator_difference import first_operator_difference
 from lockstep.replay.program import Base
 from lockstep.replay.result import Level, ReplayedStep, ReplayRequest
 from lockstep.replay.session import ReplaySession
-from lockstep.training.session import SessionComplete, open_session
+from lockstep.training.trainer_hooks import SessionComplete, open_session
 from models import Branches, Words, blocks, picture_batches, pictures, row_batches, word_batches
 
 pytestmark = pytest.mark.usefixtures("world_of_one")

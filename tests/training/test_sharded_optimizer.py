@@ -20,7 +20,7 @@ import lockstep as ls
 from lockstep.comm import backend as native
 from lockstep.comm.shared_memory import atomic_load
 from lockstep.kernel.errors import LayoutError, LossError, RankError, UsageError, WorkError
-from lockstep.training import step_log
+from lockstep.training import redo_log
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="not built")
 
@@ -380,7 +380,7 @@ class Interruption:
         self.passed = []
         self.how = lambda here: None
         shards.PIECE = sharded.PIECE = 1 << 16  # several chunks for each rank
-        step_log.pass_point = sharded.pass_point = self.pass_point
+        redo_log.pass_point = sharded.pass_point = self.pass_point
         optimizer, model = KILLED[name]
         self.trainer = trainer_of(True, max_grad_norm=0.1, model=model(), optimizer=optimizer)
         self.log = self.trainer._optimization.sharded.log

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import lockstep as ls
 from lockstep.kernel.errors import StateError
-from lockstep.model.side_effects import GRAPHS_EVERY
+from lockstep.model.state_mutation_check import GRAPHS_EVERY
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 STAGES = {"pipeline": ls.PipelineConfig(stages=2, balance=[1, 1])}

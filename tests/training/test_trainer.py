@@ -34,7 +34,7 @@ from lockstep.kernel.errors import (
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.record import progress as progress_module
 from lockstep.record.recorder import Recorder
-from lockstep.training.session import open_session
+from lockstep.training.trainer_hooks import open_session
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 

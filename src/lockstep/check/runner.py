@@ -144,7 +144,7 @@ def _run_rank(
 ) -> None:
     """Run the script in this process as `python SCRIPT` would, and record what it computes."""
     from lockstep.check.session import CheckSession
-    from lockstep.training.session import SessionComplete, open_session
+    from lockstep.training.trainer_hooks import SessionComplete, open_session
 
     redirect_output(log_of(Path(folder), rank))
     os.environ["LOCKSTEP_RUN"] = folder

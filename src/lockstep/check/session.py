@@ -19,7 +19,7 @@ from lockstep.model.blocks import find_block_names
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.pipeline.partitioner import PipelineConfig
-from lockstep.training.session import ObservedTrainer, SessionComplete
+from lockstep.training.trainer_hooks import ObservedTrainer, SessionComplete
 
 __all__ = ["CheckSession", "choose_options"]
 

@@ -3,7 +3,7 @@
     launcher ──"hand_over"──> one member of each position ──"handed_over"──> launcher
                                   └ killed: the next one that can write this part
 
-`training/hand_over.py` describes what a member writes, and when it can.
+`training/last_safe_state.py` describes what a member writes, and when it can.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from lockstep.kernel.buffers import BufferExchange
 from lockstep.kernel.loss_scale import LossScale
 from lockstep.kernel.splitting import Hosts
 
-__all__ = ["Layout", "Messages"]
+__all__ = ["Messages", "StepLayout"]
 
 Value = TypeVar("Value")
 
@@ -50,7 +50,7 @@ class Messages(Protocol):
         """Raise DisagreementError, on every rank, if the identity of the batch differs."""
 
 
-class Layout(Protocol):
+class StepLayout(Protocol):
     """The layout, the loss and the arithmetic of a trainer, as seen by this rank."""
 
     rank: int

@@ -7,7 +7,7 @@
 (4) reduce      gradients along the tree, over the ranks
 (5) clip        by the norm of the whole gradient, which must be finite too
 (6) merge       buffers
-(7) update      the optimizer of shared parameters, on all ranks or none (`step_log`)
+(7) update      the optimizer of shared parameters, on all ranks or none (`training/redo_log.py`)
 (8) commit      any other optimizer, the average of the weights, the scheduler
 
 If float16 gradients overflowed, (7) and (8) do not update anything. An exception before (8) leaves
@@ -41,7 +41,7 @@ from lockstep.kernel.errors import (
     UsageError,
 )
 from lockstep.kernel.exact_sum import compute_partial_sums, merge_partial_sums
-from lockstep.kernel.layout import Layout
+from lockstep.kernel.layout import StepLayout
 from lockstep.kernel.parts import Executor, Update
 from lockstep.kernel.rank_status import RankStatus, StatusPlace, StatusSummary, summarize
 from lockstep.kernel.splitting import assign_nodes
@@ -89,7 +89,7 @@ class OptimizerStep:
         measure: A faster way to compute the norms of gradients; see `compute_squares`.
     """
 
-    parallel: Layout
+    parallel: StepLayout
     executor: Executor
     optimization: Update
     exchange_statuses: StatusExchange

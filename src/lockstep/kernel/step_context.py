@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lockstep.kernel.batch import Batch, Microbatch
-from lockstep.kernel.layout import Layout
+from lockstep.kernel.layout import StepLayout
 from lockstep.kernel.loss_root import check_requires_grad, check_scalar
 
 __all__ = [
@@ -301,7 +301,7 @@ class StepContext:
     """
 
     attempt: Attempt
-    parallel: Layout
+    parallel: StepLayout
     observers: list[StepObserver] = field(default_factory=list)
     batch: Batch | None = None
     shares: Mapping[int, float] = field(default_factory=dict)

@@ -21,7 +21,7 @@ from lockstep.kernel.step_context import StepContext
 from lockstep.model.deferred_init import named_tensors, release
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import Metric
-from lockstep.model.side_effects import StateMutationCheck
+from lockstep.model.state_mutation_check import StateMutationCheck
 from lockstep.model.static_shapes import static_shapes
 from lockstep.pipeline.composition import Composition
 from lockstep.pipeline.evaluator import PipelineEvaluator

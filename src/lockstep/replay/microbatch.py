@@ -39,7 +39,7 @@ from lockstep.messages import say
 from lockstep.model.deferred_init import named_tensors
 from lockstep.model.fingerprinter import hookable_modules
 from lockstep.replay.result import ReplayRequest
-from lockstep.training.session import SessionComplete
+from lockstep.training.trainer_hooks import SessionComplete
 
 __all__ = ["DebuggerLeft", "LoneMicrobatch"]
 

@@ -187,7 +187,7 @@ def _environment(program: Program) -> Iterator[bool]:
 def _run_rank(rank: int, program: Program, base: Base, request: ReplayRequest, name: str) -> None:
     """Run the program in this process, and record the wanted steps."""
     from lockstep.replay.session import ReplaySession
-    from lockstep.training.session import SessionComplete, open_session
+    from lockstep.training.trainer_hooks import SessionComplete, open_session
 
     folder = Path(name)
     if not request.debug:

@@ -25,7 +25,7 @@ from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.replay.microbatch import LoneMicrobatch
 from lockstep.replay.program import Base
 from lockstep.replay.result import ReplayedStep, ReplayRequest
-from lockstep.training.session import (
+from lockstep.training.trainer_hooks import (
     ObservedTrainer,
     RecordingObserver,
     SessionComplete,

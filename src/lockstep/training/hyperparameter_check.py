@@ -8,8 +8,8 @@
 A change on one rank alone would pass unnoticed: all ranks would get the same sums, but not those
 of a single process. The status of every step therefore contains a hash of these settings.
 Attributes that a step or an evaluation itself changes (a counter, a cache) may differ, because
-the ranks compute different micro-batches. `lockstep.model.side_effects` warns of them; here they
-are ignored from the first time that ranks differ in one.
+the ranks compute different micro-batches. `lockstep.model.state_mutation_check` warns of them; here
+they are ignored from the first time that ranks differ in one.
 """
 
 from __future__ import annotations

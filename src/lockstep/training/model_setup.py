@@ -36,7 +36,7 @@ from lockstep.model.memory_overlap import (
     find_views,
 )
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.side_effects import StateMutationCheck
+from lockstep.model.state_mutation_check import StateMutationCheck
 from lockstep.pipeline.executor import PipelineExecutor
 from lockstep.pipeline.partition import Placement
 from lockstep.pipeline.partitioner import Partitioner, PipelineConfig

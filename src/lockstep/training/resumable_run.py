@@ -28,14 +28,14 @@ from lockstep.kernel.errors import FileError, LockstepError, UsageError
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.model.generator_states import global_states
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.training.call_journal import OpenEpoch
 from lockstep.training.compatibility import say_continued, say_resumed
-from lockstep.training.hand_over import read_newest_state
 from lockstep.training.history import History
+from lockstep.training.last_safe_state import read_newest_state
 from lockstep.training.repeated_work import measure_repeated_work
 from lockstep.training.run_checkpoints import RunCheckpoints, restore_objects
 from lockstep.training.run_record import RunRecord
 from lockstep.training.safe_points import SafePoints
-from lockstep.training.script_log import OpenEpoch
 from lockstep.training.script_position import ScriptPosition
 from lockstep.training.state import TrainingState
 

@@ -21,10 +21,10 @@ from lockstep.elastic.membership import Membership
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.messages import say
-from lockstep.training.hand_over import HandOver
+from lockstep.training.call_journal import OpenEpoch
 from lockstep.training.history import History
+from lockstep.training.last_safe_state import LastSafeState
 from lockstep.training.run_checkpoints import RunCheckpoints
-from lockstep.training.script_log import OpenEpoch
 from lockstep.training.script_position import ScriptPosition
 
 __all__ = ["SafePoints"]
@@ -55,12 +55,12 @@ class SafePoints:
         self._position, self._history = position, history
         self._checkpoints, self._member = checkpoints, member
         self.ending_round, self.saves = -1, 0
-        self._hand_over: HandOver | None = None
+        self._safe_state: LastSafeState | None = None
 
     @property
     def is_logged(self) -> bool:
         """Whether the script may be continued by another process."""
-        return self._checkpoints is not None or self._hand_over is not None
+        return self._checkpoints is not None or self._safe_state is not None
 
     def reach(self, epoch: OpenEpoch | None = None, *, ask: bool = False) -> None:
         """Note that the script can be continued from here, and save a checkpoint if one is due.
@@ -89,8 +89,8 @@ class SafePoints:
     def note(self, epoch: OpenEpoch | None = None) -> None:
         """Note that the script can be continued from here, unless it is inside of a loop."""
         self._hand_over_if_wanted(epoch)
-        if self._hand_over is not None and self._position.is_safe(epoch):
-            self._hand_over.note_safe_point()
+        if self._safe_state is not None and self._position.is_safe(epoch):
+            self._safe_state.note_safe_point()
 
     def note_manual_step(self) -> None:
         """Log a step whose micro-batches the script computed itself."""
@@ -98,7 +98,7 @@ class SafePoints:
 
     def note_if_outdated(self, epoch: OpenEpoch) -> None:
         """Note a safe point if the ranks have completed an operation since the latest one."""
-        if self._hand_over is not None and self._hand_over.is_outdated:
+        if self._safe_state is not None and self._safe_state.is_outdated:
             self.note(epoch)
 
     # --- saving -------------------------------------------------------------------------------
@@ -200,13 +200,13 @@ class SafePoints:
         """
         stateful = {} if self._checkpoints is None else self._checkpoints.stateful
         state = self._position.state
-        self._hand_over = HandOver(member, state, stateful, run, state.device)
+        self._safe_state = LastSafeState(member, state, stateful, run, state.device)
 
     @property
     def can_hand_over(self) -> bool:
         """Whether this rank can write the state from before the operation that the script is in."""
         is_here = not self._position.is_replaying
-        return self._hand_over is not None and is_here and self._hand_over.is_possible
+        return self._safe_state is not None and is_here and self._safe_state.is_possible
 
     def hand_over(self, folder: Path, *, is_now: bool = False) -> None:
         """Write this rank's part of the state, for a process of the next round.
@@ -216,11 +216,11 @@ class SafePoints:
             is_now: Whether the script is at a safe point now; False: it is in the first operation
                 after one.
         """
-        assert self._hand_over is not None, "only members of an elastic run hand over"
+        assert self._safe_state is not None, "only members of an elastic run hand over"
         self.abandon()
         try:
             common = self._position.describe() | {"backlog": self._history.backlog}
-            self._hand_over.write(folder, common, self._position.state.part, is_now)
+            self._safe_state.write(folder, common, self._position.state.part, is_now)
         except (FileError, UsageError) as error:
             say(f"the state cannot be handed over: {error}")
         else:
@@ -230,8 +230,8 @@ class SafePoints:
 
     def _hand_over_if_wanted(self, epoch: OpenEpoch | None) -> None:
         """Hand over the state and leave, if the script can be continued from here."""
-        if self._hand_over is None or not self._position.is_safe(epoch):
+        if self._safe_state is None or not self._position.is_safe(epoch):
             return
-        if (folder := self._hand_over.member.hand_over_folder) is not None:
+        if (folder := self._safe_state.member.hand_over_folder) is not None:
             self.hand_over(folder, is_now=True)
-            self._hand_over.member.leave()
+            self._safe_state.member.leave()

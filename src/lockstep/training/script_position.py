@@ -17,6 +17,7 @@ from lockstep.checkpoint.folder import refusing_misfits
 from lockstep.data.samplers import KnownSamplers
 from lockstep.kernel.step_context import Attempt
 from lockstep.launcher.rank_process import report_to_launcher
+from lockstep.training.call_journal import CallJournal, OpenEpoch
 from lockstep.training.compatibility import (
     describe_training,
     find_differences,
@@ -24,7 +25,6 @@ from lockstep.training.compatibility import (
 )
 from lockstep.training.history import History
 from lockstep.training.run_checkpoints import RunCheckpoints
-from lockstep.training.script_log import OpenEpoch, ScriptLog
 from lockstep.training.state import TrainingState
 
 __all__ = ["ScriptPosition"]
@@ -61,7 +61,7 @@ class ScriptPosition:
     ) -> None:
         self.state, self._history, self._settings = state, history, settings
         self._checkpoints = checkpoints
-        self.log, self.samplers = ScriptLog(), KnownSamplers()
+        self.log, self.samplers = CallJournal(), KnownSamplers()
         self.has_joined = self.is_handed_over = False
         self.resumed_from: int | None = None
         self.saved = (-1, -1)

@@ -9,7 +9,7 @@
 
 Since the state is in shared memory, every rank has the whole state dict without an exchange. It is
 in the optimizer's own format, and can be loaded with any storage and number of ranks. For the same
-reason a rank can finish the chunks of a rank that was killed (`step_log.py`).
+reason a rank can finish the chunks of a rank that was killed (`redo_log.py`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.held_parameters import HeldParameters
 from lockstep.training.optimizer_probe import without_hooks
+from lockstep.training.redo_log import RedoLog, count_saved_bytes, pass_point
 from lockstep.training.shared_parameters import SharedParameters, allocate
-from lockstep.training.step_log import StepLog, count_saved_bytes, pass_point
 
 __all__ = ["ShardedOptimizer", "SharedStateCheck"]
 
@@ -101,7 +101,7 @@ class ShardedOptimizer:
         optimizer.register_load_state_dict_pre_hook(_require_own_state)
         for each in optimizer.param_groups:
             each["params"] = []
-        self.shared, self.log = SharedParameters(self._parameters, group), StepLog(group)
+        self.shared, self.log = SharedParameters(self._parameters, group), RedoLog(group)
         self._homes: dict[tuple[int, str], torch.Tensor] = {}  # by parameter and key of its state
         self._places: dict[Piece, dict[str, torch.Tensor]] = {}  # views of _homes, by piece
         self._pieces: dict[Piece, nn.Parameter] = {}  # those of this rank

@@ -4,7 +4,7 @@
     forward and backward           every rank reads all of it
     the optimizer's step           every rank writes its pieces, between two exchanges
 
-`step_log.py` has the protocol of the step, which a killed rank does not leave half done.
+`redo_log.py` has the protocol of the step, which a killed rank does not leave half done.
 """
 
 from __future__ import annotations

@@ -57,13 +57,6 @@ from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.run_end import RunEnd
 from lockstep.training.run_hooks import CheckpointRequests, JoinRequests, ManualStepLog
 from lockstep.training.run_record import LoggerLike, RunRecord
-from lockstep.training.session import (
-    Observation,
-    ObservedTrainer,
-    Session,
-    TrainerObserver,
-    current_session,
-)
 from lockstep.training.sharded_optimizer import SharedStateCheck
 from lockstep.training.state import Position, TrainingState
 from lockstep.training.step_environment import CollectiveCallCheck, KernelSettings
@@ -71,6 +64,13 @@ from lockstep.training.step_operation import StepOperation
 from lockstep.training.step_trace import StepTrace
 from lockstep.training.step_usage import StepUsage
 from lockstep.training.trainer_arguments import Storage, TrainerArguments
+from lockstep.training.trainer_hooks import (
+    Observation,
+    ObservedTrainer,
+    TrainerHooks,
+    TrainerObserver,
+    current_session,
+)
 from lockstep.training.unit_recorder import UnitRecorder, read_selection
 from lockstep.training.weights_file import save_from_rank0
 
@@ -314,7 +314,7 @@ class Trainer:
         self,
         arguments: TrainerArguments,
         setup: ModelSetup,
-        session: Session | None,
+        session: TrainerHooks | None,
         member: Membership | None,
     ) -> TrainerObserver | None:
         """Return the observer of the steps: of a command, or the recorder of fingerprints."""

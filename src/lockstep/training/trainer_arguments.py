@@ -23,7 +23,7 @@ from lockstep.model.description import describe, describe_environment
 from lockstep.model.forward import Metric
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.training.optimizer_config import OptimizerConfig
-from lockstep.training.session import Session
+from lockstep.training.trainer_hooks import TrainerHooks
 from lockstep.training.unit_recorder import StepSelection
 from lockstep.training.unsupported_modules import reject_unsupported_modules
 
@@ -121,7 +121,7 @@ class TrainerArguments:
                 'or with storage="replicated"'
             )
 
-    def in_session(self, session: Session, model: Model) -> TrainerArguments:
+    def in_session(self, session: TrainerHooks, model: Model) -> TrainerArguments:
         """Return the arguments with the layout that a session gives to a trainer of `model`."""
         pipeline, is_shared = session.options(model, self.pipeline)
         return replace(self, pipeline=pipeline, storage="shared" if is_shared else "replicated")

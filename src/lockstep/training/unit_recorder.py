@@ -33,7 +33,7 @@ from lockstep.model.fingerprint_file import (
 from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.training.history import History
 from lockstep.training.resumable_run import ResumableRun
-from lockstep.training.session import ObservedTrainer
+from lockstep.training.trainer_hooks import ObservedTrainer
 
 __all__ = ["VARIABLE", "StepSelection", "UnitRecorder", "read_selection"]
 

@@ -25,7 +25,7 @@ import xxhash
 
 from lockstep.kernel.errors import UsageError
 
-__all__ = ["OpenEpoch", "ScriptLog"]
+__all__ = ["CallJournal", "OpenEpoch"]
 
 Entry = dict[str, Any]
 
@@ -61,7 +61,7 @@ class OpenEpoch:
         return {"kind": "epoch", "epoch": state["epoch"], "complete": False, "state": state}
 
 
-class ScriptLog:
+class CallJournal:
     """The calls of a script; after resuming, also the results of those to be made again."""
 
     def __init__(self) -> None:

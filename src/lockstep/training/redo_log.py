@@ -55,7 +55,7 @@ from lockstep.kernel.errors import WorkError
 from lockstep.launcher.failure_attribution import is_lost_peer
 from lockstep.launcher.world import get_timeout
 
-__all__ = ["StepLog", "count_saved_bytes", "pass_point"]
+__all__ = ["RedoLog", "count_saved_bytes", "pass_point"]
 
 CHUNKS = 1 << 32
 """An upper bound of chunks per rank: chunk c of step t has the number t * CHUNKS + c."""
@@ -78,7 +78,7 @@ def count_saved_bytes(tensor: torch.Tensor) -> int:
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
-class StepLog:
+class RedoLog:
     """The progress of the ranks of a group in their steps on shared parameters.
 
     Constructing it is a collective call.

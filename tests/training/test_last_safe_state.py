@@ -16,7 +16,7 @@ from lockstep.elastic.restart_source import RestartSource, find_restart_source
 from lockstep.launcher.environment import HANDOVER, MIRROR, ROUND
 from lockstep.launcher.run_folder import RESUME
 from lockstep.record.reader import read_run
-from lockstep.training import attempts, hand_over
+from lockstep.training import attempts, last_safe_state
 from processes import restoring_handlers
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01)
@@ -31,8 +31,8 @@ def as_if_processes_ended():
 
 def begin_process():
     """Let a script find what it would in a new process."""
-    hand_over._made = 0
-    hand_over._known.clear()
+    last_safe_state._made = 0
+    last_safe_state._known.clear()
     attempts._trainers = 0
 
 

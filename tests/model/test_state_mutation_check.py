@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import lockstep as ls
 from lockstep.kernel.errors import DisagreementError, LayoutError, StateError
-from lockstep.model.side_effects import FIRST, StateMutationCheck
+from lockstep.model.state_mutation_check import FIRST, StateMutationCheck
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 LAYOUTS = [

@@ -27,8 +27,8 @@ __all__ = [
     "Observation",
     "ObservedTrainer",
     "RecordingObserver",
-    "Session",
     "SessionComplete",
+    "TrainerHooks",
     "TrainerObserver",
     "current_session",
     "open_session",
@@ -113,7 +113,7 @@ class Observation(StepHook):
         self.observer.commit(committed.result)
 
 
-class Session(Protocol):
+class TrainerHooks(Protocol):
     """The interface of a command to the trainers of a script."""
 
     def options(
@@ -125,18 +125,18 @@ class Session(Protocol):
         """Return the observer of a newly constructed trainer."""
 
 
-AnySession = TypeVar("AnySession", bound=Session)
+AnyHooks = TypeVar("AnyHooks", bound=TrainerHooks)
 
-_current: Session | None = None
+_current: TrainerHooks | None = None
 
 
-def current_session() -> Session | None:
+def current_session() -> TrainerHooks | None:
     """Return the session of this process; None if no command opened one."""
     return _current
 
 
 @contextmanager
-def open_session(session: AnySession) -> Iterator[AnySession]:
+def open_session(session: AnyHooks) -> Iterator[AnyHooks]:
     """Use `session` for the trainers of this process while the body runs."""
     global _current
     _current = session

@@ -34,13 +34,13 @@ from lockstep.model.generator_states import global_states
 from lockstep.training.run_checkpoints import RunCheckpoints, collect_objects
 from lockstep.training.state import TrainingState
 
-__all__ = ["HandOver", "read_newest_state"]
+__all__ = ["LastSafeState", "read_newest_state"]
 
-_known: weakref.WeakSet[HandOver] = weakref.WeakSet()
+_known: weakref.WeakSet[LastSafeState] = weakref.WeakSet()
 _made = 0
 
 
-class HandOver:
+class LastSafeState:
     """The hand-over of a trainer in an elastic run: notes safe points, and writes the state.
 
     Args:
