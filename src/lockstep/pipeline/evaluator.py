@@ -59,7 +59,7 @@ class PipelineEvaluator:
         self._model, self._pipeline, self._metrics = model, pipeline, metrics
         self._parallel = pipeline.parallel
         self._blocks = {s: placement.partition.select_blocks(model, s) for s in pipeline.stages}
-        self._units = {s: placement.make_units(model, s, seed) for s in pipeline.stages}
+        self._scopes = {s: placement.make_scopes(model, s, seed) for s in pipeline.stages}
         self._buffers = {s: Buffers(self._get_modules(s)) for s in pipeline.stages}
         self._rows: list[MicrobatchScores] = []
         self._sent: list[tuple[str, SentTensors]] = []
@@ -96,8 +96,8 @@ class PipelineEvaluator:
             stack.enter_context(evaluation_mode(self._model))
             stack.enter_context(isolated(self._parallel.device, everything=True))
             stack.enter_context(CollectiveCallGuard(lambda: self._where))
-            for units in self._units.values():
-                stack.enter_context(units.install_hooks())
+            for scopes in self._scopes.values():
+                stack.enter_context(scopes.install_hooks())
             for number, batch in enumerate(batches):
                 if number == 0 and self._composition is not None and batch.microbatches:
                     given = make_first_input(batch.microbatches[0], self._parallel, self._where)
@@ -120,36 +120,36 @@ class PipelineEvaluator:
                 )  # limits how far this stage is ahead of the next one
 
     def _forward(self, stage: int, number: int, microbatch: Microbatch, more: bool) -> None:
-        parallel, links, leaf = self._parallel, self._pipeline.links[stage], microbatch.index
+        parallel, links, index = self._parallel, self._pipeline.links[stage], microbatch.index
         rank = parallel.rank
-        where = f"rank {rank}, stage {stage}, evaluation batch {number}, micro-batch {leaf}"
+        where = f"rank {rank}, stage {stage}, evaluation batch {number}, micro-batch {index}"
         self._where = where
         if links.inputs is None:
             given = make_first_input(microbatch, parallel, where)
         else:
-            structure, tensors = links.inputs.receive(EVALUATION + number, leaf, more)
+            structure, tensors = links.inputs.receive(EVALUATION + number, index, more)
             received = ReceivedTensors.from_structure(structure, tensors)
             given = StageInput(unflatten(structure, tensors), received, links.inputs.rng_state)
-        units, inspector = self._units[stage], self._pipeline.stages[stage].inspector
-        units.begin_microbatch(-1 - number, leaf, given.rng_state.last_call)
+        scopes, inspector = self._scopes[stage], self._pipeline.stages[stage].inspector
+        scopes.begin_microbatch(-1 - number, index, given.rng_state.last_call)
         with self._buffers[stage].preserve(), parallel.autocast():
             blocks = list(self._blocks[stage].values())
             value, others = inspector.call_blocks(
                 blocks, given.data, where, given.rng_state.has_drawn_outside_torch
             )
-            rng_state = RngState(units.last_call, others)
+            rng_state = RngState(scopes.last_call, others)
             if links.outputs is None:
-                units.begin_loss()
+                scopes.begin_loss()
                 compute = partial(self._compute_loss, microbatch=microbatch, where=where)
                 loss, metrics = inspector.compute_loss(compute, value, where, others)
                 given.received.check(where)
             else:
                 structure, tensors = inspector.flatten_output(value, blocks, given.received, where)
-        units.pause()
+        scopes.pause()
         if links.outputs is None:
             self._rows.append(score_microbatch(parallel, microbatch, loss, metrics, where))
         else:
-            links.outputs.send(structure, tensors, EVALUATION + number, leaf, rng_state)
+            links.outputs.send(structure, tensors, EVALUATION + number, index, rng_state)
             self._sent.append((where, SentTensors(tensors)))
 
     def _compute_loss(

@@ -179,7 +179,7 @@ class PipelineExecutor:
             Stage(
                 number,
                 blocks[number],
-                placement.make_units(model, number, self._seed),
+                placement.make_scopes(model, number, self._seed),
                 GradientReducer(
                     [(name, parameters[name]) for name in parameters if owners[name] == number],
                     parallel.peers,

@@ -57,8 +57,8 @@ class RngState:
     gradients, unless nothing has been drawn since the generators were seeded for the loss.
 
     Attributes:
-        last_call: The number of the last call of the model's first unit, part of the seed of the
-            loss.
+        last_call: The number of the last call of the model's first RNG scope, which is a part of
+            the seed of the loss.
         has_drawn_outside_torch: Whether blocks have drawn from Python's or numpy's generators.
         torch_state: The state of torch's generators, in backward; None if nothing has been
             drawn since they were seeded for the loss.
@@ -123,7 +123,7 @@ class Sender:
         structure: Structure,
         tensors: Sequence[torch.Tensor],
         attempt: int,
-        leaf: int,
+        index: int,
         rng_state: RngState = INITIAL_RNG_STATE,
     ) -> None:
         """Start sending a flattened value; its memory is kept until the transfer is complete."""
@@ -149,7 +149,7 @@ class Sender:
         written = memoryview(page.numpy())  # type: ignore[arg-type]
         begin = begin if positions else 0
         HEADER.pack_into(
-            written, 0, len(text), OK, begin, leaf, attempt, rng_state.last_call, flags
+            written, 0, len(text), OK, begin, index, attempt, rng_state.last_call, flags
         )
         if text and fits:
             written[HEADER.size : HEADER.size + len(text)] = text
@@ -201,7 +201,7 @@ class Receiver:
     rng_state: RngState = INITIAL_RNG_STATE
     """The random state that was received with the last value."""
     _posted: tuple[Any, torch.Tensor] | None = None
-    _leaf: int = -1
+    _index: int = -1
 
     def post(self) -> None:
         """Post the receive of the next page, so that the transfer overlaps with computation."""
@@ -216,13 +216,13 @@ class Receiver:
         return self.known.metas
 
     def receive(
-        self, attempt: int, leaf: int, more: bool = False
+        self, attempt: int, index: int, more: bool = False
     ) -> tuple[Structure, list[torch.Tensor]]:
         """Wait for the value of a micro-batch; return its structure and tensors.
 
         Args:
             attempt: The number of the attempt.
-            leaf: The number of the micro-batch.
+            index: The number of the micro-batch.
             more: Whether another value follows, whose receive is then posted.
 
         Raises:
@@ -232,17 +232,17 @@ class Receiver:
         self.post()
         assert self._posted is not None
         work, cover = self._posted
-        self._leaf = leaf
+        self._index = index
         self._wait(work)
         self._posted = None
         page = memoryview(cover.numpy())  # type: ignore[arg-type]
-        length, state, begin, leaf_sent, attempt_sent, call, flags = HEADER.unpack_from(page)
+        length, state, begin, index_sent, attempt_sent, call, flags = HEADER.unpack_from(page)
         if state == FAILED:
             raise StoppedError(bytes(page[HEADER.size : HEADER.size + length]).decode())
-        if (attempt_sent, leaf_sent) != (attempt, leaf):
+        if (attempt_sent, index_sent) != (attempt, index):
             raise WorkError(
-                f"rank {self.peer} sent micro-batch {leaf_sent} of attempt {attempt_sent} where "
-                f"micro-batch {leaf} of attempt {attempt} was expected: all ranks must make the "
+                f"rank {self.peer} sent micro-batch {index_sent} of attempt {attempt_sent} where "
+                f"micro-batch {index} of attempt {attempt} was expected: all ranks must make the "
                 "same calls of the trainer"
             )
         if length:
@@ -261,7 +261,7 @@ class Receiver:
 
     def _wait(self, work: Any) -> None:
         try:
-            with Waiting(f"receive of micro-batch {self._leaf} from rank {self.peer}"):
+            with Waiting(f"receive of micro-batch {self._index} from rank {self.peer}"):
                 work.wait()
         except RuntimeError as error:
             message = (str(error).splitlines() or [""])[0]

@@ -1,6 +1,6 @@
 """The partition of a model into pipeline stages, and their placement on ranks.
 
-    blocks      0    1    2    3    4         fixed by the model; each is a unit of random numbers
+    blocks      0    1    2    3    4         fixed by the model; each is an RNG scope
     stages     [0    1    2] [3    4]         measured, or given by the user; does not affect bits
     holders     w0: [0]   w4: [1]   tied: [0, 1]
 
@@ -126,15 +126,15 @@ class Placement:
         """Return the rank of replica 0 that owns a tensor."""
         return self.holders[name][0] % self.parallel.stages
 
-    def make_units(self, model: nn.Module, stage: int, seed: int) -> RngScopes:
-        """Return the units of random numbers of a stage, in `model` or a copy of it."""
-        units = find_scopes(model, self.partition.block_names)
+    def make_scopes(self, model: nn.Module, stage: int, seed: int) -> RngScopes:
+        """Return the RNG scopes of a stage, in `model` or a copy of it."""
+        scopes = find_scopes(model, self.partition.block_names)
         begin = self.partition.ranges[stage].start
         before = [model.get_submodule(name) for name in self.partition.block_names[:begin]]
-        counts = [sum(block is unit for block in before) for unit in units]
+        counts = [sum(block is scope for block in before) for scope in scopes]
         here = set(self.partition.select_blocks(model, stage).values())
         return make_rng_scopes(
-            [unit if unit in here else None for unit in units],
+            [scope if scope in here else None for scope in scopes],
             None,
             seed,
             self.parallel.device,

@@ -61,7 +61,7 @@ class ScheduleExecutor:
             for stage in stages:
                 stage.begin(StageBuffers(self._get_modules(stage)))
                 stack.enter_context(stage.checkpointing.enable(stage.buffers))
-                stack.enter_context(stage.units.install_hooks())
+                stack.enter_context(stage.scopes.install_hooks())
             stack.enter_context(isolated(self._parallel.device, everything=True))
             try:
                 yield self
@@ -100,9 +100,9 @@ class ScheduleExecutor:
         """Rank, stage, step and micro-batch, for messages."""
         if self._current is None:
             return f"rank {self._parallel.rank}, step {self.step.number}"
-        stage, leaf = self._current
+        stage, index = self._current
         here = f"rank {self._parallel.rank}, stage {stage.number}"
-        return f"{here}, step {self.step.number}, micro-batch {leaf}"
+        return f"{here}, step {self.step.number}, micro-batch {index}"
 
     # --- before the first action and after the last -------------------------------------------
 
@@ -126,7 +126,7 @@ class ScheduleExecutor:
                     links.inputs.post()
 
     def _skip_absent(self, stage: Stage, before: int | None = None) -> None:
-        """Skip the micro-batches without weight that come before leaf `before`."""
+        """Skip the micro-batches without weight that come before index `before`."""
         missing = self._missing[stage.number]
         while missing and missing[0] != before:
             stage.gradients.skip(missing.pop(0))
@@ -145,7 +145,7 @@ class ScheduleExecutor:
             with self._parallel.without_autocast(), stage.checkpointing.explain_errors():
                 self._backward(stage, microbatch.index, action.kind)
             if action.kind != "input":
-                self._finish_leaf(stage, microbatch)
+                self._finish_microbatch(stage, microbatch)
         if self.step.spans is not None:
             self.step.spans.append(
                 Span(
@@ -156,13 +156,13 @@ class ScheduleExecutor:
         self._current = None
 
     def _forward(self, stage: Stage, microbatch: Microbatch, position: int) -> None:
-        leaf, links = microbatch.index, self.pipeline.links[stage.number]
+        index, links = microbatch.index, self.pipeline.links[stage.number]
         where = self.where
         if links.inputs is None:
             given = make_first_input(microbatch, self._parallel, where)
         else:
             more = position + 1 < len(self._microbatches_here)
-            structure, tensors = self._receive(links.inputs, leaf, more)
+            structure, tensors = self._receive(links.inputs, index, more)
             graph_input = GraphInput(tensors, [meta.requires_grad for meta in links.inputs.metas])
             received = ReceivedTensors.from_structure(structure, graph_input.tensors)
             given = StageInput(
@@ -175,13 +175,13 @@ class ScheduleExecutor:
         for observer in self.step.observers:
             observer.begin_microbatch()
         with self._parallel.autocast():
-            made = stage.forward(self.step.number, leaf, given, where, loss)
+            made = stage.forward(self.step.number, index, given, where, loss)
         for observer in self.step.observers:
             for root in made.tensors:
-                observer.record_graph(root, (self.step.number, leaf))
+                observer.record_graph(root, (self.step.number, index))
         if links.outputs is not None:
             links.outputs.send(
-                made.structure, made.tensors, self.step.attempt.number, leaf, made.rng_state
+                made.structure, made.tensors, self.step.attempt.number, index, made.rng_state
             )
 
     def _make_loss(
@@ -208,40 +208,40 @@ class ScheduleExecutor:
 
         return scaled
 
-    def _backward(self, stage: Stage, leaf: int, kind: str) -> None:
+    def _backward(self, stage: Stage, index: int, kind: str) -> None:
         where = self.where
         if kind == "weight":
-            stage.backward_weights(leaf, where)
+            stage.backward_weights(index, where)
             return
         links = self.pipeline.links[stage.number]
         gradients: Sequence[torch.Tensor | None] | None = None
         rng_state: RngState | None = None
         if links.gradients is not None:
             gradients = ()
-            if stage.count_outputs(leaf):
-                gradients = unflatten(*self._receive(links.gradients, leaf))
+            if stage.count_outputs(index):
+                gradients = unflatten(*self._receive(links.gradients, index))
                 rng_state = links.gradients.rng_state
         tied = self.pipeline.find_ties_to_later(stage.number)
         tied_roots = [
-            pair for tie in tied for pair in tie.receive_gradients(self.step.attempt.number, leaf)
+            pair for tie in tied for pair in tie.receive_gradients(self.step.attempt.number, index)
         ]
         ties_to_earlier = self.pipeline.find_ties_to_earlier(stage.number)
         with disable_hooks([parameter for tie in ties_to_earlier for parameter in tie.parameters]):
             if kind == "input":
                 unsplit = self.pipeline.find_tied_parameters(stage.number)
                 made, rng_state = stage.backward_inputs(
-                    leaf, gradients, unsplit, tied_roots, rng_state, where
+                    index, gradients, unsplit, tied_roots, rng_state, where
                 )
             else:
-                made, rng_state = stage.backward(leaf, gradients, tied_roots, rng_state, where)
+                made, rng_state = stage.backward(index, gradients, tied_roots, rng_state, where)
         if links.to_inputs is not None and made:
-            links.to_inputs.send(*flatten(tuple(made)), self.step.attempt.number, leaf, rng_state)
+            links.to_inputs.send(*flatten(tuple(made)), self.step.attempt.number, index, rng_state)
         for tie in ties_to_earlier:
             tie.send_gradients(
-                stage.take_gradients(leaf, tie.parameters), self.step.attempt.number, leaf
+                stage.take_gradients(index, tie.parameters), self.step.attempt.number, index
             )
 
-    def _finish_leaf(self, stage: Stage, microbatch: Microbatch) -> None:
+    def _finish_microbatch(self, stage: Stage, microbatch: Microbatch) -> None:
         self._skip_absent(stage, microbatch.index)
         self._missing[stage.number].pop(0)
         if self.step.observers:
@@ -250,10 +250,10 @@ class ScheduleExecutor:
         with self.step.in_phase("reduction"):
             stage.finish(microbatch.index, microbatch.size / self.step.samples)
 
-    def _receive(self, receiver: Receiver, leaf: int, more: bool = False) -> Any:
+    def _receive(self, receiver: Receiver, index: int, more: bool = False) -> Any:
         begun, before = time.perf_counter(), receiver.received_bytes
         try:
-            return receiver.receive(self.step.attempt.number, leaf, more)
+            return receiver.receive(self.step.attempt.number, index, more)
         finally:
             ended = time.perf_counter()
             waited = ended - begun

@@ -114,7 +114,7 @@ class Stage:
     Args:
         number: The number of the stage, in model order; the last stage computes the loss.
         blocks: The blocks, in order, by their names in the model.
-        units: The units of random numbers, which seed the blocks.
+        scopes: The RNG scopes, which seed the blocks.
         gradients: The reducer of the gradients of the parameters that this stage owns.
         checkpointing: The activation checkpointing of its blocks.
         device: The device.
@@ -126,7 +126,7 @@ class Stage:
         self,
         number: int,
         blocks: Mapping[str, nn.Module],
-        units: RngScopes,
+        scopes: RngScopes,
         gradients: GradientReducer,
         checkpointing: ActivationCheckpointing,
         device: torch.device,
@@ -135,7 +135,7 @@ class Stage:
     ) -> None:
         self.number = number
         self.blocks = dict(blocks)
-        self.units = units
+        self.scopes = scopes
         self.gradients = gradients
         self.checkpointing = checkpointing
         self.inspector = BlockInspector(number == 0, state, list(blocks))
@@ -156,18 +156,18 @@ class Stage:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def count_outputs(self, leaf: int) -> int:
+    def count_outputs(self, index: int) -> int:
         """Return the number of outputs of a micro-batch that require a gradient."""
-        return len(self._in_flight[leaf].outputs)
+        return len(self._in_flight[index].outputs)
 
     def forward(
-        self, step: int, leaf: int, given: StageInput, where: str, loss: Loss | None
+        self, step: int, index: int, given: StageInput, where: str, loss: Loss | None
     ) -> StageOutput:
         """Compute a micro-batch.
 
         Args:
             step: The number of the step.
-            leaf: The number of the micro-batch.
+            index: The number of the micro-batch.
             given: The output of the previous stage, or the data of the micro-batch.
             where: Rank, stage, step and micro-batch, for messages.
             loss: The function that computes the loss, in the last stage; None in other stages.
@@ -176,14 +176,14 @@ class Stage:
             The input of the next stage. The last stage keeps the loss for its backward.
         """
         self.buffers.install_copies()
-        self.units.begin_microbatch(step, leaf, given.rng_state.last_call)
+        self.scopes.begin_microbatch(step, index, given.rng_state.last_call)
         blocks = list(self.blocks.values())
         value, others = self.inspector.call_blocks(
             blocks, given.data, where, given.rng_state.has_drawn_outside_torch
         )
-        rng_state = RngState(self.units.last_call, others)
+        rng_state = RngState(self.scopes.last_call, others)
         if loss is not None:
-            self.units.begin_loss()
+            self.scopes.begin_loss()
             before = state_of_torch(self._device)
             value = self.inspector.compute_loss(loss, value, where, others)
             rng_state = self._update_rng_state(before, rng_state)
@@ -191,7 +191,7 @@ class Stage:
         outputs = [tensor for tensor in tensors if tensor.requires_grad]
         held = self._pause()
         sent, assigned = SentTensors(tensors), self.inspector.state.get_assigned()
-        self._in_flight[leaf] = InFlightMicrobatch(
+        self._in_flight[index] = InFlightMicrobatch(
             given.graph_input, outputs, sent, *held, rng_state, assigned
         )
         if given.graph_input is not None:
@@ -200,7 +200,7 @@ class Stage:
 
     def backward(
         self,
-        leaf: int,
+        index: int,
         gradients: Sequence[torch.Tensor | None] | None,
         tied_roots: TiedRoots,
         rng_state: RngState | None,
@@ -209,7 +209,7 @@ class Stage:
         """Run the whole backward of a micro-batch.
 
         Args:
-            leaf: The number of the micro-batch.
+            index: The number of the micro-batch.
             gradients: The gradients of the outputs that require one; None after a loss.
             tied_roots: Tied parameters, with the sums of later stages.
             rng_state: The random state after the backward of later stages; None after a loss,
@@ -219,13 +219,13 @@ class Stage:
         Returns:
             The gradients of the inputs that require one, and the random state.
         """
-        in_flight = self._resume(leaf, rng_state)
+        in_flight = self._resume(index, rng_state)
         in_flight.sent.check(where)
         roots, given = _find_roots(in_flight, gradients, tied_roots)
         if roots:
             with self._restore_rng_state(in_flight, where):
                 torch.autograd.backward(roots, given)
-        self._finish_backward(leaf)
+        self._finish_backward(index)
         return (
             [] if in_flight.graph_input is None else in_flight.graph_input.gradients,
             in_flight.rng_state,
@@ -233,7 +233,7 @@ class Stage:
 
     def backward_inputs(
         self,
-        leaf: int,
+        index: int,
         gradients: Sequence[torch.Tensor | None] | None,
         unsplit: Sequence[torch.Tensor],
         tied_roots: TiedRoots,
@@ -244,7 +244,7 @@ class Stage:
 
         `unsplit` are the weights whose gradients belong to this part; see `SplitBackward`.
         """
-        in_flight = self._resume(leaf, rng_state)
+        in_flight = self._resume(index, rng_state)
         in_flight.sent.check(where)
         roots, given = _find_roots(in_flight, gradients, tied_roots)
         graph_input = in_flight.graph_input
@@ -269,9 +269,9 @@ class Stage:
         in_flight.outputs = []
         return [] if graph_input is None else graph_input.gradients, in_flight.rng_state
 
-    def backward_weights(self, leaf: int, where: str) -> None:
+    def backward_weights(self, index: int, where: str) -> None:
         """Run the second part of the backward."""
-        in_flight = self._resume(leaf)
+        in_flight = self._resume(index)
         if in_flight.split is not None:
             before = state_of_torch(self._device)
             with (
@@ -288,13 +288,13 @@ class Stage:
                 )
         for parameter, gradient in in_flight.early.items():
             parameter.grad = gradient
-        self._finish_backward(leaf)
+        self._finish_backward(index)
 
     def take_gradients(
-        self, leaf: int, parameters: Sequence[nn.Parameter]
+        self, index: int, parameters: Sequence[nn.Parameter]
     ) -> list[torch.Tensor | None]:
         """Return and clear the gradients of parameters that an earlier stage owns."""
-        in_flight = self._in_flight.get(leaf)
+        in_flight = self._in_flight.get(index)
         if in_flight is not None:
             return [in_flight.early.pop(parameter, None) for parameter in parameters]
         gradients = [parameter.grad for parameter in parameters]
@@ -302,18 +302,18 @@ class Stage:
             parameter.grad = None
         return gradients
 
-    def finish(self, leaf: int, share: float) -> None:
+    def finish(self, index: int, share: float) -> None:
         """Add the gradients and buffers of a micro-batch; `share` is its weight in the mean."""
-        self.buffers.collect(leaf, share)
+        self.buffers.collect(index, share)
         if self._shares_rank:
             self.buffers.hide()
-        self.gradients.accumulate(leaf)
+        self.gradients.accumulate(index)
 
     @contextmanager
     def _restore_rng_state(self, in_flight: InFlightMicrobatch, where: str) -> Iterator[None]:
         """Set the generators, for a backward in the body, to the state of a single process."""
         if in_flight.rng_state.torch_state is None:
-            self.units.begin_loss(in_flight.rng_state.last_call)
+            self.scopes.begin_loss(in_flight.rng_state.last_call)
         else:
             set_state_of_torch(in_flight.rng_state.torch_state, self._device)
         before = state_of_torch(self._device)
@@ -329,21 +329,21 @@ class Stage:
         state = state_of_torch(self._device)
         return rng_state if state == before else replace(rng_state, torch_state=state)
 
-    def _finish_backward(self, leaf: int) -> None:
-        del self._in_flight[leaf]
-        self.units.pause()
+    def _finish_backward(self, index: int) -> None:
+        del self._in_flight[index]
+        self.scopes.pause()
 
     def _pause(self) -> tuple[PausedBuffers, ScopeCalls | None]:
-        held = self.buffers.pause(), self.units.pause()
+        held = self.buffers.pause(), self.scopes.pause()
         if self._shares_rank:
             self.buffers.hide()
         return held
 
-    def _resume(self, leaf: int, rng_state: RngState | None = None) -> InFlightMicrobatch:
-        in_flight = self._in_flight[leaf]
+    def _resume(self, index: int, rng_state: RngState | None = None) -> InFlightMicrobatch:
+        in_flight = self._in_flight[index]
         in_flight.rng_state = rng_state or in_flight.rng_state
         self.buffers.resume(in_flight.buffers)
-        self.units.resume(in_flight.calls)
+        self.scopes.resume(in_flight.calls)
         return in_flight
 
 

@@ -55,20 +55,20 @@ class TiedParameters:
     local_gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
 
     def send_gradients(
-        self, gradients: Sequence[torch.Tensor | None], attempt: int, leaf: int
+        self, gradients: Sequence[torch.Tensor | None], attempt: int, index: int
     ) -> None:
         """Send the sums of the later stage for a micro-batch to the earlier stage."""
         if self.gradient_sender is None:
-            self.local_gradients[leaf] = list(gradients)
+            self.local_gradients[index] = list(gradients)
         else:
-            self.gradient_sender.send(*flatten(tuple(gradients)), attempt, leaf)
+            self.gradient_sender.send(*flatten(tuple(gradients)), attempt, index)
 
-    def receive_gradients(self, attempt: int, leaf: int) -> Pairs:
+    def receive_gradients(self, attempt: int, index: int) -> Pairs:
         """Return the sums of the later stages for a micro-batch, with their parameters."""
         if self.gradient_receiver is None:
-            gradients = self.local_gradients.pop(leaf)
+            gradients = self.local_gradients.pop(index)
         else:
-            structure, tensors = self.gradient_receiver.receive(attempt, leaf)
+            structure, tensors = self.gradient_receiver.receive(attempt, index)
             gradients = unflatten(structure, tensors)
         pairs = zip(self.parameters, gradients, strict=True)
         return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
