@@ -1,7 +1,5 @@
 """Renderings of a timeline as text, as a picture and as lanes of a page."""
 
-import xml.etree.ElementTree as ET
-
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -10,8 +8,6 @@ from lockstep.record.timeline import Span, Timeline
 from lockstep.report.timeline import (
     HTML_WIDTH,
     MAX_LANES,
-    PAPER,
-    draw_timelines,
     layout_timelines,
     render_lines,
     text_legend,
@@ -74,39 +70,6 @@ def test_no_line_is_wider_than_the_terminal(rows, room):
     made = [Span(rank, "forward", min(a, b), max(a, b), 0, j) for rank, a, b, j in rows]
     timeline = Timeline("any", 3, tuple(made))
     assert all(len(line) <= max(room, 9) + 1 for line in plain(timeline, room))
-
-
-SVG = "{http://www.w3.org/2000/svg}"
-PICTURED = (
-    Span(0, "forward", 0, 4, 0, 7),
-    Span(0, "backward", 4, 8, 2, 7),
-    Span(1, "forward", 0, 0.001, 1, 7),
-    Span(1, "zap", 1, 2),
-)
-
-
-def test_every_span_is_drawn_to_scale():
-    picture = draw_timelines(
-        [Timeline("one <&>", 2, PICTURED), Timeline("two", 2, PICTURED[:2])], "both"
-    )
-    root = ET.fromstring(picture.svg())
-    texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert texts.count("rank 1") == 2
-    assert texts.count("7a") == 2  # not on the span that is too narrow for it
-    assert texts.count("7b") == 2
-    assert {"one <&>", "two", "forward", "backward"} <= set(texts)
-    widths = [float(r.get("width")) for r in root.iter(f"{SVG}rect") if r.get("fill") == "#0b6bb8"]
-    assert sorted(widths)[-2:] == [widths[0]] * 2
-
-
-def test_stages_of_one_rank_have_different_shades():
-    fills = [shape.fill for shape in draw_timelines([Timeline("one", 2, PICTURED)], "").shapes]
-    assert "#3f9f7c" in fills
-    assert PAPER in fills
-
-
-def test_an_empty_timeline_is_a_picture():
-    assert draw_timelines([Timeline("none", 1, ())], "none").svg().startswith("<svg")
 
 
 SPANS = (Span(0, "forward", 0, 0.5, 0, 3), Span(1, "zap", 0.5, 0.501, 1, 4))

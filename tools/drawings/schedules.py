@@ -8,7 +8,6 @@ from lockstep.formatting import format_percent
 from lockstep.pipeline.schedules import build_schedule
 from lockstep.pipeline.simulation import Simulation, simulate
 from lockstep.report.picture import Box, Line
-from lockstep.report.timeline import COLORS
 from tools.drawings.shapes import EDGE, HEAVY, INK, LEFT, RANKS, RIGHT, SOFT, WASH, Card
 
 __all__ = ["draw_bubbles", "draw_held", "draw_schedule"]
@@ -22,6 +21,13 @@ KINDS = {
 }
 LANE, HALF_LANE = 26, 18
 NAME_WIDTH = 18
+COLORS = {
+    "forward": ("#0b6bb8", "#3f92d2", "#75b3e2", "#a5cfee"),
+    "backward": ("#14825a", "#3f9f7c", "#74bd9f", "#a6d6c2"),
+    "input": ("#00808c", "#3199a3", "#6bb8bf", "#a2d3d7"),
+    "weight": ("#8a6d00", "#a88d2c", "#c2ac5e", "#d9ca92"),
+}
+"""The colors of each kind of work: for a rank's first stage, its second, ..."""
 
 
 def run_schedule(name: str, ranks: int = P, microbatches: int = M) -> Simulation:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.commands.report import save
 from lockstep.formatting import format_bytes, format_duration, format_number, format_percent
 from lockstep.kernel.errors import FileError, LayoutError, UsageError
 from lockstep.pipeline.schedules import NAMES
@@ -43,16 +42,12 @@ FIELDS = ("forward", "input", "weight", "transfer", "backward", "held")
     help="Costs of stages or blocks: a run or a JSON file.  [default: equal costs, a backward "
     "takes twice as long as a forward, transfers take no time]",
 )  # fmt: skip
-@click.option(
-    "--svg", type=click.Path(), help="Write the drawing to this SVG file; '-' prints only the SVG."
-)
 def command(
     name: str,
     stages: int | None,
     microbatches: int | None,
     stages_per_rank: int | None,
     file: Path | None,
-    svg: str | None,
 ) -> None:
     """Draw the schedule NAME: gpipe, 1f1b, interleaved, zero-bubble, or all.
 
@@ -78,17 +73,10 @@ def command(
     plans = make_plans(names, costs, stages, microbatches, stages_per_rank)
     time = format_duration if file else format_number
     drawn = [make_timeline(one, time) for one in plans]
-    title = f"{', '.join(one.name for one in plans)}: {stages} ranks, {microbatches} micro-batches"
-    if svg != "-":
-        in_bytes = file is not None and max(costs.held) > 1
-        print_plans(plans, drawn, time, format_bytes if in_bytes else format_peak)
-        if file is None:
-            click.echo("\nTimes are in units of one forward per rank. Peaks are in micro-batches.")
-    if svg:
-        from lockstep.report.timeline import draw_timelines
-
-        name = "time" if file else "units"
-        save(draw_timelines(drawn, title, time, name).svg().encode(), svg)
+    in_bytes = file is not None and max(costs.held) > 1
+    print_plans(plans, drawn, time, format_bytes if in_bytes else format_peak)
+    if file is None:
+        click.echo("\nTimes are in units of one forward per rank. Peaks are in micro-batches.")
 
 
 def make_plans(

@@ -1,15 +1,15 @@
-"""Renderings of a timeline: text for a terminal, a picture, and lanes for an HTML page.
+"""Renderings of a timeline: text for a terminal, and lanes for an HTML page.
 
     rank 0  0--1--2--      0=====3--1=====        0-- forward   0== backward
     rank 1     0--1--0=====2--1=====                            of micro-batch 0
 
-In all three renderings each rank has a lane, and a span shows its micro-batch if there is room.
+In both renderings each rank has a lane, and a span shows its micro-batch if there is room.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -17,11 +17,10 @@ from rich.text import Text
 
 from lockstep.formatting import format_duration
 from lockstep.record.timeline import KIND_NAMES, Span, Timeline, longest_duration
-from lockstep.report.chart import Axis, Tick, exact_axis, linear_axis
-from lockstep.report.picture import Box, Label, Picture, text_width
+from lockstep.report.chart import Axis, Tick, linear_axis
 from lockstep.report.terminal import UNLIMITED, terminal_width
 
-__all__ = ["HTML_WIDTH", "MAX_LANES", "HtmlLane", "HtmlSpan", "HtmlTimeline", "draw_timelines"]
+__all__ = ["HTML_WIDTH", "MAX_LANES", "HtmlLane", "HtmlSpan", "HtmlTimeline"]
 __all__ += ["layout_timelines", "print_timeline", "render_lines", "text_legend", "text_scale"]
 
 # ---- text ----
@@ -96,89 +95,6 @@ def _name_columns(timeline: Timeline) -> int:
 
 def _sign(kind: str) -> str:
     return SIGNS.get(kind, ".")
-
-
-# ---- picture ----
-
-PICTURE_WIDTH, MARGIN, NAME_WIDTH = 1200, 24, 62  # in points
-LANE_HEIGHT, LANE_GAP, TITLE_HEIGHT, LEGEND_HEIGHT, AXIS_HEIGHT = 24, 4, 42, 40, 22
-INK, SOFT, PAPER, WASH = "#16202e", "#5a6675", "#ffffff", "#f5f7fa"
-COLORS = {
-    "forward": ("#0b6bb8", "#3f92d2", "#75b3e2", "#a5cfee"),
-    "backward": ("#14825a", "#3f9f7c", "#74bd9f", "#a6d6c2"),
-    "input": ("#00808c", "#3199a3", "#6bb8bf", "#a2d3d7"),
-    "weight": ("#8a6d00", "#a88d2c", "#c2ac5e", "#d9ca92"),
-}
-"""The colors of each kind of work: for a rank's first stage, its second, ..."""
-
-
-def draw_timelines(
-    timelines: Sequence[Timeline],
-    title: str,
-    label: Callable[[float], str] = format_duration,
-    name: str = "time",
-) -> Picture:
-    """Draw timelines below each other on one axis of time, with one legend.
-
-    Args:
-        timelines: The timelines.
-        title: The title of the SVG document, which is not drawn.
-        label: The function that formats a time.
-        name: The name of the axis, with the unit if `label` does not add it.
-    """
-    heights = [TITLE_HEIGHT + one.num_ranks * (LANE_HEIGHT + LANE_GAP) for one in timelines]
-    picture = Picture(
-        PICTURE_WIDTH, sum(heights) + MARGIN + AXIS_HEIGHT + LEGEND_HEIGHT, PAPER, title
-    )
-    longest = longest_duration(timelines) or 1.0
-    scale = (PICTURE_WIDTH - 2 * MARGIN - NAME_WIDTH) / longest
-    top = 0.0
-    for timeline, height in zip(timelines, heights, strict=True):
-        _draw_lanes(picture, timeline, top + TITLE_HEIGHT, scale)
-        title_y = top + TITLE_HEIGHT - 12
-        picture.add(Label(MARGIN, title_y, timeline.title, 15, INK, bold=True))
-        top += height
-    left = MARGIN + NAME_WIDTH
-    picture.add(Label(MARGIN, top + 14, name, 11, SOFT, width=NAME_WIDTH - 8))
-    for tick in exact_axis(0.0, longest, label, whole=False).ticks:
-        x = left + tick.position * longest * scale
-        picture.add(
-            Box(x - 0.5, top - LANE_GAP, 1, LANE_GAP, SOFT),
-            Label(x, top + 14, tick.label, 11, SOFT, "middle"),
-        )
-    kinds = [kind for kind in KIND_NAMES if any(kind in one.kinds for one in timelines)]
-    _draw_legend(picture, kinds, top + MARGIN + AXIS_HEIGHT - 10)
-    return picture
-
-
-def _draw_lanes(picture: Picture, timeline: Timeline, top: float, scale: float) -> None:
-    left = MARGIN + NAME_WIDTH
-    for rank in range(timeline.num_ranks):
-        y = top + rank * (LANE_HEIGHT + LANE_GAP)
-        picture.add(
-            Label(MARGIN, y + LANE_HEIGHT - 7, f"rank {rank}", 13, SOFT),
-            Box(left, y, timeline.duration * scale, LANE_HEIGHT, WASH, 2),
-        )
-    for span in timeline.spans:
-        y = top + span.rank * (LANE_HEIGHT + LANE_GAP)
-        x, width = left + span.begin * scale, (span.end - span.begin) * scale
-        shades = COLORS.get(span.kind, (SOFT,))
-        shade = timeline.chunk(span) % len(shades)
-        picture.add(Box(x, y, max(width - 1, 0.5), LANE_HEIGHT, shades[shade], 2))
-        label = timeline.label(span)
-        if label and text_width(label, 11) < width - 2:
-            ink = PAPER if shade < 2 else INK
-            picture.add(Label(x + width / 2, y + LANE_HEIGHT - 8, label, 11, ink, "middle"))
-
-
-def _draw_legend(picture: Picture, kinds: Sequence[str], y: float) -> None:
-    x = float(MARGIN)
-    for kind in kinds:
-        picture.add(
-            Box(x, y, 13, 13, COLORS.get(kind, (SOFT,))[0], 2),
-            Label(x + 19, y + 11, KIND_NAMES[kind], 13, SOFT),
-        )
-        x += 19 + text_width(KIND_NAMES[kind], 13) + 24
 
 
 # ---- HTML ----
