@@ -97,16 +97,11 @@ def linear_axis(low: float, high: float, label: Label = format_number, count: in
     return Axis(marks[0], marks[-1]).with_ticks(marks, label)
 
 
-def exact_axis(
-    low: float, high: float, label: Label = format_count, count: int = 6, *, whole: bool = True
-) -> Axis:
-    """Return an axis from exactly `low` to exactly `high`, with round numbers as ticks.
-
-    If `whole` is true, the ticks are integers.
-    """
+def exact_axis(low: float, high: float, label: Label = format_count, count: int = 6) -> Axis:
+    """Return an axis from exactly `low` to exactly `high`, with round integers as ticks."""
     if not high > low:
         high = low + 1
-    step = max(1.0 if whole else 0.0, _round_step((high - low) / count))
+    step = max(1.0, _round_step((high - low) / count))
     numbers = range(math.ceil(low / step), math.floor(high / step) + 1)
     return Axis(low, high).with_ticks([number * step for number in numbers], label)
 
