@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
+import digests
 from grammar import Case
 from grammar.datasets import dataset_of, order_of, tensors
 from grammar.loops import loop_of
@@ -108,9 +109,9 @@ def outcome_of(case: Case) -> Outcome:
         ).hex()
     return Outcome(
         tuple(value.hex() for value in losses),
-        spec.digest(model.state_dict()),
-        spec.digest(spec.optimizer_state(made[0], model)),
-        None if average is None else spec.digest(average.state_dict()),
+        digests.digest(model.state_dict()),
+        digests.digest(digests.optimizer_state(made[0], model)),
+        None if average is None else digests.digest(average.state_dict()),
         evaluation,
         float(made[0].param_groups[0]["lr"]).hex(),
     )

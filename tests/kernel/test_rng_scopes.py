@@ -1,7 +1,6 @@
 """Rule 3: which random numbers a model draws, and that no others are disturbed."""
 
-import copy
-
+import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -9,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.kernel.rng_scopes import RngScopes, find_scopes
 from lockstep.kernel.seeds import key
 from lockstep.model.blocks import find_block_names
-from lockstep.model.compilation import is_compiled_in_place
+from lockstep.model.native_seeder import make_rng_scopes
 
 CPU = torch.device("cpu")
 
@@ -31,8 +30,14 @@ def drawn_with(*parts):
     return torch.rand((), generator=generator).item()
 
 
-def scopes_in(model):
-    return RngScopes(find_scopes(model, find_block_names(model, None)), model, seed=0, device=CPU)
+@pytest.fixture(params=[RngScopes, make_rng_scopes], ids=["plain", "native"])
+def make_scopes(request):
+    return request.param
+
+
+def scopes_in(make_scopes, model):
+    scopes = find_scopes(model, find_block_names(model, None))
+    return make_scopes(scopes, model, seed=0, device=CPU)
 
 
 def test_scopes_are_the_blocks_each_once_and_else_the_model():
@@ -43,10 +48,10 @@ def test_scopes_are_the_blocks_each_once_and_else_the_model():
     assert find_scopes(alone) == [alone]
 
 
-def test_every_scope_draws_from_its_own_key():
+def test_every_scope_draws_from_its_own_key(make_scopes):
     first, second = Draws(), Draws()
     model = nn.Sequential(first, second)
-    scopes = RngScopes([first, second], model, seed=3, device=CPU)
+    scopes = make_scopes([first, second], model, seed=3, device=CPU)
     with scopes.seed_calls():
         for step, m in [(0, 0), (0, 1), (7, 2)]:
             scopes.begin_microbatch(step, m)
@@ -60,9 +65,9 @@ def test_every_scope_draws_from_its_own_key():
     assert len({*first.drawn, *second.drawn}) == 6
 
 
-def test_a_scope_called_twice_draws_other_numbers():
+def test_a_scope_called_twice_draws_other_numbers(make_scopes):
     model = Draws()
-    scopes = scopes_in(model)
+    scopes = scopes_in(make_scopes, model)
     with scopes.seed_calls():
         scopes.begin_microbatch(4, 5)
         model(torch.zeros(1))
@@ -70,9 +75,9 @@ def test_a_scope_called_twice_draws_other_numbers():
     assert model.drawn == [drawn_with(0, 4, 5, 0), drawn_with(0, 4, 5, 0, 1)]
 
 
-def test_recomputation_repeats_the_numbers_of_its_own_call():
+def test_recomputation_repeats_the_numbers_of_its_own_call(make_scopes):
     model = Draws()
-    scopes = scopes_in(model)
+    scopes = scopes_in(make_scopes, model)
     weight = torch.ones(1, requires_grad=True)
     with scopes.seed_calls():
         scopes.begin_microbatch(0, 0)
@@ -84,9 +89,9 @@ def test_recomputation_repeats_the_numbers_of_its_own_call():
     assert sorted(again) == sorted(forward)
 
 
-def test_nothing_is_left_of_the_seeding():
+def test_nothing_is_left_of_the_seeding(make_scopes):
     model = nn.Sequential(Draws())
-    scopes = scopes_in(model)
+    scopes = scopes_in(make_scopes, model)
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
@@ -107,12 +112,12 @@ class Hooked(nn.Module):
         return self.draws(inputs)
 
 
-def test_hooks_of_the_user_draw_from_the_key_of_their_scope():
+def test_hooks_of_the_user_draw_from_the_key_of_their_scope(make_scopes):
     model = Hooked()
     drawn = []
     model.register_forward_pre_hook(lambda *_: drawn.append(torch.rand(()).item()))
     model.register_forward_hook(lambda *_: drawn.append(torch.rand(()).item()))
-    scopes = RngScopes([model], model, seed=3, device=CPU)
+    scopes = make_scopes([model], model, seed=3, device=CPU)
     with scopes.seed_calls():
         scopes.begin_microbatch(4, 1)
         model(torch.zeros(2))
@@ -121,17 +126,3 @@ def test_hooks_of_the_user_draw_from_the_key_of_their_scope():
     numbers = [torch.rand((), generator=generator).item() for _ in range(3)]
     assert [drawn[0], *model.draws.drawn, drawn[1]] == numbers
     assert after == drawn_with(3, 4, 1, 1)
-
-
-def test_a_seeded_module_is_no_compiled_one_and_can_be_copied():
-    model, compiled = nn.Linear(2, 2), nn.Linear(2, 2)
-    compiled.compile(backend="eager")
-    own = compiled._compiled_call_impl
-    for module, is_compiled in ((model, False), (compiled, True)):
-        with RngScopes([module], module, seed=0, device=CPU).seed_calls():
-            assert is_compiled_in_place(module) is is_compiled
-            assert not module._forward_pre_hooks
-            copied = copy.deepcopy(module)
-        assert copied._compiled_call_impl is None
-    assert model._compiled_call_impl is None
-    assert compiled._compiled_call_impl is own

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import digests
 import lockstep as ls
 import pytest_lockstep
 from lockstep.kernel import spec
@@ -92,7 +93,7 @@ def plain():
             return made[-1]
 
         losses = spec.train(model, nn.CrossEntropyLoss(), make, batches(), seed=11, clip=clip)
-        state = spec.optimizer_state(made[0], model)
+        state = digests.optimizer_state(made[0], model)
         found[name] = losses, ls.digest(model.state_dict()), ls.digest(state)
     return found
 

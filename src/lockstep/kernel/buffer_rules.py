@@ -11,15 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from lockstep.kernel.errors import UsageError
-
-__all__ = ["ATTRIBUTE", "check_buffer_rules", "describe_buffer_rules", "find_rule"]
+__all__ = ["ATTRIBUTE", "RULES", "describe_buffer_rules", "find_rule"]
 
 RULES = ("mean", "sum", "last", "equal")
 ATTRIBUTE = "lockstep_buffer_rules"
@@ -36,31 +33,6 @@ def describe_buffer_rules(module: nn.Module) -> Mapping[str, str]:
     """Return the rules that a module declares for its own buffers, by name."""
     rules = vars(module).get(ATTRIBUTE)
     return (getattr(type(module), ATTRIBUTE, None) or {}) if rules is None else rules
-
-
-def check_buffer_rules(path: str, module: nn.Module) -> None:
-    """Raise UsageError for a rule that does not exist, or that its buffer cannot follow.
-
-    Args:
-        path: The name of the module, for the message.
-        module: The module that may declare rules.
-    """
-    rules = describe_buffer_rules(module)
-    said = f"{path} ({type(module).__name__}).{ATTRIBUTE}"
-    if not isinstance(rules, Mapping):
-        raise UsageError(f"{said} is a {type(rules).__name__}: expected a dict of rules by buffer")
-    for name, rule in rules.items():
-        if name not in module._buffers:
-            buffers = ", ".join(module._buffers) or "none"
-            raise UsageError(f"{said} names {name!r}, and the module's buffers are: {buffers}")
-        if rule not in RULES:
-            raise UsageError(
-                f"{said}[{name!r}] is {rule!r}: expected one of {', '.join(map(repr, RULES))}"
-            )
-        dtype = torch.float32 if (tensor := module._buffers[name]) is None else tensor.dtype
-        is_sum = rule == "sum" and dtype is not torch.bool and not dtype.is_complex
-        if rule in ("mean", "sum") and not (is_sum or dtype.is_floating_point):
-            raise UsageError(f"{said}[{name!r}] is {rule!r}, which a {dtype} buffer cannot follow")
 
 
 def find_rule(module: nn.Module, name: str) -> str | None:

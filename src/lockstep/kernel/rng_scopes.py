@@ -21,14 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.kernel.seeds import PlainSeeder, Seeder, default_generator, pack_key, remembered
 
-__all__ = ["BEFORE", "RngScopes", "ScopeCalls", "find_scopes", "is_in_backward"]
+__all__ = ["BEFORE", "RngScopes", "ScopeCalls", "find_scopes", "hook_calls", "is_in_backward"]
 
 BEFORE = -1
 """The scope number of the random numbers that a manual step draws before the model."""
@@ -48,6 +47,30 @@ class ScopeCalls:
     last: int = 0  # the number of the last call of the first scope, so of the model
 
 
+Interceptor = Callable[
+    [nn.Module, Callable[[], None] | None, Callable[[], None] | None], Callable[[], None]
+]
+
+
+def hook_calls(
+    module: nn.Module,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+) -> Callable[[], None]:
+    """Call `before` and `after` around every call of a module, until the result is called."""
+    handles = []
+    if before is not None:
+        handles.append(module.register_forward_pre_hook(lambda *_: before(), prepend=True))
+    if after is not None:
+        handles.append(module.register_forward_hook(lambda *_: after()))
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
+
+
 class RngScopes:
     """The RNG scopes of one model, which are seeded for the current micro-batch.
 
@@ -59,6 +82,7 @@ class RngScopes:
         before: The number of calls of each scope in earlier stages.
         seeder: Seeds the generators that the CPU has; None for a `PlainSeeder`.
         announce: A function that is called with the micro-batch that begins, in words.
+        intercept: A function like `hook_calls`, whose calls take less time.
     """
 
     def __init__(
@@ -70,13 +94,14 @@ class RngScopes:
         before: Sequence[int] | None = None,
         seeder: Seeder | None = None,
         announce: Callable[[str], object] = lambda text: None,
+        intercept: Interceptor = hook_calls,
     ) -> None:
         self.modules = list(modules)
         self._model, self._seed, self._device = model, seed, device
         generator = default_generator(device)
         self._accelerator = None if generator is torch.default_generator else generator
         self._seeder = seeder or PlainSeeder()
-        self._announce = announce
+        self._announce, self._intercept = announce, intercept
         self._before_here = list(before or [0] * len(self.modules))
         self._now: ScopeCalls | None = None
 
@@ -105,12 +130,12 @@ class RngScopes:
     def _install_hooks(self) -> Callable[[], None]:
         """Seed every call of a scope, until the result is called."""
         removals = [
-            _call_around(module, before=self._make_seed_hook(number))
+            self._intercept(module, self._make_seed_hook(number), None)
             for number, module in enumerate(self.modules)
             if module is not None
         ]
         if self._model is not None:
-            removals.append(_call_around(self._model, after=self.begin_loss))
+            removals.append(self._intercept(self._model, None, self.begin_loss))
 
         def remove() -> None:
             self._now = None
@@ -191,51 +216,6 @@ class RngScopes:
             return 0
         entry = torch.default_generator.get_state().numpy().tobytes()
         return calls.index(entry) if entry in calls else 0
-
-
-def _call_around(
-    module: nn.Module,
-    before: Callable[[], None] | None = None,
-    after: Callable[[], None] | None = None,
-) -> Callable[[], None]:
-    """Call `before` and `after` around every call of `module`, until the result is called."""
-    if "dynamo_ctx" in vars(module):  # torch.compile(module) forwards attributes to its module
-        handles = []
-        if before is not None:
-            handles.append(module.register_forward_pre_hook(lambda *_: before(), prepend=True))
-        if after is not None:
-            handles.append(module.register_forward_hook(lambda *_: after()))
-
-        def remove_hooks() -> None:
-            for handle in handles:
-                handle.remove()
-
-        return remove_hooks
-
-    # Without hooks: torch calls modules with hooks on a slower path, and would recompile the hooks
-    # of a module that was compiled in place for every seed.
-    attributes = vars(module)
-    replaced = attributes.get("_compiled_call_impl")
-    inner = module._call_impl if replaced is None else replaced
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before()
-        output = inner(*args, **kwargs)
-        if after is not None:
-            after()
-        return output
-
-    def remove_call() -> None:
-        if replaced is None:
-            del attributes["_compiled_call_impl"]
-        else:
-            attributes["_compiled_call_impl"] = replaced
-
-    # Whether a module is compiled in place is asked of its call (`lockstep.model.compilation`).
-    vars(call)["is_plain"] = replaced is None or getattr(replaced, "is_plain", False)
-    attributes["_compiled_call_impl"] = call
-    return remove_call
 
 
 def is_in_backward() -> bool:

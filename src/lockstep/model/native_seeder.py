@@ -27,6 +27,7 @@ from lockstep.comm import native_module
 from lockstep.comm.activity import publish
 from lockstep.kernel.rng_scopes import BEFORE, RngScopes
 from lockstep.kernel.seeds import PlainSeeder, Seeder, remember_numpy
+from lockstep.model.call_interception import intercept_calls
 
 __all__ = ["NativeSeeder", "make_rng_scopes"]
 
@@ -47,7 +48,7 @@ def make_rng_scopes(
     seeder: Seeder = PlainSeeder()
     if is_native:
         seeder = NativeSeeder([BEFORE, *called, len(modules)])
-    return RngScopes(modules, model, seed, device, before, seeder, publish)
+    return RngScopes(modules, model, seed, device, before, seeder, publish, intercept_calls)
 
 
 class NativeSeeder:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lockstep.data_parallel.distributed import DistributedDataParallel
 from lockstep.data_parallel.single_process import DataParallel
-from lockstep.kernel.buffer_rules import check_buffer_rules
+from lockstep.kernel.buffer_rules import ATTRIBUTE, RULES, describe_buffer_rules
 from lockstep.kernel.errors import UsageError
 
 __all__ = ["reject_unsupported_modules"]
@@ -51,7 +51,7 @@ def reject_unsupported_modules(values: Mapping[str, Any]) -> None:
                     "the Trainer does: pass the model to the Trainer without it (storage='shared' "
                     "keeps parameters and optimizer state once per host)"
                 )
-            check_buffer_rules(path, part)
+            _check_buffer_rules(path, part)
             if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
                 raise UsageError(
                     f"{path} has max_norm={part.max_norm}, with which each lookup writes to the "
@@ -132,3 +132,28 @@ def _get_fsdp_class(name: str) -> tuple[type, ...]:
     module = sys.modules.get("torch.distributed.fsdp")
     found = getattr(module, name, None)
     return (found,) if isinstance(found, type) else ()
+
+
+def _check_buffer_rules(path: str, module: nn.Module) -> None:
+    """Raise UsageError for a rule that does not exist, or that its buffer cannot follow.
+
+    Args:
+        path: The name of the module, for the message.
+        module: The module that may declare rules.
+    """
+    rules = describe_buffer_rules(module)
+    said = f"{path} ({type(module).__name__}).{ATTRIBUTE}"
+    if not isinstance(rules, Mapping):
+        raise UsageError(f"{said} is a {type(rules).__name__}: expected a dict of rules by buffer")
+    for name, rule in rules.items():
+        if name not in module._buffers:
+            buffers = ", ".join(module._buffers) or "none"
+            raise UsageError(f"{said} names {name!r}, and the module's buffers are: {buffers}")
+        if rule not in RULES:
+            raise UsageError(
+                f"{said}[{name!r}] is {rule!r}: expected one of {', '.join(map(repr, RULES))}"
+            )
+        dtype = torch.float32 if (tensor := module._buffers[name]) is None else tensor.dtype
+        is_sum = rule == "sum" and dtype is not torch.bool and not dtype.is_complex
+        if rule in ("mean", "sum") and not (is_sum or dtype.is_floating_point):
+            raise UsageError(f"{said}[{name!r}] is {rule!r}, which a {dtype} buffer cannot follow")
