@@ -538,6 +538,7 @@ def test_sigusr1_to_a_rank_prints_its_stack_and_ends_neither_it_nor_its_children
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
         os.kill(os.getpid(), signal.SIGUSR1)
         os.kill(os.getppid(), signal.SIGUSR1)  # the fork server
+        ls.launch(int)  # after which the stack is printed as before
         child = os.fork()
         if child == 0:
             os.kill(os.getpid(), signal.SIGUSR1)

@@ -24,7 +24,7 @@ from _pytest._io import TerminalWriter
 from lockstep.comm import backend as comm
 from lockstep.launcher.channel import Channel, open_channel, read_memfd
 from lockstep.launcher.fork_server_main import ignore_sigterm, serve
-from lockstep.launcher.rank_process import ignore_requests
+from lockstep.launcher.signals import ignore_requests
 
 __all__ = ["main"]
 

@@ -17,7 +17,7 @@ from lockstep.bench.collectives import COLLECTIVES, COPY, Collective
 from lockstep.files import write_output
 from lockstep.formatting import format_size, parse_sizes
 from lockstep.kernel.errors import UsageError, WorkError
-from lockstep.launcher.termination import exiting_on_sigterm
+from lockstep.launcher.signals import exiting_on_sigterm
 from lockstep.messages import say
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import click
 
 from lockstep.formatting import format_bytes, format_duration
 from lockstep.kernel.errors import FileError, UsageError, WorkError
-from lockstep.launcher.termination import exiting_on_sigterm
+from lockstep.launcher.signals import exiting_on_sigterm
 from lockstep.messages import say
 from lockstep.native.binding import BindingError, find_bindings
 from lockstep.native.binding_folder import (

@@ -46,7 +46,8 @@ from typing import Any, NoReturn
 from lockstep.comm import native_module
 from lockstep.launcher.channel import Channel, Message, open_channel
 from lockstep.launcher.huge_pages import collapse_memory
-from lockstep.launcher.rank_process import ForkedProcess, exit_process, ignore_requests
+from lockstep.launcher.rank_process import ForkedProcess, exit_process
+from lockstep.launcher.signals import ignore_requests
 from lockstep.launcher.user_modules import find_module_files
 
 __all__ = ["Server", "ignore_sigterm", "import_for_ranks", "main", "serve", "serve_in_fork"]

@@ -28,9 +28,9 @@ from lockstep.launcher.fork_server import (
 )
 from lockstep.launcher.listening_socket import LOOPBACK
 from lockstep.launcher.rank_process import get_launch_number, set_launch_number
+from lockstep.launcher.signals import receiving
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.launcher.target import check_working_directory
-from lockstep.launcher.termination import receiving
 from lockstep.messages import say
 
 __all__ = [

@@ -42,7 +42,6 @@ from lockstep.launcher.fork_server import (
 from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.output import RankOutput
-from lockstep.launcher.report_request import reports_on_request
 from lockstep.launcher.run_folder import (
     RESUME,
     RUN,
@@ -61,9 +60,9 @@ from lockstep.launcher.run_folder import (
     write_description,
 )
 from lockstep.launcher.run_secret import make_secret, warn_without_secret
+from lockstep.launcher.signals import receiving, reports_on_request
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.launcher.target import check_target, find_source
-from lockstep.launcher.termination import receiving
 from lockstep.messages import say
 
 __all__ = [

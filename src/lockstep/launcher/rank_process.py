@@ -41,6 +41,7 @@ from typing import Any, NoReturn
 from lockstep.comm import activity, native_module
 from lockstep.kernel.errors import LockstepError
 from lockstep.launcher.channel import Channel, Message, open_channel, read_memfd, write_memfd
+from lockstep.launcher.signals import print_stack_on_signal
 from lockstep.launcher.stacks import STACK_SIGNAL
 from lockstep.launcher.tracebacks import (
     find_location,
@@ -59,9 +60,7 @@ __all__ = [
     "get_launch_number",
     "get_task",
     "has_launcher",
-    "ignore_requests",
     "main",
-    "print_stack_on_signal",
     "receive_from_launcher",
     "report_to_launcher",
     "run_code",
@@ -449,28 +448,3 @@ def dump_stack_on_signal(descriptor: int) -> None:
         # The launcher empties the file, so writing must not continue at the old position.
         fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
         faulthandler.register(STACK_SIGNAL, descriptor, all_threads=False)
-
-
-def print_stack_on_signal() -> None:
-    """Make SIGUSR1 print the stack of this process, unless the program handles the signal.
-
-    Its default action would end the process. `signal.getsignal` returns SIG_DFL afterwards, so that
-    programs that install a handler only in place of the default one still install theirs.
-    """
-    before = signal.getsignal(signal.SIGUSR1)
-    if before not in (signal.SIG_DFL, signal.SIG_IGN):
-        return
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    try:
-        with contextlib.suppress(OSError, RuntimeError, ValueError):
-            if before is signal.SIG_IGN:  # by `ignore_requests`, in the fork server
-                signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-            faulthandler.register(signal.SIGUSR1, sys.__stderr__ or 2, all_threads=False)
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
-
-
-def ignore_requests() -> None:
-    """Ignore SIGUSR1 in a process that starts ranks for the launcher."""
-    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)

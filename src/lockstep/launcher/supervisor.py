@@ -33,7 +33,7 @@ from lockstep.launcher.fork_server import ForkServer
 from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy
 from lockstep.launcher.rank_probes import group_exists
 from lockstep.launcher.rank_processes import RankProcesses
-from lockstep.launcher.report_request import reports_on_request, take_request
+from lockstep.launcher.signals import reports_on_request, take_request
 from lockstep.messages import say
 
 __all__ = ["GRACE", "STOP_GRACE", "TICK", "RankSupervisor"]

@@ -38,7 +38,8 @@ from lockstep.launcher.device_choice import (
 from lockstep.launcher.environment import JOIN, RankInfo, is_elastic_on_hosts, read_rank_info
 from lockstep.launcher.group_connections import GroupConnections
 from lockstep.launcher.malloc import keep_freed_memory
-from lockstep.launcher.rank_process import print_stack_on_signal, report_to_launcher
+from lockstep.launcher.rank_process import report_to_launcher
+from lockstep.launcher.signals import print_stack_on_signal
 from lockstep.messages import escape_control, say
 
 __all__ = [

@@ -34,7 +34,7 @@ from lockstep.launcher.fork_server import get_fork_server
 from lockstep.launcher.launch import launch, launch_in_this_process
 from lockstep.launcher.rank_process import run_code
 from lockstep.launcher.run_folder import RESUME, RUN
-from lockstep.launcher.termination import exiting_on_sigterm
+from lockstep.launcher.signals import exiting_on_sigterm
 from lockstep.record.program import select_variables
 from lockstep.record.sources import find_named_variables
 from lockstep.replay.program import Base, Program
