@@ -46,6 +46,7 @@ class LocalSums:
         add_natively: Callable[..., GradientList | None] | None,
     ) -> None:
         self._parameters, self._sparse, self._buckets = parameters, sparse, buckets
+        self._tensors = [parameter for _, parameter in parameters]
         self._add_natively = None if sparse else add_natively
         self._sums: TreeAccumulator[GradientList] = TreeAccumulator(leaves, add_lists)
         self.failure = ""
@@ -139,10 +140,9 @@ class LocalSums:
         """
         if self._add_natively is None:
             return False
-        tensors = [parameter for _, parameter in self._parameters]
         outs = {} if self._buckets is None else self._buckets.destinations.get(self._node, {})
-        destinations = [outs.get(index) for index in range(len(tensors))] if outs else []
-        values = self._add_natively(tensors, self._siblings, destinations)
+        destinations = [outs.get(index) for index in range(len(self._tensors))] if outs else []
+        values = self._add_natively(self._tensors, self._siblings, destinations)
         if values is None:
             return False
         self._values = values

@@ -45,6 +45,9 @@ _numbers = itertools.count()
 class MeanReducer:
     """Averages gradients during backward; see the steps at the top of the file.
 
+    It has many attributes, because hooks of autograd change the state of a backward pass one
+    gradient at a time, and a pass that raised leaves it to the next one.
+
     Args:
         named: All parameters of the model with their names, in the model's order.
         sparse: The parameters whose gradients are sparse tensors.
