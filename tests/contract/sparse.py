@@ -109,4 +109,4 @@ def two_per_rank() -> None:
 
 def other_reduction(op: dist.ReduceOp) -> None:
     tensor = on_rank(dist.get_rank(), "rows", torch.float32)
-    refused(lambda: dist.all_reduce(tensor, op), "unsupported reduction operation")
+    refused(lambda: dist.all_reduce(tensor, op), "unsupported reduction operation", "layout")

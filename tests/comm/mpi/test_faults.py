@@ -37,7 +37,7 @@ def wait_until(is_true):
 
 def late():
     """Let rank 1 come to an operation after rank 0's patience, and rank 0 end its group before."""
-    from lockstep.comm.mpi.departures import departures
+    from lockstep.comm.mpi.exited_ranks import exited_ranks
     from lockstep.comm.mpi.work import unfinished
 
     ls.init(backend="mpi4py", timeout=PATIENCE)
@@ -67,7 +67,7 @@ def late():
         said["group"] = error_of(missing)
     dist.barrier()
 
-    import lockstep.comm.mpi.departures as module
+    import lockstep.comm.mpi.exited_ranks as module
 
     module.INTERVAL = module.GRACE = 0.05
     last_group = dist.new_group()
@@ -76,7 +76,7 @@ def late():
         store.set("received", "")
         wait_until(lambda: not unfinished())
     else:
-        departures.announce(1)
+        exited_ranks.announce(1)
         store.wait(["received"])
         dist.send(torch.ones(1), 0, group=last_group)
     threads = [thread.name for thread in threading.enumerate()]

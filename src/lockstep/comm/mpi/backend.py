@@ -38,15 +38,15 @@ def create(options: Any, _given: Any = None) -> Any:
     import torch.distributed as dist
 
     from lockstep.comm.mpi import library
-    from lockstep.comm.mpi.departures import departures
     from lockstep.comm.mpi.exit import end_together
+    from lockstep.comm.mpi.exited_ranks import exited_ranks
     from lockstep.comm.mpi.process_group import MpiProcessGroup
 
     mpi = library.load()
     world = dist.group.WORLD
     if world is None:
         library.check_ranks(mpi, options.group_rank, options.group_size)
-        departures.watch(options.store)
+        exited_ranks.watch(options.store)
         end_together(mpi)
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     timeout = options.timeout.total_seconds()

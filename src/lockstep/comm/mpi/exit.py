@@ -16,7 +16,7 @@ import termios
 import time
 from typing import Any, TextIO
 
-from lockstep.comm.mpi.departures import departures
+from lockstep.comm.mpi.exited_ranks import exited_ranks
 from lockstep.comm.mpi.work import progress, unfinished
 from lockstep.messages import say
 
@@ -43,7 +43,7 @@ def _leave(mpi: Any) -> None:
     world = mpi.COMM_WORLD
     who = f"rank {world.Get_rank()} of {world.Get_size()}"
     pending = progress.stop()
-    departures.announce(world.Get_rank())
+    exited_ranks.announce(world.Get_rank())
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     if error is not None:
         _abort(mpi, f"{who} raised {type(error).__name__} and ends the other ranks (MPI_Abort)")

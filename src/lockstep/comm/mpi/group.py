@@ -9,29 +9,24 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lockstep.comm.backend import ArgumentError
 from lockstep.comm.mpi import library
 from lockstep.comm.mpi.buffers import Buffers
 from lockstep.comm.mpi.reduction import ReductionPlan, plan_reduction, torch_function, type_of_size
 from lockstep.comm.mpi.work import MpiWork, progress
+from lockstep.comm.python_process_group import PythonProcessGroup
 
-__all__ = ["Finish", "MpiGroup", "Pieces", "free_types"]
+__all__ = ["MpiGroup", "Pieces", "free_types"]
 
 Finish = Callable[[], object]
 Pieces = Sequence[torch.Tensor | None]  # per rank: contiguous, or None for nothing
 
 
-# torch's types leave out constructors and overloads that its process groups in Python need.
-ProcessGroup: Any = dist.ProcessGroup
-
-
-class MpiGroup(ProcessGroup):  # type: ignore[misc]
+class MpiGroup(PythonProcessGroup):
     """A process group on a communicator of its own.
 
     Args:
@@ -45,63 +40,10 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]
     def __init__(
         self, mpi: Any, comm: Any, store: Any, ranks: Sequence[int], timeout: float
     ) -> None:
-        super().__init__(comm.Get_rank(), comm.Get_size())
-        self._store, self._name, self._description = store, "", ""
-        self._mpi, self._comm, self._timeout = mpi, comm, timeout
-        self._rank, self._size, self._ranks = comm.Get_rank(), comm.Get_size(), list(ranks)
+        super().__init__(comm.Get_rank(), comm.Get_size(), store, "mpi4py", timeout)
+        self._mpi, self._comm, self._ranks = mpi, comm, list(ranks)
         self._max_tag = comm.Get_attr(mpi.TAG_UB)
         self._failure = ""
-        self._calls = 0
-        self._process = os.getpid()
-
-    # What torch asks of every process group.
-
-    def name(self) -> str:
-        """Return the name of the backend."""
-        return "mpi4py"
-
-    getBackendName = name  # what torch's C++ calls
-
-    # The name and the description lie in torch's C++ backends, of which this group has none.
-
-    def setGroupName(self, name: str) -> None:  # noqa: D102
-        self._name = name
-
-    def setGroupDesc(self, description: str) -> None:  # noqa: D102
-        self._description = description
-
-    def getGroupName(self) -> str:  # noqa: D102
-        return self._name
-
-    def getGroupDesc(self) -> str:  # noqa: D102
-        return self._description
-
-    def get_group_store(self) -> Any:
-        """Return the store of the group."""
-        return self._store
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    def _get_backend(self, device: torch.device) -> MpiGroup:
-        return self
-
-    supports_splitting = supports_coalescing = False
-
-    def _has_hooks(self) -> bool:
-        return False
-
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout.total_seconds()
-
-    set_timeout = _set_default_timeout
-
-    def _set_sequence_number_for_group(self) -> None:
-        pass
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._calls
 
     def shutdown(self) -> None:
         """Free the communicator, unless operations on it are unfinished."""
@@ -232,25 +174,6 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]
             progress.add_unless_over(work)
         return work
 
-    def _joined(
-        self,
-        name: str,
-        works: Sequence[MpiWork],
-        opts: Any,
-        also: Finish | None = None,
-        outputs: Sequence[torch.Tensor] = (),
-    ) -> MpiWork:
-        """Return one work for several, with a function to call after them."""
-
-        def finish() -> None:
-            for each in works:
-                each.wait()
-            if also is not None:
-                also()
-
-        requests = [request for each in works for request in each.take_requests()]
-        return self._start(name, requests, finish, outputs, opts, works)
-
     # Mistakes of the caller.
 
     def _fail(self, sentence: str) -> None:
@@ -283,21 +206,12 @@ class MpiGroup(ProcessGroup):  # type: ignore[misc]
                     f"{name}: the tensor is on {tensor.device}, and the backend 'mpi4py' is for "
                     "CPU tensors: use NCCL for GPUs"
                 )
-            if tensor.layout not in (torch.strided, torch.sparse_coo):
+            if tensor.layout != torch.strided:
                 raise self._mistake(f"{name}: the layout {tensor.layout} is not supported")
-            if tensor.layout == torch.sparse_coo and name != "all_reduce":
-                raise self._mistake(f"{name}: sparse tensors are for all_reduce only")
-            if tensor.layout == torch.strided and _has_shared_elements(tensor):
+            if _has_shared_elements(tensor):
                 raise self._mistake(f"{name}: elements of the tensor overlap: clone it first")
         found: Sequence[torch.Tensor] = tensors
         return found
-
-    def _check_alike(self, name: str, tensors: Any) -> None:
-        """Check tensors of one dtype, shape and layout."""
-        self._check(name, tensors)
-        kinds = {(each.dtype, each.shape, each.layout) for each in tensors}
-        if len(kinds) > 1:
-            raise self._mistake(f"{name}: the tensors of the list differ in dtype, shape or layout")
 
     def _check_list(
         self, name: str, tensors: Any, dtype: torch.dtype, count: int | None = None

@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.distributed_c10d
 
 from lockstep.comm.mpi.buffers import Buffers
-from lockstep.comm.mpi.group import Finish, MpiGroup, Pieces, free_types
-from lockstep.comm.mpi.reduction import ReductionPlan, torch_function
+from lockstep.comm.mpi.group import MpiGroup, Pieces, free_types
 from lockstep.comm.mpi.work import MpiWork, progress
 
 __all__ = ["MpiProcessGroup"]
@@ -31,47 +29,21 @@ class MpiProcessGroup(MpiGroup):
     # Collective calls that reduce.
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> MpiWork:
-        """Reduce tensors over all ranks, and over the list."""
+        """Reduce a tensor over all ranks."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        opts = _options(c10d.AllreduceOptions, opts, timeout)
-        self._check_alike("all_reduce", tensors)
-        if tensors[0].layout == torch.sparse_coo:
-            return self._all_reduce_sparse(tensors, opts)
-        plan, factor = self._plan("all_reduce", opts.reduceOp, tensors[0].dtype)
-        if len(tensors) == 1:
-            return self._all_reduce(tensors, plan, factor, opts)
-        total = tensors[0].clone(memory_format=torch.contiguous_format)
-        for tensor in tensors[1:]:
-            torch_function(plan.operation)(total, tensor, out=total)
-        return self._all_reduce(
-            [total], plan, factor, opts, lambda: [each.copy_(total) for each in tensors], tensors
-        )
+        self._check("all_reduce", tensors, count=1)
+        return self._all_reduce(tensors, _options(c10d.AllreduceOptions, opts, timeout))
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> MpiWork:
         """Reduce each tensor over all ranks."""
-        opts = _options(c10d.AllreduceCoalescedOptions, opts)
         self._check("all_reduce", tensors)
-        planned = [self._plan("all_reduce", opts.reduceOp, each.dtype) for each in tensors]
-        if len(set(planned)) > 1:
-            works = [
-                self._all_reduce([tensor], *each, opts)
-                for tensor, each in zip(tensors, planned, strict=True)
-            ]
-            return self._joined("all_reduce", works, opts, None, tensors)
-        return self._all_reduce(tensors, *planned[0], opts)
+        return self._all_reduce(tensors, _options(c10d.AllreduceCoalescedOptions, opts))
 
-    def _all_reduce(
-        self,
-        tensors: Sequence[torch.Tensor],
-        plan: ReductionPlan,
-        factor: Any,
-        opts: Any,
-        also: Finish | None = None,
-        outputs: Sequence[torch.Tensor] | None = None,
-    ) -> MpiWork:
+    def _all_reduce(self, tensors: Sequence[torch.Tensor], opts: Any) -> MpiWork:
+        planned = [self._plan("all_reduce", opts.reduceOp, tensor.dtype) for tensor in tensors]
         buffers = Buffers([], tensors, in_place=True)
         requests = []
-        for target in buffers.targets:
+        for target, (plan, factor) in zip(buffers.targets, planned, strict=True):
             if plan.is_scaled:
                 target.mul_(factor)
             if self._size > 1:
@@ -79,12 +51,11 @@ class MpiProcessGroup(MpiGroup):
                 requests.append(self._comm.Iallreduce(self._mpi.IN_PLACE, numbers, operation))
 
         def finish() -> None:
-            self._divide(plan, buffers.targets)
+            for target, (plan, _) in zip(buffers.targets, planned, strict=True):
+                self._divide(plan, [target])
             buffers.copy_back()
-            if also is not None:
-                also()
 
-        return self._start("all_reduce", requests, finish, outputs or tensors, opts, buffers)
+        return self._start("all_reduce", requests, finish, tensors, opts, buffers)
 
     def reduce(self, tensors: Any, opts: Any = None, *_: Any) -> MpiWork:
         """Reduce a tensor into the one of the root."""
@@ -181,55 +152,21 @@ class MpiProcessGroup(MpiGroup):
 
         return self._start("reduce_scatter", requests, finish, outputs, opts, (buffers, kept))
 
-    def _all_reduce_sparse(self, tensors: Sequence[torch.Tensor], opts: Any) -> MpiWork:
-        """Add sparse tensors: gather the entries of all ranks, and add those of one place."""
-        if opts.reduceOp != dist.ReduceOp.SUM:
-            raise self._mistake("all_reduce of sparse tensors: unsupported reduction operation")
-        own = sum(tensors[1:], tensors[0]).coalesce()
-        # The ranks have to know each other's numbers of entries before they can exchange them.
-        numbers = torch.empty(self._size, dtype=torch.int64)
-        self.all_gather_single(numbers, torch.tensor([own._nnz()]), _sync(opts)).wait()
-        counts = numbers.tolist()
-        places, values = own.indices().t().contiguous(), own.values().contiguous()
-        all_places = [places.new_empty(count, *places.shape[1:]) for count in counts]
-        all_values = [values.new_empty(count, *values.shape[1:]) for count in counts]
-
-        def finish() -> None:
-            total = torch.sparse_coo_tensor(
-                torch.cat(all_places).t(), torch.cat(all_values), own.shape, check_invariants=False
-            ).coalesce()
-            for tensor in tensors:
-                tensor.copy_(total)
-
-        works = [
-            self.allgather([all_places], [places], _sync(opts)),
-            self.allgather([all_values], [values], _sync(opts)),
-        ]
-        return self._joined("all_reduce", works, opts, finish, tensors)
-
     # Collective calls that move.
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: Any = None) -> MpiWork:
-        """Send one tensor of the root to all tensors of all ranks."""
+        """Send a tensor of the root to all ranks."""
+        tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         opts = _options(c10d.BroadcastOptions, opts, timeout)
-        self._check_alike("broadcast", tensors)
+        self._check("broadcast", tensors, count=1)
         self._check_root("broadcast", opts.rootRank)
-        if not 0 <= opts.rootTensor < len(tensors):
+        if opts.rootTensor:
             raise self._mistake(f"broadcast: there is no tensor {opts.rootTensor} in the list")
-        chosen = tensors[opts.rootTensor]
-        buffers = Buffers([], [chosen], in_place=True)
-        (target,) = buffers.targets
+        buffers = Buffers([], tensors, in_place=True)
         requests = []
         if self._size > 1:
-            requests.append(self._comm.Ibcast(self._bytes(target), opts.rootRank))
-
-        def finish() -> None:
-            buffers.copy_back()
-            for number, tensor in enumerate(tensors):
-                if number != opts.rootTensor:
-                    tensor.copy_(target)
-
-        return self._start("broadcast", requests, finish, tensors, opts, buffers)
+            requests.append(self._comm.Ibcast(self._bytes(buffers.targets[0]), opts.rootRank))
+        return self._start("broadcast", requests, buffers.copy_back, tensors, opts, buffers)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
         """Gather tensors of one size into one tensor each."""
@@ -261,62 +198,43 @@ class MpiProcessGroup(MpiGroup):
     _allgather_base = all_gather_single
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, *_: Any) -> MpiWork:
-        """Gather tensors into lists; several tensors per rank are interleaved."""
+        """Gather a tensor of each rank into a list."""
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
-        opts = _options(c10d.AllgatherOptions, opts)
-        self._check_alike("all_gather", inputs)
-        width = len(inputs)
-        for each in outputs:
-            self._check_list("all_gather", each, inputs[0].dtype, self._size * width)
-        if not outputs:
-            raise self._mistake("all_gather: there are no lists of outputs")
-        columns = [[outputs[0][r * width + p] for r in range(self._size)] for p in range(width)]
-
-        def finish() -> None:
-            for others in outputs[1:]:
-                for first, other in zip(outputs[0], others, strict=True):
-                    other.copy_(first)
-
-        return self._gather_all(columns, inputs, outputs[0], opts, finish)
+        (given,) = self._check("all_gather", inputs, count=1)
+        return self._gather_all(outputs, [given], _options(c10d.AllgatherOptions, opts))
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> MpiWork:
         """Gather several tensors per rank; entry [r][i] of the outputs is tensor i of rank r."""
-        opts = _options(c10d.AllgatherOptions, opts)
         self._check("all_gather", inputs)
         if len(outputs) != self._size:
             raise self._mistake(f"all_gather: {len(outputs)} lists for {self._size} ranks")
-        for each in outputs:
-            self._check("all_gather", each, count=len(inputs))
-        columns = [[each[number] for each in outputs] for number in range(len(inputs))]
-        return self._gather_all(columns, inputs, [each for row in outputs for each in row], opts)
+        for row in outputs:
+            self._check("all_gather", row, count=len(inputs))
+        columns = list(zip(*outputs, strict=True))
+        return self._gather_all(columns, inputs, _options(c10d.AllgatherOptions, opts))
 
     def _gather_all(
-        self,
-        columns: Sequence[Sequence[torch.Tensor]],
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        opts: Any,
-        also: Finish | None = None,
+        self, columns: Sequence[Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor], opts: Any
     ) -> MpiWork:
         """Send each input to all ranks, and receive that of each rank in its column."""
+        if len(columns) != len(inputs):
+            raise self._mistake(f"all_gather: {len(columns)} lists for {len(inputs)} tensors")
         for column, given in zip(columns, inputs, strict=True):
+            self._check_list("all_gather", column, given.dtype)
             self._check_length("all_gather", column[self._rank], given)
         # In the order of the list, in which the last of overlapping outputs wins.
-        order = sorted((r, p) for p in range(len(columns)) for r in range(self._size))
-        buffers = Buffers(inputs, [columns[p][r] for r, p in order])
-        targets = dict(zip(order, buffers.targets, strict=True))
+        outputs = [output for row in zip(*columns, strict=True) for output in row]
+        buffers = Buffers(inputs, outputs)
         requests: list[Any] = []
         kept: list[Any] = []
         for number, source in enumerate(buffers.sources):
-            receive = [targets[r, number] for r in range(self._size)]
+            receive = buffers.targets[number :: len(inputs)]
             self._exchange([source] * self._size, receive, requests, kept)
 
         def finish() -> None:
             free_types(kept)
             buffers.copy_back()
-            if also is not None:
-                also()
 
         return self._start("all_gather", requests, finish, outputs, opts, (buffers, kept))
 
@@ -483,13 +401,6 @@ def _options(kind: Callable[[], Any], opts: Any, timeout: Any = None) -> Any:
         made.reduceOp = opts
     if timeout is not None:
         made.timeout = timeout
-    return made
-
-
-def _sync(opts: Any) -> Any:
-    """Return options for a part of a call, for which the call itself waits."""
-    made = c10d.AllgatherOptions()
-    made.asyncOp, made.timeout = False, opts.timeout
     return made
 
 

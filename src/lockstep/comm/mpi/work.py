@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.mpi.departures import departures
+from lockstep.comm.mpi.exited_ranks import exited_ranks
 from lockstep.comm.native_module import where
 from lockstep.formatting import format_numbered
 
@@ -155,7 +155,7 @@ class MpiWork(dist.Work):
 
     def _find_ended(self) -> list[int]:
         """Return ranks that have ended and without which the operation cannot complete."""
-        ended = departures.find(self._peers)
+        ended = exited_ranks.find(self._peers)
         return ended if self._needs_all or len(ended) == len(self._peers) else []
 
     def _give_up(self, reason: str) -> None:
@@ -182,11 +182,6 @@ class MpiWork(dist.Work):
             self._future.set_result(self._outputs)
         else:
             self._future.set_exception(self._error)
-
-    def take_requests(self) -> list[Any]:
-        """Return the requests, of which the caller has to wait before it waits for this work."""
-        taken, self._requests = self._requests, []
-        return taken
 
     # The rest of torch's interface.
 

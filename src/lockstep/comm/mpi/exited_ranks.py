@@ -11,13 +11,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Departures", "departures"]
+__all__ = ["ExitedRanks", "exited_ranks"]
 
 INTERVAL = 1.0  # seconds between looks at the store
 GRACE = 5.0  # seconds in which MPI may still deliver what an ended rank has sent
 
 
-class Departures:
+class ExitedRanks:
     """The ranks that have ended, as far as this process knows."""
 
     def __init__(self) -> None:
@@ -49,4 +49,4 @@ class Departures:
         return [rank for rank in ranks if now - self._seen.get(rank, now) > GRACE]
 
 
-departures = Departures()
+exited_ranks = ExitedRanks()
