@@ -68,20 +68,15 @@ def test_waiting_at_a_port_prints_nothing(capfd, address):
     assert capfd.readouterr().err == ""
 
 
+# Others are drawn below.
 WRONG = [
-    "x", "{}", "[]", "null", "1", '"text"', "{", "\x1b[2J", "\udcff".encode("utf-8", "replace"),
-    "[" * 100_000,
+    "x", "{}", "\x1b[2J", "\udcff".encode("utf-8", "replace"), "[" * 100_000,
     json.dumps([REGISTRATION]),
     json.dumps(REGISTRATION | {"more": 1}),
-    json.dumps(REGISTRATION | {"rank": "1"}),
     json.dumps(REGISTRATION | {"rank": True}),
-    json.dumps(REGISTRATION | {"world_size": -2}),
     json.dumps(REGISTRATION | {"world_size": 1e30}),
     json.dumps(REGISTRATION | {"process": 10**30}),
-    json.dumps(REGISTRATION | {"host": "\x1b]0;title\x07"}),
     json.dumps(REGISTRATION | {"host": "x" * 10_000}),
-    json.dumps(REGISTRATION | {"host": None}),
-    json.dumps(REGISTRATION | {"identity": None}),
     json.dumps(REGISTRATION | {"identity": "\x1b]0;title\x07"}),
 ]  # fmt: skip
 

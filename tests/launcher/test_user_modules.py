@@ -43,28 +43,6 @@ def test_modules_are_found_when_they_are_imported_and_forgotten_when_they_are_go
     assert find_module_files() == [*before, "/home/ann/three.py", "/home/ann/another/one.py"]
 
 
-def test_only_new_modules_are_looked_at(add):
-    class Watched(types.ModuleType):
-        reads = 0
-
-        @property
-        def __dict__(self):
-            type(self).reads += 1
-            return {}
-
-    add("other", "/home/ann/other.py")
-    sys.modules["watched"] = Watched("watched")
-    add("own_one", "/home/ann/one.py")
-    try:
-        find_module_files()
-        assert Watched.reads == 1
-        add("own_two", "/home/ann/two.py")
-        assert "/home/ann/two.py" in find_module_files()
-        assert Watched.reads == 1
-    finally:
-        del sys.modules["watched"]
-
-
 def test_a_module_that_runs_code_when_it_is_read_is_left_alone(add):
     class Lazy(types.ModuleType):
         def __getattr__(self, name):
