@@ -16,7 +16,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from lockstep.comm import backend
 from lockstep.elastic import membership as module
-from lockstep.elastic.membership import HandOverOrder, Membership, Round
+from lockstep.elastic.membership import Membership, Round, TransferOrder
 from lockstep.kernel.errors import RendezvousError, WorkError
 
 LOST = DistBackendError("rank 0: barrier #3 on group default failed: rank 2 died (process 7 ...)")
@@ -328,7 +328,7 @@ def test_what_a_round_tells_fits_its_message() -> None:
     assert found == Round(
         3, 1, 2, "1 2 3", 5, True, ({"member": 0, "signal": 9},), (4,), (), 2.5, (10, 11)
     )
-    assert not Membership(0).is_to_commit(HandOverOrder(0, False, Path()))
+    assert not Membership(0).is_to_commit(TransferOrder(0, False, Path()))
 
 
 def use_backend() -> None:

@@ -6,7 +6,7 @@ have ranks. A round ends when a member is killed, or when rank 0 admits newcomer
     running ──"round_over" of every member that is left──> round_plan
        ^                                                       │
        ├── Continue: "round" to the members of the next round <┤
-       ├── HandOver: "hand_over" to some, new processes <──────┤
+       ├── Transfer: "hand_over" to some, new processes <──────┤
        └── Restart: new processes, from mirror or checkpoint <─┘
 
 After `Continue`, newcomers are started for the members that are missing. A newcomer reports
@@ -48,9 +48,9 @@ from lockstep.elastic.restart_source import StateFolder
 from lockstep.elastic.restarts import MAX_FRUITLESS, Restarts
 from lockstep.elastic.round_plan import (
     Continue,
-    HandOver,
     Plan,
     Report,
+    Transfer,
     choose_world_size,
     has_to_be_replaced,
     plan_round,
@@ -254,7 +254,7 @@ class ElasticCoordinator:
         """Stop waiting for members that do not report, if the others have waited long enough."""
         plan = plan_round(reports, wanted=self._wanted)
         waited = self._round.seconds_since_report
-        if isinstance(plan, HandOver) and waited >= REPORT_SETTLE:
+        if isinstance(plan, Transfer) and waited >= REPORT_SETTLE:
             self._execute(plan)
         elif waited >= REPORT_TIMEOUT:
             self._restart()
@@ -281,8 +281,8 @@ class ElasticCoordinator:
     def _execute(self, plan: Plan) -> None:
         if isinstance(plan, Continue):
             self._continue(plan)
-        elif isinstance(plan, HandOver):
-            folder = self._restarts.states.begin_hand_over()
+        elif isinstance(plan, Transfer):
+            folder = self._restarts.states.begin_transfer()
             self._transfer = StateTransfer(plan, folder, self._ranks.send)
             self._round.writers = {*self._transfer.writers}
         else:
@@ -360,7 +360,7 @@ class ElasticCoordinator:
         self._transfer = None
         self._round.writers.clear()
         if is_complete:
-            self._restarts.states.complete_hand_over(transfer.writers, transfer.checkpoints)
+            self._restarts.states.complete_transfer(transfer.writers, transfer.checkpoints)
         else:
             self._restarts.states.discard()
         self._restart(transfer.world_size)

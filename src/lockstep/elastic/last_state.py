@@ -2,7 +2,7 @@
 
 Nobody decides a next round any more, but each of them still has the state of the training:
 
-    agent ── "lost" ──> all members ── round_over ──> round_plan ── HandOver
+    agent ── "lost" ──> all members ── round_over ──> round_plan ── Transfer
                                                                        │
     runs/NAME/checkpoints/step-41 <── copied <── handed_over <── one of them writes
 
@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.elastic.restart_source import StateFolder
-from lockstep.elastic.round_plan import HandOver, Report, plan_round
+from lockstep.elastic.round_plan import Report, Transfer, plan_round
 from lockstep.elastic.state_transfer import StateTransfer
 from lockstep.launcher.channel import Message
 from lockstep.launcher.supervisor import TICK, RankSupervisor
@@ -38,14 +38,14 @@ class LastState:
     def __init__(self, ranks: RankSupervisor) -> None:
         self._ranks = ranks
         self._reports: dict[int, Report] = {}
-        self._handover: StateTransfer | None = None
+        self._transfer: StateTransfer | None = None
 
     def note_report(self, member: int, message: Message) -> None:
         """Note what a member reports about its state."""
         if message["kind"] == "round_over":
             self._reports[member] = Report.from_message(member, message)
-        elif message["kind"] == "handed_over" and self._handover is not None:
-            self._handover.note_written(member, message["checkpoints"])
+        elif message["kind"] == "handed_over" and self._transfer is not None:
+            self._transfer.note_written(member, message["checkpoints"])
 
     def note_round(self, member: int) -> None:
         """Note that a member begins a new round."""
@@ -62,20 +62,20 @@ class LastState:
         running = self._ranks.running
         reports = [self._reports[member] for member in running if member in self._reports]
         plan = plan_round([replace(report, can_stay=False) for report in reports], wanted=1)
-        if isinstance(plan, HandOver):
-            self._hand_over(plan)
+        if isinstance(plan, Transfer):
+            self._transfer_state(plan)
 
-    def _hand_over(self, plan: HandOver) -> None:
+    def _transfer_state(self, plan: Transfer) -> None:
         states = StateFolder(None)
         self._ranks.remove_at_end(str(states.path))
         try:
-            handover = StateTransfer(plan, states.begin_hand_over(), self._ranks.send)
-            self._handover = handover
-            while (is_complete := handover.follow(self._ranks.running)) is None:
+            transfer = StateTransfer(plan, states.begin_transfer(), self._ranks.send)
+            self._transfer = transfer
+            while (is_complete := transfer.follow(self._ranks.running)) is None:
                 self._ranks.process_events(TICK)
-            folder = handover.checkpoints
+            folder = transfer.checkpoints
             if is_complete and folder is not None and _is_here(folder):
-                states.complete_hand_over(handover.writers, folder)
+                states.complete_transfer(transfer.writers, folder)
                 states.keep_unread()
         finally:
             states.remove()

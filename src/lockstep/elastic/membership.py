@@ -66,10 +66,10 @@ from lockstep.launcher.rendezvous import open_common_store
 from lockstep.launcher.world import get_timeout, leave_round, rejoin
 
 __all__ = [
-    "HandOverOrder",
     "Membership",
     "Participant",
     "Round",
+    "TransferOrder",
     "exchange",
     "membership",
     "run_transaction",
@@ -144,7 +144,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class HandOverOrder:
+class TransferOrder:
     """The order to write the state for a process that replaces this one.
 
     Attributes:
@@ -158,7 +158,7 @@ class HandOverOrder:
     folder: Path
 
 
-Decision = Round | HandOverOrder
+Decision = Round | TransferOrder
 
 
 class Participant(Protocol):
@@ -478,7 +478,7 @@ class Membership:
                     self.leave()
                 case "hand_over":
                     folder = Path(message["folder"])
-                    return HandOverOrder(message["operation"], message["commit"], folder)
+                    return TransferOrder(message["operation"], message["commit"], folder)
 
     def _receive(self, timeout: float | None) -> tuple[Message, list[int]] | None:
         """Return the launcher's next message; None if none comes in time."""

@@ -115,7 +115,7 @@ class StateFolder:
         """The folder of mirrors."""
         return self.path / "mirror"
 
-    def begin_hand_over(self) -> Path:
+    def begin_transfer(self) -> Path:
         """Return a new folder into which survivors write their state."""
         self.discard()
         self._number += 1
@@ -123,7 +123,7 @@ class StateFolder:
         self._written.mkdir(mode=0o700)
         return self._written
 
-    def complete_hand_over(self, writers: list[int], checkpoints: Path | None) -> None:
+    def complete_transfer(self, writers: list[int], checkpoints: Path | None) -> None:
         """Take what members have written as the state that was handed over.
 
         Args:

@@ -21,10 +21,10 @@ from lockstep.formatting import format_numbered, format_quantity
 
 __all__ = [
     "Continue",
-    "HandOver",
     "Plan",
     "Report",
     "Restart",
+    "Transfer",
     "choose_world_size",
     "has_to_be_replaced",
     "plan_round",
@@ -106,7 +106,7 @@ class Continue:
 
 
 @dataclass(frozen=True)
-class HandOver:
+class Transfer:
     """New processes replace those of the round, and continue from the state that these write.
 
     Attributes:
@@ -133,7 +133,7 @@ class Restart:
     world_size: int
 
 
-Plan = Continue | HandOver | Restart
+Plan = Continue | Transfer | Restart
 
 
 def plan_round(
@@ -163,7 +163,7 @@ def plan_round(
         writers = tuple(_find_writers(survivors, position) for position in range(stages))
         if not all(writers):
             return restart
-        return HandOver(operation, commit, writers, restart.world_size)
+        return Transfer(operation, commit, writers, restart.world_size)
     if len(survivors) + len(newcomers) < at_least:
         return None
     is_admission = len(operations) == 1 and all(report.is_admission for report in survivors)
