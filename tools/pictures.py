@@ -333,7 +333,6 @@ def _hidden(folder: Path) -> dict[str, str]:
         kernel: kernel.partition("-")[0],
         str(folder): "~/project",
         sys.prefix: "~/project/.venv",
-        f"host name        {host} ": "host name        node-0 ",
         " /tmp ": " $TMPDIR ",
     }
 
