@@ -328,7 +328,7 @@ def _draw(name: str, picture: Recording, rows: Screen) -> None:
 
 def _hidden(folder: Path) -> dict[str, str]:
     """Return the texts to replace in outputs: paths and names of this machine."""
-    host, kernel = socket.gethostname(), platform.release()
+    kernel = platform.release()
     return {
         kernel: kernel.partition("-")[0],
         str(folder): "~/project",
