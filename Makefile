@@ -58,6 +58,7 @@ check: install docs ## format, lint, types, documentation
 	@git ls-files -z | xargs -0 $(BIN)/python tools/check_files.py
 	@$(BIN)/mypy
 	@$(BIN)/python tools/house.py --check
+	@$(BIN)/python tools/step_calls.py --check
 	@$(BIN)/basedpyright --project pyproject.toml --pythonpath $(BIN)/python --warnings
 
 format: install ## format the code

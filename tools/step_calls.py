@@ -1,4 +1,4 @@
-"""Counts the functions of one step: `python tools/step_calls.py [--list]`.
+"""Counts the functions of one step: `python tools/step_calls.py [--list] [--check]`.
 
 A whole `trainer.step` on one rank with one micro-batch of a tiny network, when it is warm. Counted
 are the calls of Lockstep's Python functions, and how often execution moves from one of its files to
@@ -25,6 +25,9 @@ import lockstep
 __all__ = ["count_calls", "main", "make_step"]
 
 SOURCE = str(Path(lockstep.__file__).parent)
+LIMITS = 250, 200
+"""The most functions and changes of file, which `make check` permits."""
+
 WARM_STEPS = 7
 """The steps before the one that is counted, which is none of those with additional checks."""
 
@@ -73,7 +76,7 @@ def count_calls(call: Callable[[], Any]) -> tuple[Counter[str], int]:
 
 
 def main() -> None:
-    """Print the counts, and with --list every function."""
+    """Print the counts, with --list every function; with --check, exit with 1 above the limits."""
     lockstep.init()
     calls, changes = count_calls(make_step())
     if "--list" in sys.argv[1:]:
@@ -81,6 +84,8 @@ def main() -> None:
             print(f"{count:4d} {name}")
     print(f"{calls.total()} functions, {changes} changes of file")
     lockstep.shutdown()
+    if "--check" in sys.argv[1:] and (calls.total() > LIMITS[0] or changes > LIMITS[1]):
+        sys.exit(f"at most {LIMITS[0]} functions and {LIMITS[1]} changes of file are permitted")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.tree import Node
 
-__all__ = ["Executor", "GradientSums", "SharedUpdate", "Update"]
+__all__ = ["Executor", "GradientSums", "Part", "SharedUpdate", "Update"]
 
 
 class GradientSums(Protocol):
@@ -38,6 +38,10 @@ class GradientSums(Protocol):
         """Empty `.grad` of every parameter, and discard the sums."""
 
 
+Part = tuple[GradientSums, Buffers]
+"""The gradients and the buffers of a part of the model: the whole model, or a stage."""
+
+
 class Executor(Protocol):
     """The interface of executors, which compute micro-batches: on a whole model, or in stages."""
 
@@ -59,7 +63,7 @@ class Executor(Protocol):
     def compute(self, batch: Any) -> None:
         """Compute this rank's part of a batch, inside the context of `open`."""
 
-    def parts(self) -> Sequence[tuple[GradientSums, Buffers]]:
+    def parts(self) -> Sequence[Part]:
         """Return the gradients and buffers of each part of the model on this rank."""
 
     def broadcast_tied_gradients(self, attempt: int) -> None:

@@ -29,7 +29,13 @@ from lockstep.kernel.exact_sum import (
     merge_partial_sums,
     round_sum,
 )
-from lockstep.kernel.step_context import IGNORED_TARGETS, NOT_ADDITIVE, MicrobatchResult
+from lockstep.kernel.parts import Part
+from lockstep.kernel.step_context import (
+    IGNORED_TARGETS,
+    NOT_ADDITIVE,
+    MicrobatchResult,
+    StepContext,
+)
 from lockstep.kernel.tree import TreeAccumulator
 
 __all__ = [
@@ -39,6 +45,7 @@ __all__ = [
     "StatusHook",
     "StatusPlace",
     "StatusSummary",
+    "make_status",
     "merge_by_name",
     "summarize",
 ]
@@ -253,6 +260,41 @@ READERS: dict[str, Callable[[Any], Any]] = {
 """How fields are read from JSON, which has lists for all tuples."""
 
 CONVERSIONS = {StatusSummary._fields.index(name): read for name, read in READERS.items()}
+
+
+def make_status(step: StepContext, parts: Sequence[Part], values: Mapping[str, Any]) -> RankStatus:
+    """Return the status of this rank after its micro-batches, or with its failure.
+
+    Args:
+        step: The context of the step.
+        parts: The gradients and buffers of each part of the model on this rank.
+        values: The values of the hooks, by their names.
+    """
+    failure: tuple[str, str] | None = None
+    if step.failure is not None:
+        failure = step.failure.kind, step.failure.sentence
+    if step.refusal:
+        failure = "side_effect", step.refusal
+    parallel = step.parallel
+    batch = step.label.batch if parallel.replicas * parallel.stages > 1 else ""
+    if step.is_stopped:
+        return RankStatus(failure=failure, batch=batch, hooks=dict(values))
+    results, skipped = [microbatch.result() for microbatch in step.computed], []
+    assert step.batch is not None
+    if results and len(results) < len(step.batch.microbatches):
+        known = {result.leaf for result in results}
+        skipped = [part.index for part in step.batch.microbatches if part.index not in known]
+    is_alone = parallel.replicas == 1
+    return RankStatus(
+        microbatches=results,
+        skipped=skipped,
+        buffers=[buffers.hash_results(is_alone) for _, buffers in parts],
+        gradients=[gradients.used_parameter_mask() for gradients, _ in parts],
+        warnings=step.warnings,
+        failure=failure,
+        batch=batch,
+        hooks=dict(values),
+    )
 
 
 def summarize(status: RankStatus, place: StatusPlace) -> StatusSummary:

@@ -19,7 +19,6 @@ passed (7). What is not part of every step is a hook (`lockstep.kernel.step_hook
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from array import array
@@ -32,19 +31,19 @@ import torch
 from torch import nn
 
 from lockstep.kernel import norm as gradient_norm
-from lockstep.kernel.errors import (
-    BufferMismatchError,
-    GradientError,
-    LossError,
-    StateError,
-    StoppedError,
-    UsageError,
-)
+from lockstep.kernel.errors import GradientError, UsageError
 from lockstep.kernel.exact_sum import compute_partial_sums, merge_partial_sums
 from lockstep.kernel.layout import StepLayout
 from lockstep.kernel.parts import Executor, Update
-from lockstep.kernel.rank_status import RankStatus, StatusPlace, StatusSummary, summarize
+from lockstep.kernel.rank_status import (
+    RankStatus,
+    StatusPlace,
+    StatusSummary,
+    make_status,
+    summarize,
+)
 from lockstep.kernel.splitting import assign_nodes
+from lockstep.kernel.step_checks import raise_failure, raise_own_error, refuse_buffers
 from lockstep.kernel.step_context import StepContext, StepLabel
 from lockstep.kernel.step_hooks import CommittedStep, StepHook, StepResult, take_part
 
@@ -220,38 +219,14 @@ class OptimizerStep:
 
     def _make_status(self, step: StepContext) -> RankStatus:
         """Return the status of this rank: its micro-batches, or its failure."""
-        is_stopped = step.is_stopped
-        if not is_stopped and (step.batch is None or not self.executor.is_complete):
+        if not step.is_stopped and (step.batch is None or not self.executor.is_complete):
             raise UsageError(
                 "the step was left before its last micro-batch: iterate over all of "
                 "step.microbatches(batch) inside `with trainer.manual_step() as step`"
             )
         step.times.computed = time.perf_counter()
         values = {hook.name: hook.status(step) for hook in self._active if "status" in hook.events}
-        failure: tuple[str, str] | None = None
-        if step.failure is not None:
-            failure = step.failure.kind, step.failure.sentence
-        if step.refusal:
-            failure = "side_effect", step.refusal
-        batch = step.label.batch if self.parallel.replicas * self.parallel.stages > 1 else ""
-        if is_stopped:
-            return RankStatus(failure=failure, batch=batch, hooks=values)
-        results, skipped = [microbatch.result() for microbatch in step.computed], []
-        assert step.batch is not None
-        if results and len(results) < len(step.batch.microbatches):
-            known = {result.leaf for result in results}
-            skipped = [part.index for part in step.batch.microbatches if part.index not in known]
-        is_alone, parts = self.parallel.replicas == 1, self.executor.parts()
-        return RankStatus(
-            microbatches=results,
-            skipped=skipped,
-            buffers=[buffers.hash_results(is_alone) for _, buffers in parts],
-            gradients=[gradients.used_parameter_mask() for gradients, _ in parts],
-            warnings=step.warnings,
-            failure=failure,
-            batch=batch,
-            hooks=values,
-        )
+        return make_status(step, self.executor.parts(), values)
 
     def _exchange(
         self, step: StepContext, status: RankStatus
@@ -283,46 +258,12 @@ class OptimizerStep:
         """Raise, on every rank, the error that prevents the step, if there is one."""
         if summary.batch is None:
             step.require_same_batch()
-        error = None if step.failure is None else step.failure.error
-        if error is not None and not isinstance(error, StoppedError) and not step.refusal:
-            raise error
+        raise_own_error(step)
         for hook in self._active:
             if "check" in hook.events:
                 hook.check(step, summary)
-        if summary.failure is not None:
-            rank, kind, sentence = summary.failure
-            if kind == "stopped":
-                raise StoppedError(f"rank {self.parallel.rank} stopped because {sentence}")
-            raise (GradientError if kind == "failure" else StateError)(
-                f"rank {rank}, step {step.number}: {sentence}"
-            )
-        if (lost := summary.non_finite) is not None:
-            place = f"rank {lost.rank}, step {step.number}, micro-batch {lost.leaf}"
-            advice = ""
-            if math.isnan(lost.loss) and lost.ignores_targets:
-                loss = "torch.nn.CrossEntropyLoss()" if self.parallel.loss is None else "loss"
-                advice = (
-                    " (if it ignores all targets of the micro-batch, pass loss_weight="
-                    f"ls.target_weight({loss}) to the trainer)"
-                )
-            loss_error = LossError(f"{place}: the loss is {lost.loss}{advice}")
-            loss_error.microbatch = lost.leaf
-            raise loss_error
-        if any(report.is_refused for reports in summary.buffers.values() for report in reports):
-            self._refuse_buffers(step, summary)
-
-    def _refuse_buffers(self, step: StepContext, summary: StatusSummary) -> None:
-        """Raise, on every rank, the error about a buffer that cannot be merged."""
-        reports = summary.buffers[str(self.parallel.position)]
-        pairs = zip(self.executor.parts(), reports, strict=True)
-        reasons = [buffers.describe_refusal(report) for (_, buffers), report in pairs]
-        mine = json.dumps(max(reasons, default=(False, ""))).encode()
-        messages = [mine]
-        if summary.ranks > 1:
-            about = f"comparing buffers {step.label.about}"
-            messages = self.parallel.messages.gather(mine, about)
-        _, reason = max(tuple(json.loads(message)) for message in messages)
-        raise BufferMismatchError(f"step {step.number}: {reason}")
+        raise_failure(step, summary)
+        refuse_buffers(step, self.executor.parts(), summary)
 
     # --- (4) reduce and (5) clip ---------------------------------------------------------------
 

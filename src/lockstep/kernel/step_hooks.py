@@ -104,7 +104,9 @@ class StepHook:
         """Find the methods that the class overrides."""
         super().__init_subclass__()
         cls.events = frozenset(
-            name for name in vars(StepHook) if getattr(cls, name) is not getattr(StepHook, name)
+            name
+            for name, method in vars(StepHook).items()
+            if callable(method) and not name.startswith("_") and getattr(cls, name) is not method
         )
 
     def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[object] | None:

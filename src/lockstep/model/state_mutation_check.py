@@ -151,13 +151,13 @@ class StateMutationCheck(StepHook):
 
     def status(self, step: StepContext) -> Findings:
         """Compare the state after the last micro-batch with the recorded one."""
-        position = str(step.parallel.position)
-        if not step.is_stopped:
+        position, is_stopped = str(step.parallel.position), step.is_stopped
+        if not is_stopped:
             self.compare_after()
             step.warnings += (f"{step.where}: {sentence}" for sentence in self.warnings)
         if self.failure:
             step.refuse(self.failure)
-        if step.is_stopped:
+        if is_stopped:
             return {position: ""}, []
         writer = self.held.writer
         writers = [] if writer is None else [(step.parallel.rank if writer[0] else -1, writer[1])]
