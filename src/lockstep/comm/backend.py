@@ -62,8 +62,9 @@ def available() -> bool:
 
 def of_group(group: Any | None) -> Any | None:
     """Return the native backend of a process group, or None if it has another backend."""
-    found = _find_backend(group)
-    return found if found is not None and isinstance(found, load().LockstepBackend) else None
+    backend = _find_backend(group)
+    is_native = backend is not None and isinstance(backend, load().LockstepBackend)
+    return backend if is_native else None
 
 
 def host_group_of(group: Any | None) -> Any | None:

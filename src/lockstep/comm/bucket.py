@@ -116,15 +116,15 @@ def slice_length(bucket: Bucket, ranks: int) -> int:
 def pieces(bucket: Bucket, ranks: int) -> list[Piece]:
     """Split every member at the ends of the slices; empty tensors have no piece."""
     length = slice_length(bucket, ranks)
-    found: list[Piece] = []
+    cut: list[Piece] = []
     for number, member in enumerate(bucket.members):
         start = 0
         while start < member.numel:
             slice_, offset = divmod(member.offset + start, length)
             stop = min(member.numel, start + length - offset)
-            found.append(Piece(number, start, stop, slice_, offset))
+            cut.append(Piece(number, start, stop, slice_, offset))
             start = stop
-    return found
+    return cut
 
 
 def parts(

@@ -37,7 +37,7 @@ def estimate(rounds: Sequence[Round]) -> float:
     The error is at most the shortest round trip. If 0 is within the error of the measurement, the
     result is exactly 0, because two ranks of one host share a clock.
     """
-    best = min(rounds, key=lambda each: each.received - each.sent)
+    best = min(rounds, key=lambda round_: round_.received - round_.sent)
     offset = best.remote - (best.sent + best.received) / 2
     return 0.0 if abs(offset) <= (best.received - best.sent) / 2 else offset
 

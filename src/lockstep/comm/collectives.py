@@ -170,8 +170,8 @@ def gather_unless_equal(
     The arguments are those of `all_gather_bytes`.
     """
     if has_many_ranks(group):
-        found = _reduce_along_tree(b"=" + message, _keep_equal, bytes, bytes, about, group, remark)
-        if found:
+        common = _reduce_along_tree(b"=" + message, _keep_equal, bytes, bytes, about, group, remark)
+        if common:
             return []
     messages = all_gather_bytes(message, about, group, remark)
     return messages if messages.count(messages[0]) < len(messages) else []
@@ -217,16 +217,16 @@ def _reduce_along_tree(
             try:
                 action = exchange.send(received)
             except StopIteration as end:
-                found: Packet = end.value
+                combined: Packet = end.value
                 break
             received = None
             if isinstance(action, Receive):
                 received = _receive(action.peer, group)
             else:
                 _send(action, group)
-    if found.conflict is not None:
-        raise _disagreement(found.conflict.rank, found.conflict.about, found.about, found.remarks)
-    return decode(found.body)
+    if (conflict := combined.conflict) is not None:
+        raise _disagreement(conflict.rank, conflict.about, combined.about, combined.remarks)
+    return decode(combined.body)
 
 
 def _frame(message: bytes) -> bytes:

@@ -45,11 +45,11 @@ def find_parent(rank: int) -> int:
 
 def find_children(rank: int, ranks: int) -> list[int]:
     """Return the children of a rank, in rank order."""
-    found, bit = [], 1
+    children, bit = [], 1
     while rank + bit < ranks and not rank & bit:
-        found.append(rank + bit)
+        children.append(rank + bit)
         bit *= 2
-    return found
+    return children
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Packet:
         """Return the packet of the result of `pack`."""
         end = 4 + int.from_bytes(message[:4], "little")
         about, conflict, remarks = json.loads(message[4:end])
-        found = None if conflict is None else Conflict(*conflict)
-        return cls(about, message[end:], found, tuple((rank, text) for rank, text in remarks))
+        first = None if conflict is None else Conflict(*conflict)
+        return cls(about, message[end:], first, tuple((rank, text) for rank, text in remarks))
 
 
 def run_along_tree(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterable, Mapping, Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,7 @@ DENSE, ABSENT = -1, -2
 def sparse_weights(modules: Iterable[nn.Module]) -> set[torch.Tensor]:
     """Return the parameters that get sparse gradients, according to their modules."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
-    return {each.weight for each in modules if isinstance(each, kinds) and each.sparse}
+    return {module.weight for module in modules if isinstance(module, kinds) and module.sparse}
 
 
 def sum_sparse_gradients(
@@ -72,13 +73,13 @@ def sum_sparse_gradients(
                 mine.append(gradient)
             header.append((n, *node, rows))
     messages = all_gather_bytes(json.dumps(header).encode(), "adding sparse gradients", group)
-    headers = [[tuple(entry) for entry in json.loads(each)] for each in messages]
-    present = [[(n, rows) for n, _, _, rows in each if rows != ABSENT] for each in headers]
-    found = iter([each for rank in _gather(mine, present, models, group) for each in rank])
+    headers = [[tuple(entry) for entry in json.loads(message)] for message in messages]
+    present = [[(n, rows) for n, _, _, rows in header if rows != ABSENT] for header in headers]
+    gathered = iter(list(chain(*_gather(mine, present, models, group))))
     nodes: dict[int, dict[Node, torch.Tensor | None]] = {n: {} for n in indices}
-    for each in headers:
-        for n, lo, hi, rows in each:
-            nodes[n][lo, hi] = next(found) if rows != ABSENT else None
+    for entries in headers:
+        for n, lo, hi, rows in entries:
+            nodes[n][lo, hi] = next(gathered) if rows != ABSENT else None
     return {n: total(values, leaves, add_sparse) for n, values in nodes.items()}
 
 
@@ -116,21 +117,21 @@ def average_sparse_gradients(
     mine = {n: _rows(gradient) for n, gradient in gradients.items() if gradient is not None}
     header = json.dumps([(n, n in new, rows._nnz()) for n, rows in mine.items()]).encode()
     messages = all_gather_bytes(header, "averaging sparse gradients", group)
-    headers = [json.loads(each) for each in messages]
-    wanted = sorted({n for each in headers for n, is_new, _ in each if is_new})
+    headers = [json.loads(message) for message in messages]
+    wanted = sorted({n for entries in headers for n, is_new, _ in entries if is_new})
     if not wanted:
         return {}
-    present = [[(n, rows) for n, _, rows in each] for each in headers]
+    present = [[(n, rows) for n, _, rows in entries] for entries in headers]
     everyone = [
-        dict(zip((n for n, _ in each), found, strict=True))
-        for each, found in zip(
+        dict(zip((n for n, _ in entries), gradients_of_rank, strict=True))
+        for entries, gradients_of_rank in zip(
             present, _gather([mine[n] for n in mine], present, models, group), strict=True
         )
     ]
     means = {}
     for n in wanted:
         leaves: dict[tuple[int, int], Rows] = {
-            (rank, rank + 1): found.get(n) for rank, found in enumerate(everyone)
+            (rank, rank + 1): of_rank.get(n) for rank, of_rank in enumerate(everyone)
         }
         rows = total(leaves, len(everyone), add_sparse)
         assert rows is not None
@@ -153,8 +154,8 @@ def _gather(
 ) -> list[list[torch.Tensor]]:
     """Return the gradients of every rank, in the order of its header of (number, rows)."""
     device = next(iter(models.values())).device
-    sizes = [[_sizes(models[n], rows) for n, rows in each] for each in headers]
-    width = max(sum(map(sum, each)) for each in sizes)
+    sizes = [[_sizes(models[n], rows) for n, rows in header] for header in headers]
+    width = max(sum(map(sum, of_rank)) for of_rank in sizes)
     message = torch.zeros(width, dtype=torch.uint8, device=device)
     parts = [as_bytes(part) for gradient in mine for part in _parts(gradient)]
     if parts:
@@ -163,12 +164,12 @@ def _gather(
     everything = torch.empty(len(headers) * width, dtype=torch.uint8, device=device)
     if width:
         all_gather_single(everything, message, group=group)
-    found = []
+    gathered = []
     for rank, header in enumerate(headers):
         pieces = [size for pair in sizes[rank] for size in pair]
         cut = iter(everything[rank * width :][: sum(pieces)].split(pieces))
-        found.append([_gradient(models[n], rows, next(cut), next(cut)) for n, rows in header])
-    return found
+        gathered.append([_gradient(models[n], rows, next(cut), next(cut)) for n, rows in header])
+    return gathered
 
 
 def _parts(gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -84,7 +84,7 @@ def _connect(store: Any, rank: int, hosts: Sequence[HostIdentity], timeout: time
     if os.environ.get(INTERFACE):
         names = os.environ[INTERFACE].split(",")
         options._devices = [
-            ProcessGroupGloo.create_device(interface=each, lazy_init=False) for each in names
+            ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in names
         ]
     else:
         address = _own_address(rank, hosts)

@@ -148,14 +148,14 @@ def find_hosts(
         return known
     own = own_identity()
     store.set(f"lockstep/host/{rank}", json.dumps([own.identity, own.name, own.address]))
-    keys = [f"lockstep/host/{each}" for each in range(size)]
+    keys = [f"lockstep/host/{member}" for member in range(size)]
     store.wait(keys, timeout)
-    found = [HostIdentity(*json.loads(each)) for each in store.multi_get(keys)]
+    hosts = [HostIdentity(*json.loads(value)) for value in store.multi_get(keys)]
     if is_default:
         _known.clear()
-        _known.update(enumerate(found))
+        _known.update(enumerate(hosts))
         _known_in = None
-    return found
+    return hosts
 
 
 def _lookup(global_ranks: Sequence[int]) -> list[HostIdentity] | None:

@@ -87,15 +87,15 @@ def find_overlaps(
     all_ranges = [(start, stop, True, n) for n, (start, stop) in enumerate(outputs)]
     all_ranges += [(start, stop, False, n) for n, (start, stop) in enumerate(inputs)]
     clusters: list[tuple[int, list[tuple[int, int, bool, int]]]] = []
-    for each in sorted(each for each in all_ranges if each[0] < each[1]):
-        if clusters and each[0] < clusters[-1][0]:
+    for part in sorted(part for part in all_ranges if part[0] < part[1]):
+        if clusters and part[0] < clusters[-1][0]:
             furthest, members = clusters.pop()
-            clusters.append((max(furthest, each[1]), [*members, each]))
+            clusters.append((max(furthest, part[1]), [*members, part]))
         else:
-            clusters.append((each[1], [each]))
+            clusters.append((part[1], [part]))
     shared_inputs, shared_outputs = set[int](), set[int]()
     for _, members in clusters:
-        written = [each for each in members if each[2]]
+        written = [part for part in members if part[2]]
         for start, stop, is_output, number in members:
             if any(
                 start < other[1] and other[0] < stop

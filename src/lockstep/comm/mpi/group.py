@@ -210,17 +210,15 @@ class MpiGroup(PythonProcessGroup):
                 raise self._mistake(f"{name}: the layout {tensor.layout} is not supported")
             if _has_shared_elements(tensor):
                 raise self._mistake(f"{name}: elements of the tensor overlap: clone it first")
-        found: Sequence[torch.Tensor] = tensors
-        return found
+        checked: Sequence[torch.Tensor] = tensors
+        return checked
 
-    def _check_list(
-        self, name: str, tensors: Any, dtype: torch.dtype, count: int | None = None
-    ) -> Sequence[torch.Tensor]:
+    def _check_list(self, name: str, tensors: Any, dtype: torch.dtype) -> Sequence[torch.Tensor]:
         """Check a list with an entry per rank."""
-        found = self._check(name, tensors, count=count or self._size)
-        if any(each.dtype != dtype for each in found):
+        checked = self._check(name, tensors, count=self._size)
+        if any(tensor.dtype != dtype for tensor in checked):
             raise self._mistake(f"{name}: the tensors of the list are not all of {dtype}")
-        return found
+        return checked
 
     def _check_length(self, name: str, output: torch.Tensor, given: torch.Tensor) -> None:
         if output.numel() != given.numel() or output.dtype != given.dtype:

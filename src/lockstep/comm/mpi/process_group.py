@@ -126,11 +126,11 @@ class MpiProcessGroup(MpiGroup):
         counts: Sequence[Sequence[int]],
         opts: Any,
     ) -> MpiWork:
-        planned = [self._plan("reduce_scatter", opts.reduceOp, each.dtype) for each in outputs]
+        planned = [self._plan("reduce_scatter", opts.reduceOp, output.dtype) for output in outputs]
         buffers = Buffers(inputs, outputs)
         requests, kept = [], []
         rows = zip(planned, buffers.sources, buffers.targets, counts, strict=True)
-        for (plan, factor), source, target, each in rows:
+        for (plan, factor), source, target, numels in rows:
             given = source * factor if plan.is_scaled else source
             kept.append(given)
             if self._size == 1:
@@ -140,7 +140,7 @@ class MpiProcessGroup(MpiGroup):
                 self._comm.Ireduce_scatter(
                     self._numbers(given, plan),
                     self._numbers(target, plan),
-                    [count * plan.numbers for count in each],
+                    [count * plan.numbers for count in numels],
                     self._operation(plan, target),
                 )
             )
@@ -272,8 +272,8 @@ class MpiProcessGroup(MpiGroup):
         """Send an entry of the list to each rank, and receive one from each."""
         opts = _options(c10d.AllToAllOptions, opts)
         self._check("all_to_all", [*outputs, *inputs])
-        for each in (outputs, inputs):
-            self._check_list("all_to_all", each, outputs[0].dtype)
+        for tensors in (outputs, inputs):
+            self._check_list("all_to_all", tensors, outputs[0].dtype)
         self._check_length("all_to_all", outputs[self._rank], inputs[self._rank])
         buffers = Buffers(inputs, outputs)
         return self._move("all_to_all", buffers.sources, buffers.targets, buffers, outputs, opts)
@@ -405,7 +405,7 @@ def _options(kind: Callable[[], Any], opts: Any, timeout: Any = None) -> Any:
 
 
 def _offsets(counts: Sequence[int]) -> list[int]:
-    found = [0]
+    offsets = [0]
     for count in counts[:-1]:
-        found.append(found[-1] + count)
-    return found
+        offsets.append(offsets[-1] + count)
+    return offsets

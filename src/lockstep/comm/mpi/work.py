@@ -247,7 +247,7 @@ class Progress:
     def add(self, work: MpiWork) -> None:
         """Let the thread complete `work`."""
         with self._condition:
-            if any(each is work for each in self._works):
+            if any(known is work for known in self._works):
                 return
             self._works.append(work)
             if self._thread is None:
@@ -286,7 +286,7 @@ class Progress:
             if over:
                 with self._condition:
                     self._works = [
-                        work for work in self._works if not any(work is each for each in over)
+                        work for work in self._works if not any(work is ended for ended in over)
                     ]
             else:
                 time.sleep(WATCHED_SLEEP if _waiting else SLEEP)
