@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     )
     from lockstep.data_parallel.single_process import DataParallel as DataParallel
     from lockstep.kernel.errors import LockstepError as LockstepError
-    from lockstep.kernel.loss_weights import target_weight as target_weight
     from lockstep.launcher.launch import launch as launch
     from lockstep.launcher.world import init as init
     from lockstep.launcher.world import local_rank as local_rank
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from lockstep.launcher.world import world_size as world_size
     from lockstep.model.deferred_init import build as build
     from lockstep.model.forward import accuracy as accuracy
+    from lockstep.model.target_weights import target_weight as target_weight
     from lockstep.pipeline.partitioner import PipelineConfig as PipelineConfig
     from lockstep.record import loggers as loggers
     from lockstep.remote.driver import Driver as Driver
@@ -56,7 +56,7 @@ PUBLIC = {
     "CheckpointConfig": "checkpoint.schedule",
     "loggers": "record.loggers",
     "accuracy": "model.forward",
-    "target_weight": "kernel.loss_weights",
+    "target_weight": "model.target_weights",
     "digest": "checksum",
     "DistributedDataParallel": "data_parallel.distributed",
     "DataParallel": "data_parallel.single_process",

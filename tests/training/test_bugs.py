@@ -528,7 +528,8 @@ def test_class_weights_with_soft_targets_and_with_a_label_out_of_range(ranks):
 
 
 def test_a_loss_made_by_partial_is_understood():
-    from lockstep.kernel.loss_weights import infer_weight_function, is_sum
+    from lockstep.kernel.loss_weights import is_sum
+    from lockstep.model.target_weights import infer_weight_function
 
     assert is_sum(partial(F.cross_entropy, reduction="sum"))
     assert infer_weight_function(partial(F.cross_entropy, ignore_index=0)) is not None

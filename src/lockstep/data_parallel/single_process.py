@@ -21,9 +21,10 @@ from lockstep.data_parallel.replica_pass import Call, ReplicaPass
 from lockstep.data_parallel.state_prefix import hide_prefix
 from lockstep.devices import count_devices, find_accelerator, is_accelerator
 from lockstep.kernel.errors import LayoutError, UsageError
-from lockstep.kernel.loss_weights import WeightFunction, infer_weight_function, loss_name
+from lockstep.kernel.loss_weights import WeightFunction
 from lockstep.model.blocks import find_block_names
 from lockstep.model.compilation import is_compiled
+from lockstep.model.target_weights import infer_weight_function, loss_name
 
 __all__ = ["DataParallel"]
 

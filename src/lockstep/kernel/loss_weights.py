@@ -1,44 +1,28 @@
 """Rule 2, loss weights: the share of each micro-batch in the loss of a batch.
 
 The loss of micro-batch m is a mean over its n_m samples. Scaled by n_m / B, the losses of the M
-micro-batches add up to the mean over the B samples of the batch, whether or not M divides B.
+micro-batches add up to the mean over the B samples of the batch, whether or not M divides B:
+
+    B = 5, M = 2     loss = 3/5 * mean(samples 0, 1, 2) + 2/5 * mean(samples 3, 4)
+
 Some losses are not means over samples, because of class weights or ignored targets. Their
-share is w_m / (w_0 + w_1 + ...), where a weight function computes w_m from the micro-batch. A
-micro-batch of weight 0 is skipped.
+share is w_m / (w_0 + w_1 + ...), where a weight function computes w_m from the micro-batch
+(`lockstep.model.target_weights` has those of torch's losses). A micro-batch of weight 0 is skipped.
+A loss that is a sum needs no share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
-import torch
-from torch import nn
+from lockstep.kernel.splitting import split_evenly
 
-from lockstep.kernel.errors import UsageError
-
-__all__ = [
-    "compute_shares",
-    "count_ignored_targets",
-    "infer_weight_function",
-    "is_sum",
-    "loss_name",
-    "target_weight",
-]
+__all__ = ["WeightFunction", "compute_shares", "get_option", "is_sum", "share_by_size"]
 
 WeightFunction = Callable[[Any], float]
 """A function of the data of a micro-batch that returns its weight."""
-
-IGNORED_BY_DEFAULT = -100
-"""The default `ignore_index` of torch's losses."""
-LABELS = "labels"
-"""The key of the targets in a batch that is a mapping, as Hugging Face models name them."""
-
-
-def loss_name(loss: object) -> str:
-    """Return the name of a loss function or module, for messages."""
-    return str(getattr(loss, "__name__", type(loss).__name__))
 
 
 def is_sum(loss: object) -> bool:
@@ -46,116 +30,23 @@ def is_sum(loss: object) -> bool:
 
     Considers the `reduction` of a loss module, or the one bound by `functools.partial`.
     """
-    return bool(_option(loss, "reduction", "mean") == "sum")
+    return bool(get_option(loss, "reduction", "mean") == "sum")
 
 
-def _option(loss: object, name: str, default: Any) -> Any:
+def get_option(loss: object, name: str, default: Any) -> Any:
+    """Return an option of a loss: an attribute, or what `functools.partial` has bound."""
     bound = loss.keywords if isinstance(loss, partial) else {}
     return bound.get(name, getattr(loss, name, default))
 
 
-def _is_classification(loss: object) -> bool:
-    function = loss.func if isinstance(loss, partial) else loss
-    known = isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)) or function in (
-        nn.functional.cross_entropy,
-        nn.functional.nll_loss,
-    )
-    return known and _option(loss, "reduction", "mean") == "mean"
-
-
-def target_weight(loss: Callable[..., Any], *, shift: int = 0) -> WeightFunction:
-    """Return a function for `Trainer(loss_weight=...)` that counts the targets of a micro-batch.
-
-    Targets that are `ignore_index` are not counted, and each target counts with its class weight,
-    as in the mean of the loss. A micro-batch is a tuple or list whose last entry holds class
-    indices, or a mapping that has them as "labels".
-
-    Args:
-        loss: A `CrossEntropyLoss` or `NLLLoss`, a
-            `partial(torch.nn.functional.cross_entropy, ...)`, or a module that contains one such
-            loss.
-        shift: The number of targets at the beginning of each sequence that the model does not
-            predict: 1 for causal language models of Hugging Face, which shift their labels.
-
-    Raises:
-        UsageError: `loss` is none of these.
-    """
-    inner = _inner_losses(loss)
-    if not _is_classification(loss) and len(inner) != 1:
-        raise UsageError(
-            "ls.target_weight takes a CrossEntropyLoss, an NLLLoss or a module with one of them, "
-            f"not {loss_name(loss)}: pass the one that it uses, or a function of your own "
-            "that counts the targets of a micro-batch, such as loss_weight=lambda data: "
-            "float((data[-1] != padding).sum())"
-        )
-    loss = inner[0] if inner else loss
-    class_weights = _option(loss, "weight", None)
-    ignored = _option(loss, "ignore_index", IGNORED_BY_DEFAULT)
-
-    def weight(data: Any) -> float:
-        targets = _find_targets(data)
-        if targets is None:
-            raise UsageError(
-                f"ls.target_weight found no targets in a {type(data).__name__}: they are the last "
-                'entry of a tuple or list, or "labels" of a mapping; for anything else pass '
-                "loss_weight= a function that counts the targets of a micro-batch"
-            )
-        targets = targets[:, shift:] if shift else targets
-        if targets.is_floating_point():  # a distribution over classes: a mean over the samples
-            return float(len(targets))
-        kept = targets[targets != ignored]
-        if class_weights is None:
-            return float(kept.numel())
-        return float(class_weights.to(torch.float64)[kept].sum())
-
-    return weight
-
-
-def infer_weight_function(loss: object) -> WeightFunction | None:
-    """Return the weight function that the options of a loss require; None if they require none.
-
-    With class weights or a custom `ignore_index` the loss is not a mean over samples.
-    """
-    if not callable(loss) or not _is_classification(loss):
-        return None
-    ignored = _option(loss, "ignore_index", IGNORED_BY_DEFAULT)
-    if _option(loss, "weight", None) is None and ignored == IGNORED_BY_DEFAULT:
-        return None
-    return target_weight(loss)
-
-
-def _inner_losses(loss: object) -> list[Any]:
-    """Return the losses inside a loss module that are means over their targets."""
-    parts = loss.modules() if isinstance(loss, nn.Module) else ()
-    return [part for part in parts if _is_classification(part)]
-
-
-def count_ignored_targets(loss: object, data: Any) -> int:
-    """Return the number of targets that a loss without a weight function ignores.
-
-    A model that returns its own loss (None) ignores "labels" of -100 in a mapping.
-    """
-    if not (_is_classification(loss) or (loss is None and isinstance(data, Mapping))):
-        return 0
-    targets = _find_targets(data)
-    if targets is None or targets.is_floating_point():
-        return 0
-    ignored = _option(loss, "ignore_index", IGNORED_BY_DEFAULT)
-    if ignored < 0 and targets.numel() and targets.min().item() >= 0:
-        return 0  # the usual case, found in half the time
-    return int((targets == ignored).sum())
-
-
-def _find_targets(data: Any) -> torch.Tensor | None:
-    """Return the targets of a micro-batch; None if they are not known."""
-    if isinstance(data, Mapping):
-        targets = data.get(LABELS)
-    else:
-        targets = data[-1] if isinstance(data, (tuple, list)) and data else None
-    return targets if isinstance(targets, torch.Tensor) else None
+@lru_cache(maxsize=64)
+def share_by_size(samples: int, microbatches: int) -> Mapping[int, float]:
+    """Return the share of each micro-batch of a batch whose samples count alike."""
+    sizes = map(len, split_evenly(samples, microbatches))
+    return {microbatch: size / samples for microbatch, size in enumerate(sizes)}
 
 
 def compute_shares(weights: Mapping[int, float]) -> dict[int, float]:
-    """Return the share of each micro-batch; the weights are added in leaf order."""
-    whole = sum(weights[leaf] for leaf in sorted(weights))
-    return {leaf: weight / whole for leaf, weight in weights.items() if weight != 0}
+    """Return the share of each micro-batch from the weights, which are added in their order."""
+    whole = sum(weights[microbatch] for microbatch in sorted(weights))
+    return {microbatch: weight / whole for microbatch, weight in weights.items() if weight != 0}

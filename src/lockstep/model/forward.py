@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lockstep.kernel.errors import LockstepError, LossError, UsageError
-from lockstep.kernel.loss_weights import loss_name
 from lockstep.model.static_shapes import TOO_MANY_SHAPES, is_limit_error
+from lockstep.model.target_weights import loss_name
 
 __all__ = [
     "Metric",

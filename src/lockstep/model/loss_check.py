@@ -30,13 +30,14 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lockstep.data.microbatch import Microbatch, halve_samples, join_samples, map_tensors
-from lockstep.kernel.loss_weights import is_sum, loss_name
+from lockstep.kernel.loss_weights import is_sum
 from lockstep.kernel.seeds import isolated
 from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.step_context import IGNORED_TARGETS, NOT_ADDITIVE, StepContext, StepObserver
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.forward import compute_loss, split_targets
 from lockstep.model.generator_states import state_of_others, state_of_torch
+from lockstep.model.target_weights import loss_name
 
 __all__ = ["LossCheck", "LossCheckHook"]
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.errors import LossError
-from lockstep.kernel.loss_weights import compute_shares, count_ignored_targets, is_sum
+from lockstep.kernel.loss_weights import compute_shares, is_sum, share_by_size
 from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.step_context import IGNORED_TARGETS, StepContext
+from lockstep.model.target_weights import count_ignored_targets
 
 __all__ = ["start_batch"]
 
@@ -53,7 +53,7 @@ def _compute_shares(step: StepContext, batch: Batch, given: Any) -> tuple[Mappin
         return dict.fromkeys(range(batch.leaves), 1.0), batch.size
     if parallel.loss_weight is None:
         _warn_of_ignored_targets(step, batch, given)
-        return _share_by_size(batch.size, batch.leaves), batch.size
+        return share_by_size(batch.size, batch.leaves), batch.size
     sizes = {leaf: len(span) for leaf, span in enumerate(split_evenly(batch.size, batch.leaves))}
     mine = {
         each.index: _weigh(step, each)
@@ -145,10 +145,3 @@ def _warn_of_ignored_targets(step: StepContext, batch: Batch, given: Any) -> Non
                 f"pass loss_weight={advice}"
             )
             return
-
-
-@lru_cache(maxsize=64)
-def _share_by_size(samples: int, leaves: int) -> Mapping[int, float]:
-    """Return the share of each micro-batch of a batch whose samples count alike."""
-    sizes = map(len, split_evenly(samples, leaves))
-    return {leaf: size / samples for leaf, size in enumerate(sizes)}

@@ -14,13 +14,14 @@ from torch import nn
 from lockstep.comm import backend
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.loss_scale import LossScale
-from lockstep.kernel.loss_weights import WeightFunction, infer_weight_function
+from lockstep.kernel.loss_weights import WeightFunction
 from lockstep.kernel.splitting import Hosts, on_one_host
 from lockstep.launcher.world import World
 from lockstep.model.buffer_exchange import GroupExchange
 from lockstep.model.collective_calls import wrap_collective_calls
 from lockstep.model.group_exchange import GroupMessages
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.target_weights import infer_weight_function
 
 __all__ = ["find_hosts", "make_parallel_context"]
 
