@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import atexit
 import os
-import queue
 import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -27,13 +25,14 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm import native_module
+from lockstep.comm.hosts.failure_cause import FailureCause
 from lockstep.comm.hosts.link import HostLink
 from lockstep.comm.hosts.map import HostMap
 from lockstep.comm.hosts.reduction import HostReducer
+from lockstep.comm.hosts.sum_thread import SumThread
 
 __all__ = ["GLOO_MARGIN", "GroupError", "HostGroup"]
 
-CAUSE = "lockstep/cause"  # key in the store
 SILENCE_GRACE = 2.0  # seconds to wait for the cause of a failure
 LOCAL_MARGIN = 1.0
 """Seconds by which ranks of one host wait longer for each other than for other hosts."""
@@ -66,6 +65,8 @@ class GroupError(dist.DistBackendError):
 
 class HostGroup:
     """A group of ranks on several hosts.
+
+    It has 17 attributes, because every error names the ranks, their hosts, the call and the cause.
 
     Args:
         hosts: The ranks of each host.
@@ -105,7 +106,7 @@ class HostGroup:
     ) -> None:
         self.map, self.rank, self.name = hosts, rank, name
         self._global_ranks, self._host_names = tuple(global_ranks), tuple(host_names)
-        self._store = store
+        self._cause = FailureCause(store)
         self.local, self.gloo = local, gloo
         host = hosts.host_of(rank)
         other = next(ranks[0] for number, ranks in enumerate(hosts.hosts) if number != host)
@@ -113,11 +114,8 @@ class HostGroup:
         self.reducer = HostReducer(hosts, rank, local, self.between)
         self.set_timeout(timeout)
         self.failure, self._failing = "", threading.Lock()
-        self._has_cause, self._asking = False, threading.Thread()
         self._sum, self._sums_begun = "", 0  # such as "reproducible_all_reduce #3"
-        self._sums: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None]
-        self._sums = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._sums = SumThread(self._explain_sum)
         self.process = os.getpid()
         _open.add(self)
 
@@ -149,17 +147,7 @@ class HostGroup:
     def submit(self, function: Callable[[], None]) -> PendingSum:
         """Run a function in the thread of the sums, after the earlier ones."""
         self.check_process()
-        future: Future[None] = Future()
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run_sums,
-                args=(threading.get_ident(),),
-                name="lockstep-sums",
-                daemon=True,
-            )
-            self._thread.start()
-        self._sums.put((future, function))
-        return PendingSum(self, future)
+        return PendingSum(self, self._sums.submit(function))
 
     def begin_sum(self, count: int) -> int:
         """Begin a sum of some elements; return its number in the group, from 1.
@@ -176,24 +164,14 @@ class HostGroup:
         )
         return self._sums_begun
 
-    def _run_sums(self, caller: int) -> None:
-        own = threading.get_ident()
-        native_module.callers[own] = caller
-        while (work := self._sums.get()) is not None:
-            future, function = work
-            try:
-                function()
-            except GroupError as error:
-                future.set_exception(error)
-            except RuntimeError as error:
-                future.set_exception(self.explain_local(str(error)))
-            except BaseException as error:
-                self.fail(f"{self.describe(self.rank)} raised {type(error).__name__}: {error}")
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-            del work, future, function  # they hold the buffers of the sum
-        native_module.callers.pop(own, None)
+    def _explain_sum(self, error: BaseException) -> BaseException:
+        """Return the exception for a sum that failed, and end the group."""
+        if isinstance(error, GroupError):
+            return error
+        if isinstance(error, RuntimeError):
+            return self.explain_local(str(error))
+        self.fail(f"{self.describe(self.rank)} raised {type(error).__name__}: {error}")
+        return error
 
     # ---- failures ----
 
@@ -245,19 +223,11 @@ class HostGroup:
         return GroupError(self.sentence(call, self.failure))
 
     def has_ended(self) -> bool:
-        """Return whether a rank has written why the group has failed; asks for the next call.
+        """Return whether a rank has written why the group has failed; ask again.
 
         Gloo may forget a message whose connection is closed, and never wake who waits for it.
         """
-
-        def ask() -> None:
-            with suppress(RuntimeError):
-                self._has_cause = self._store.check([CAUSE])
-
-        if not self._asking.is_alive():  # the store may be on a host that has vanished
-            self._asking = threading.Thread(target=ask, name="lockstep-cause", daemon=True)
-            self._asking.start()
-        return self._has_cause or bool(self.failure)
+        return self._cause.is_written() or bool(self.failure)
 
     def explain_local(self, error: str) -> GroupError:
         """Return the exception for a call of the native group that failed, and end the group."""
@@ -310,7 +280,7 @@ class HostGroup:
         is_silence = SILENCE.match(reason) is not None
         if is_silence:
             self.local._abort_because(reason)
-        cause = self._exchange_cause(reason, SILENCE_GRACE if is_silence else 0.0)
+        cause = self._cause.agree(reason, SILENCE_GRACE if is_silence else 0.0)
         self.local._abort_because(cause)
         if not is_silence:
             return cause
@@ -318,34 +288,14 @@ class HostGroup:
             return f"{reason}, because {cause}"
         return f"{reason}: check that the host is up and that the network between the hosts works"
 
-    def _exchange_cause(self, reason: str, grace: float) -> str:
-        """Return the cause that another rank writes within some seconds, or else this reason."""
-        causes = [reason]
-
-        def ask() -> None:
-            with suppress(RuntimeError):
-                if grace:
-                    with suppress(RuntimeError):
-                        self._store.wait([CAUSE], timedelta(seconds=grace))
-                causes.append(self._store.compare_set(CAUSE, "", reason).decode() or reason)
-
-        # In a thread: the store may be on a host that has vanished.
-        thread = threading.Thread(target=ask, name="lockstep-cause", daemon=True)
-        thread.start()
-        thread.join(grace + SILENCE_GRACE / 2)
-        return causes[-1]
-
     def close(self) -> None:
         """Leave the group; calls that are still running fail."""
         _open.discard(self)
         self.failure = self.failure or f"{self.describe(self.rank)} has left the group"
         self.between.close()
-        self._sums.put(None)
-        if self._thread is not None:
-            self._thread.join(LOCAL_MARGIN)
-            if self._thread.is_alive():  # it waits for a rank of this host
-                self.local._abort_because(self.failure)
-                self._thread.join()
+        if not self._sums.stop(LOCAL_MARGIN):  # it waits for a rank of this host
+            self.local._abort_because(self.failure)
+            self._sums.stop()
         self.local.shutdown()
 
 
