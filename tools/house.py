@@ -26,14 +26,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 20,
-    "code lines in src": 50_000,
+    "code lines in src": 49_500,
     "code lines in tests": 52_000,
-    "code lines in csrc": 8_000,
+    "code lines in csrc": 7_000,
     "imports per module": 4.8,
-    "kernel: code lines": 2_400,
+    "kernel: code lines": 2_120,
     "kernel: modules reached": 0,
-    "step: modules reached": 123,
-    "step: code lines reached": 15_000,
+    "step: modules reached": 60,
+    "step: code lines reached": 8_000,
 }
 """The largest values. They may only be lowered, or raised for a feature that needs it."""
 

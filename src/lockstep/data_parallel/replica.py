@@ -20,10 +20,10 @@ from torch import nn
 from lockstep.data_parallel.scatter import SplitGradient, list_tensors
 from lockstep.devices import is_accelerator
 from lockstep.kernel.errors import UsageError
-from lockstep.kernel.loss_root import check_scalar
 from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls
 from lockstep.model.forward import compute_loss, explain_batch_norm
 from lockstep.model.generator_states import set_state_of_torch, state_of_torch
+from lockstep.model.loss_root import check_scalar
 
 __all__ = ["Replica", "replicate"]
 

@@ -1,4 +1,4 @@
-"""Rules 2 and 6, exact sums: floats whose sum depends on no order, grouping or number of ranks.
+"""Rule 6, exact sums: floats whose sum depends on no order, grouping or number of ranks.
 
     ranks        0: [0.1, 1e16]           1: [3.0, -1e16]
     partial sums    [1e16, 0.1]              [-1e16, 3.0]      a few floats with the same exact sum

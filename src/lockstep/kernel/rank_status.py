@@ -190,17 +190,6 @@ class StatusSummary(NamedTuple):
             first.setdefault(_sentence(message), (rank, message))
         return list(first.values())[: LISTED_WARNINGS if self.ranks > DETAILED_RANKS else None]
 
-    @classmethod
-    def from_plain(cls, values: list[Any], hooks: Mapping[str, StatusHook]) -> StatusSummary:
-        """Return the summary from its fields, as JSON has them: with lists for all tuples."""
-        for number, convert in CONVERSIONS.items():
-            if values[number]:
-                values[number] = convert(values[number])
-        summary = cls(*values)
-        for name, value in summary.hooks.items():
-            summary.hooks[name] = hooks[name].decode(value)
-        return summary
-
     # --- what the ranks conclude ---------------------------------------------------------------
 
     def list_losses(self) -> list[float | None]:
@@ -234,32 +223,6 @@ class StatusSummary(NamedTuple):
     def average_metrics(self) -> dict[str, float]:
         """Return each metric's mean over the samples of the micro-batches that reported it."""
         return {name: round_sum(sums) / samples for name, (samples, sums) in self.metrics.items()}
-
-
-def _make_tuples(lists: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    return [tuple(each) for each in lists]
-
-
-def _read_buffers(found: dict[str, Any]) -> dict[str, list[BufferReport]]:
-    return {place: [BufferReport(*each) for each in parts] for place, parts in found.items()}
-
-
-def _read_metrics(found: dict[str, Any]) -> dict[str, MetricSum]:
-    return {name: (samples, sums) for name, (samples, sums) in found.items()}
-
-
-READERS: dict[str, Callable[[Any], Any]] = {
-    "failure": tuple,
-    "non_finite": lambda found: NonFiniteLoss(*found),
-    "buffers": _read_buffers,
-    "nodes": _make_tuples,
-    "losses": _make_tuples,
-    "metrics": _read_metrics,
-    "warnings": _make_tuples,
-}
-"""How fields are read from JSON, which has lists for all tuples."""
-
-CONVERSIONS = {StatusSummary._fields.index(name): read for name, read in READERS.items()}
 
 
 def make_status(step: StepContext, parts: Sequence[Part], values: Mapping[str, Any]) -> RankStatus:

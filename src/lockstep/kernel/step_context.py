@@ -28,7 +28,6 @@ import torch
 
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.layout import StepLayout
-from lockstep.kernel.loss_root import check_requires_grad, check_scalar
 
 __all__ = [
     "IGNORED_TARGETS",
@@ -378,13 +377,6 @@ class StepContext:
             for observer in self.observers:
                 loss = observer.watch_loss(loss, microbatch, data)
         return loss
-
-    def record_loss(self, loss: torch.Tensor, place: str) -> None:
-        """Show a loss to the observers; raise LossError unless backward can start from it."""
-        check_scalar(loss, place)
-        for observer in self.observers:
-            observer.record_loss(loss)
-        check_requires_grad(loss, place)
 
     def require_same_batch(self) -> None:
         """Raise DisagreementError, on every rank, if ranks have different batches."""

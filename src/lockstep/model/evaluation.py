@@ -20,11 +20,11 @@ from lockstep.kernel.exact_sum import (
     merge_partial_sums,
     round_sum,
 )
-from lockstep.kernel.loss_root import check_scalar
 from lockstep.kernel.loss_weights import is_sum
 from lockstep.kernel.rng_scopes import find_scopes
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.forward import Metric, forward
+from lockstep.model.loss_root import check_scalar
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.static_shapes import static_shapes

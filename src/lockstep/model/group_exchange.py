@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
 import torch.distributed as dist
@@ -23,8 +23,9 @@ from lockstep.comm.collectives import (
     has_many_ranks,
 )
 from lockstep.data.consistency import require_same_batch
+from lockstep.kernel.buffers import BufferReport
 from lockstep.kernel.layout import Messages
-from lockstep.kernel.rank_status import StatusSummary
+from lockstep.kernel.rank_status import MetricSum, NonFiniteLoss, StatusSummary
 from lockstep.kernel.step_context import StepLabel
 from lockstep.kernel.step_hooks import StepHook
 
@@ -52,7 +53,39 @@ def pack(summary: StatusSummary) -> bytes:
 def unpack(message: bytes, hooks: Mapping[str, StepHook]) -> StatusSummary:
     """Return the summary from the result of `pack`."""
     values = (json if message.startswith(b" ") else orjson).loads(message)
-    return StatusSummary.from_plain(values, hooks)
+    for number, convert in CONVERSIONS.items():
+        if values[number]:
+            values[number] = convert(values[number])
+    summary = StatusSummary(*values)
+    for name, value in summary.hooks.items():
+        summary.hooks[name] = hooks[name].decode(value)
+    return summary
+
+
+def _make_tuples(lists: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    return [tuple(values) for values in lists]
+
+
+def _read_buffers(values: dict[str, Any]) -> dict[str, list[BufferReport]]:
+    return {place: [BufferReport(*fields) for fields in parts] for place, parts in values.items()}
+
+
+def _read_metrics(values: dict[str, Any]) -> dict[str, MetricSum]:
+    return {name: (samples, sums) for name, (samples, sums) in values.items()}
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "failure": tuple,
+    "non_finite": lambda values: NonFiniteLoss(*values),
+    "buffers": _read_buffers,
+    "nodes": _make_tuples,
+    "losses": _make_tuples,
+    "metrics": _read_metrics,
+    "warnings": _make_tuples,
+}
+"""How fields are read from JSON, which has lists for all tuples."""
+
+CONVERSIONS = {StatusSummary._fields.index(name): read for name, read in READERS.items()}
 
 
 class GroupMessages:

@@ -16,10 +16,10 @@ import torch
 
 from lockstep.data.microbatch import Microbatch
 from lockstep.kernel.errors import LayoutError, LostError, StoppedError
-from lockstep.kernel.loss_root import scale_loss
 from lockstep.kernel.seeds import isolated
 from lockstep.kernel.step_context import ComputedMicrobatch, Span, StepContext, StepFailure
 from lockstep.model.forward import Metric, compute_loss, extract_loss, split_targets
+from lockstep.model.loss_root import record_loss, scale_loss
 from lockstep.model.loss_shares import start_batch
 from lockstep.pipeline.aliasing import ReceivedTensors
 from lockstep.pipeline.boundary import flatten, unflatten
@@ -199,7 +199,7 @@ class ScheduleExecutor:
                 assert function is not None
                 targets = split_targets(data, where)[1]
                 loss, metrics = compute_loss(function, self._metrics, outputs, targets, where)
-            self.step.record_loss(loss, where)
+            record_loss(self.step, loss, where)
             share = self.step.shares[microbatch.index]
             computed = ComputedMicrobatch(microbatch, share, [loss.detach()], metrics)
             self.step.computed.append(computed)

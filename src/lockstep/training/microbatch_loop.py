@@ -25,7 +25,6 @@ import torch
 from lockstep.kernel.batch import Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
-from lockstep.kernel.loss_root import LossRoot
 from lockstep.kernel.parts import GradientSums
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.kernel.splitting import Hosts
@@ -34,6 +33,7 @@ from lockstep.kernel.step_hooks import StepResult
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.autograd_engine import run_backward
 from lockstep.model.forward import explain_batch_norm
+from lockstep.model.loss_root import LossRoot, record_loss
 from lockstep.model.loss_shares import start_batch
 from lockstep.model.parallel_context import ParallelContext
 
@@ -169,7 +169,7 @@ class MicrobatchLoop:
             raise UsageError(
                 "call step.backward(loss) inside the loop over step.microbatches(batch)"
             )
-        self.step.record_loss(loss, self.place)
+        record_loss(self.step, loss, self.place)
         for observer in self.step.observers:
             observer.record_graph(loss, (self.step.number, self._current.microbatch.index))
         self._current.losses.append(loss.detach())

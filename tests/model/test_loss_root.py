@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.kernel.loss_root import LossRoot, scale_loss
+from lockstep.model.loss_root import LossRoot, scale_loss
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])

@@ -8,8 +8,9 @@ import torch
 
 from lockstep.kernel.errors import LossError
 from lockstep.kernel.loss_scale import LossScale
+from lockstep.kernel.step_context import StepContext
 
-__all__ = ["LossRoot", "check_requires_grad", "check_scalar", "scale_loss"]
+__all__ = ["LossRoot", "check_scalar", "record_loss", "scale_loss"]
 
 
 def check_scalar(loss: object, place: str) -> None:
@@ -26,8 +27,11 @@ def check_scalar(loss: object, place: str) -> None:
         )
 
 
-def check_requires_grad(loss: torch.Tensor, place: str) -> None:
-    """Raise LossError unless backward can start from a loss."""
+def record_loss(step: StepContext, loss: torch.Tensor, place: str) -> None:
+    """Show a loss to the observers; raise LossError unless backward can start from it."""
+    check_scalar(loss, place)
+    for observer in step.observers:
+        observer.record_loss(loss)
     if not loss.requires_grad:
         raise LossError(
             f"{place}: the loss depends on no trainable parameter; either all parameters are "
