@@ -84,11 +84,12 @@ def compute_squares(
     """
     counts = [-(-gradient.numel() // BLOCK) for gradient in gradients]
     whole = sum(counts)
-    if parts == 1 and counts.count(1) == whole > 0 and len({each.dtype for each in gradients}) == 1:
+    dtypes = {gradient.dtype for gradient in gradients}
+    if parts == 1 and counts.count(1) == whole > 0 and len(dtypes) == 1:
         norms_of_all = None if measure is None else measure(gradients)
         if norms_of_all is None:
             norms_of_all = _read(_compute_short_norms([*map(in_memory_order, gradients)]))
-        return [each * each for each in norms_of_all]
+        return [norm * norm for norm in norms_of_all]
     lowest, highest = whole * part // parts, whole * (part + 1) // parts
     norms: list[torch.Tensor] = []  # read at once: each read waits for an accelerator
     short: list[torch.Tensor] = []  # gradients of one block, whose norms one call computes
@@ -104,7 +105,7 @@ def compute_squares(
                 short = []
                 norms += _compute_norms(vector[first * BLOCK : last * BLOCK])
         begin += count
-    return [each * each for each in _read(norms + _compute_short_norms(short))]
+    return [norm * norm for norm in _read(norms + _compute_short_norms(short))]
 
 
 def _compute_short_norms(vectors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -128,10 +129,10 @@ def _read(norms: list[torch.Tensor]) -> list[float]:
     """Return the elements of vectors, one after another, without rounding."""
     if not norms:
         return []
-    if len({each.dtype for each in norms}) > 1:
-        norms = [each.double() for each in norms]
-    found: list[float] = (torch.cat(norms) if len(norms) > 1 else norms[0]).tolist()
-    return found
+    if len({vector.dtype for vector in norms}) > 1:
+        norms = [vector.double() for vector in norms]
+    numbers: list[float] = (torch.cat(norms) if len(norms) > 1 else norms[0]).tolist()
+    return numbers
 
 
 def compute_norm(squares: Iterable[float]) -> float:

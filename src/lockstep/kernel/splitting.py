@@ -74,7 +74,7 @@ def assign_microbatches(leaves: int, hosts: Hosts) -> tuple[range, ...]:
     micro-batches of any two replicas differ by at most one. Of all such ranges, those are chosen
     that have the fewest nodes of the tree: one per host, where the numbers allow it.
     """
-    replicas = sum(len(each) for each in hosts)
+    replicas = sum(map(len, hosts))
     small, larger = divmod(leaves, replicas)
     assigned = [range(0)] * replicas
     start = 0
@@ -101,7 +101,7 @@ def _spread(leaves: int, small: int, larger: int, hosts: Hosts) -> list[int]:
     A dynamic program over the hosts. It considers cuts near the even ones only, so that its time is
     linear in the number of hosts.
     """
-    replicas, widest = sum(len(each) for each in hosts), max(len(each) for each in hosts)
+    replicas, widest = sum(map(len, hosts)), max(map(len, hosts))
     if len(hosts) == 1 or not larger:
         return [larger] + [0] * (len(hosts) - 1)
     # For each number of larger replicas so far: nodes, distance from the even cuts, the choices.
@@ -112,7 +112,7 @@ def _spread(leaves: int, small: int, larger: int, hosts: Hosts) -> list[int]:
         even = larger * count // replicas
         lowest = max(0, larger - (replicas - count), even - widest)
         highest = min(larger, count, even + widest)
-        found: dict[int, tuple[int, int, list[int]]] = {}
+        options: dict[int, tuple[int, int, list[int]]] = {}
         for total in range(lowest, highest + 1):
             for extra in range(len(ranks) + 1):
                 if total - extra not in best:
@@ -121,8 +121,8 @@ def _spread(leaves: int, small: int, larger: int, hosts: Hosts) -> list[int]:
                 span = range(before * small + total - extra, count * small + total)
                 cost = nodes + len(nodes_of(span, leaves))
                 option = (cost, distance + abs(total - even), [*chosen, extra])
-                found[total] = min(found.get(total, option), option)
-        best, before = found, count
+                options[total] = min(options.get(total, option), option)
+        best, before = options, count
     return best[larger][2]
 
 
@@ -153,7 +153,7 @@ class ReplicaShare:
     @property
     def replicas(self) -> int:
         """The number of replicas."""
-        return sum(len(each) for each in self.hosts)
+        return sum(map(len, self.hosts))
 
     def pieces(self, samples: int) -> tuple[tuple[int, range], ...]:
         """Return (index, positions) of this replica's micro-batches in a batch of `samples`."""

@@ -36,16 +36,16 @@ def split(lo: int, hi: int) -> int:
 @lru_cache(maxsize=64)
 def _parents(leaves: int) -> dict[Node, tuple[Node, Node]]:
     """Map every node but the root to its (sibling, parent)."""
-    found: dict[Node, tuple[Node, Node]] = {}
+    parents: dict[Node, tuple[Node, Node]] = {}
     pending = [(0, leaves)]
     while pending:
         lo, hi = node = pending.pop()
         if hi - lo < 2:
             continue
         left, right = (lo, split(lo, hi)), (split(lo, hi), hi)
-        found[left], found[right] = (right, node), (left, node)
+        parents[left], parents[right] = (right, node), (left, node)
         pending += [left, right]
-    return found
+    return parents
 
 
 def nodes_of(owned: range, leaves: int) -> list[Node]:
