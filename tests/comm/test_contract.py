@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-import mpi_ranks
 import pytest_lockstep
 from contract import rounding
 from contract.every import GROUPS, PATIENCE, PLACEMENTS, run_all
@@ -51,8 +50,6 @@ def found(backend: str, n: int) -> list[dict[str, Any]] | str:
     get_fork_server(for_training=True)  # functional collectives import torch's compiler
     with tempfile.TemporaryDirectory() as folder:
         try:
-            if backend == "mpi4py":
-                return mpi_ranks.run(run_all, backend, folder, ranks=n, timeout=LAUNCH)
             return pytest_lockstep.run(
                 run_all, backend, folder, ranks=n, timeout=LAUNCH, init=False
             )
@@ -72,9 +69,6 @@ def launches() -> Iterator[Any]:
             is_repetition = bool(route) and is_repetition  # other routes of the same backend
             is_repetition |= backend == "gloo" and n not in GLOO_WIDTHS
             yield pytest.param(backend, n, marks=[pytest.mark.stress] * is_repetition)
-    for n in WIDTHS:
-        others = [] if n == 3 else [pytest.mark.stress]
-        yield pytest.param("mpi4py", n, marks=[mpi_ranks.needed, *others])
 
 
 @pytest.mark.parametrize("group", GROUPS)

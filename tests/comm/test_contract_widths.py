@@ -9,7 +9,6 @@ import pytest
 import torch.distributed as dist
 
 import lockstep as ls
-import mpi_ranks
 from contract.handful import handful
 from lockstep.comm import backend
 
@@ -38,21 +37,6 @@ def test_groups_of_5_and_8_ranks(ranks):
 def test_a_group_of_many_ranks(ranks, n):
     found = ranks(on_the_first, n, (n,), backend=BACKEND, timeout=500.0)
     assert found == [[OPERATIONS]] * n
-
-
-def on_mpi(widths: tuple[int, ...]) -> list[int]:
-    ls.init(backend="mpi4py", timeout=100.0)
-    found = on_the_first(widths)
-    ls.shutdown()
-    return found
-
-
-@mpi_ranks.needed
-@pytest.mark.stress
-def test_groups_of_5_8_and_16_ranks_of_mpi():
-    found = mpi_ranks.run(on_mpi, (5, 8, 16), ranks=16)
-    belonging = [3] * 5 + [2] * 3 + [1] * 8
-    assert found == [[OPERATIONS] * groups for groups in belonging]
 
 
 @pytest.mark.skipif(not backend.available(), reason="the extension is not built here")

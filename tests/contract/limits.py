@@ -41,20 +41,11 @@ GLOO: tuple[Limit, ...] = (
     Limit("aliases scatter_to_*", "breaks", "gloo may receive before it has sent", least=2),
 )
 
-ONE_TENSOR = "mpi4py: expected 1 tensor(s)"
-
-MPI: tuple[Limit, ...] = (
-    *(Limit(f"lists {name} *", "refuses", ONE_TENSOR) for name in ("all_reduce", "all_gather")),
-    Limit("lists broadcast *", "refuses", ONE_TENSOR),
-    Limit("sparse SUM *", "refuses", "mpi4py: the layout torch.sparse_coo is not supported"),
-)
-
-LIMITS: dict[str, tuple[Limit, ...]] = {"gloo": GLOO, "lockstep": (), "mpi4py": MPI}
+LIMITS: dict[str, tuple[Limit, ...]] = {"gloo": GLOO, "lockstep": ()}
 
 # Bytes of a message at which a backend takes another path; sizes around each are tried.
 THRESHOLDS: dict[str, tuple[int, ...]] = {
     "gloo": (),
-    "mpi4py": (),
     "lockstep": (8 << 10, 16 << 10, 32 << 10, 64 << 10),
     **dict.fromkeys(("lockstep-small", "lockstep-shared", "lockstep-mixed"), (1 << 10, 2 << 10)),
 }

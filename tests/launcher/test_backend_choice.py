@@ -23,7 +23,7 @@ NCCL = {"device_backend": "nccl"}
      "which is many times slower than the backend 'lockstep'; that is not available " + HERE),
     ("cpu", False, {"unavailable": "on host b: why"}, "gloo",
      "which is slower than the backend 'lockstep'; that is not available on host b: why"),
-    ("cpu", True, {"requested": "mpi4py", "unavailable": HERE}, "mpi4py",
+    ("cpu", True, {"requested": "mpi", "unavailable": HERE}, "mpi",
      "because LOCKSTEP_BACKEND selects it"),
 ])  # fmt: skip
 def test_the_choice_and_its_reason(kind, is_single_host, options, name, reason):

@@ -1,6 +1,5 @@
 """The checks of the doctor, with good and bad environments."""
 
-import importlib.metadata
 import os
 import shutil
 import socket
@@ -10,7 +9,6 @@ import types
 
 import pytest
 
-import mpi_ranks
 from lockstep.kernel.errors import RankError
 from lockstep.native.binding import BindingError
 from lockstep.report import doctor
@@ -87,7 +85,6 @@ def test_a_missing_fast_backend_is_noted_with_the_command_that_helps(monkeypatch
         raise BindingError("it was built for torch 2.12", "run `lockstep build`")
 
     check = doctor.CHECKS["backend"]
-    monkeypatch.setattr(communication, "is_mpi4py_installed", lambda: False)
     monkeypatch.setattr(communication.native, "reason_unavailable", lambda: None)
     found = only(check)
     assert (found.verdict, found.subject) == ("good", "backend")
@@ -258,31 +255,6 @@ def test_mpiexec_is_checked(monkeypatch, tmp_path, script, verdict, words):
     found = only(software.check_mpi)
     assert found.verdict == verdict
     assert words in found.what
-
-
-@mpi_ranks.needed
-def test_mpi4py_and_mpiexec_belong_together(monkeypatch):
-    folder = os.path.dirname(mpi_ranks.mpiexec())
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONUNBUFFERED", "1")  # then the ranks' output is mixed within lines
-    found = only(software.check_mpi4py)
-    assert found.verdict == "good"
-    assert found.what.endswith(f"form a world of MPICH {importlib.metadata.version('mpich')}")
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    found = only(software.check_mpi4py)
-    assert found.verdict == "note"
-    assert "the mpiexec of Open MPI started 2 ranks (OMPI_COMM_WORLD_SIZE), but" in found.what
-
-
-@mpi_ranks.needed
-def test_mpiexec_whose_ranks_are_alone_in_mpi4py_is_noted(monkeypatch, tmp_path):
-    program = tmp_path / "mpiexec"
-    program.write_text('#!/bin/sh\nshift 2\n"$@" && exec "$@"\n')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    found = only(software.check_mpi4py)
-    assert found.verdict == "note"
-    assert "each of the 2 ranks is alone in MPICH" in found.what
 
 
 def test_an_nvidia_driver_without_cuda_torch_is_noted(monkeypatch, tmp_path):

@@ -14,11 +14,17 @@ from lockstep.bench.collectives import ROOT, partner
 from lockstep.bench.torch_library import TorchLibrary
 from lockstep.bench.workload import UnsupportedError, Workload
 
-__all__ = ["MpiLibrary"]
+__all__ = ["MpiLibrary", "name_library"]
 
 Vector = npt.NDArray[Any]
 Call = Callable[[], object]
 NAMES = {"PRODUCT": "PROD"}  # operations that have another name in MPI
+
+
+def name_library(mpi: Any) -> str:
+    """Return name and version of the library, such as "MPICH 5.0.2"."""
+    words = str(mpi.Get_library_version()).replace("Version:", " ").replace(",", " ").split()
+    return " ".join(words[: 3 if words[:1] in (["Open"], ["Intel(R)"]) else 2])
 
 
 class MpiLibrary(TorchLibrary):

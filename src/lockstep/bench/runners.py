@@ -8,6 +8,7 @@ alive and take turns.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import secrets
@@ -24,7 +25,6 @@ from typing import IO, Any, Protocol
 
 from lockstep.bench.worker import SOCKET, START_BARRIER, torch_main
 from lockstep.bench.workload import StartBarrier
-from lockstep.comm.mpi.library import is_installed
 from lockstep.kernel.errors import LockstepError, RankError, UsageError, WorkError
 from lockstep.launcher.launch import launch
 
@@ -203,32 +203,25 @@ class TorchRunner(ProcessRunner):
 
 
 class MpiRunner(ProcessRunner):
-    """Ranks of `mpiexec`.
+    """Ranks of `mpiexec`, which call MPI through mpi4py.
 
     Args:
-        name: "mpi" for MPI's own calls, "mpi4py" for the backend of torch.
         rendezvous: The rendezvous of the ranks.
     """
 
-    def __init__(self, name: str, rendezvous: Rendezvous) -> None:
-        super().__init__(name, rendezvous)
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        super().__init__("mpi", rendezvous)
         code = (
             f"import sys; sys.path.append({PACKAGES!r}); "
-            f"from lockstep.bench.worker import {name}_main; {name}_main()"
+            "from lockstep.bench.worker import mpi_main; mpi_main()"
         )
-        program = [
-            sys.executable,
-            "-c",
-            code,
-            rendezvous.folder,
-            self._key,
-            str(rendezvous.timeout),
-        ]
+        ranks, timeout = str(rendezvous.ranks), str(rendezvous.timeout)
+        program = [sys.executable, "-c", code, ranks, rendezvous.folder, self._key, timeout]
         self._output = tempfile.TemporaryFile(  # noqa: SIM115 - closed in end()
             "w+", encoding="utf-8", errors="replace"
         )
         self._process = subprocess.Popen(
-            [find_mpiexec(), "-n", str(rendezvous.ranks), *program],
+            [find_mpiexec(), "-n", ranks, *program],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=self._output,
@@ -274,6 +267,6 @@ def find_mpiexec() -> str:
     """
     beside = Path(os.path.abspath(sys.executable)).parent / "mpiexec"
     program = str(beside) if beside.exists() else shutil.which("mpiexec")
-    if not is_installed() or program is None:
-        raise UsageError("--vs mpi and mpi4py need mpi4py and an MPI: pip install mpi4py mpich")
+    if importlib.util.find_spec("mpi4py") is None or program is None:
+        raise UsageError("--vs mpi needs mpi4py and an MPI: pip install mpi4py mpich")
     return program

@@ -32,7 +32,6 @@ __all__ = [
     "SOCKET",
     "START_BARRIER",
     "answer_requests",
-    "mpi4py_main",
     "mpi_main",
     "run_worker",
     "torch_main",
@@ -54,22 +53,20 @@ def torch_main(backend: str, folder: str, key: str, timeout: float) -> None:
     shutdown()
 
 
-def mpi4py_main() -> None:
-    """Run a rank of the backend "mpi4py" under `mpiexec`; arguments as for `mpi_main`."""
-    folder, key, timeout = sys.argv[-3:]
-    torch_main("mpi4py", folder, key, float(timeout))
-
-
 def mpi_main() -> None:
-    """Run a rank of `mpiexec`; folder, key and timeout are arguments of the command line."""
-    folder, key, timeout = sys.argv[-3:]
+    """Run a rank of `mpiexec`; ranks, folder, key and timeout are on the command line."""
+    ranks, folder, key, timeout = sys.argv[-4:]
     from mpi4py import MPI  # type: ignore[import-not-found, unused-ignore]
 
-    from lockstep.bench.mpi_library import MpiLibrary
-    from lockstep.comm.mpi.library import library_name
+    from lockstep.bench.mpi_library import MpiLibrary, name_library
 
-    comm = MPI.COMM_WORLD
-    library, named = MpiLibrary(MPI, comm), library_name(MPI)
+    comm, named = MPI.COMM_WORLD, name_library(MPI)
+    if comm.Get_size() != int(ranks):
+        sys.exit(
+            f"each of the {ranks} ranks is alone in {named}, the MPI of mpi4py: put the mpiexec of "
+            "that MPI first on PATH"
+        )
+    library = MpiLibrary(MPI, comm)
     run_worker(library, comm.Get_rank(), comm.Get_size(), folder, key, float(timeout), named)
 
 

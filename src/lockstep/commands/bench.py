@@ -29,7 +29,6 @@ SIZES = "4,16,64,256,1K,4K,16K,64K,256K,1M,4M,16M,64M"
 DTYPES = ("float64", "float32", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
 REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 RANKS_HELP = "Numbers of ranks, measured one after another: 2 or 2,4."
-MPI_NAMES = {"mpi", "mpi4py"}
 PATH_OPTIONS = ("--json", "--plot")  # private, left out of recorded commands
 
 
@@ -72,7 +71,7 @@ def options(collective: Collective) -> list[Any]:
             "--vs",
             default="",
             metavar="NAMES",
-            help="Backends to compare with: gloo,mpi,mpi4py.  [default: none]",
+            help="Backends to compare with: gloo,mpi.  [default: none]",
         ),
         click.option(
             "--seconds",
@@ -137,7 +136,7 @@ def run(collective: Collective, flags: dict[str, Any]) -> None:
     from lockstep.bench.runners import find_mpiexec
 
     names = list(dict.fromkeys([flags["backend"] or default_backend(), *others]))
-    if not MPI_NAMES.isdisjoint(names):
+    if "mpi" in names:
         find_mpiexec()  # its error comes before the other backends start
     machine, command = describe_machine(), command_line()
     everything: list[Result] = []
@@ -214,7 +213,7 @@ def start_contenders(
         contenders = []
         for name in names:
             status(f"starting {ranks} ranks of {name} ...")
-            runner = (MpiRunner if name in MPI_NAMES else TorchRunner)(name, rendezvous)
+            runner = MpiRunner(rendezvous) if name == "mpi" else TorchRunner(name, rendezvous)
             opened.callback(runner.end)
             if flags["bind"]:
                 runner.ask({"bind": True})

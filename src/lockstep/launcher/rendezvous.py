@@ -71,7 +71,6 @@ __all__ = [
     "find_place",
     "leave",
     "open_common_store",
-    "use_store",
     "wait_for_ranks",
 ]
 
@@ -142,18 +141,6 @@ def wait_for_ranks(rank_info: RankInfo, timeout: float) -> Store:
         if rank_info.master_addr is None and rank_info.rank == 0:
             RendezvousFile(rank_info.rank).remove()
     return store
-
-
-def use_store(store: Store, rank_info: RankInfo, *, is_private: bool) -> None:
-    """Use a store that all ranks have already, instead of opening the one of the environment.
-
-    Args:
-        store: The store.
-        rank_info: This rank, as it is passed to `wait_for_ranks` later.
-        is_private: Whether the store needs no process that serves it.
-    """
-    ProcessState.store, ProcessState.rank_info = store, rank_info
-    ProcessState.is_private = is_private
 
 
 def find_place(store: Store, rank_info: RankInfo) -> RankInfo:

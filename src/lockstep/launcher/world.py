@@ -25,9 +25,8 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from lockstep.comm import backend as comm
 from lockstep.comm.hosts.compression import check_compression
 from lockstep.comm.hosts.identity import declare_world
-from lockstep.comm.mpi import backend as mpi_backend
 from lockstep.kernel.errors import RendezvousError, UsageError
-from lockstep.launcher import mpi_rendezvous, rendezvous
+from lockstep.launcher import rendezvous
 from lockstep.launcher.backend_choice import BackendChoice, choose_backend
 from lockstep.launcher.device_choice import (
     choose_device,
@@ -112,8 +111,7 @@ def init(
     Args:
         backend: The backend of `torch.distributed`. None: for ranks on accelerators torch's
             backend for them (NCCL for CUDA), and Gloo for their CPU tensors; for ranks on CPUs
-            the backend "lockstep" if it can be used, else Gloo. With "mpi4py", rank and
-            world size come from MPI.
+            the backend "lockstep" if it can be used, else Gloo.
         timeout: The seconds to wait for the other ranks, and for each collective.
         threads: The number of torch's intra-op threads. It affects the bits, and must be the same
             on every rank.
@@ -142,17 +140,17 @@ def init(
             )
         return _current
     check_compression(compression)
-    rank_info, store = _find_rank(backend, timeout), None
+    rank_info, store = read_rank_info(os.environ), None
     if rank_info.unknown and not dist.is_initialized():
         # Which device and backend are used depends on the ranks of this host.
-        _register_backends()
-        _check_arguments(backend, timeout, rank_info)
+        comm.register()  # if torch has not called the entry point
+        _check_arguments(backend, timeout)
         store = rendezvous.wait_for_ranks(rank_info, timeout)
         rank_info = rendezvous.find_place(store, rank_info)
     chosen = choose_device(device, rank_info)
     _configure_torch(threads, chosen)
     if not dist.is_initialized():
-        _register_backends()
+        comm.register()
         name = backend or default_backend(chosen, rank_info)
         if name == "lockstep" and JOIN not in os.environ and not rank_info.is_single_host:
             if store is None:
@@ -459,7 +457,7 @@ def _configure_torch(threads: int, device: torch.device) -> None:
 def _join(
     rank_info: RankInfo, backend: str, timeout: float, device: torch.device, store: Store | None
 ) -> None:
-    _check_arguments(backend, timeout, rank_info)
+    _check_arguments(backend, timeout)
     if backend == "lockstep":
         # With this variable DistributedDataParallel allocates its buckets in the shared memory of
         # the backend.
@@ -501,30 +499,12 @@ def _join(
         ) from error
 
 
-def _find_rank(backend: str | None, timeout: float) -> RankInfo:
-    """Return this rank: from MPI for its backend, otherwise from the environment."""
-    name = backend or os.environ.get("LOCKSTEP_BACKEND")
-    if name != mpi_backend.NAME or "MASTER_ADDR" in os.environ or dist.is_initialized():
-        return read_rank_info(os.environ)
-    rank_info, store, is_private = mpi_rendezvous.find_rank(os.environ, timeout)
-    rendezvous.use_store(store, rank_info, is_private=is_private)
-    return rank_info
-
-
-def _register_backends() -> None:
-    """Let torch know the names of the backends, if it has not called their entry points."""
-    comm.register()
-    mpi_backend.register()
-
-
-def _check_arguments(backend: str | None, timeout: float, rank_info: RankInfo) -> None:
+def _check_arguments(backend: str | None, timeout: float) -> None:
     """Raise UsageError for arguments of init() that are not valid, before waiting for ranks."""
     if timeout <= 0:
         raise UsageError(f"init(timeout={timeout}): expected a positive number of seconds")
     if backend is not None:
         _check_backend(backend)
-    if backend == mpi_backend.NAME:
-        mpi_backend.check_ranks(rank_info.rank, rank_info.world_size)
 
 
 def _check_backend(backend: str) -> None:

@@ -46,7 +46,6 @@ CHECKS: dict[str, Check] = {
     "compiler": software.check_compiler,
     "gpu": software.check_gpus,
     "mpi": software.check_mpi,
-    "mpi4py": software.check_mpi4py,
     "backend": communication.check_native,
     "backends": communication.check_backends,
     "ranks at once": machine.check_ranks_at_once,

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.comm import backend as native
-from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
 from lockstep.formatting import format_duration
 from lockstep.kernel.errors import LockstepError
 from lockstep.launcher.backend_choice import choose_backend
@@ -146,8 +145,6 @@ def check_native(requirements: Requirements) -> Iterator[CheckResult]:
         name = find_device_backend(torch.device(kind))
         choice = choose(kind=kind, device_backend=name, is_single_host=True)
         yield good("backend", f"tensors on {kind}: runs use {choice.name}, {choice.reason}")
-    if is_mpi4py_installed():
-        yield good("backend", "mpi4py is installed: init(backend='mpi4py') uses MPI under mpiexec")
 
 
 def _has_binding() -> bool:
@@ -174,8 +171,8 @@ def available_backends() -> list[str]:
     if kind is not None and count_devices(kind) > 1:
         name = find_device_backend(torch.device(kind))
         names += [name] if name not in names else []
-    # The ranks of mpi4py are started by mpiexec: `software.check_mpi4py`.
-    known = {"undefined", "fake", "gloo", "nccl", "mpi", "mpi4py", "ucc", "xccl", "hccl", *names}
+    # torch's "mpi" is left out too, because only mpiexec can start its ranks.
+    known = {"undefined", "fake", "gloo", "nccl", "mpi", "ucc", "xccl", "hccl", *names}
     if not native.available():
         known.add("lockstep")  # the name is registered even if the extension was not built
     return names + [name for name in dist.Backend.backend_list if name not in known]

@@ -7,10 +7,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lockstep.comm.mpi.library import is_installed as is_mpi4py_installed
 from lockstep.formatting import format_bytes
 from lockstep.native.build import CompilationError, find_requirements
 from lockstep.report.checks import CheckResult, Requirements, bad, good, note
@@ -22,7 +20,6 @@ __all__ = [
     "check_compiler",
     "check_gpus",
     "check_mpi",
-    "check_mpi4py",
     "check_python",
     "check_torch",
 ]
@@ -34,21 +31,6 @@ TIMEOUT = 30.0  # seconds for each program that is run
 RANK_PROGRAM = """
 import os
 print("rank", os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))
-"""
-
-MPI_PROGRAM = """
-import sys
-sys.path.append(sys.argv[1])
-from lockstep.comm.mpi import library
-try:
-    mpi = library.load()
-except Exception as error:
-    sys.exit(f"{error}")
-name, world = library.library_name(mpi), mpi.COMM_WORLD
-if world.Get_size() != 2:
-    sys.exit(f"each of the 2 ranks is alone in {name}, which is not the MPI of this mpiexec")
-if world.Get_rank() == 0:
-    print(name)
 """
 
 
@@ -161,8 +143,7 @@ def check_mpi(requirements: Requirements) -> Iterator[CheckResult]:
     """Check that mpiexec starts two ranks, if it is installed."""
     program = shutil.which("mpiexec")
     if program is None:
-        extra = " (mpi4py is installed)" if is_mpi4py_installed() else ""
-        yield good("mpi", f"no mpiexec{extra}; only programs started with it need it")
+        yield good("mpi", "no mpiexec; only programs started with it need it")
         return
     answer = _run([program, "-n", "2", sys.executable, "-c", RANK_PROGRAM])
     if isinstance(answer, str):
@@ -173,20 +154,6 @@ def check_mpi(requirements: Requirements) -> Iterator[CheckResult]:
         yield good("mpi", f"{program} starts 2 ranks")
     else:
         yield note("mpi", f"{program} starts 2 processes, but they do not find their rank")
-
-
-def check_mpi4py(requirements: Requirements) -> Iterator[CheckResult]:
-    """Check that mpiexec and mpi4py belong to the same MPI, if both are installed."""
-    program = shutil.which("mpiexec")
-    if program is None or not is_mpi4py_installed():
-        return
-    sources = str(Path(__file__).parents[3])
-    answer = _run([program, "-n", "2", sys.executable, "-c", MPI_PROGRAM, sources])
-    if isinstance(answer, str):
-        yield note("mpi4py", answer, "only init(backend='mpi4py') needs it")
-    else:
-        library = answer.stdout.strip().splitlines()[-1]
-        yield good("mpi4py", f"2 ranks of {program} form a world of {library}")
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str] | str:

@@ -1,1 +1,0 @@
-"""The backend "mpi4py" of `torch.distributed`, for ranks that mpiexec starts."""
