@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lockstep as ls
 from lockstep.devices import count_devices, device_names, find_accelerator, synchronize
 from lockstep.kernel.errors import LockstepError
-from lockstep.recipes.resnet import resnet18, resnet50
+from lockstep.tools.recipes.resnet import resnet18, resnet50
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 WARM = 5  # rounds that are not measured

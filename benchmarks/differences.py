@@ -15,8 +15,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from lockstep.launcher.fork_server import get_fork_server
-from lockstep.replay.bisection import bisect_runs
-from lockstep.replay.recorded_run import RecordedRun
+from lockstep.tools.replay.bisection import bisect_runs
+from lockstep.tools.replay.recorded_run import RecordedRun
 from planted import PLANTED, record
 
 COLUMNS = ("planted", "step", "micro-batch", "module", "direction", "operator", "seconds", "right")

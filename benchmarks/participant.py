@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.bench.results import TimingResult
-from lockstep.bench.runners import TorchRunner
+from lockstep.tools.bench.results import TimingResult
+from lockstep.tools.bench.runners import TorchRunner
 
 __all__ = ["Participant"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from lockstep.commands.bench import status
+from lockstep.tools.commands.bench import status
 
 __all__ = ["Progress", "about"]
 

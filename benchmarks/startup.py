@@ -22,11 +22,11 @@ from typing import Any
 
 import click
 
-from lockstep.commands.bench import RANKS_HELP, parse_rank_counts
 from lockstep.files import write_output
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.launch import launch
 from lockstep.record.environment import count_usable_cores, processor_name
+from lockstep.tools.commands.bench import RANKS_HELP, parse_rank_counts
 
 __all__ = ["command"]
 

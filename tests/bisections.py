@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import records
 from lockstep.model.operator_call import OperatorCall
-from lockstep.replay.bisection import Bisection, Compared, Reproduction
-from lockstep.replay.divergence import Divergence
-from lockstep.replay.element_difference import ElementDifference
-from lockstep.replay.record_difference import first_record_difference
-from lockstep.replay.recorded_run import read_recorded_run
+from lockstep.tools.replay.bisection import Bisection, Compared, Reproduction
+from lockstep.tools.replay.divergence import Divergence
+from lockstep.tools.replay.element_difference import ElementDifference
+from lockstep.tools.replay.record_difference import first_record_difference
+from lockstep.tools.replay.recorded_run import read_recorded_run
 
 MODULE = "layers.1.attention.projection"
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
-from lockstep.commands.run import command, make_config
 from lockstep.launcher.launch_script import launch_script
-from lockstep.replay.bisection import Bisection
-from lockstep.replay.recorded_run import RecordedRun, read_recorded_run
+from lockstep.tools.commands.run import command, make_config
+from lockstep.tools.replay.bisection import Bisection
+from lockstep.tools.replay.recorded_run import RecordedRun, read_recorded_run
 
 STEP, MICROBATCH = 4, 2
 """Where most differences are planted; checkpoints hold 3 and 6 steps."""

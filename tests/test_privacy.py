@@ -13,8 +13,8 @@ import records
 import warm
 from lockstep.cli import cli
 from lockstep.record.environment import recorded_variables
-from lockstep.report import doctor
-from lockstep.report.checks import Requirements, good
+from lockstep.tools.report import doctor
+from lockstep.tools.report.checks import Requirements, good
 
 TRAIN = """
 import contextlib

@@ -47,13 +47,13 @@ LOCKSTEP = [sys.executable, "-c", "from lockstep.cli import main; main()"]
 
 PRELOADED = (
     "lockstep.cli",
-    "lockstep.commands.run",
+    "lockstep.tools.commands.run",
     "lockstep.launcher.fork_server_main",
     "lockstep.launcher.launch_script",
     "lockstep.launcher.world",
     "lockstep.native.binding",
     "lockstep.training.trainer",
-    "lockstep.replay.session",
+    "lockstep.tools.replay.session",
     "lockstep.launcher.pickling",
     "encodings.idna",
     "functorch.compile",

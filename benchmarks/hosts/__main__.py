@@ -13,9 +13,9 @@ import click
 from benchmarks.hosts.simulation import measure
 from benchmarks.hosts.table import call_lines, train_lines
 from lockstep.cli import run
-from lockstep.commands.bench import command_line, describe_machine
 from lockstep.files import write_output
 from lockstep.kernel.errors import UsageError, WorkError
+from lockstep.tools.commands.bench import command_line, describe_machine
 
 __all__ = ["command"]
 

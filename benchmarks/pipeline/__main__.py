@@ -10,9 +10,9 @@ import click
 
 from benchmarks.progress import Progress, about
 from lockstep.cli import run
-from lockstep.commands.bench import command_line, describe_machine, status
 from lockstep.files import write_output
 from lockstep.kernel.errors import UsageError, WorkError
+from lockstep.tools.commands.bench import command_line, describe_machine, status
 
 if TYPE_CHECKING:
     from benchmarks.pipeline.case import Case
@@ -84,7 +84,7 @@ def checked(flags: dict[str, Any]) -> list[int]:
     if flags["timeout"] <= 0:
         raise UsageError("--timeout is a positive number of seconds")
     if flags["plot"]:
-        from lockstep.bench.plot import check_format
+        from lockstep.tools.bench.plot import check_format
 
         check_format(flags["plot"])
     for file in (flags["file"], flags["plot"]):
@@ -191,7 +191,7 @@ def write(everything: list[list[Outcome]], flags: dict[str, Any], said: dict[str
         write_output(flags["file"], json.dumps(found, indent=1) + "\n")
     if flags["plot"]:
         from benchmarks.pipeline.plot import draw
-        from lockstep.bench.plot import save
+        from lockstep.tools.bench.plot import save
 
         save(draw(everything, said["machine"], said["command"]), flags["plot"])
 

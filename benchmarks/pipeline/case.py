@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from examples.rpc_pipeline import CUT, SEED
-from lockstep.recipes.resnet import resnet50
+from lockstep.tools.recipes.resnet import resnet50
 
 __all__ = ["MODELS", "Batch", "Case", "Layers", "Model"]
 

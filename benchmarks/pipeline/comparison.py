@@ -18,9 +18,9 @@ from benchmarks.participant import Participant
 from benchmarks.pipeline.case import Case
 from benchmarks.pipeline.contenders import ALONE, CONTENDERS, COPIES, STAGES, Contender
 from benchmarks.pipeline.worker import main
-from lockstep.bench.interleaved import rotate
-from lockstep.bench.results import TimingResult
-from lockstep.bench.runners import Rendezvous, TorchRunner
+from lockstep.tools.bench.interleaved import rotate
+from lockstep.tools.bench.results import TimingResult
+from lockstep.tools.bench.runners import Rendezvous, TorchRunner
 
 __all__ = [
     "CHECKED",

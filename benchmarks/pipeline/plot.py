@@ -14,7 +14,7 @@ import math
 from benchmarks.pipeline.comparison import Outcome, ideal
 from benchmarks.pipeline.contenders import COPIES
 from benchmarks.pipeline.table import is_pipeline, median_of
-from lockstep.report.picture import Dot, Label, Line, Picture, Point
+from lockstep.tools.report.picture import Dot, Label, Line, Picture, Point
 
 __all__ = ["draw"]
 

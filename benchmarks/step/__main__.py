@@ -11,16 +11,16 @@ import click
 
 from benchmarks.progress import Progress, about
 from lockstep.cli import run
-from lockstep.commands.bench import (
+from lockstep.files import write_output
+from lockstep.formatting import format_size
+from lockstep.kernel.errors import UsageError, WorkError
+from lockstep.tools.commands.bench import (
     RANKS_HELP,
     command_line,
     describe_machine,
     parse_rank_counts,
     status,
 )
-from lockstep.files import write_output
-from lockstep.formatting import format_size
-from lockstep.kernel.errors import UsageError, WorkError
 
 if TYPE_CHECKING:
     from benchmarks.step.comparison import Outcome
@@ -99,7 +99,7 @@ def check(flags: dict[str, Any]) -> None:
             "of one size, so take a number that divides them"
         )
     if flags["plot"]:
-        from lockstep.bench.plot import check_format
+        from lockstep.tools.bench.plot import check_format
 
         check_format(flags["plot"])
     for file in (flags["file"], flags["plot"]):
@@ -262,7 +262,7 @@ def write(
         write_output(flags["file"], text + "\n")
     if flags["plot"] and any(outcome.times for outcome in outcomes):
         from benchmarks.step.plot import draw
-        from lockstep.bench.plot import save
+        from lockstep.tools.bench.plot import save
 
         save(draw(outcomes, said["machine"], said["command"]), flags["plot"])
 

@@ -20,9 +20,9 @@ from benchmarks.step.answers import Answer, Expected
 from benchmarks.step.contenders import CONTENDERS, Case, Contender
 from benchmarks.step.memory import Watch, proportional
 from benchmarks.step.worker import main
-from lockstep.bench.interleaved import rotate
-from lockstep.bench.results import TimingResult
-from lockstep.bench.runners import Rendezvous, TorchRunner
+from lockstep.tools.bench.interleaved import rotate
+from lockstep.tools.bench.results import TimingResult
+from lockstep.tools.bench.runners import Rendezvous, TorchRunner
 
 __all__ = ["ALONE", "BLOCK", "COPIES", "MEMCPY", "MIN_ROUNDS", "Outcome", "measure_case"]
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lockstep.kernel.errors import UsageError
-from lockstep.recipes.resnet import resnet50
+from lockstep.tools.recipes.resnet import resnet50
 
 __all__ = ["NETWORKS", "OPTIMIZERS", "Network", "blocks", "chosen", "count"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from benchmarks.step.comparison import ALONE, Outcome
 from benchmarks.step.table import STOCK, baseline, beyond, milliseconds, named
-from lockstep.report.picture import Box, Label, Line, Picture, text_width
+from lockstep.tools.report.picture import Box, Label, Line, Picture, text_width
 
 __all__ = ["draw"]
 

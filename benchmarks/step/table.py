@@ -12,7 +12,7 @@ from benchmarks.step.contenders import CONTENDERS
 from benchmarks.step.exactness import Exactness
 from benchmarks.step.networks import count
 from benchmarks.step.widths import Digests
-from lockstep.bench.results import quantile
+from lockstep.tools.bench.results import quantile
 
 __all__ = [
     "beyond", "caption", "exactness_line", "heading", "records", "rows", "widths_lines", "wrong",

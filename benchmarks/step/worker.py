@@ -17,8 +17,8 @@ import lockstep
 from benchmarks.feed import Feed
 from benchmarks.step.answers import CHECKED, write
 from benchmarks.step.contenders import CONTENDERS, Case, Contender, Training
-from lockstep.bench.worker import START_BARRIER, answer_requests
-from lockstep.bench.workload import StartBarrier
+from lockstep.tools.bench.worker import START_BARRIER, answer_requests
+from lockstep.tools.bench.workload import StartBarrier
 
 __all__ = ["main"]
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lockstep.model.target_weights import target_weight as target_weight
     from lockstep.pipeline.partitioner import PipelineConfig as PipelineConfig
     from lockstep.record import loggers as loggers
-    from lockstep.remote.driver import Driver as Driver
+    from lockstep.tools.remote.driver import Driver as Driver
     from lockstep.training.optimizer_config import OptimizerConfig as OptimizerConfig
     from lockstep.training.trainer import Trainer as Trainer
 
@@ -60,7 +60,7 @@ PUBLIC = {
     "digest": "checksum",
     "DistributedDataParallel": "data_parallel.distributed",
     "DataParallel": "data_parallel.single_process",
-    "Driver": "remote.driver",
+    "Driver": "tools.remote.driver",
     "build": "model.deferred_init",
     "LockstepError": "kernel.errors",
 }

@@ -72,7 +72,7 @@ COMMANDS = {
 
 
 class Commands(click.Group):
-    """The group of subcommands; each one is `command` in the module `lockstep.commands.NAME`."""
+    """The group of subcommands; each one is `command` in `lockstep.tools.commands.NAME`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of the help."""
@@ -83,7 +83,7 @@ class Commands(click.Group):
         if cmd_name not in COMMANDS:
             return None
         with _ExitingOnInterrupt():
-            command = importlib.import_module(f"lockstep.commands.{cmd_name}").command
+            command = importlib.import_module(f"lockstep.tools.commands.{cmd_name}").command
         assert isinstance(command, click.Command)
         return command
 

@@ -3,8 +3,9 @@
 Everything above the backends asks torch through `torch.accelerator` and the module of the device's
 type (`torch.cuda`, `torch.xpu`, ...). Other files depend on the kind of accelerator only where its
 settings, its backend and its network interface are chosen (`lockstep.launcher`), an installation is
-checked (`lockstep.report.checks`), a setting is a device's name (`lockstep.model.description`), or
-a fault of torch spares CUDA (`lockstep.training.optimizer_config`).
+checked (`lockstep.tools.report.checks`), a setting is a device's name
+(`lockstep.model.description`), or a fault of torch spares CUDA
+(`lockstep.training.optimizer_config`).
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.bench import interleaved
-from lockstep.bench.interleaved import Contender, Result, measure
-from lockstep.bench.workload import Workload
+from lockstep.tools.bench import interleaved
+from lockstep.tools.bench.interleaved import Contender, Result, measure
+from lockstep.tools.bench.workload import Workload
 
 WORKLOAD = Workload("all_reduce", 256, "float32", "SUM")
 

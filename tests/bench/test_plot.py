@@ -9,10 +9,10 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from lockstep.bench.interleaved import Contender, Result
-from lockstep.bench.plot import check_format, draw, save
-from lockstep.bench.workload import Workload
 from lockstep.kernel.errors import UsageError
+from lockstep.tools.bench.interleaved import Contender, Result
+from lockstep.tools.bench.plot import check_format, draw, save
+from lockstep.tools.bench.workload import Workload
 
 
 class Nobody:

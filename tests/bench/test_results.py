@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lockstep.bench.interleaved import Contender, Result
-from lockstep.bench.results import COLUMNS, header, record, rows
-from lockstep.bench.workload import Workload
+from lockstep.tools.bench.interleaved import Contender, Result
+from lockstep.tools.bench.results import COLUMNS, header, record, rows
+from lockstep.tools.bench.workload import Workload
 
 WORKLOAD = Workload("all_reduce", 262144, "float32", "SUM")
 

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.bench import runners
-from lockstep.bench.collectives import COLLECTIVES
-from lockstep.bench.runners import (
+from lockstep.kernel.errors import RankError, UsageError, WorkError
+from lockstep.launcher.world import cpu_backend
+from lockstep.record.environment import count_usable_cores
+from lockstep.tools.bench import runners
+from lockstep.tools.bench.collectives import COLLECTIVES
+from lockstep.tools.bench.runners import (
     MpiRunner,
     Rendezvous,
     TorchRunner,
     find_mpiexec,
 )
-from lockstep.bench.workload import Workload
-from lockstep.kernel.errors import RankError, UsageError, WorkError
-from lockstep.launcher.world import cpu_backend
-from lockstep.record.environment import count_usable_cores
+from lockstep.tools.bench.workload import Workload
 
 WORKLOADS = [
     *(Workload(name, 0 if name == "barrier" else 1500, "float32", "SUM") for name in COLLECTIVES),

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lockstep.bench.workload import StartBarrier
+from lockstep.tools.bench.workload import StartBarrier
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.bench.collectives import Part
-from lockstep.bench.mpi_library import MpiLibrary
-from lockstep.bench.torch_library import TorchLibrary
-from lockstep.bench.workload import (
+from lockstep.tools.bench.collectives import Part
+from lockstep.tools.bench.mpi_library import MpiLibrary
+from lockstep.tools.bench.torch_library import TorchLibrary
+from lockstep.tools.bench.workload import (
     PERIOD,
     PreparedWorkload,
     UnsupportedError,

@@ -3,8 +3,8 @@
 import pytest
 
 import records
-from lockstep.check.chaos import read_baseline
 from lockstep.kernel.errors import UsageError
+from lockstep.tools.check.chaos import read_baseline
 
 
 def test_the_baseline_is_a_run_that_came_to_its_end(tmp_path):

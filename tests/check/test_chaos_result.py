@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import records
-from lockstep.check.chaos_result import Baseline, ChaosResult, Kill, measure_kills
-from lockstep.check.kill_plan import PlannedKill
+from lockstep.tools.check.chaos_result import Baseline, ChaosResult, Kill, measure_kills
+from lockstep.tools.check.kill_plan import PlannedKill
 
 
 def kill(member, time, **fields):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.check.difference import Difference, RankFingerprint, first_difference
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
+from lockstep.tools.check.difference import Difference, RankFingerprint, first_difference
 
 MICROBATCHES = 4
 CALLS = [

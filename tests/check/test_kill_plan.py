@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.check.kill_plan import PlannedKill, plan_kills
+from lockstep.tools.check.kill_plan import PlannedKill, plan_kills
 
 
 @given(st.integers(1, 40), st.integers(1, 1000), st.integers(2, 16), st.integers(0, 2**63 - 1))

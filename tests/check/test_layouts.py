@@ -1,6 +1,6 @@
 """Which layouts are compared."""
 
-from lockstep.check.layouts import Layout, layouts
+from lockstep.tools.check.layouts import Layout, layouts
 
 
 def test_two_backends():

@@ -7,9 +7,9 @@ import threading
 import pytest
 
 import records
-from lockstep.check.record_follower import RecordFollower
 from lockstep.kernel.errors import UsageError
 from lockstep.record.recorder import RECORD_FILE
+from lockstep.tools.check.record_follower import RecordFollower
 from processes import until
 
 

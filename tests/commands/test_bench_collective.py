@@ -7,12 +7,12 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from lockstep.bench.collectives import COLLECTIVES
-from lockstep.bench.interleaved import Contender, Result
-from lockstep.bench.workload import Workload
 from lockstep.comm import backend
-from lockstep.commands import bench
 from lockstep.kernel.errors import UsageError, WorkError
+from lockstep.tools.bench.collectives import COLLECTIVES
+from lockstep.tools.bench.interleaved import Contender, Result
+from lockstep.tools.bench.workload import Workload
+from lockstep.tools.commands import bench
 
 FIELDS = {"backend", "collective", "size_bytes", "dtype", "nprocs", "median_us", "p10_us", "p90_us",
           "algbw_gbps", "busbw_gbps", "wrong", "machine", "command"}  # fmt: skip

@@ -17,13 +17,13 @@ import warm
 from compilers import Recorder, install_recorder
 from lockstep.cli import cli
 from lockstep.comm import backend
-from lockstep.commands import build as command
 from lockstep.kernel.errors import FileError, WorkError
 from lockstep.native.binding import find_bindings
 from lockstep.native.binding_folder import lock_folder
 from lockstep.native.build import MODULE
 from lockstep.native.extension_abi import current_abi
 from lockstep.native.self_test import SelfTestError, run_self_test
+from lockstep.tools.commands import build as command
 from processes import alive, until
 
 pytestmark = [

@@ -9,10 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 import warm
-from lockstep.check import comparison
-from lockstep.check.layouts import Layout, layouts
 from lockstep.cli import cli
 from lockstep.kernel.errors import UsageError
+from lockstep.tools.check import comparison
+from lockstep.tools.check.layouts import Layout, layouts
 
 PLAIN = [Layout(1, "lockstep"), Layout(2, "lockstep"), Layout(3, "gloo")]
 STAGES = [

@@ -7,8 +7,8 @@ from click.testing import CliRunner
 
 from lockstep.cli import cli
 from lockstep.kernel.errors import UsageError
-from lockstep.report import doctor
-from lockstep.report.checks import bad, good, note
+from lockstep.tools.report import doctor
+from lockstep.tools.report.checks import bad, good, note
 
 
 def invoke(*arguments):

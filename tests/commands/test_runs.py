@@ -7,9 +7,9 @@ from click.testing import CliRunner
 
 import records
 from lockstep.cli import cli
-from lockstep.commands.runs import list_runs, runs_table
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import describe_launch, write_description
+from lockstep.tools.commands.runs import list_runs, runs_table
 
 
 def invoke(*arguments):

@@ -8,10 +8,10 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.cli import cli
-from lockstep.commands import scale
 from lockstep.elastic.scale_request import SCALE_FILE, request_ranks, take_request
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import describe_launch, write_description
+from lockstep.tools.commands import scale
 
 
 @pytest.fixture

@@ -22,12 +22,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import lockstep as ls
 import warm
 from lockstep import cli
-from lockstep.commands.train import _list_words, command
 from lockstep.kernel.errors import LockstepError, RankError
 from lockstep.launcher import run_folder
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import launch_script
 from lockstep.record.reader import read_run
+from lockstep.tools.commands.train import _list_words, command
 
 FIELDS = {
     "recipe", "world_size", "replicas", "stages", "microbatches", "epochs", "steps", "samples",

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lockstep.commands.training_summary import print_summary
 from lockstep.kernel.errors import FileError
+from lockstep.tools.commands.training_summary import print_summary
 
 SUMMARY = {
     "recipe": "vit", "world_size": 2, "epochs": 3, "steps": 12, "samples": 48, "accuracy": 0.5,

@@ -16,7 +16,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep.commands.run import command, make_config
 from lockstep.elastic import coordinator, member_exits
 from lockstep.elastic.current_round import CurrentRound
 from lockstep.elastic.elastic_launch import launch_elastic
@@ -30,6 +29,7 @@ from lockstep.launcher.fork_server import get_fork_server_pid
 from lockstep.launcher.launch_script import Interrupted
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.messages import say
+from lockstep.tools.commands.run import command, make_config
 from members import CLI, write_script
 from processes import alive, restoring_handlers, until
 

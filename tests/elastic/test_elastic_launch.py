@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from lockstep.commands.run import command
 from lockstep.elastic import coordinator
+from lockstep.tools.commands.run import command
 from processes import restoring_handlers
 
 SCRIPT = """

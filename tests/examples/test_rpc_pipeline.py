@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import lockstep as ls
 from examples.rpc_pipeline import MASTER, WORKERS, Master, joined
-from lockstep.recipes.resnet import ResNet
+from lockstep.tools.recipes.resnet import ResNet
 
 TIMEOUT = 60.0
 LR = 0.1

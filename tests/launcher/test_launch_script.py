@@ -20,8 +20,6 @@ import pytest
 import hosts
 import warm
 from lockstep import cli
-from lockstep.commands.run import command, make_config
-from lockstep.commands.runs import list_runs
 from lockstep.kernel.errors import FileError, LaunchEnvironmentError, RankError, UsageError
 from lockstep.launcher import hang_monitor, run_folder
 from lockstep.launcher import launch_script as launch_script_module
@@ -30,6 +28,8 @@ from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import launch_script
 from lockstep.launcher.listening_socket import DEFAULT_PORT
 from lockstep.record.reader import read_run
+from lockstep.tools.commands.run import command, make_config
+from lockstep.tools.commands.runs import list_runs
 from processes import restoring_handlers
 
 CLI = warm.LOCKSTEP
@@ -227,15 +227,15 @@ def test_a_message_that_cannot_be_printed_changes_no_status(tmp_path):
         assert launcher.wait(60) == 2
 
 
-@pytest.mark.parametrize("module", ["lockstep.cli", "lockstep.commands.runs"])
+@pytest.mark.parametrize("module", ["lockstep.cli", "lockstep.tools.commands.runs"])
 def test_ctrl_c_during_the_imports_of_a_command_is_quiet(tmp_path, module):
     program = f"""
 import os, signal, sys
 from types import SimpleNamespace
 def interrupt(name, *_):
-    if name == "lockstep.messages" or name == "lockstep.commands.runs":
+    if name == "lockstep.messages" or name == "lockstep.tools.commands.runs":
         os.kill(os.getpid(), signal.SIGINT)
-for name in ("lockstep.cli", "lockstep.messages", "lockstep.commands.runs"):
+for name in ("lockstep.cli", "lockstep.messages", "lockstep.tools.commands.runs"):
     if name == {module!r} or {module!r} == "lockstep.cli":
         sys.modules.pop(name, None)
 sys.meta_path.insert(0, SimpleNamespace(find_spec=interrupt))

@@ -13,7 +13,7 @@ from torch import nn
 
 import lockstep
 from lockstep.model.call_site import CallSite, CallSites, is_user_code
-from lockstep.recipes import resnet
+from lockstep.tools.recipes import resnet
 
 
 class Probe(nn.Module):

@@ -11,13 +11,13 @@ from folders import write_pictures
 from lockstep import cli
 from lockstep.data.loader import Batches
 from lockstep.kernel.errors import LockstepError
-from lockstep.recipes.catalog import IMAGE_NAMES, NAMES, find_recipe
-from lockstep.recipes.classification import EMA_WEIGHTS, WEIGHTS, Options
-from lockstep.recipes.classification import evaluate as evaluation_job
-from lockstep.recipes.classification import train as job
-from lockstep.recipes.image_classification import CLASSES, describe_generated_images
-from lockstep.recipes.resnet import BasicBlock, ResNet
-from lockstep.recipes.vision_transformer import VisionTransformer
+from lockstep.tools.recipes.catalog import IMAGE_NAMES, NAMES, find_recipe
+from lockstep.tools.recipes.classification import EMA_WEIGHTS, WEIGHTS, Options
+from lockstep.tools.recipes.classification import evaluate as evaluation_job
+from lockstep.tools.recipes.classification import train as job
+from lockstep.tools.recipes.image_classification import CLASSES, describe_generated_images
+from lockstep.tools.recipes.resnet import BasicBlock, ResNet
+from lockstep.tools.recipes.vision_transformer import VisionTransformer
 
 NOTICE = describe_generated_images()
 

@@ -15,8 +15,8 @@ import pytest
 import hosts
 import warm
 from folders import write_pictures
-from lockstep.recipes.catalog import IMAGE_NAMES
 from lockstep.record.reader import read_run
+from lockstep.tools.recipes.catalog import IMAGE_NAMES
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "imagenet.md").read_text()
 COMMANDS = re.findall(r"^ *\$ lockstep (run .*--nnodes 2 .*)$", PAGE, re.MULTILINE)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lockstep.kernel.errors import UsageError
-from lockstep.recipes.learning_rate import WarmupSchedule
+from lockstep.tools.recipes.learning_rate import WarmupSchedule
 
 
 def test_it_rises_over_the_warm_up_and_falls_as_a_cosine_to_nothing():

@@ -5,7 +5,7 @@ import torch
 from torch.utils.data import default_collate
 
 from lockstep.model.forward import accuracy
-from lockstep.recipes.mixup import Mixup
+from lockstep.tools.recipes.mixup import Mixup
 
 SAMPLES = [(torch.full((3, 2, 2), float(number)), number % 3) for number in range(4)]
 

@@ -12,9 +12,9 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.kernel.errors import FileError, LockstepError, UsageError
-from lockstep.recipes.pretrained import load_weights, read_weights
-from lockstep.recipes.resnet import BasicBlock, ResNet
-from lockstep.recipes.vision_transformer import VisionTransformer
+from lockstep.tools.recipes.pretrained import load_weights, read_weights
+from lockstep.tools.recipes.resnet import BasicBlock, ResNet
+from lockstep.tools.recipes.vision_transformer import VisionTransformer
 
 
 def resnet(classes=3, seed=0):

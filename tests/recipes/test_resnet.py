@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.recipes.resnet import (
+from lockstep.tools.recipes.resnet import (
     BasicBlock,
     Bottleneck,
     ResNet,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.recipes.vision_transformer import VisionTransformer, vit_b_16
+from lockstep.tools.recipes.vision_transformer import VisionTransformer, vit_b_16
 
 LAYER = {
     "ln_1.weight": (768,),

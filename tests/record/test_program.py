@@ -73,7 +73,7 @@ def test_a_function_of_a_launch_names_its_script(ranks):
 
 
 def test_a_worker_executes_the_calls_of_a_driver(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lockstep.remote.worker", sys)
+    monkeypatch.setitem(sys.modules, "lockstep.tools.remote.worker", sys)
     assert describe_program()["kind"] == "driver"
 
 

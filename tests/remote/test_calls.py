@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lockstep.remote.calls import Calls
-from lockstep.remote.serialization import deserialize, serialize
+from lockstep.tools.remote.calls import Calls
+from lockstep.tools.remote.serialization import deserialize, serialize
 
 
 def test_only_the_rank_that_was_called_answers():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.kernel.errors import FileError, UsageError
-from lockstep.remote.credentials import KEY_VARIABLE, make_key, read_key
+from lockstep.tools.remote.credentials import KEY_VARIABLE, make_key, read_key
 
 
 def test_a_key_is_new_each_time():

@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 import processes
 from lockstep.kernel.errors import RankError
-from lockstep.remote.future import Future
-from lockstep.remote.hang_recovery import COMMUNICATION, FailedCall
+from lockstep.tools.remote.future import Future
+from lockstep.tools.remote.hang_recovery import COMMUNICATION, FailedCall
 
 LONG = 600.0  # seconds for a collective; a test that waits for it is ended before
 until = partial(processes.until, seconds=60.0)

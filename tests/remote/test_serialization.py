@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from lockstep.remote.serialization import deserialize, serialize
+from lockstep.tools.remote.serialization import deserialize, serialize
 
 
 def sent(value):

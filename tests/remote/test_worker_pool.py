@@ -20,8 +20,8 @@ import lockstep as ls
 import processes
 import warm
 from lockstep.kernel.errors import RankError, UsageError
-from lockstep.remote.connection import connect_to_driver
-from lockstep.remote.credentials import make_key
+from lockstep.tools.remote.connection import connect_to_driver
+from lockstep.tools.remote.credentials import make_key
 from processes import alive
 
 PATIENCE = 60.0

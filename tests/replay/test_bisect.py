@@ -10,16 +10,16 @@ from typing import get_args
 import pytest
 
 from lockstep.kernel.errors import RankError
-from lockstep.replay.bisection import bisect_runs
-from lockstep.replay.bisection_report import (
+from lockstep.tools.replay.bisection import bisect_runs
+from lockstep.tools.replay.bisection_report import (
     bisection_json,
     describe_divergence,
     list_facts,
     list_sentences,
 )
-from lockstep.replay.divergence import Direction, find_in_records
-from lockstep.replay.record_difference import compare_records, first_record_difference
-from lockstep.replay.recorded_run import read_recorded_run
+from lockstep.tools.replay.divergence import Direction, find_in_records
+from lockstep.tools.replay.record_difference import compare_records, first_record_difference
+from lockstep.tools.replay.recorded_run import read_recorded_run
 from planted import MICROBATCH, PLANTED, SCRIPT, STEP, Planted, record, replace
 
 

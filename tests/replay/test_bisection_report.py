@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 
 from bisections import DIVERGENCE, MODULE, bisected
-from lockstep.replay.bisection import Reproduction
-from lockstep.replay.bisection_report import (
+from lockstep.tools.replay.bisection import Reproduction
+from lockstep.tools.replay.bisection_report import (
     bisection_json,
     describe_divergence,
     list_facts,
     list_sentences,
     suggest_commands,
 )
-from lockstep.replay.record_difference import RecordDifference
+from lockstep.tools.replay.record_difference import RecordDifference
 
 
 @pytest.fixture

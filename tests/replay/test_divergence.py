@@ -6,8 +6,8 @@ import pytest
 
 from lockstep.model.fingerprint import StepFingerprint
 from lockstep.model.operator_call import OperatorCall
-from lockstep.replay.bisection import group_by_rank
-from lockstep.replay.divergence import (
+from lockstep.tools.replay.bisection import group_by_rank
+from lockstep.tools.replay.divergence import (
     Divergence,
     OperandLocation,
     add_operator,
@@ -16,8 +16,8 @@ from lockstep.replay.divergence import (
     limit_to_compared,
     locate_tensor,
 )
-from lockstep.replay.operator_difference import OperatorDifference
-from lockstep.replay.record_difference import RecordDifference, SearchWindow
+from lockstep.tools.replay.operator_difference import OperatorDifference
+from lockstep.tools.replay.record_difference import RecordDifference, SearchWindow
 
 NAMES = ("0.weight", "0.mean", "1.weight")
 

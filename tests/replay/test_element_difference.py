@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.replay.element_difference import ElementDifference, first_element_difference
+from lockstep.tools.replay.element_difference import ElementDifference, first_element_difference
 
 FLOATS = [
     torch.float64,

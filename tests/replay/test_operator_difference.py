@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lockstep.model.operator_call import OperatorCall
-from lockstep.replay.operator_difference import OperatorDifference, first_operator_difference
+from lockstep.tools.replay.operator_difference import OperatorDifference, first_operator_difference
 
 PARAMETERS = 3
 """The first variables of a program, which no instruction writes."""

@@ -13,7 +13,7 @@ from lockstep.checkpoint.writer import CheckpointWriter
 from lockstep.kernel.errors import UsageError
 from lockstep.record.environment import describe_environment
 from lockstep.record.reader import read_run
-from lockstep.replay.program import Base, find_base, find_obstacles, read_program
+from lockstep.tools.replay.program import Base, find_base, find_obstacles, read_program
 
 SCRIPT = {
     "kind": "script",

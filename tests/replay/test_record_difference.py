@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep.record.fingerprints import RecordedStep
-from lockstep.replay.record_difference import (
+from lockstep.tools.replay.record_difference import (
     SearchWindow,
     Stop,
     compare_records,

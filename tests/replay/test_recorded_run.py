@@ -4,8 +4,8 @@ import pytest
 
 import records
 from lockstep.kernel.errors import UsageError
-from lockstep.replay.record_difference import first_record_difference
-from lockstep.replay.recorded_run import (
+from lockstep.tools.replay.record_difference import first_record_difference
+from lockstep.tools.replay.recorded_run import (
     find_source_differences,
     read_recorded_run,
     require_comparable,

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from lockstep.check.layouts import Layout
 from lockstep.checksum import checksum
 from lockstep.cli import cli
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
-from lockstep.replay import runner
-from lockstep.replay.program import Base, Program
-from lockstep.replay.result import Replay, ReplayRequest
+from lockstep.tools.check.layouts import Layout
+from lockstep.tools.replay import runner
+from lockstep.tools.replay.program import Base, Program
+from lockstep.tools.replay.result import Replay, ReplayRequest
 from replays import run_replay
 
 

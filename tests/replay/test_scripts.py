@@ -17,13 +17,13 @@ from click.testing import CliRunner
 from safetensors.torch import load_file
 
 import warm
-from lockstep.check.layouts import Layout
 from lockstep.cli import cli
 from lockstep.kernel.errors import UsageError
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.record.reader import read_run
-from lockstep.replay.program import find_base, find_obstacles, read_program
-from lockstep.replay.result import Replay, ReplayRequest
+from lockstep.tools.check.layouts import Layout
+from lockstep.tools.replay.program import find_base, find_obstacles, read_program
+from lockstep.tools.replay.result import Replay, ReplayRequest
 from replays import run_replay
 
 STAGES = Layout(4, stages=2, schedule="1f1b")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launcher.rank_process import run_code
-from lockstep.replay.stored_sources import StoredSources
+from lockstep.tools.replay.stored_sources import StoredSources
 
 MODEL = "from pathlib import Path\nhere = Path(__file__).name\ndef fail():\n    return 1 / 0\n"
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import records
 from lockstep.formatting import format_duration, format_percent
 from lockstep.record.reader import read_run
-from lockstep.report.chart import (
+from lockstep.tools.report.chart import (
     comparison_charts,
     downsample,
     exact_axis,

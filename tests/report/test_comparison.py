@@ -10,8 +10,12 @@ from safetensors.torch import save_file
 import records
 from lockstep.kernel.errors import FileError
 from lockstep.record.reader import read_run
-from lockstep.report import comparison
-from lockstep.report.comparison import common_weights_file, compare_runs, first_weights_difference
+from lockstep.tools.report import comparison
+from lockstep.tools.report.comparison import (
+    common_weights_file,
+    compare_runs,
+    first_weights_difference,
+)
 
 
 @pytest.fixture

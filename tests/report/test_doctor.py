@@ -11,8 +11,8 @@ import pytest
 
 from lockstep.kernel.errors import RankError
 from lockstep.native.binding import BindingError
-from lockstep.report import doctor
-from lockstep.report.checks import (
+from lockstep.tools.report import doctor
+from lockstep.tools.report.checks import (
     Requirements,
     bad,
     communication,
@@ -223,8 +223,8 @@ def test_versions(monkeypatch):
 
 
 def test_a_torch_that_cannot_be_imported_is_a_result_and_no_traceback():
-    code = "import sys; sys.modules['torch'] = None; from lockstep.report.doctor import CHECKS"
-    code += "; print(*CHECKS['torch'](None))"
+    code = "import sys; sys.modules['torch'] = None; "
+    code += "from lockstep.tools.report.doctor import CHECKS; print(*CHECKS['torch'](None))"
     start = [sys.executable, "-c", code]
     done = subprocess.run(start, capture_output=True, text=True, check=True, timeout=60)
     assert "cannot be imported" in done.stdout

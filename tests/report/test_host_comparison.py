@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import pytest_lockstep
-from lockstep.report.checks.hosts import HostFacts, compare_hosts, gather_facts
+from lockstep.tools.report.checks.hosts import HostFacts, compare_hosts, gather_facts
 
 HOST = HostFacts("a", "3.11.7", "2.13.0", "0.1.0", "AVX512", "AuthenticAMD", "", "none")
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from lockstep.report import markdown
+from lockstep.tools.report import markdown
 
 RENDERER = MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
 HOSTILE = st.text(st.sampled_from("<>&\\`*_[]()|~$!#\n\r\x1b\t -+=ab1.:/\"'"), max_size=40)

@@ -7,8 +7,8 @@ from playwright.sync_api import sync_playwright
 
 import records
 from lockstep.record.reader import read_run
-from lockstep.report.comparison import compare_runs, comparison_html
-from lockstep.report.run_report import report_html
+from lockstep.tools.report.comparison import compare_runs, comparison_html
+from lockstep.tools.report.run_report import report_html
 from tools.pictures import find_browser
 
 pytestmark = pytest.mark.timeout(120)

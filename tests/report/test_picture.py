@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lockstep.report.picture import Area, Box, Dot, Label, Line, Picture, text_width
+from lockstep.tools.report.picture import Area, Box, Dot, Label, Line, Picture, text_width
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -5,11 +5,11 @@ import pytest
 import records
 from lockstep.record.reader import read_run
 from lockstep.record.recorder import Recorder
-from lockstep.report.breakdown import peak_memory, time_by_rank, time_shares
-from lockstep.report.rank_spread import list_slow_ranks, mean_times, spread_table
-from lockstep.report.run_report import report_html, report_markdown
-from lockstep.report.summary import find_slowest_rank, find_slowest_step
-from lockstep.report.summary_text import timing_sentences
+from lockstep.tools.report.breakdown import peak_memory, time_by_rank, time_shares
+from lockstep.tools.report.rank_spread import list_slow_ranks, mean_times, spread_table
+from lockstep.tools.report.run_report import report_html, report_markdown
+from lockstep.tools.report.summary import find_slowest_rank, find_slowest_step
+from lockstep.tools.report.summary_text import timing_sentences
 
 
 @pytest.fixture(scope="module")

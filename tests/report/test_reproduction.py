@@ -7,8 +7,8 @@ import records
 from lockstep.model.fingerprint import StepFingerprint
 from lockstep.model.fingerprint_file import FingerprintFile, encode_fingerprint
 from lockstep.record.reader import read_run
-from lockstep.report.reproduction import checkpoint_table, summarize_reproduction
-from lockstep.report.run_report import report_html, report_markdown
+from lockstep.tools.report.reproduction import checkpoint_table, summarize_reproduction
+from lockstep.tools.report.run_report import report_html, report_markdown
 
 
 def replay(step, **fields):

@@ -4,9 +4,9 @@ import pytest
 
 import records
 from lockstep.record.reader import read_run
-from lockstep.report.rounds import round_sentences, round_table
-from lockstep.report.run_report import report_html, report_markdown
-from lockstep.report.summary import summarize
+from lockstep.tools.report.rounds import round_sentences, round_table
+from lockstep.tools.report.run_report import report_html, report_markdown
+from lockstep.tools.report.summary import summarize
 
 
 @pytest.fixture

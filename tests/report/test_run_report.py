@@ -10,10 +10,10 @@ import records
 from lockstep.record.reader import read_run
 from lockstep.record.recorder import RECORD_FILE
 from lockstep.record.timeline import typical_timeline
-from lockstep.report.breakdown import peak_memory, resume_table, time_by_rank
-from lockstep.report.run_report import report_html, report_markdown
-from lockstep.report.summary import find_slowest_rank, find_slowest_step, summarize
-from lockstep.report.summary_text import (
+from lockstep.tools.report.breakdown import peak_memory, resume_table, time_by_rank
+from lockstep.tools.report.run_report import report_html, report_markdown
+from lockstep.tools.report.summary import find_slowest_rank, find_slowest_step, summarize
+from lockstep.tools.report.summary_text import (
     checkpoint_sentence,
     headline,
     state_sentence,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.report import terminal
+from lockstep.tools.report import terminal
 
 NAMES = ["run", "state", "layout", "digest"]
 ROWS = [["night", "done", "2 replicas, gloo", "abcd"], ["day", "died", "", ""]]

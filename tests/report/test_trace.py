@@ -7,7 +7,7 @@ import pytest
 
 import records
 from lockstep.record.reader import read_run
-from lockstep.report.trace import export_trace
+from lockstep.tools.report.trace import export_trace
 
 
 def traced(folder, *lines):

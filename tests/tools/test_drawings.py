@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from lockstep.report.picture import Label, text_width
+from lockstep.tools.report.picture import Label, text_width
 from tools.drawings.__main__ import FOLDER, ROOT, draw_all
 
 PICTURES = draw_all()

@@ -7,7 +7,6 @@ import pytest
 
 from lockstep.checkpoint.folder import MANIFEST
 from lockstep.checkpoint.schedule import CheckpointConfig
-from lockstep.commands.runs import list_runs
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import (
     CHECKPOINTS,
@@ -18,6 +17,7 @@ from lockstep.launcher.run_folder import (
 from lockstep.record.loggers import TensorBoard
 from lockstep.record.reader import read_run
 from lockstep.record.recorder import RECORD_FILE, Recorder
+from lockstep.tools.commands.runs import list_runs
 from lockstep.training import run_record as module
 from lockstep.training.run_record import RunRecord
 

@@ -17,7 +17,7 @@ from lockstep.pipeline.schedule_executor import ScheduleExecutor
 from lockstep.pipeline.schedules import Action, one_f_one_b
 from lockstep.record.reader import read_run
 from lockstep.record.timeline import read_timelines
-from lockstep.report.trace import find_transfers
+from lockstep.tools.report.trace import find_transfers
 from lockstep.training.history import History
 from lockstep.training.step_trace import StepTrace, make_span_row, make_timeline_rows
 

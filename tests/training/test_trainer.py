@@ -21,8 +21,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep as ls
-from lockstep.check.layouts import Layout
-from lockstep.check.session import CheckSession
 from lockstep.kernel.errors import (
     DisagreementError,
     FileError,
@@ -34,6 +32,8 @@ from lockstep.kernel.errors import (
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.record import progress as progress_module
 from lockstep.record.recorder import Recorder
+from lockstep.tools.check.layouts import Layout
+from lockstep.tools.check.session import CheckSession
 from lockstep.training.trainer_hooks import open_session
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)

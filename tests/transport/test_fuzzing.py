@@ -24,8 +24,8 @@ from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.rendezvous import GREETING as TCP_STORE_GREETING
 from lockstep.launcher.secret_store import SecretStore
 from lockstep.launcher.store_server import PURPOSE, StoreServer
-from lockstep.remote.connection import MAX_PAYLOAD
-from lockstep.remote.connection import PURPOSE as DRIVER
+from lockstep.tools.remote.connection import MAX_PAYLOAD
+from lockstep.tools.remote.connection import PURPOSE as DRIVER
 from lockstep.transport.handshake import GREETING, call
 from lockstep.transport.listener import SLOTS, MessageListener
 from lockstep.transport.message_codec import CONTENT_PART, SIZES, SIZES_PART, ForgedMessage, prove

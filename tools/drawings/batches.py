@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.tree import Node, TreeAccumulator, nodes_of, split
-from lockstep.report.picture import Box, Line
+from lockstep.tools.report.picture import Box, Line
 from tools.drawings.shapes import EDGE, INK, LEFT, MUTED, RANKS, RIGHT, SOFT, SUM, WASH, Card
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lockstep.kernel.splitting import split_evenly
-from lockstep.report.picture import Box
+from lockstep.tools.report.picture import Box
 from tools.drawings.shapes import EDGE, INK, LEFT, MUTED, RANKS, RIGHT, SOFT, SUM, WASH, Card
 
 __all__ = ["draw_segment", "draw_sockets", "draw_storage"]

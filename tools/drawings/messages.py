@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.report.picture import Box, Line
+from lockstep.tools.report.picture import Box, Line
 from tools.drawings.shapes import EDGE, HEAVY, INK, LEFT, MUTED, RANKS, RIGHT, SOFT, SUM, WASH, Card
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections import Counter
 from lockstep.formatting import format_percent
 from lockstep.pipeline.schedules import build_schedule
 from lockstep.pipeline.simulation import Simulation, simulate
-from lockstep.report.picture import Box, Line
+from lockstep.tools.report.picture import Box, Line
 from tools.drawings.shapes import EDGE, HEAVY, INK, LEFT, RANKS, RIGHT, SOFT, WASH, Card
 
 __all__ = ["draw_bubbles", "draw_held", "draw_schedule"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from lockstep.report.picture import Area, Box, Label, Line, Picture
+from lockstep.tools.report.picture import Area, Box, Label, Line, Picture
 
 __all__ = [
     "EDGE", "HEAVY", "INK", "LEFT", "MUTED", "PAPER", "RANKS", "RIGHT", "SOFT", "SUM", "WASH",

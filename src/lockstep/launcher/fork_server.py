@@ -43,7 +43,7 @@ PRELOADED = ("lockstep.launcher.world", "lockstep.native.binding", "lockstep.lau
 # The first step of any optimizer imports torch._dynamo, which takes 1.4 s of processor time;
 # the trainer's modules take 0.3 s. The fork server imports them once instead of every rank.
 PRELOADED_FOR_TRAINING = ("torch._dynamo", "lockstep.training.trainer")
-TRAINING_WORDS = (b"optim", b"Trainer", b"lockstep.training", b"lockstep.recipes")
+TRAINING_WORDS = (b"optim", b"Trainer", b"lockstep.training", b"lockstep.tools.recipes")
 PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 

@@ -2,8 +2,8 @@
 
 `lockstep.model.fingerprinter` computes them on each rank while a script runs under
 `lockstep check` or `lockstep replay`, or with `Trainer(fingerprints="unit")`, which writes them
-to files (`fingerprint_file.py`). `lockstep.check.difference` compares those of two layouts. This
-module does not import torch, so that commands can read fingerprints quickly.
+to files (`fingerprint_file.py`). `lockstep.tools.check.difference` compares those of two layouts.
+This module does not import torch, so that commands can read fingerprints quickly.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def _find_target() -> tuple[str, str]:
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     if find_ipython_shell() is not None:
         return "notebook", ""
-    if "lockstep.remote.worker" in sys.modules:
+    if "lockstep.tools.remote.worker" in sys.modules:
         return "driver", ""
     if get_task() == "function":
         return "function", sys.argv[0]

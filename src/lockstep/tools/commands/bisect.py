@@ -1,0 +1,90 @@
+"""`lockstep bisect`: finds the first difference between two runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.kernel.errors import UsageError
+from lockstep.messages import JSON_HELP, escape_control, say
+from lockstep.tools.commands.replay import ReplayProgress
+from lockstep.tools.commands.report import find_run
+
+if TYPE_CHECKING:
+    from lockstep.tools.replay.bisection import Bisection
+
+__all__ = ["command"]
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="A B")
+@click.option(
+    "--runs", "folder", default="runs", show_default=True, metavar="DIR", help="Folder of runs."
+)
+@click.option(
+    "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
+    help="End each replay after this many seconds.  [default: no limit]",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+def command(
+    runs: tuple[str, ...],
+    folder: str,
+    timeout: float | None,
+    as_json: bool,
+) -> None:
+    """Find the first bit in which the runs A and B (names or folders) differ.
+
+    The records tell the first step. Both runs are then replayed around it on one
+    process, each with its own sources, from their nearest checkpoints: module by module,
+    then operator by operator. The result names the step, the micro-batch, the module,
+    the direction (data, state, forward, backward, reduction or optimizer), the operator
+    with its line, and the first element that differs.
+
+    Replays run the whole program, so files that it writes itself are written again.
+
+    Exit status: 0 no difference, 1 a difference was found, 2 usage error.
+    """
+    places = [find_run(run, folder) for run in runs]
+    if len(places) != 2:
+        raise UsageError(
+            f"bisect compares two runs, and {len(places)} were given: lockstep bisect A B"
+        )
+    from lockstep.tools.replay.bisection import bisect_runs
+    from lockstep.tools.replay.bisection_report import bisection_json
+    from lockstep.tools.replay.recorded_run import read_recorded_run
+
+    a, b = map(read_recorded_run, places, runs)
+    with ReplayProgress() as progress:
+        bisection = bisect_runs(a, b, progress.show, say, timeout)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        print_text(bisection)
+    if as_json:
+        click.echo(json.dumps(bisection_json(bisection)))
+    sys.exit(0 if bisection.equal else 1)
+
+
+def print_text(bisection: Bisection) -> None:
+    """Print the result on the terminal."""
+    from lockstep.tools.replay.bisection_report import (
+        describe_divergence,
+        list_facts,
+        list_sentences,
+        suggest_commands,
+    )
+    from lockstep.tools.report.terminal import print_table, wrap
+
+    click.echo("\n".join(wrap(describe_divergence(bisection))))
+    if rows := list_facts(bisection):
+        click.echo()
+        print_table(["", bisection.a.name, bisection.b.name], rows)
+    click.echo()
+    for sentence in list_sentences(bisection):
+        click.echo("\n".join(wrap(sentence)))
+    if lines := suggest_commands(bisection):
+        click.echo("\nTo look further:")
+        for line in lines:
+            click.echo(escape_control(f"  {line}"))

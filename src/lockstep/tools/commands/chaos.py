@@ -1,0 +1,177 @@
+"""`lockstep chaos`: kills ranks of a training at random moments, and compares the bits."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.formatting import format_duration, format_quantity
+from lockstep.kernel.errors import UsageError
+from lockstep.messages import JSON_HELP, escape_control, say
+
+if TYPE_CHECKING:
+    from lockstep.launcher.launch_config import LaunchConfig
+    from lockstep.tools.check.chaos_result import ChaosResult, Kill
+
+__all__ = ["command"]
+
+COLUMNS = ("kill", "member", "rank", "step", "round", "to repeated step", "repeated", "lost")
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+)
+@click.option(
+    "-n", "--nprocs", default=4, show_default=True, type=click.IntRange(min=1),
+    help="Number of ranks.",
+)  # fmt: skip
+@click.option(
+    "--kills", default=3, show_default=True, type=click.IntRange(min=1),
+    help="Number of ranks to kill.",
+)  # fmt: skip
+@click.option(
+    "--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1),
+    help="Random seed of the kills: which rank, in which step, how far into it.",
+)  # fmt: skip
+@click.option("--runs", default="runs", show_default=True, metavar="DIR", help="Folder of runs.")
+@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+@click.argument("target", metavar="RECIPE_OR_SCRIPT")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    nprocs: int,
+    kills: int,
+    seed: int,
+    runs: str,
+    as_json: bool,
+    target: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Train RECIPE_OR_SCRIPT twice on N ranks, kill ranks in the second run, compare the bits.
+
+    No rank is killed in the first run. In the second one, an elastic run as started by
+    `lockstep run --min 1 --max N`, ranks are killed with SIGKILL at random moments; the others
+    continue and new ranks join. Both digests must be equal. The table shows for each kill how
+    long it took until the step was repeated, and how much work was repeated. A rank is never
+    killed while no other one has the state of the training.
+
+    ARGUMENTS are those of `lockstep train RECIPE` or of the script. Options of this command may
+    be placed before or after RECIPE_OR_SCRIPT; after "--", all options are passed on.
+
+    Exit status: 0 all kills were carried out and the digests are equal, 1 otherwise, 2 usage
+    error, 128+N ended by signal N.
+    """
+    from lockstep.launcher.launch_script import Interrupted
+    from lockstep.tools.check.chaos import disturb, train_undisturbed
+    from lockstep.tools.check.chaos_result import describe_baseline
+
+    if nprocs < 2:
+        raise UsageError("-n 1: no rank is left when the only one is killed; use -n 2 or more")
+    config = make_config(target, arguments, nprocs, runs)
+    try:
+        say(f"training {target} undisturbed on {nprocs} ranks")
+        baseline = train_undisturbed(_name_run(config, "undisturbed"), say)
+        say(describe_baseline(baseline))
+        result = disturb(_name_run(config, "chaos"), baseline, kills, seed, say)
+    except Interrupted as interruption:
+        sys.exit(interruption.exit_status)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        print_result(result)
+    if as_json:
+        click.echo(json.dumps(result.plain()))
+    sys.exit(0 if result.is_passed else 1)
+
+
+def make_config(target: str, arguments: tuple[str, ...], nprocs: int, runs: str) -> LaunchConfig:
+    """Return the settings that launch a target as an elastic run, with its output in the logs.
+
+    Raises:
+        UsageError: There is no such recipe or script.
+        click.UsageError: The recipe has no such options.
+    """
+    from lockstep.launcher.launch_config import LaunchConfig
+    from lockstep.launcher.target import check_target
+    from lockstep.tools.commands import train
+    from lockstep.tools.recipes.catalog import NAMES
+
+    is_recipe = target in NAMES
+    if is_recipe:
+        train.command.make_context("lockstep train", [target, *arguments])
+    else:
+        check_target("script", target)
+    hidden = dict.fromkeys(range(nprocs), 3)
+    return LaunchConfig(
+        target="lockstep" if is_recipe else target,
+        arguments=("train", target, *arguments) if is_recipe else arguments,
+        kind="module" if is_recipe else "script",
+        nprocs=nprocs,
+        log_dir=runs,
+        name=target if is_recipe else Path(target).stem,
+        redirects=hidden,
+        tee=dict.fromkeys(hidden, 0),
+        min_nprocs=1,
+    )
+
+
+def _name_run(config: LaunchConfig, which: str) -> LaunchConfig:
+    from lockstep.launcher.run_folder import name_run
+
+    return dataclasses.replace(config, name=name_run(f"{config.name}-{which}"))
+
+
+def print_result(result: ChaosResult) -> None:
+    """Print a table of the kills and their cost, and the verdict."""
+    from lockstep.tools.report.terminal import print_table, wrap
+
+    print_table(COLUMNS, [_row(number, kill) for number, kill in enumerate(result.kills, 1)])
+    click.echo()
+    for sentence in describe_result(result):
+        click.echo("\n".join(wrap(escape_control(sentence))))
+
+
+def _row(number: int, kill: Kill) -> list[str]:
+    seconds = (kill.seconds_to_repeat, kill.repeated_seconds, kill.seconds_lost)
+    return [
+        f"{number}",
+        f"{kill.member}",
+        f"{kill.rank}",
+        f"{kill.step:,}",
+        "" if kill.round is None else f"{kill.round}",
+        *("" if value is None else format_duration(value) for value in seconds),
+    ]
+
+
+def describe_result(result: ChaosResult) -> list[str]:
+    """Return the sentences below the table."""
+    killed = f"{len(result.kills)} of {format_quantity(result.planned, 'kill')}"
+    lines = [f"{killed} carried out, {format_quantity(result.rounds, 'round')}."]
+    if lost := result.seconds_lost:
+        lines[0] = lines[0][:-1] + (
+            f"; time lost per kill: median {format_duration(median(lost))}, worst "
+            f"{format_duration(max(lost))}."
+        )
+    lines.append(
+        f"The run took {format_duration(result.seconds)}, undisturbed "
+        f"{format_duration(result.baseline.seconds)}."
+    )
+    if result.failure:
+        lines.append(f"The disturbed run failed: {result.failure}")
+    elif result.digest is None:
+        lines.append("The disturbed run ended without a digest of its weights.")
+    elif result.equal:
+        lines.append(f"The weights have the same bits: digest {result.digest}.")
+    else:
+        lines.append(
+            f"The weights differ: digest {result.digest}, undisturbed {result.baseline.digest}. "
+            f"Find the first bit that differs with: lockstep bisect {result.baseline.folder} "
+            f"{result.folder}"
+        )
+    if result.folder is not None:
+        lines.append(f"See the rounds with: lockstep report {result.folder}")
+    return lines

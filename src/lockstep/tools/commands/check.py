@@ -1,0 +1,205 @@
+"""`lockstep check`: compares the bits that a script computes in several layouts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.messages import JSON_HELP, escape_control
+
+if TYPE_CHECKING:
+    from lockstep.tools.check.comparison import Comparison, Verdict
+    from lockstep.tools.check.difference import Difference
+
+__all__ = ["command"]
+
+COLUMNS = ("layout", "digest", "last loss", "seconds", "verdict")
+SHORT = 12
+"""The number of characters of a digest in the table."""
+
+DIFFERENCES = {
+    "initial": "`{parameter}` differs before the first step",
+    "between": "`{parameter}` was changed between two steps",
+    "data": "the data differ",
+    "input": "module `{module}` gets different inputs, although all modules before it agree",
+    "output": "module `{module}` computes different outputs from the same inputs",
+    "forward": "module `{module}` computes different outputs from the same inputs",
+    "loss": "the loss differs, although the model computes the same",
+    "written": "parameter `{parameter}` was changed before the update",
+    "gradient": "the gradient of `{parameter}` differs, although the forward pass is the same",
+    "update": "parameter `{parameter}` differs after the update",
+    "buffer": "buffer `{parameter}` differs after the step",
+    "state": "the optimizer's state of `{parameter}` differs",
+    "digest": "the digest differs, although all parameters and buffers agree",
+    "steps": "the script takes different steps",
+}
+
+ADVICE = {
+    "initial": "Call torch.manual_seed(...) before the model is built, and do not let the model "
+    "or a loaded checkpoint depend on the layout.",
+    "between": "Look for code that writes into the model after a step, and make it depend on "
+    "the model and its optimizer alone.",
+    "data": "The batch of a step must be the same in every layout. Look for random numbers "
+    "without a seed or from a private generator (in the dataset, its transforms, the "
+    "collate_fn or the sampler), for a DistributedSampler, and for code that depends on the rank.",
+    "input": "Look for a tensor that is written in place after it was passed on.",
+    "output": "The module depends on something other than its inputs, parameters and buffers. "
+    "Look for state that it keeps in Python (a counter, a private generator, a value that another "
+    "module left in an attribute); keep such state in a buffer, and draw random numbers from "
+    "torch's default generator.",
+    "loss": "Look for state that the loss function keeps in Python, and for random numbers from "
+    "a private generator.",
+    "written": "Look for code that writes into parameters during forward or backward, such as "
+    "a momentum encoder; keep what forward writes in a buffer.",
+    "gradient": "Look for backward hooks, for your own autograd functions and for random "
+    "numbers that are drawn in backward.",
+    "update": "Look for options of the optimizer or its schedule that differ between ranks or "
+    "depend on their number.",
+    "buffer": "Look for code that writes into the buffer outside of the model's forward pass.",
+    "state": "Look for options of the optimizer that differ between ranks.",
+    "digest": "Look for values that the model's state_dict() adds.",
+    "steps": "Look for a number of steps, or of trainers, that depends on the rank or on the "
+    "number of ranks.",
+}
+ADVICE["forward"] = ADVICE["output"]
+
+
+def parse_rank_counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    """Return the numbers of ranks in "1,2,3" in ascending order, each once."""
+    words = [word.strip() for word in value.split(",")]
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise click.BadParameter(f"{value!r} is not a list of numbers of ranks, such as 1,2,3")
+    return tuple(sorted({int(word) for word in words}))
+
+
+@click.command(
+    context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
+)
+@click.option(
+    "--steps", default=5, show_default=True, type=click.IntRange(min=1),
+    help="Steps per trainer, after which a run ends.",
+)  # fmt: skip
+@click.option(
+    "--ranks", default="1,2,3", show_default=True, metavar="N,N,...", callback=parse_rank_counts,
+    help="Numbers of ranks without pipeline stages; the lowest is the reference.",
+)  # fmt: skip
+@click.option(
+    "--timeout", default=300.0, show_default=True,
+    type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
+    help="Longest time per layout, in seconds.",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+@click.argument("script", type=click.Path())
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(
+    steps: int,
+    ranks: tuple[int, ...],
+    timeout: float,
+    as_json: bool,
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Run SCRIPT in several layouts, and compare what it computes bit for bit.
+
+    SCRIPT is run unchanged, with its ARGUMENTS, on 1, 2 and 3 ranks, on each backend,
+    and, where the model allows it, in pipeline stages and with shared parameters. Each
+    run ends after a few training steps. If a layout computes different bits, the
+    first step, module and parameter that differ are reported.
+
+    Options of this command may be placed before or after SCRIPT; other options are
+    passed to the script. After "--", all options are passed to the script.
+
+    Exit status: 0 all layouts agree, 1 a layout differs or fails, 2 usage error.
+    """
+    from lockstep.tools.check.comparison import compare_layouts
+
+    comparison = compare_layouts(script, arguments, steps, ranks, timeout, _report)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        _print(comparison, script, steps)
+    if as_json:
+        click.echo(json.dumps(comparison.plain()))
+    sys.exit(0 if comparison.equal else 1)
+
+
+def _report(verdict: Verdict) -> None:
+    """Report on standard error that a layout has finished."""
+    run = verdict.run
+    click.echo(f"{run.name}: {verdict.word}, {run.seconds:.1f} s", err=True)
+
+
+def _print(comparison: Comparison, script: str, steps: int) -> None:
+    """Print the table and the explanations below it."""
+    from lockstep.tools.report.terminal import print_table, wrap
+
+    click.echo()
+    print_table(COLUMNS, [_row(verdict) for verdict in comparison.verdicts], optional=("seconds",))
+    click.echo()
+    for line in _explain(comparison, script, steps):
+        click.echo("\n".join(wrap(line)))
+    details = next(
+        (verdict.run.details for verdict in comparison.verdicts if verdict.word == "failed"), ""
+    )
+    if details:
+        click.echo(f"\n{escape_control(details)}", err=True)
+
+
+def _row(verdict: Verdict) -> list[str]:
+    run = verdict.run
+    loss = f"{float.fromhex(run.losses[-1]):.6g}" if run.losses else ""
+    return [run.name, (run.digest or "")[:SHORT], loss, f"{run.seconds:.1f}", verdict.word]
+
+
+def _explain(comparison: Comparison, script: str, steps: int) -> list[str]:
+    """Return sentences about causes, locations and advice, which the table does not show."""
+    reference = comparison.verdicts[0].run
+    failures: dict[str, Verdict] = {}  # list each failure once: several layouts may share it
+    for verdict in comparison.verdicts:
+        if verdict.run.failure:
+            failures.setdefault(verdict.run.failure, verdict)
+    lines = [f"{one.run.name}: {one.word}: {text}" for text, one in failures.items()]
+    trainers = len(reference.ranks[0].trainers)
+    if (first := comparison.first) is not None and first.difference is not None:
+        lines.append(f"{first.run.name}: {describe_difference(first.difference, trainers)}.")
+        if comparison.unstable is not None:
+            lines.append(
+                f"Two runs of {reference.name} differ as well: "
+                f"{describe_difference(comparison.unstable, trainers)}. So the script itself is "
+                f"not reproducible. {ADVICE[comparison.unstable.what]}"
+            )
+        else:
+            lines.append(ADVICE[first.difference.what])
+    if not reference.is_complete:
+        return lines
+    taken = len(reference.losses)
+    if taken < steps * trainers:
+        lines.append(f"{script} ended after {taken} of {steps * trainers} steps.")
+    if comparison.equal:
+        count = sum(verdict.word == "equal" for verdict in comparison.verdicts)
+        lines.append(
+            f"{script} computes the same bits in all {count + 1} layouts, for {taken} steps."
+        )
+    return lines
+
+
+def describe_difference(difference: Difference, trainers: int = 1) -> str:
+    """Return the location and kind of a difference, without a full stop.
+
+    Args:
+        difference: The difference.
+        trainers: The number of trainers of the script.
+    """
+    location = [f"trainer {difference.trainer}"] if trainers > 1 else []
+    if difference.what != "initial":
+        location.append(f"step {difference.step}")
+    if difference.microbatch is not None:
+        location.append(f"micro-batch {difference.microbatch}")
+    if difference.rank:  # another rank than 0 means that rank 0 agrees with the reference
+        location.append(f"rank {difference.rank}")
+    text = DIFFERENCES[difference.what].format(
+        module=difference.module, parameter=difference.parameter
+    )
+    return f"{', '.join(location)}: {text}" if location else text

@@ -1,0 +1,100 @@
+"""`lockstep compare`: compares the speed, results and settings of runs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.kernel.errors import UsageError
+from lockstep.messages import JSON_HELP, escape_control
+from lockstep.tools.commands.report import find_run, format_of, open_in_browser, save
+
+if TYPE_CHECKING:
+    from lockstep.tools.report.comparison import Comparison
+
+__all__ = ["command"]
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True)
+@click.option(
+    "--runs", "folder", default="runs", show_default=True, metavar="DIR", help="Folder of runs."
+)
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["text", "html", "md"]),
+    help="Format of the output.  [default: by the suffix of --output, else text]",
+)
+@click.option(
+    "-o", "--output", metavar="FILE",
+    help="Output file; '-' is standard output.  [default: compare.html or compare.md; text is "
+    "printed]",
+)  # fmt: skip
+@click.option("--open", "opened", is_flag=True, help="Write HTML and open it in the browser.")
+@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+def command(
+    runs: tuple[str, ...],
+    folder: str,
+    kind: str | None,
+    output: str | None,
+    opened: bool,
+    as_json: bool,
+) -> None:
+    """Compare two or more RUNS (names or folders) with the first one.
+
+    Shows which run is faster, with a 95% interval, or that the difference is not
+    significant; whether the final weights are bit-identical, and if not, the first
+    step at which the losses differ and the first tensor that differs; and the
+    differences in command, layout, options, learning rate, model and environment.
+    """
+    if len(runs) < 2:
+        raise UsageError(f"compare needs two or more runs, but only {runs[0]} was given")
+    from lockstep.record.reader import read_run
+    from lockstep.tools.report import comparison
+
+    result = comparison.compare_runs([read_run(find_run(run, folder)) for run in runs])
+    if as_json:
+        with contextlib.redirect_stdout(sys.stderr):
+            print_text(result)
+        click.echo(json.dumps(comparison.comparison_json(result)))
+        return
+    kind = kind or ("html" if opened or (output and format_of(output) == "html") else "text")
+    if kind == "text" and output is None:
+        print_text(result)
+        return
+    if kind == "text":
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            print_text(result)
+        text = printed.getvalue()
+    elif kind == "html":
+        text = comparison.comparison_html(result)
+    else:
+        text = comparison.comparison_markdown(result)
+    path = save(text.encode(), output, Path("compare.html" if kind == "html" else "compare.md"))
+    if opened and path is not None:
+        open_in_browser(path)
+
+
+def print_text(result: Comparison) -> None:
+    """Print the comparison on the terminal."""
+    from lockstep.tools.report.comparison import comparison_table
+    from lockstep.tools.report.terminal import print_table, wrap
+
+    for pair in result.pairs:
+        for sentence in pair.sentences:
+            click.echo("\n".join(wrap(sentence)))
+        click.echo()
+    for run in result.runs:
+        for remark in run.remarks:
+            click.echo(escape_control(f"{run.name}: {remark}"), err=True)
+    print_table(*comparison_table(result), optional=("state", "layout", "digest of weights"))
+    if result.settings:
+        click.echo("\nDifferences in settings:")
+        print_table(["", *result.names], [[name, *row] for name, row in result.settings.items()])

@@ -1,0 +1,218 @@
+"""The options of a recorded run of `lockstep train`, with which it is continued or evaluated."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from lockstep.files import replace_file
+from lockstep.kernel.errors import UsageError
+from lockstep.tools.recipes.catalog import NAMES
+
+if TYPE_CHECKING:
+    from lockstep.record.reader import Run
+    from lockstep.tools.recipes.classification import Options
+
+__all__ = [
+    "is_given",
+    "open_resumed",
+    "read_recorded",
+    "recall_evaluated",
+    "recall_options",
+    "resolve_options",
+    "store_options",
+]
+
+CHANGEABLE = {"stages", "schedule", "activation_checkpointing", "workers", "logger"}
+CHANGEABLE |= {"checkpoint_every", "quiet", "download"}  # on resuming, because they change no bits
+NOT_RECALLED = {"quiet", "download"}  # apply to one process, not to the run
+RECIPE_FILE = "recipe.json"  # the options of a run, until its record has the first line
+
+
+def is_given(option: str) -> bool:
+    """Return whether an option of the command is on the command line."""
+    source = click.get_current_context().get_parameter_source(option)
+    return source is not ParameterSource.DEFAULT
+
+
+def open_resumed(run: str, runs: str) -> Run:
+    """Return the run to resume, once no other process uses it.
+
+    Raises:
+        UsageError: There is no such run, it is not a run of a recipe, or it is still running.
+    """
+    from lockstep.launcher.run_folder import find_run, wait_until_free
+
+    folder = find_run(run, Path(runs))
+    read_recorded(folder)
+    wait_until_free(folder)
+    return read_recorded(folder)
+
+
+def read_recorded(folder: Path) -> Run:
+    """Return a run with its options; raise UsageError if it is not a run of a recipe."""
+    from lockstep.record.columns import as_dict
+    from lockstep.record.reader import read_ends
+    from lockstep.record.recorder import RECORD_FILE
+
+    has_record = (folder / RECORD_FILE).exists()
+    recorded = read_ends(folder) if has_record else None
+    if recorded is None or not recorded.header:  # killed before the record had a line
+        recorded = _load_options(folder) or read_ends(folder)
+    if as_dict(recorded.latest("options")).get("recipe") not in NAMES:
+        raise UsageError(
+            f"{folder} is not a run of `lockstep train`, so its options are not known; continue "
+            f"a run of a script with `lockstep run --resume {folder}`"
+        )
+    return recorded
+
+
+def store_options(folder: Path, recipe: str, nprocs: int, given: dict[str, Any]) -> None:
+    """Store the recipe and options of a run before its ranks start.
+
+    The record begins when all ranks have connected. Without this file, a run that is killed before
+    that could not be resumed.
+    """
+    from lockstep.files import make_folder
+    from lockstep.record.recorder import RECORD_FILE
+    from lockstep.redaction import redact
+
+    content = {"recipe": recipe, "nprocs": nprocs, "options": redact(given)}
+    with contextlib.suppress(OSError):  # the recorder reports what is wrong with the folder
+        make_folder(folder)
+        if not (folder / RECORD_FILE).exists():
+            with replace_file(folder / RECIPE_FILE) as file:
+                file.write(json.dumps(content).encode())
+
+
+def _load_options(folder: Path) -> Run | None:
+    """Return a run with only the options that `store_options` stored; None if there are none."""
+    from lockstep.record.columns import concatenate_steps
+    from lockstep.record.reader import Run
+
+    try:
+        stored = json.loads((folder / RECIPE_FILE).read_bytes())
+        options = dataclasses.asdict(resolve_options(stored["recipe"], stored["options"]))
+        header = {"options": options, "layout": {"world_size": int(stored["nprocs"])}}
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RecursionError):
+        return None
+    return Run(folder=folder, header=header, steps=concatenate_steps([]))
+
+
+def resolve_options(recipe: str, given: Mapping[str, Any]) -> Options:
+    """Return the options with the recipe's defaults; KeyError if there is no such recipe."""
+    from lockstep.tools.recipes.catalog import find_recipe
+    from lockstep.tools.recipes.classification import Options
+
+    chosen = {name: value for name, value in given.items() if value is not None}
+    defaults = find_recipe(recipe).defaults(chosen)
+    return Options(recipe=recipe, **{"data": None, **defaults, **chosen})
+
+
+def recall_options(
+    run: Run, recipe: str | None, name: str | None, nprocs: int, given: dict[str, Any]
+) -> tuple[str, int]:
+    """Add the recorded options of a run to `given`, unless they were given.
+
+    Returns:
+        The recipe and the number of ranks.
+
+    Raises:
+        UsageError: An option that decides the results was given with another value.
+    """
+    recorded: dict[str, Any] = run.latest("options")
+    for option in given.keys() - CHANGEABLE - recorded.keys():
+        raise UsageError(
+            f"{run.folder} cannot be resumed: its record has no option {option}, which decides "
+            f"the results; start a new run"
+        )
+    asked = {"recipe": recipe, "name": name, **given}
+    for parameter in click.get_current_context().command.params:
+        option = parameter.name or ""
+        if option == "name":
+            recorded = recorded | {"name": run.folder.resolve().name}
+        if is_given(option) and option in asked and option not in CHANGEABLE:
+            _require_same(run, parameter, asked[option], recorded.get(option))
+    _recall(recorded, given)
+    if given["stages"] == 1 and not is_given("schedule"):
+        given["schedule"] = None
+    return recorded["recipe"], _recall_ranks(run, nprocs)
+
+
+def recall_evaluated(
+    run: Run, recipe: str | None, nprocs: int, given: dict[str, Any]
+) -> tuple[str, int]:
+    """Add the recorded options of a run to `given`, unless they were given, and its weights.
+
+    Returns:
+        The recipe and the number of ranks.
+
+    Raises:
+        UsageError: The run has no weights yet, or it is a run of another recipe.
+    """
+    recorded: dict[str, Any] = run.latest("options")
+    if recipe not in (None, recorded["recipe"]):
+        raise UsageError(
+            f"{run.folder} is a run of {recorded['recipe']}, not of {recipe}; omit the recipe, or "
+            "give the weights alone with --weights FILE"
+        )
+    _recall(recorded, given)
+    if not is_given("weights"):
+        given["weights"] = str(_find_weights(run.folder))
+    given |= {"new_head": False, "ema": None}  # of the training
+    return recorded["recipe"], _recall_ranks(run, nprocs)
+
+
+def _recall(recorded: Mapping[str, Any], given: dict[str, Any]) -> None:
+    """Replace the options in `given` that are not on the command line by the recorded ones."""
+    for option in given.keys() & recorded.keys() - NOT_RECALLED:
+        if not is_given(option):
+            given[option] = recorded[option]
+
+
+def _recall_ranks(run: Run, nprocs: int) -> int:
+    """Return the number of ranks: the recorded one, unless one is on the command line."""
+    return nprocs if is_given("nprocs") else int(run.layout.get("world_size") or nprocs)
+
+
+def _find_weights(folder: Path) -> Path:
+    """Return the weights that a run wrote at its end, or its newest valid checkpoint."""
+    from lockstep.checkpoint.folder import find_newest_valid
+    from lockstep.launcher.run_folder import CHECKPOINTS
+    from lockstep.tools.recipes.classification import WEIGHTS
+
+    if (folder / WEIGHTS).is_file():
+        return folder / WEIGHTS
+    checkpoint, _ = find_newest_valid(folder / CHECKPOINTS)
+    if checkpoint is None:
+        raise UsageError(
+            f"{folder} has neither {WEIGHTS} nor a valid checkpoint yet; give other weights with "
+            "--weights FILE"
+        )
+    return checkpoint
+
+
+def _require_same(run: Run, parameter: click.Parameter, value: Any, recorded: Any) -> None:
+    """Raise UsageError unless an option of a resumed run has its recorded value."""
+    if parameter.name in ("data", "weights") and None not in (value, recorded):
+        value, recorded = os.path.abspath(value), os.path.abspath(recorded)
+    if value == recorded:
+        return
+    option = parameter.opts[-1] if isinstance(parameter, click.Option) else "RECIPE"
+    if value is True:
+        asked, had = option, f"without {option}"
+    else:
+        asked = f"{option} {value}"
+        had = f"with {option} {recorded}" if recorded is not None else f"without {option}"
+    raise UsageError(
+        f"{asked}: the run {run.folder} was started {had}, which a resumed run keeps; omit it, "
+        f"or start a new run"
+    )

@@ -1,0 +1,327 @@
+"""`lockstep replay`: computes a recorded step again and compares the bits."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from lockstep.formatting import format_duration
+from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.messages import JSON_HELP, discard_if_lost, escape_control, say
+from lockstep.tools.commands.report import find_run
+
+if TYPE_CHECKING:
+    from lockstep.record.reader import Run
+    from lockstep.tools.replay.comparison import Comparison, Recorded
+
+__all__ = ["ReplayProgress", "command"]
+
+POSITIVE = click.IntRange(min=1)
+SHORT = 24
+"""The number of characters of a digest that are shown; no float is longer."""
+MOST_NAMED = 16  # the largest number of samples in a sentence
+INTERVAL = 30.0  # seconds between two lines of progress if standard error is not a terminal
+
+
+@click.command()
+@click.argument("run")
+@click.option(
+    "--step", required=True, type=click.IntRange(min=0), help="The step to replay, from 0."
+)
+@click.option(
+    "--microbatch", metavar="M", type=click.IntRange(min=0),
+    help="Replay this micro-batch of the step alone, from 0.",
+)  # fmt: skip
+@click.option(
+    "-n", "--nprocs", default=1, show_default=True, type=POSITIVE, help="Number of ranks."
+)
+@click.option(
+    "--stages", default=1, show_default=True, type=POSITIVE,
+    help="Pipeline stages; -n must be a multiple of it.",
+)  # fmt: skip
+@click.option(
+    "--pdb", "debug", is_flag=True,
+    help="Run the micro-batch under pdb, which stops where the model's forward begins.",
+)  # fmt: skip
+@click.option(
+    "--dump", metavar="DIR", type=click.Path(path_type=Path),
+    help="Write inputs, weights, activations and gradients of the micro-batch to this new folder, "
+    "as safetensors.",
+)  # fmt: skip
+@click.option(
+    "--anomaly", is_flag=True,
+    help="Run the micro-batch in autograd's anomaly mode, which names the operation whose gradient "
+    "is NaN.",
+)  # fmt: skip
+@click.option(
+    "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
+    help="End the replay after this many seconds; not with --pdb.  [default: no limit]",
+)  # fmt: skip
+@click.option(
+    "--runs", "folder", default="runs", show_default=True, metavar="DIR", help="Folder of runs."
+)
+@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+def command(
+    run: str,
+    step: int,
+    microbatch: int | None,
+    nprocs: int,
+    stages: int,
+    debug: bool,
+    dump: Path | None,
+    anomaly: bool,
+    timeout: float | None,
+    folder: str,
+    as_json: bool,
+) -> None:
+    """Compute a step of RUN, the name or folder of a run, again and compare the bits.
+
+    The recorded program is run with its own sources, from the nearest checkpoint to
+    the step, or from its beginning if there is none before it. The number of ranks and
+    stages may differ from the recorded ones. Nothing is recorded or saved by the
+    trainer; files that the program writes itself are written again.
+
+    --microbatch compares the loss of that micro-batch. On one rank it is computed
+    alone, and can be inspected with --pdb, --dump and --anomaly.
+
+    Exit status: 0 same bits; 1 different bits, nothing to compare with, or the replay
+    failed; 2 usage error.
+    """
+    from lockstep.record.fingerprints import read_step_fingerprints
+    from lockstep.record.reader import read_run
+    from lockstep.tools.check.layouts import Layout
+    from lockstep.tools.replay.comparison import compare, find_recorded
+    from lockstep.tools.replay.program import find_base, find_obstacles, read_program
+    from lockstep.tools.replay.result import ReplayRequest
+    from lockstep.tools.replay.runner import run_program
+
+    if nprocs % stages:
+        raise LayoutError(f"-n {nprocs} must be a multiple of --stages {stages}")
+    if debug and timeout is not None:
+        raise UsageError("--timeout does not end a session of the debugger: omit it with --pdb")
+    asked = {"--pdb": debug, "--dump": dump is not None, "--anomaly": anomaly}
+    _require_alone([name for name, given in asked.items() if given], microbatch, nprocs)
+    if dump is not None and dump.exists() and (not dump.is_dir() or any(dump.iterdir())):
+        raise UsageError(f"--dump {dump}: this is not an empty folder; give the name of a new one")
+    recording = read_run(find_run(run, folder))
+    for remark in recording.remarks:
+        say(remark)
+    steps = {obstacle.step: obstacle for obstacle in read_step_fingerprints(recording.folder)}
+    recorded = find_recorded(recording, steps, step)
+    _require_step(recording, recorded, max(steps, default=-1) + 1, step)
+    _require_microbatch(recording, recorded, microbatch, step)
+    program, base = read_program(recording, step), find_base(recording, step)
+    for obstacle in find_obstacles(recording, step, program, base):
+        say(obstacle)
+    schedule = "1f1b" if stages > 1 else None
+    layout = Layout(nprocs, stages=stages, schedule=schedule)
+    request = ReplayRequest(
+        recording.folder,
+        step,
+        step,
+        layout,
+        microbatch=microbatch,
+        dump=None if dump is None else dump.absolute(),
+        anomaly=anomaly,
+        debug=debug,
+        timeout=timeout,
+    )
+    begin = "the beginning"
+    if base.checkpoint is not None:
+        begin = f"the checkpoint after {base.steps} steps"
+    shown = escape_control(run)
+    click.echo(f"replaying step {step} of {shown} on {layout}, from {begin}", err=True)
+    with ReplayProgress() as progress:
+        replay = run_program(program, base, request, partial(progress.show, ""))
+    if replay.is_refused and not recorded.failure:
+        reason = re.sub(r"^rank \d+ failed: (\w+: )?", "", replay.failure).partition(": ")[0]
+        option, count = ("--stages", stages) if stages > 1 else ("-n", nprocs)
+        raise UsageError(
+            f"{run} cannot be replayed with {option} {count}: {reason}; replay it with {option} 1"
+        )
+    result = compare(request, recorded, replay)
+    if not replay.is_left:
+        _append_replay(recording.folder, result)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        _print(result, recording.state)
+        if dump is not None and dump.is_dir() and any(dump.iterdir()):
+            click.echo(f"The tensors of the micro-batch are in {escape_control(str(dump))}.")
+    if as_json:
+        click.echo(json.dumps(result.plain()))
+    sys.exit(0 if result.equal else 1)
+
+
+def _require_alone(asked: Sequence[str], microbatch: int | None, nprocs: int) -> None:
+    """Raise UsageError if options for one micro-batch are given without one, or on more ranks."""
+    if asked and microbatch is None:
+        raise UsageError(f"{asked[0]} needs --microbatch M: it shows one micro-batch of the step")
+    if asked and nprocs > 1:
+        raise UsageError(f"{asked[0]} shows a micro-batch on one rank: omit -n {nprocs}")
+
+
+def _require_step(run: Run, recorded: Recorded, count: int, step: int) -> None:
+    """Raise UsageError unless a run has a step, or stopped in it."""
+    if recorded.step is not None or recorded.failure:
+        return
+    if step == count and run.state in ("failed", "died", "stopped"):
+        return  # the record says nothing about this step, but a replay can show it
+    state = " so far" if run.state == "running" else ""
+    if not count:
+        raise UsageError(f"{run.folder} has no finished step{state}, so there is none to replay")
+    if step >= count:
+        raise UsageError(
+            f"--step {step}: {run.folder} has {count} steps{state}; the last one is {count - 1}"
+        )
+    raise UsageError(f"--step {step}: the record of {run.folder} has no line of this step")
+
+
+def _require_microbatch(run: Run, recorded: Recorded, microbatch: int | None, step: int) -> None:
+    """Raise UsageError unless the step has the requested micro-batch."""
+    if microbatch is None:
+        return
+    count = len(recorded.step.losses) if recorded.step is not None else 0
+    count = count or int(run.layout.get("microbatches") or 0)
+    if count and microbatch >= count:
+        raise UsageError(
+            f"--microbatch {microbatch}: step {step} has {count} micro-batches; the last one is "
+            f"{count - 1}"
+        )
+
+
+def _append_replay(folder: Path, result: Comparison) -> None:
+    """Add a line about a replay to RUN/replays.jsonl; if that fails, only print a message."""
+    from lockstep.files import open_or_create
+    from lockstep.tools.report.reproduction import REPLAYS_FILE
+
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    line = json.dumps({"kind": "replay", "replayed": now, **result.plain()})
+    try:
+        path = folder / REPLAYS_FILE
+        descriptor = open_or_create(path, os.O_WRONLY | os.O_APPEND)
+        with open(descriptor, "wb") as file:
+            file.write(f"{line}\n".encode())
+    except OSError as error:
+        say(f"{path} cannot be written: {error.strerror}")
+
+
+def _print(result: Comparison, state: str) -> None:
+    """Print the result, and the last lines of a program that failed.
+
+    Args:
+        result: The comparison.
+        state: The state of the run.
+    """
+    from lockstep.tools.report.terminal import print_table, wrap
+
+    request, recorded, replay = result.request, result.recorded, result.replay
+    what = f"step {request.first}"
+    if request.microbatch is not None:
+        what += f", micro-batch {request.microbatch}"
+    plain, rows = result.plain(), []
+    for name in ("loss", "norm", "digest"):
+        row = [_cell(plain, key) for key in (name, f"recorded_{name}")]
+        if any(row):
+            rows.append([name, *row])
+    if rows and not replay.is_left:
+        print_table([what, "replayed", "recorded"], rows)
+        click.echo()
+    if replay.is_left:
+        said = f"{what}: left the debugger, so nothing was compared"
+    elif not result.compared and not result.differences and recorded.failure:
+        said = (
+            f"{what}: computed, but not compared: the run recorded nothing of it, and stopped in "
+            f"this step ({_describe_failure(recorded)})"
+        )
+    elif not result.compared and not result.differences:
+        ended = {"died": "died", "stopped": "stopped"}.get(state, "ended")
+        said = (
+            f"{what}: computed, but not compared: the run {ended} before it recorded the results "
+            "of this step"
+        )
+    elif not result.equal:
+        said = f"{what}: different: {'; '.join(result.differences)}"
+    elif recorded.failure:
+        said = f"{what}: the recorded run stopped here too ({_describe_failure(recorded)})"
+    else:
+        said = f"{what}: the same bits (compared: {', '.join(result.compared)})"
+    remarks: tuple[str, ...] = ()
+    if result.replayed is not None:
+        remarks = result.replayed.remarks
+        if samples := result.replayed.samples:
+            more = ", ..." if len(samples) > MOST_NAMED else ""
+            listed = ", ".join(map(str, samples[:MOST_NAMED]))
+            remarks = (f"Samples of the micro-batch: {listed}{more}", *remarks)
+    for sentence in (said, *remarks):
+        click.echo(escape_control("\n".join(wrap(f"{sentence}."))))
+    if replay.details and result.replayed is None and not recorded.failure:
+        click.echo(f"\n{escape_control(replay.details)}", err=True)
+
+
+def _describe_failure(recorded: Recorded) -> str:
+    where = "" if recorded.microbatch is None else f"micro-batch {recorded.microbatch}: "
+    return f"{where}{recorded.failure}"
+
+
+def _cell(plain: Mapping[str, Any], name: str) -> str:
+    """Return a number or the beginning of a digest as text; "" if there is none."""
+    value = plain[name] if plain[name] is not None else plain.get(f"{name}_hex")
+    return "" if value is None else str(value)[:SHORT]
+
+
+class ReplayProgress:
+    """The progress display of replays on standard error: finished steps and remaining time."""
+
+    def __init__(self) -> None:
+        self._is_live = sys.stderr.isatty()
+        self._title: str | None = None
+        self._first = 0  # the steps that were finished when the replay began
+        self._started: tuple[int, float] | None = None  # steps done at that time, and the time
+        self._shown_at = time.monotonic()
+
+    def show(self, title: str, done: int, total: int) -> None:
+        """Show the progress: on a terminal in one line, otherwise a line every `INTERVAL`.
+
+        Args:
+            title: The name of the replay, which is shown before the steps; "" for none.
+            done: The number of finished steps.
+            total: The number of steps to finish.
+        """
+        now = time.monotonic()
+        if title != self._title:
+            self._title, self._first, self._started = title, done, None
+        if self._started is None and done > self._first:
+            self._started = done, now
+        if not self._is_live and now - self._shown_at < INTERVAL:
+            return
+        self._shown_at = now
+        text = f"{title}: " if title else ""
+        text += f"step {done} of {total}"
+        if self._started is not None and done > self._started[0]:
+            pace = (now - self._started[1]) / (done - self._started[0])
+            text += f", {format_duration(pace * (total - done))} left"
+        try:
+            sys.stderr.write(f"\r{text}\x1b[K" if self._is_live else f"{text}\n")
+            sys.stderr.flush()
+        except OSError as error:
+            discard_if_lost(sys.stderr, error)
+
+    def __enter__(self) -> ReplayProgress:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Erase the progress line on a terminal."""
+        if self._is_live:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()

@@ -1,0 +1,511 @@
+"""`lockstep train`: trains a recipe on N ranks, and prints a digest at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from lockstep.files import replace_file
+from lockstep.kernel.errors import FileError, LayoutError, UsageError
+from lockstep.launcher.environment import read_rank_info
+from lockstep.launcher.rank_process import get_task
+from lockstep.messages import JSON_HELP, say
+from lockstep.pipeline.schedules import NAMES as SCHEDULES
+from lockstep.record.loggers import LOGGER_NAMES
+from lockstep.tools.commands.recorded_options import (
+    is_given,
+    open_resumed,
+    read_recorded,
+    recall_evaluated,
+    recall_options,
+    resolve_options,
+    store_options,
+)
+from lockstep.tools.commands.training_summary import print_summary
+from lockstep.tools.recipes.catalog import IMAGE_NAMES, NAMES
+
+__all__ = ["command"]
+
+DECAYS = ("cosine", "step", "none")
+OPTIMIZERS = ("sgd", "adamw")
+PATCH = 16  # pixels, of the vision transformer
+POSITIVE = click.IntRange(min=1)
+NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
+OF_TRAINING = {
+    "checkpoint_every", "ema", "epochs", "logger", "lr", "lr_decay", "lr_gamma", "lr_step_size",
+    "max_grad_norm", "mixup", "momentum", "name", "new_head", "optimizer", "warmup", "weight_decay",
+}  # fmt: skip
+"""Options that `--evaluate` does not take."""
+SUMMARY_FILE = "summary.json"  # the summary of a run whose ranks are processes of `lockstep run`
+
+
+@click.command()
+@click.argument("recipe", type=click.Choice(NAMES), required=False)
+@click.option(
+    "-n", "--nprocs", default=1, show_default=True, type=POSITIVE, help="Number of ranks."
+)
+@click.option(
+    "--min", "least", metavar="A", type=POSITIVE,
+    help="Continue without killed ranks while at least A are left.  [default: all are needed; "
+    "with --max: 1]",
+)  # fmt: skip
+@click.option(
+    "--max", "most", metavar="B", type=POSITIVE,
+    help="Start with B ranks instead of -n, and replace killed ones.  [default with --min: -n]",
+)  # fmt: skip
+@click.option(
+    "--microbatches", default=8, show_default=True, type=POSITIVE,
+    help="Micro-batches per global batch; changes the results, unlike the number of ranks.",
+)  # fmt: skip
+@click.option(
+    "--stages", default=1, show_default=True, type=POSITIVE,
+    help="Pipeline stages; -n must be a multiple of it.",
+)  # fmt: skip
+@click.option(
+    "--schedule", type=click.Choice(SCHEDULES),
+    help="Pipeline schedule.  [default: the fastest, by measured costs]",
+)  # fmt: skip
+@click.option(
+    "--activation-checkpointing", is_flag=True,
+    help="Recompute activations in backward: less memory, more time, the same bits.",
+)  # fmt: skip
+@click.option(
+    "--epochs", type=POSITIVE,
+    help="Number of epochs.  [default: digits 30, mnist 10, resnet 90, vit 300; 2 if generated]",
+)  # fmt: skip
+@click.option(
+    "--batch-size", type=POSITIVE,
+    help="Samples per global batch, over all ranks.  "
+    "[default: digits 32, mnist 128, resnet 256, vit 1024; 32 if generated]",
+)  # fmt: skip
+@click.option(
+    "--optimizer", type=click.Choice(OPTIMIZERS),
+    help="Optimizer.  [default: sgd; vit: adamw]",
+)  # fmt: skip
+@click.option(
+    "--lr", type=NOT_NEGATIVE,
+    help="Learning rate.  [default: 0.05; resnet: 0.1 per 256 samples; vit: 0.003 per 4096 "
+    "samples]",
+)  # fmt: skip
+@click.option("--momentum", type=NOT_NEGATIVE, help="Momentum of SGD.  [default: 0.5; resnet: 0.9]")
+@click.option(
+    "--weight-decay", type=NOT_NEGATIVE,
+    help="Weight decay of the optimizer.  [default: 0; resnet: 1e-4; vit: 0.3]",
+)  # fmt: skip
+@click.option(
+    "--max-grad-norm", metavar="NORM", type=click.FloatRange(min=0, min_open=True),
+    help="Largest 2-norm of the gradient, above which it is clipped.  [default: none; vit: 1]",
+)  # fmt: skip
+@click.option(
+    "--warmup", type=NOT_NEGATIVE,
+    help="Epochs of linear learning-rate warmup.  [default: 0; resnet: 1/18 of the epochs; vit: "
+    "1/10]",
+)  # fmt: skip
+@click.option(
+    "--lr-decay", type=click.Choice(DECAYS),
+    help="Learning-rate decay after the warmup.  [default: none; image recipes: cosine]",
+)  # fmt: skip
+@click.option(
+    "--lr-step-size", metavar="EPOCHS", default=30, show_default=True, type=POSITIVE,
+    help="Epochs after which --lr-decay step lowers the learning rate.",
+)  # fmt: skip
+@click.option(
+    "--lr-gamma", metavar="FACTOR", default=0.1, show_default=True, type=NOT_NEGATIVE,
+    help="Factor by which --lr-decay step multiplies the learning rate.",
+)  # fmt: skip
+@click.option(
+    "--label-smoothing", type=click.FloatRange(0, 1, max_open=True),
+    help="Label smoothing, from 0 to 1.  [default: 0; resnet: 0.1; vit: 0.11]",
+)  # fmt: skip
+@click.option(
+    "--mixup", metavar="ALPHA", type=NOT_NEGATIVE,
+    help="Parameter of the Beta distribution of mixup; 0 for no mixup.  [default: 0; vit: 0.2]",
+)  # fmt: skip
+@click.option(
+    "--ema", metavar="DECAY", type=click.FloatRange(0, 1, max_open=True),
+    help="Decay per step of an exponential moving average of the weights, which is evaluated and "
+    "saved, too.  [default: no average]",
+)  # fmt: skip
+@click.option(
+    "--size", type=click.IntRange(min=32),
+    help="Width and height of images in pixels.  [default: image recipes 224; 128 if generated]",
+)  # fmt: skip
+@click.option(
+    "--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1),
+    help="Random seed for initialization, shuffling and dropout.",
+)  # fmt: skip
+@click.option("--threads", default=1, show_default=True, type=POSITIVE, help="Threads per rank.")
+@click.option(
+    "--workers", default=0, show_default=True, type=click.IntRange(min=0),
+    help="Loader processes per rank.",
+)  # fmt: skip
+@click.option("--bf16", is_flag=True, help="Mixed precision with bfloat16 autocast.")
+@click.option(
+    "--data",
+    metavar="DIR",
+    help="Folder of the data.  [default: mnist data/mnist; image recipes generated images]",
+)
+@click.option(
+    "--weights", metavar="FILE",
+    help="Begin with the weights of this .safetensors or .pth file, or checkpoint.  [default: "
+    "random weights]",
+)  # fmt: skip
+@click.option(
+    "--new-head", is_flag=True,
+    help="Leave out the classifier of --weights, for data with other classes.",
+)  # fmt: skip
+@click.option(
+    "-e", "--evaluate", "is_evaluation", is_flag=True,
+    help="Evaluate the weights of --weights FILE or --resume RUN on the held-out samples, and do "
+    "not train.",
+)  # fmt: skip
+@click.option("--download", is_flag=True, help="Download missing data from a public mirror.")
+@click.option(
+    "--checkpoint-every", metavar="N", type=POSITIVE,
+    help="Steps between two checkpoints.  [default: as many as take 10 to 300 s, depending on the "
+    "cost of a checkpoint]",
+)  # fmt: skip
+@click.option(
+    "--resume", metavar="RUN",
+    help="Continue this run, a name under --runs or a folder, with its recipe and options.",
+)  # fmt: skip
+@click.option("--runs", default="runs", show_default=True, metavar="DIR", help="Folder of runs.")
+@click.option("--name", metavar="NAME", help="Name of the run.  [default: recipe, date and time]")
+@click.option(
+    "--logger", multiple=True, type=click.Choice(LOGGER_NAMES),
+    help="Also log to this dashboard; repeatable.  [default: none]",
+)  # fmt: skip
+@click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help=JSON_HELP,
+)
+def command(
+    recipe: str | None,
+    nprocs: int,
+    least: int | None,
+    most: int | None,
+    runs: str,
+    name: str | None,
+    resume: str | None,
+    is_evaluation: bool,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Train RECIPE on N ranks, as replicas or pipeline stages.
+
+    Results are bit-identical in every layout. The record, the weights and the checkpoints
+    of the run are written to runs/NAME.
+
+    --resume RUN continues a run from its latest checkpoint, with the results of an
+    uninterrupted one. RECIPE and options are then those of the run; -n, --stages,
+    --schedule, --activation-checkpointing, --workers, --logger and --checkpoint-every
+    may differ.
+
+    --evaluate trains nothing and writes nothing: it prints the loss and the accuracy of the
+    weights of --weights FILE, or of those of --resume RUN with the options of the run.
+
+    --min A --max B makes an elastic run: when a rank is killed, the run continues, with the same
+    bits.
+
+    In a rank of `lockstep run -m lockstep train RECIPE ...` this process trains as that rank, and
+    the run is that of the launch.
+
+    Exit status: 0 success, 1 the training failed, 2 usage error, 75 stopped on request
+    after saving a checkpoint, 128+N ended by signal N.
+    """
+    from lockstep.launcher.failure_attribution import STOPPED
+    from lockstep.launcher.fork_server import get_fork_server
+    from lockstep.launcher.launch import launch
+    from lockstep.launcher.run_folder import create_run_folder, find_run, name_run
+    from lockstep.record.loggers import create_logger
+
+    is_rank = get_task() is not None
+    is_elastic = least is not None or most is not None
+    if is_evaluation:
+        _check_evaluation(is_elastic)
+    resumed = None
+    if resume is not None and is_evaluation:
+        resumed = read_recorded(find_run(resume, Path(runs)))
+        recipe, nprocs = recall_evaluated(resumed, recipe, nprocs, given)
+    elif resume is not None:
+        if is_rank:
+            raise UsageError(
+                "--resume is an option of the launch here: lockstep run --resume RUN -m lockstep "
+                "train RECIPE ..."
+            )
+        resumed = open_resumed(resume, runs)
+        recipe, nprocs = recall_options(resumed, recipe, name, nprocs, given)
+    if recipe is None:
+        raise click.UsageError("Missing argument 'RECIPE'; or continue a run with --resume RUN.")
+    if is_rank:
+        nprocs = read_rank_info(os.environ).world_size
+    elif most is not None:
+        nprocs = most
+    _check_layout(nprocs, given["stages"], given["microbatches"], given["schedule"])
+    _check_options(recipe, given)
+    for path in ("data", "weights"):
+        if given[path] is not None:
+            given[path] = os.path.abspath(given[path])  # valid in any directory
+    if is_evaluation:
+        folder = None if resumed is None else resumed.folder
+        _evaluate(recipe, nprocs, given, folder, is_rank, as_json)
+        return
+    for logger in given["logger"]:
+        create_logger(logger, Path(runs))  # report a missing package before the ranks start
+    if is_rank:
+        _train_in_rank(recipe, given, as_json)
+        return
+    if resumed is not None:
+        folder = resumed.folder
+    elif is_elastic:
+        folder = Path(runs) / (name or name_run(recipe))  # the launch creates the folder
+    else:
+        folder = Path(runs) / name if name else create_run_folder(Path(runs), recipe)
+    if given["download"]:
+        _download(recipe, given["data"])
+    _note_generated(recipe, given)
+    if is_elastic:
+        words = _list_words(recipe, given)
+        summary = _train_elastic(words, nprocs, least or 1, folder, resumed is not None)
+        print_summary(summary, given["quiet"], as_json)
+        return
+    if resumed is None:
+        store_options(folder, recipe, nprocs, given)
+    get_fork_server(for_training=True)  # otherwise every rank would import torch._dynamo
+    try:
+        summary = launch(_rank, (recipe, given, str(folder), resumed is not None), nprocs)[0]
+    except SystemExit as stop:
+        if stop.code == STOPPED:
+            say(f"continue with: {shlex.join(['lockstep', 'train', '--resume', str(folder)])}")
+        raise
+    print_summary(summary, given["quiet"], as_json)
+
+
+def _train_in_rank(recipe: str, given: dict[str, Any], as_json: bool) -> None:
+    """Train as this process's rank of a launch; rank 0 prints the summary."""
+    from lockstep.launcher.run_folder import find_launch_folder, is_resuming
+    from lockstep.launcher.world import rank
+
+    folder = find_launch_folder()
+    if folder is None:
+        raise FileError(
+            "the launch has no run folder for the record and the weights; give lockstep run a "
+            "--log-dir that is writable"
+        )
+    if given["download"]:
+        raise UsageError(
+            f"--download: the ranks would download the data at the same time; run `lockstep train "
+            f"{recipe} --download` once without a launch"
+        )
+    summary = _rank(recipe, given, os.path.relpath(folder), is_resuming())
+    if rank() == 0:
+        with replace_file(folder / SUMMARY_FILE) as file:
+            file.write(json.dumps(summary).encode())
+        print_summary(summary, given["quiet"], as_json)
+
+
+def _list_words(recipe: str, given: Mapping[str, Any]) -> list[str]:
+    """Return the command line of a rank that trains with these options."""
+    words = ["train", recipe]
+    for option in command.params:
+        value = given.get(option.name or "")
+        if option.name == "download" or value in (None, False, ()) or value == option.default:
+            continue
+        name = option.opts[-1]
+        if value is True:
+            words.append(name)
+        else:
+            for item in value if isinstance(value, (tuple, list)) else (value,):
+                words += [name, str(item)]
+    return words
+
+
+def _train_elastic(
+    words: list[str], nprocs: int, least: int, folder: Path, is_resumed: bool
+) -> dict[str, Any]:
+    """Train in an elastic run, and return the summary from its last rank 0.
+
+    Args:
+        words: The command line of a rank.
+        nprocs: The number of ranks.
+        least: The smallest number of ranks.
+        folder: The folder of the run.
+        is_resumed: Whether the folder holds a run that is continued.
+    """
+    from lockstep.elastic.coordinator import ElasticCoordinator
+    from lockstep.elastic.elastic_launch import launch_elastic
+    from lockstep.launcher.launch_config import LaunchConfig
+    from lockstep.launcher.launch_script import Interrupted
+    from lockstep.launcher.supervisor import RankSupervisor
+
+    folders: list[Path] = []
+
+    def watch(ranks: RankSupervisor, rounds: ElasticCoordinator, launched: Path | None) -> None:
+        folders.append(folder if launched is None else launched)
+
+    every_rank = range(nprocs)
+    config = LaunchConfig(
+        target="lockstep",
+        arguments=tuple(words),
+        kind="module",
+        nprocs=nprocs,
+        min_nprocs=least,
+        log_dir=str(folder.parent),
+        name=None if is_resumed else folder.name,
+        resumed_run=folder if is_resumed else None,
+        redirects=dict.fromkeys(every_rank, 1),  # this process prints the summary
+        tee=dict.fromkeys(every_rank, 0),
+    )
+    try:
+        if status := launch_elastic(config, watch):
+            sys.exit(status)
+    except Interrupted as interruption:
+        sys.exit(interruption.exit_status)
+    summary: dict[str, Any] = json.loads((folders[-1] / SUMMARY_FILE).read_bytes())
+    return summary
+
+
+def _check_layout(nprocs: int, stages: int, microbatches: int, schedule: str | None) -> None:
+    """Raise LayoutError unless the ranks form whole replicas with a micro-batch each."""
+    if nprocs % stages:
+        raise LayoutError(f"-n {nprocs} must be a multiple of --stages {stages}")
+    if schedule and stages == 1:
+        raise LayoutError(
+            f"--schedule {schedule} needs pipeline stages: add --stages 2 and -n 2, or omit it"
+        )
+    replicas = nprocs // stages
+    if replicas > microbatches:
+        ranks = (
+            f"-n {nprocs} replicas" if stages == 1 else f"{replicas} replicas of {stages} stages"
+        )
+        raise LayoutError(
+            f"{ranks} cannot share {microbatches} micro-batches; each needs at least one: use "
+            f"-n {microbatches * stages} or fewer, or --microbatches {replicas} or more (which "
+            "changes the results)"
+        )
+
+
+def _check_evaluation(is_elastic: bool) -> None:
+    """Raise UsageError for options that only a training has."""
+    if is_elastic:
+        raise UsageError("--min and --max are options of a training; omit them with --evaluate")
+    for option in click.get_current_context().command.params:
+        if option.name in OF_TRAINING and is_given(option.name):
+            raise UsageError(
+                f"{option.opts[-1]} is an option of the training; omit it with --evaluate"
+            )
+
+
+def _check_options(recipe: str, given: Mapping[str, Any]) -> None:
+    """Raise UsageError for options that the recipe, or another option, does not permit."""
+    size = given["size"]
+    if recipe not in IMAGE_NAMES:
+        if size is not None:
+            raise UsageError(f"--size: the images of {recipe} have a fixed size; omit this option")
+        if given["mixup"]:
+            raise UsageError(f"--mixup: {recipe} has no mixup; choose {', '.join(IMAGE_NAMES)}")
+    if recipe == "vit" and size is not None and size % PATCH:
+        raise UsageError(f"--size {size}: vit needs a multiple of its patch of {PATCH} pixels")
+    if given["new_head"] and given["weights"] is None:
+        raise UsageError("--new-head leaves out the classifier of --weights FILE: add this option")
+    optimizer = given["optimizer"] or ("adamw" if recipe == "vit" else "sgd")
+    # A resumed run has the recipe's momentum among its options, whether it is used or not.
+    if optimizer == "adamw" and is_given("momentum"):
+        raise UsageError("--momentum: AdamW has no momentum; omit it, or add --optimizer sgd")
+
+
+def _note_generated(recipe: str, given: Mapping[str, Any]) -> None:
+    """Say that an image recipe without a folder trains on generated images."""
+    if recipe in IMAGE_NAMES and given["data"] is None:
+        from lockstep.tools.recipes.image_classification import describe_generated_images
+
+        click.echo(describe_generated_images(), err=True)
+
+
+def _rank(recipe: str, given: dict[str, Any], folder: str, is_resumed: bool) -> dict[str, Any]:
+    """Train on one rank."""
+    from lockstep.launcher.run_folder import RESUME
+    from lockstep.tools.recipes.catalog import find_recipe
+    from lockstep.tools.recipes.classification import train
+
+    os.environ.pop(RESUME, None)  # may be inherited from a script that starts this command
+    if is_resumed:
+        os.environ[RESUME] = "1"
+    return train(resolve_options(recipe, given), find_recipe(recipe), folder)
+
+
+def _evaluate(
+    recipe: str,
+    nprocs: int,
+    given: dict[str, Any],
+    folder: Path | None,
+    is_rank: bool,
+    as_json: bool,
+) -> None:
+    """Evaluate weights on new ranks, or as this process's rank of a launch; print the summary.
+
+    Args:
+        recipe: The recipe.
+        nprocs: The number of ranks.
+        given: The options.
+        folder: The folder of the run that the weights belong to; None if there is none.
+        is_rank: Whether this process is a rank of a launch.
+        as_json: Whether to print the summary as JSON.
+    """
+    from lockstep.launcher.fork_server import get_fork_server
+    from lockstep.launcher.launch import launch
+    from lockstep.launcher.world import rank
+
+    if given["weights"] is None:
+        raise UsageError("--evaluate needs weights: add --weights FILE, or --resume RUN")
+    arguments = (recipe, given, None if folder is None else str(folder))
+    if is_rank:
+        summary = _evaluate_on_rank(*arguments)
+        if rank() == 0:
+            print_summary(summary, given["quiet"], as_json)
+        return
+    get_fork_server(for_training=True)
+    summary = launch(_evaluate_on_rank, arguments, nprocs)[0]
+    print_summary(summary, given["quiet"], as_json)
+
+
+def _evaluate_on_rank(recipe: str, given: dict[str, Any], folder: str | None) -> dict[str, Any]:
+    """Evaluate on one rank."""
+    from lockstep.tools.recipes.catalog import find_recipe
+    from lockstep.tools.recipes.classification import evaluate
+
+    return evaluate(resolve_options(recipe, given), find_recipe(recipe), folder)
+
+
+def _download(recipe: str, data: str | None) -> None:
+    """Download missing data of the recipe once, before the ranks start."""
+    if recipe in IMAGE_NAMES:
+        raise UsageError(
+            f"--download: {recipe} trains on your own images; pass their folder with --data"
+        )
+    if recipe != "mnist":
+        raise UsageError(
+            f"--download: {recipe} is part of Lockstep, so there is nothing to download"
+        )
+    from lockstep.data.datasets import mnist
+    from lockstep.tools.recipes.mnist import FOLDER
+
+    for part in (True, False):
+        mnist(data or FOLDER, train=part, download=True, progress=_show_download)
+
+
+def _show_download(name: str, received: int, total: int | None) -> None:
+    """Show the progress of a download on one line."""
+    share = f"{received / total:4.0%}" if total else f"{received / 1e6:.1f} MB"
+    end = "\n" if received == total else ""
+    click.echo(f"\r{name}  {share}{end}", nl=False, err=True)

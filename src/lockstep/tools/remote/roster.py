@@ -1,0 +1,138 @@
+"""The roster: which workers may connect to a driver, and what has become of those that have."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.launcher.environment import RankEnvironment
+from lockstep.tools.remote.connection import Connection, Message
+
+__all__ = ["Roster", "WorkerHandle"]
+
+
+@dataclass(eq=False)
+class WorkerHandle:
+    """The state of one worker in its driver.
+
+    Attributes:
+        connection: Its connection to the driver.
+        host: The number of its host; 0 is the driver's own.
+        index: Its number on that host.
+        rank: Its rank, once all workers have connected.
+        has_joined: Whether it has joined the world.
+        error: The report of the error that kept it from joining.
+        connection_lost: The reason why its connection was lost; empty while it exists.
+        process_ended: The way in which its process ended; empty while it runs.
+        status: The exit status of its process.
+        lost: The way in which the worker ended, from `process_ended`, else `connection_lost`;
+            empty while it is usable.
+        lost_since: The `time.monotonic()` time at which either of these was first noticed.
+        waits: The number of checks in a row that found it in a collective.
+    """
+
+    connection: Connection
+    host: int
+    index: int
+    rank: int = -1
+    has_joined: bool = False
+    error: dict[str, Any] | None = None
+    connection_lost: str = ""
+    process_ended: str = ""
+    status: int | None = None
+    lost: str = ""
+    lost_since: float = 0.0
+    waits: int = 0
+
+    def decide_end(self, now: float, settle: float) -> bool:
+        """Set `lost` once connection and process have ended; return whether it was set.
+
+        If only one of them has ended, that is `settle` seconds later.
+        """
+        if self.lost or not (self.connection_lost or self.process_ended):
+            return False
+        self.lost_since = self.lost_since or now
+        if (self.connection_lost and self.process_ended) or now > self.lost_since + settle:
+            self.lost = self.process_ended or self.connection_lost
+        return bool(self.lost)
+
+    def variables(self, workers: Sequence[WorkerHandle], **world: Any) -> dict[str, str]:
+        """Return the environment with which this worker joins the world of `workers`."""
+        sizes = Counter(worker.host for worker in workers)
+        hosts = list(sizes)  # in rank order
+        environment = RankEnvironment(
+            sizes[self.host], nnodes=len(hosts), node_rank=hosts.index(self.host), **world
+        )
+        # torchrun's formulas do not apply: hosts may have different numbers of workers.
+        rank, world_size = str(self.rank), str(len(workers))
+        return environment.variables(self.index) | {
+            "RANK": rank,
+            "ROLE_RANK": rank,
+            "WORLD_SIZE": world_size,
+            "ROLE_WORLD_SIZE": world_size,
+        }
+
+
+class Roster:
+    """The workers that may connect, and those that have; safe to use from several threads.
+
+    Attributes:
+        session: Random bytes, to keep out workers of an earlier driver with the same key.
+        wanted: How many workers of other hosts may still connect.
+        workers: The workers that have connected.
+        connections: All connections, also those of node agents and of refused workers.
+
+    Args:
+        nprocs: Number of workers on this host.
+        remote: Number of workers that connect from other hosts.
+    """
+
+    def __init__(self, nprocs: int, remote: int) -> None:
+        self.session = secrets.token_hex(16)
+        self.wanted = remote
+        self.workers: dict[Connection, WorkerHandle] = {}
+        self.connections: list[Connection] = []
+        self._expected = {(0, index) for index in range(nprocs)}
+        self._hosts: dict[Connection, int] = {}
+        self._lock = threading.Lock()
+
+    def add_host(self, connection: Connection, count: int) -> int:
+        """Return the number of a host with `count` workers; 0 if fewer are wanted."""
+        with self._lock:
+            if count > self.wanted:
+                return 0
+            self.wanted -= count
+            self._hosts[connection] = number = len(self._hosts) + 1
+            self._expected |= {(number, index) for index in range(count)}
+            return number
+
+    def add_worker(self, connection: Connection, hello: Message) -> str:
+        """Add a worker; return why it is refused, or an empty string."""
+        host, index = hello["host"], hello["index"]
+        with self._lock:
+            if hello["session"] != self.session:
+                return "it called another process"
+            if (host, index) not in self._expected:
+                return f"worker {index} of host {host} is connected already"
+            self._expected.remove((host, index))
+            self.workers[connection] = WorkerHandle(connection, host, index)
+            return ""
+
+    def find(self, agent: Connection, index: int) -> WorkerHandle | None:
+        """Return a worker of the host that a node agent serves."""
+        with self._lock:
+            host, workers = self._hosts.get(agent), list(self.workers.values())
+        matches = (worker for worker in workers if (worker.host, worker.index) == (host, index))
+        return next(matches, None)
+
+    def assign_ranks(self) -> list[WorkerHandle]:
+        """Assign ranks: the driver's host first, then the others in the order of connection."""
+        with self._lock:
+            workers = sorted(self.workers.values(), key=lambda worker: (worker.host, worker.index))
+        for rank, worker in enumerate(workers):
+            worker.rank = rank
+        return workers

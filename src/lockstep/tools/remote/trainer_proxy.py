@@ -1,0 +1,263 @@
+"""The trainer proxy: the driver's view of one trainer per worker.
+
+    driver     step(batch) ──the batch──> all workers
+    workers    ls.Trainer on each: its own micro-batches, forward, backward, reduction and
+               optimizer step; activations and gradients from worker to worker
+    driver     <── loss, metrics: numbers
+
+The workers run ordinary trainers, so results are bit-identical to those of a script.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
+
+from lockstep.kernel.errors import UsageError
+from lockstep.launcher.world import rank, world
+from lockstep.model.deferred_init import Blocks, materialize_block
+from lockstep.model.evaluation import Evaluation
+from lockstep.tools.remote.serialization import serialize
+from lockstep.tools.remote.worker_pool import WorkerPool
+from lockstep.training.history import EpochResult, StepResult
+from lockstep.training.trainer import Trainer
+
+__all__ = ["TrainerProxy"]
+
+Arguments = ParamSpec("Arguments")
+Value = TypeVar("Value")
+
+
+class ForwardedMethod(Generic[Arguments, Value]):
+    """A trainer's method that the proxy calls on every worker; the value is that of rank 0.
+
+    Signature and types are those of the trainer's method. Arguments that do not fit raise
+    TypeError in the driver, before any worker is called.
+    """
+
+    def __init__(self, method: Callable[Concatenate[Trainer, Arguments], Value]) -> None:
+        self._name = method.__name__
+        self._signature = inspect.signature(method)
+        self.__doc__ = method.__doc__
+
+    def __get__(self, proxy: TrainerProxy, owner: type[TrainerProxy]) -> Callable[Arguments, Value]:
+        """Return the method of one proxy."""
+
+        def call(*args: Arguments.args, **options: Arguments.kwargs) -> Value:
+            try:
+                self._signature.bind(proxy, *args, **options)
+            except TypeError as error:
+                raise TypeError(f"{self._name}(): {error}") from None
+            value: Value = proxy._call("call", self._name, args, options)
+            return value
+
+        return call
+
+
+class TrainerProxy:
+    """Trainers on all workers of a driver, used like a single trainer; made by `Driver.trainer`.
+
+    Attributes:
+        last: The `StepResult` of the last step: loss, metrics, learning rate, times.
+    """
+
+    digest = ForwardedMethod(Trainer.digest)
+    optimizer_digest = ForwardedMethod(Trainer.optimizer_digest)
+    state_dict = ForwardedMethod(Trainer.state_dict)
+    load_state_dict = ForwardedMethod(Trainer.load_state_dict)
+    save_weights = ForwardedMethod(Trainer.save_weights)
+    finish = ForwardedMethod(Trainer.finish)
+
+    def __init__(
+        self, pool: WorkerPool, blocks: Blocks, seed: int, arguments: Mapping[str, Any]
+    ) -> None:
+        if arguments.get("checkpoint") is not None:
+            raise UsageError(
+                "the trainer of a driver takes no checkpoint=: save trainer.state_dict() in the "
+                "driver, or train with a script and `lockstep run`"
+            )
+        self.last: StepResult | None = None
+        self._pool, self._number = pool, next(_numbers)
+        pool.require_world()
+        payload = serialize((drop_actor, (self._number,), {}))
+        drop = {"kind": "call", "number": None, "payload": payload}
+        weakref.finalize(self, pool.post_to_all, drop).atexit = False
+        given = (self._number, blocks, seed, dict(arguments))
+        pool.call_all("the trainer", create_actor, given)
+
+    def step(self, batch: Any) -> float:
+        """Train on one global batch and return its loss.
+
+        The batch is sent to all workers. With `train`, they load their own parts instead.
+
+        Args:
+            batch: As for `Trainer.step`.
+
+        Raises:
+            LockstepError: A worker's trainer failed.
+        """
+        result: StepResult = self._call("step", batch)
+        self.last = result
+        return result.loss
+
+    def train(
+        self,
+        dataset: Callable[[], Any],
+        batch_size: int,
+        epochs: int,
+        *,
+        seed: int | None = None,
+        on_epoch: Callable[[EpochResult], None] | None = None,
+        **options: Any,
+    ) -> list[EpochResult]:
+        """Train on data that the workers load themselves.
+
+        Args:
+            dataset: A callable that returns the dataset; called once on every worker.
+            batch_size: Samples per global batch.
+            epochs: Number of epochs.
+            seed: Seed of the order of samples, as for `Trainer.batches`.
+            on_epoch: Called in the driver after each epoch.
+            options: Further options of `Trainer.batches`.
+        """
+        self._call("load", dataset)
+        results = []
+        for _ in range(epochs):
+            results.append(self._call("train_epoch", batch_size, seed, options))
+            if on_epoch is not None:
+                on_epoch(results[-1])
+        return results
+
+    def evaluate(self, dataset: Callable[[], Any], batch_size: int, **options: Any) -> Evaluation:
+        """Return the mean loss and metrics over a dataset, each sample counted once.
+
+        Args:
+            dataset: A callable that returns the dataset; called once on every worker.
+            batch_size: Samples per global batch.
+            options: Further options of `Trainer.evaluate`.
+        """
+        result: Evaluation = self._call("evaluate", dataset, batch_size, options)
+        return result
+
+    def __enter__(self) -> TrainerProxy:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Finish the run, as failed if there was an exception."""
+        if error is None:
+            self.finish()
+        else:
+            self.finish("failed", f"{type(error).__name__}: {error}")
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError with the names that exist."""
+            names = ", ".join(name for name in dir(type(self)) if not name.startswith("_"))
+            raise AttributeError(
+                f"the trainer of a driver has no {name!r}, only {names} and last: the trainers "
+                f"themselves are in the workers"
+            )
+
+    def _call(self, method: str, *args: Any) -> Any:
+        """Call a method on every actor; return rank 0's value."""
+        # finish() must close the record even if the world has ended.
+        if args[:1] != ("finish",):
+            self._pool.require_world()
+        what = f"{TrainerActor.__name__}.{method}"
+        return self._pool.call_all(what, call_actor, (self._number, method, *args))[0]
+
+
+class TrainerActor:
+    """One worker's trainer, with the methods that its driver calls."""
+
+    def __init__(self, blocks: Blocks, seed: int, arguments: dict[str, Any]) -> None:
+        given = arguments.pop("callbacks", ())
+        callbacks = list(given) if isinstance(given, (list, tuple)) else [given]
+        self._epochs: list[EpochResult] = []
+        # The trainer materializes the blocks of a list on the workers of their stages.
+        model = (
+            blocks
+            if isinstance(blocks, Sequence)
+            else materialize_block(blocks, seed, 0, world().device)
+        )
+        self._trainer = Trainer(model, seed=seed, callbacks=[self, *callbacks], **arguments)
+        self._dataset: Any = None
+
+    def on_epoch(self, result: EpochResult) -> None:
+        """Keep the result of an epoch, for the driver."""
+        self._epochs.append(result)
+
+    def call(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """Call a method of the trainer; only rank 0 returns the value to the driver."""
+        value = getattr(self._trainer, name)(*args, **options)
+        return value if rank() == 0 else None
+
+    def step(self, batch: Any) -> StepResult:
+        """Train on a batch."""
+        self._trainer.step(batch)
+        assert self._trainer.history.last is not None
+        return replace(self._trainer.history.last)
+
+    def load(self, dataset: Callable[[], Any]) -> None:
+        """Create the dataset of the following epochs."""
+        self._dataset = make_dataset(dataset)
+
+    def train_epoch(
+        self, batch_size: int, seed: int | None, options: dict[str, Any]
+    ) -> EpochResult:
+        """Train one epoch: the first one, or the next one."""
+        epoch = self._epochs[-1].epoch + 1 if self._epochs else self._trainer.epoch
+        for batch in self._trainer.batches(
+            self._dataset, batch_size, seed=seed, epoch=epoch, **options
+        ):
+            self._trainer.step(batch)
+        return self._epochs[-1]
+
+    def evaluate(
+        self, dataset: Callable[[], Any], batch_size: int, options: dict[str, Any]
+    ) -> Evaluation:
+        """Evaluate this worker's part of a dataset."""
+        return self._trainer.evaluate(make_dataset(dataset), batch_size, **options)
+
+
+# --- called on the workers ------------------------------------------------------------------
+
+_numbers = itertools.count()  # of the trainers of this driver
+_actors: dict[int, TrainerActor] = {}  # of this worker
+
+
+def create_actor(number: int, blocks: Blocks, seed: int, arguments: dict[str, Any]) -> None:
+    """Create trainer `number` on this worker."""
+    _actors[number] = TrainerActor(blocks, seed, arguments)
+
+
+def call_actor(number: int, method: str, *args: Any) -> Any:
+    """Call a method of trainer `number` on this worker."""
+    return getattr(_actors[number], method)(*args)
+
+
+def drop_actor(number: int) -> None:
+    """Free trainer `number` on this worker, if there is one."""
+    _actors.pop(number, None)
+
+
+def make_dataset(factory: Any) -> Any:
+    """Return the dataset that a callable creates; raise UsageError for a dataset itself."""
+    if not callable(factory) or hasattr(factory, "__getitem__"):
+        raise UsageError(
+            f"pass the dataset as a callable that makes it on each worker, such as `lambda: "
+            f"{type(factory).__name__}(...)`; the data itself would be sent to every worker"
+        )
+    return factory()

@@ -1,0 +1,138 @@
+"""A worker: a rank that runs the calls of the driver.
+
+    driver                              worker
+      <── hello {session, host, index} ───│
+      ── join {rank, variables, world} ──>│  lockstep.init()
+      <── joined {report, if it failed} ──│
+      ── call {number, function, args} ──>│  function(*args) on its main thread
+      <── value | error {number, report} ─│
+      ── look ───────────────────────────>│  on the receiving thread, at once
+      <── seen {waits} ───────────────────│  whether the main thread is in a collective
+      ── leave ──────────────────────────>│  lockstep.shutdown(), to release the other workers
+      ── end ────────────────────────────>│
+
+User code runs only on the main thread, one call at a time and in the order of the calls, as in a
+script: torch's generators and settings belong to the call that runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import queue
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+
+from lockstep.launcher.rank_process import describe_error
+from lockstep.launcher.run_secret import give_secret
+from lockstep.launcher.world import init, shutdown
+from lockstep.tools.remote.connection import Connection, Message, connect_to_driver
+from lockstep.tools.remote.credentials import derive_store_secret
+from lockstep.tools.remote.hang_recovery import is_in_collective
+from lockstep.tools.remote.serialization import deserialize, serialize
+
+__all__ = ["run_worker"]
+
+REMOTE = os.path.dirname(os.path.abspath(__file__))
+NOW, NEXT, LATER = range(3)  # order of tasks
+
+Task = Callable[[], None]
+
+
+def run_worker(address: str, port: int, key: bytes, silence: float, hello: Message) -> None:
+    """Serve the driver at `address`:`port` until it ends this worker, or is lost.
+
+    Args:
+        address: Name or address of the driver's host.
+        port: The port at which the driver listens.
+        key: The driver's key.
+        silence: Seconds of silence after which the driver counts as lost.
+        hello: The message that names this worker.
+
+    Raises:
+        RendezvousError: The driver does not answer.
+        UsageError: The driver has another key.
+    """
+    WorkerServer(address, port, key, silence).serve(hello)
+
+
+class WorkerServer:
+    """The connection to the driver, and the tasks of the main thread."""
+
+    def __init__(self, address: str, port: int, key: bytes, silence: float) -> None:
+        self._key = key
+        self._numbers = itertools.count()
+        self._tasks: queue.PriorityQueue[tuple[int, int, Task | None]] = queue.PriorityQueue()
+        opened = connect_to_driver(address, port, key, silence)
+        self._driver = Connection(
+            opened, silence, self._on_message, lambda connection, reason: self._put(NOW, None)
+        )
+
+    def serve(self, hello: Message) -> None:
+        """Run tasks until the driver ends this worker, or is lost; send the last answers."""
+        try:
+            self._driver.start().post(hello)
+            while task := self._tasks.get()[-1]:
+                task()
+        finally:
+            self._driver.close()
+
+    def _put(self, order: int, task: Task | None) -> None:
+        self._tasks.put((order, next(self._numbers), task))
+
+    def _on_message(self, connection: Connection, message: Message) -> None:
+        match message["kind"]:
+            case "look":
+                connection.post({"kind": "seen", "waits": is_in_collective()})
+            case "leave":
+                self._put(NEXT, shutdown)
+            case "join":
+                self._put(LATER, partial(self._join, message))
+            case "call":
+                self._put(LATER, partial(self._answer, message))
+            case "end":
+                self._put(NOW, None)
+
+    # --- on the main thread ---------------------------------------------------------------
+
+    def _join(self, message: Message) -> None:
+        give_secret(derive_store_secret(self._key))
+        os.environ.update(message["variables"])
+        answer: Message = {"kind": "joined"}
+        try:
+            init(**message["world"])
+        except Exception as error:  # the driver waits for an answer, so report any error
+            answer["report"] = describe_error(error)
+        self._driver.post(answer)
+
+    def _answer(self, message: Message) -> None:
+        try:
+            function, args, options = deserialize(message["payload"])
+            answer: Message = {"kind": "value", "payload": serialize(function(*args, **options))}
+        except BaseException as error:  # the driver waits for an answer, so report any error
+            error.__traceback__ = _drop_remote_frames(error.__traceback__)
+            report = describe_error(error)
+            answer = {"kind": "error", "report": report, "payload": _serialize_error(error)}
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        self._driver.post({**answer, "number": message["number"]})
+
+
+def _serialize_error(error: BaseException) -> bytes | memoryview:
+    """Return the exception itself; nothing if it cannot be pickled."""
+    try:
+        return serialize(error.with_traceback(None))
+    except Exception:  # pickling may raise any exception; then only the report is sent
+        return b""
+
+
+def _drop_remote_frames(frames: TracebackType | None) -> TracebackType | None:
+    """Drop the frames of this package, which do not help the user."""
+    kept = frames
+    while kept is not None and kept.tb_frame.f_code.co_filename.startswith(REMOTE):
+        kept = kept.tb_next
+    return kept or frames

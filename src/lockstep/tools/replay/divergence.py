@@ -1,0 +1,442 @@
+"""The divergence of `lockstep bisect`, derived from fingerprints and operators by pure functions.
+
+fingerprints of both runs   ── find_in_modules ──>   step, micro-batch, module, parameter
+operators of that step      ── add_operator ─────>   direction, operator, line
+tensors of that operator    ── element ──────────>   first differing element
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
+from lockstep.model.operator_call import OperatorCall
+from lockstep.tools.check.difference import Difference, RankFingerprint, first_difference
+from lockstep.tools.replay.element_difference import ElementDifference
+from lockstep.tools.replay.operator_difference import OperatorDifference
+from lockstep.tools.replay.record_difference import RecordDifference, SearchWindow
+
+__all__ = [
+    "Direction",
+    "Divergence",
+    "OperandLocation",
+    "add_operator",
+    "compare_microbatches",
+    "find_in_modules",
+    "find_in_records",
+    "limit_to_compared",
+    "locate_tensor",
+]
+
+Key = TypeVar("Key", bound=Hashable)
+
+RankSteps = Sequence[StepFingerprint]
+"""Consecutive steps of one rank."""
+
+Direction = Literal["data", "state", "forward", "backward", "reduction", "optimizer"]
+"""Where a difference arises: the data of a step, the state before it, or a phase of the step."""
+
+DIRECTIONS: dict[str, Direction] = {
+    "initial": "state", "between": "state", "data": "data", "input": "forward",
+    "output": "forward", "forward": "forward", "loss": "forward", "missing": "forward",
+    "written": "state", "gradient": "backward", "update": "optimizer", "buffer": "forward",
+    "state": "optimizer", "digest": "state",
+}  # fmt: skip
+
+SENTENCES = {
+    "initial": "`{parameter}` differs before the first step",
+    "between": "`{parameter}` was changed after the step before, outside of the training step",
+    "data": "the data of the micro-batch differ",
+    "input": "module `{module}` gets different inputs, although all modules before it agree",
+    "output": "module `{module}` computes different outputs from the same inputs",
+    "forward": "module `{module}` computes different values from the same inputs",
+    "loss": "the loss differs, although the model computes the same",
+    "missing": "the micro-batch is computed in only one of the runs; it has no weight in the other",
+    "written": "`{parameter}` was changed within the step, before the update",
+    "gradient": "the gradient of `{parameter}` differs, although the forward pass is the same",
+    "update": "`{parameter}` differs after the update, although its gradient is the same",
+    "buffer": "buffer `{parameter}` differs after the step",
+    "state": "the optimizer's state of `{parameter}` differs after the step",
+    "digest": "the digest differs, although all parameters and buffers agree",
+    "steps": "the programs take different steps",
+}
+
+NO_MODULE = ("data", "loss", "optimizer", "script")
+"""Values of `Difference.module` that name no module."""
+
+
+BEFORE_OPERATORS = ("initial", "between", "data", "missing", "written", "steps")
+"""Kinds of differences that no operator of the step made."""
+
+
+@dataclass(frozen=True)
+class OperandLocation:
+    """A tensor of one operator in both runs.
+
+    Attributes:
+        a: The index of the call in the first run.
+        b: The index of the call in the second run.
+        is_input: Whether it is an input of the call, not an output.
+        position: Its index among these inputs or outputs.
+    """
+
+    a: int
+    b: int
+    is_input: bool
+    position: int
+
+    def types(self, a: Sequence[OperatorCall], b: Sequence[OperatorCall]) -> str | None:
+        """Return dtype and shape of the tensor; None if they differ or there is no such tensor."""
+        known = []
+        for call in (a[self.a], b[self.b]):
+            types = call.input_types if self.is_input else call.output_types
+            known += [description.rpartition(": ")[2] for description in types[self.position :][:1]]
+        return known[0] if len(known) == 2 and known[0] == known[1] else None
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first difference between two runs.
+
+    Attributes:
+        step: The step in which it arises; 0 for the initial state.
+        direction: Where it arises; None if that cannot be known.
+        what: The kind of the difference, in a word: as in `lockstep.tools.check.difference`, or
+            the kind of an operator's difference.
+        sentence: A sentence that says what differs, without a full stop.
+        microbatch: The lowest micro-batch that differs; None if no micro-batch is concerned.
+        unit: The module, by its dotted name; None if no module is concerned.
+        parameter: The parameter or buffer; None if none is concerned.
+        a: The operator in the first run; None if there is none.
+        b: The operator in the second run; None if there is none.
+        element: The first element that differs; None if no two elements can be compared.
+    """
+
+    step: int
+    direction: Direction | None
+    what: str
+    sentence: str
+    microbatch: int | None = None
+    unit: str | None = None
+    parameter: str | None = None
+    a: OperatorCall | None = None
+    b: OperatorCall | None = None
+    element: ElementDifference | None = None
+
+    @property
+    def operator(self) -> str | None:
+        """The name of the operator; None if no operator made the difference."""
+        call = self.a or self.b
+        return None if call is None or self.what == "input" else call.operator
+
+    @property
+    def source(self) -> str | None:
+        """The line of the user's program, such as "train.py:31 in forward"."""
+        lines = [call.source for call in (self.a, self.b) if call is not None and call.source]
+        return lines[0] if lines else None
+
+
+def find_in_modules(
+    a: Sequence[RankSteps], b: Sequence[RankSteps], unfinished: Container[int] = ()
+) -> Divergence | None:
+    """Return the first difference between the same consecutive steps of two runs.
+
+    Args:
+        a: The steps of each rank of the first run.
+        b: The steps of each rank of the second run, which may have another layout.
+        unfinished: The steps of which one of the runs lacks micro-batches.
+    """
+    steps = (step for rank in (*a, *b) for step in rank)
+    parameters = tuple(dict.fromkeys(name for step in steps for name in step.parameters))
+    ours, theirs = ([_rank(step, parameters) for step in run] for run in (a, b))
+    difference = first_difference(ours, theirs, is_complete=False)
+    missing = _missing_microbatch(a, b, unfinished)
+    if missing is not None and (difference is None or _is_later(difference, missing)):
+        difference = missing
+    if difference is None:
+        return None
+    owner = (difference.parameter or "").rpartition(".")[0] or None
+    divergence = Divergence(
+        step=difference.step,
+        direction=DIRECTIONS.get(difference.what),
+        what=difference.what,
+        sentence=SENTENCES[difference.what].format(
+            module=difference.module, parameter=difference.parameter
+        ),
+        microbatch=difference.microbatch,
+        unit=owner if difference.module in NO_MODULE else difference.module,
+        parameter=difference.parameter,
+    )
+    if difference.what != "gradient":
+        return divergence
+    both = (
+        [step for rank in run for step in rank if step.step == difference.step] for run in (a, b)
+    )
+    return _locate_gradient(divergence, *both)
+
+
+def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> Divergence:
+    """Return the divergence that two records alone show, without a replay.
+
+    Args:
+        recorded: The first step that differs; None if only digests do.
+        window: The steps among which the difference arises.
+    """
+    if recorded is None or recorded.step > window.last:
+        several = f"in one of the steps {window.first} to {window.last}"
+        where = several if window.first < window.last else f"in step {window.last}"
+        sentence = f"the digests after step {window.last} differ, and the change came {where}"
+        return Divergence(window.last, None, "digest", sentence)
+    values = f"{recorded.a} in the first run and {recorded.b} in the second"
+    number = f" {recorded.microbatch}" if recorded.microbatch is not None else ""
+    if recorded.what == "stop":
+        whys = [
+            f"stopped there ({why})" if why else "continued" for why in (recorded.a, recorded.b)
+        ]
+        sentence = f"the first run {whys[0]}, and the second {whys[1]}"
+        return Divergence(recorded.step, None, "stop", sentence, recorded.microbatch)
+    if recorded.what == "batch":
+        return Divergence(recorded.step, "data", "data", "the batch has other samples")
+    sentence = f"the {recorded.what}{number} is {values}"
+    if recorded.what != "norm":
+        is_missing = "none" in (recorded.a, recorded.b)
+        if is_missing:
+            sentence = SENTENCES["missing"]
+            return Divergence(recorded.step, "forward", "missing", sentence, recorded.microbatch)
+        # Different weights would have changed the losses of all micro-batches.
+        state = "" if recorded.is_partial else "the state before the step, "
+        sentence += f": {state}the data or the forward pass differs"
+        return Divergence(recorded.step, None, "loss", sentence, recorded.microbatch)
+    return Divergence(
+        recorded.step,
+        None,
+        "norm",
+        f"the losses agree, and the norm of the gradient is {values}: backward or the sum of the "
+        "gradients differs",
+    )
+
+
+def limit_to_compared(divergence: Divergence | None, first: int) -> Divergence | None:
+    """Return a divergence that claims nothing about the steps before the first compared one.
+
+    Args:
+        divergence: The divergence; None if there is none.
+        first: The first step that was compared.
+    """
+    if divergence is None or divergence.what != "between" or divergence.step > first:
+        return divergence
+    sentence = (
+        f"`{divergence.parameter}` already differs before the step; earlier steps are not known"
+    )
+    return replace(divergence, sentence=sentence)
+
+
+def compare_microbatches(
+    a: int | None, b: int | None, recorded: RecordDifference | None
+) -> Divergence:
+    """Return the divergence about runs with unequal numbers of micro-batches.
+
+    Args:
+        a: The number of micro-batches of the first run.
+        b: The number of micro-batches of the second run.
+        recorded: The first step that differs; None if no step does.
+    """
+    has_other_samples = recorded is not None and recorded.what == "batch"
+    return Divergence(
+        0 if recorded is None else recorded.step,
+        "data" if has_other_samples else None,
+        "microbatches",
+        f"the first run splits its batches into {a} micro-batches and the second into {b}, so the "
+        "order of additions differs from the first step on",
+    )
+
+
+def _locate_gradient(
+    divergence: Divergence, a: Sequence[StepFingerprint], b: Sequence[StepFingerprint]
+) -> Divergence:
+    """Add the micro-batch and the module to a divergence about a gradient, if they are recorded.
+
+    Args:
+        divergence: The divergence.
+        a: The fingerprints of the step on each rank of the first run.
+        b: The fingerprints of the step on each rank of the second run.
+    """
+    leaves = sorted({leaf for rank in a for leaf in rank.leaf_gradients})
+    if not leaves or not any(rank.leaf_gradients for rank in b):
+        return divergence
+    for leaf in leaves:
+        before = None  # the module whose backward ran last
+        ours, theirs = (_of_leaf([rank.backward for rank in run], leaf) for run in (a, b))
+        for key, value in ours.items():
+            if theirs.get(key, value) != value:
+                return replace(divergence, microbatch=leaf, unit=before, parameter=None)
+            before = key[0]
+        mine, yours = (_of_leaf([rank.leaf_gradients for rank in run], leaf) for run in (a, b))
+        for name in reversed(mine):
+            if yours.get(name) != mine[name]:
+                owner = name.rpartition(".")[0] or None
+                return replace(divergence, microbatch=leaf, unit=owner, parameter=name)
+    sentence = (
+        f"the sum of the gradients of `{divergence.parameter}` differs, although those of all "
+        "micro-batches agree"
+    )
+    return replace(divergence, direction="reduction", sentence=sentence)
+
+
+def _of_leaf(ranks: Iterable[Mapping[int, Mapping[Key, int]]], leaf: int) -> dict[Key, int]:
+    """Return the checksums of one micro-batch on all ranks."""
+    return {key: value for values in ranks for key, value in values.get(leaf, {}).items()}
+
+
+def _rank(steps: RankSteps, parameters: tuple[str, ...]) -> RankFingerprint:
+    """Return the fingerprint of a rank, from its steps of one trainer."""
+    first = steps[0]
+    initial = first.before if first.step == 0 else {}
+    trainer = TrainerFingerprint("model", "", parameters, initial)
+    return RankFingerprint([trainer], [replace(step, trainer=0) for step in steps])
+
+
+def _missing_microbatch(
+    a: Sequence[RankSteps], b: Sequence[RankSteps], unfinished: Container[int]
+) -> Difference | None:
+    """Return the first micro-batch that only one of the runs computed."""
+    for position, step in enumerate(a[0]):
+        if step.step in unfinished:
+            continue
+        ours, theirs = ({leaf for rank in run for leaf in rank[position].losses} for run in (a, b))
+        if alone := ours ^ theirs:
+            return Difference("script", None, "missing", min(alone), step=step.step)
+    return None
+
+
+def _is_later(difference: Difference, missing: Difference) -> bool:
+    """Return whether a difference arises after a micro-batch that was not computed."""
+    follows = difference.what in ("written", "gradient", "update", "buffer", "state", "digest")
+    return (difference.step, follows) > (missing.step, False)
+
+
+def add_operator(
+    divergence: Divergence,
+    difference: OperatorDifference,
+    a: Sequence[OperatorCall],
+    b: Sequence[OperatorCall],
+) -> Divergence:
+    """Add the operator that made the difference to a divergence.
+
+    Args:
+        divergence: The difference between the modules.
+        difference: The difference between the operators of the same step.
+        a: All operators of the step in the first run.
+        b: All operators of the step in the second run.
+    """
+    ours = None if difference.a is None else a[difference.a]
+    theirs = None if difference.b is None else b[difference.b]
+    call = ours or theirs
+    assert call is not None, "a difference is about an operator"
+    if divergence.what in BEFORE_OPERATORS or call.operator == "data":
+        return divergence
+    names = [side.operator for side in (ours, theirs) if side is not None]
+    arguments = [side.arguments for side in (ours, theirs) if side is not None]
+    only = "second" if ours is None else "first"
+    sentences = {
+        "output": f"{names[0]} computes a different result from the same inputs",
+        "arguments": f"{names[0]} is called with different arguments: {' and '.join(arguments)}",
+        "generator": f"{names[0]} draws different random numbers, because the generator is in a "
+        "different state before the call",
+        "call": f"{names[0]} is called in the {only} run only",
+        "input": f"{names[0]} reads a value that no operator of the step wrote: it was made before "
+        "the step, or by a library other than torch",
+    }
+    if difference.kind == "input" and all(
+        _is_written(calls, index, difference.position or 0)
+        for calls, index in ((a, difference.a), (b, difference.b))
+    ):
+        sentences["input"] = (
+            f"{names[0]} reads a value that no operator wrote: its memory was changed from outside "
+            "of torch (by numpy, by an extension, or by a fault of the machine)"
+        )
+    if not call.inputs:
+        sentences["output"] = (
+            f"{names[0]} creates a tensor with different values (numbers in the source, or an "
+            "array)"
+        )
+    elif any(0 in side.inputs for side in (ours, theirs) if side is not None):
+        sentences["output"] = (
+            f"{names[0]} computes a different result from inputs that agree as far as they are "
+            "known (some of their memory was not written by operators as a whole)"
+        )
+    if difference.kind == "call" and len(names) == 2:
+        sentences["call"] = f"the first run calls {names[0]}, and the second {names[1]}"
+    is_input = difference.kind == "input"
+    return replace(
+        divergence,
+        what=difference.kind,
+        sentence=sentences[difference.kind],
+        direction=_direction(divergence, call) if is_input else call.phase,
+        microbatch=call.microbatch if call.microbatch is not None else divergence.microbatch,
+        unit=(divergence.unit or call.unit if is_input else call.unit or divergence.unit) or None,
+        parameter=divergence.parameter if call.phase == "optimizer" or is_input else None,
+        a=ours,
+        b=theirs,
+    )
+
+
+def _is_written(calls: Sequence[OperatorCall], index: int | None, position: int) -> bool:
+    """Return whether a call of the step wrote to the memory of an input of a call."""
+    writer = -1 if index is None else calls[index].producers[position]
+    while writer >= 0 and not calls[writer].outputs:  # a view: look for the writer of its base
+        writer = max(calls[writer].producers, default=-1)
+    return writer >= 0
+
+
+def _direction(divergence: Divergence, reader: OperatorCall) -> Direction | None:
+    """Return the direction of a value that no operator wrote before `reader` read it."""
+    if divergence.what == "gradient" and reader.phase == "optimizer":
+        return "reduction"
+    return divergence.direction if divergence.direction == "forward" else reader.phase
+
+
+def locate_tensor(
+    divergence: Divergence,
+    difference: OperatorDifference | None,
+    a: Sequence[OperatorCall],
+    b: Sequence[OperatorCall],
+) -> OperandLocation | None:
+    """Return the operator call at which a replay can compare the tensors of a divergence.
+
+    Args:
+        divergence: The divergence.
+        difference: The difference between the operators of the step; None if they agree.
+        a: All operators of the step in the first run.
+        b: All operators of the step in the second run.
+
+    Returns:
+        The place; None if the two runs have no tensors of equal dtype and shape there.
+    """
+    operand = None
+    if divergence.what in ("initial", "between", "written"):
+        operand = _reader_of(divergence.parameter, a, b)
+    elif difference is not None and difference.a is not None and difference.b is not None:
+        is_input, position = difference.kind == "input", difference.position or 0
+        operand = OperandLocation(difference.a, difference.b, is_input, position)
+    if operand is None or operand.types(a, b) is None:
+        return None
+    return operand
+
+
+def _reader_of(
+    parameter: str | None, a: Sequence[OperatorCall], b: Sequence[OperatorCall]
+) -> OperandLocation | None:
+    """Return the first call that takes a parameter or buffer itself as input."""
+    readers = []
+    for calls in (a, b):
+        for index, call in enumerate(calls):
+            names = [types.partition(": ")[0] for types in call.input_types]
+            if parameter in names:
+                readers.append((index, names.index(parameter)))
+                break
+    if len(readers) < 2 or readers[0][1] != readers[1][1]:
+        return None
+    return OperandLocation(readers[0][0], readers[1][0], True, readers[0][1])

@@ -1,0 +1,403 @@
+"""One micro-batch of a step, computed alone: under a debugger, in anomaly mode, or into files.
+
+    select          reduces the batch to this micro-batch
+    recording       hooks, debugger, anomaly mode; ends the program after the micro-batch
+
+Every micro-batch begins with the buffers and generators that it has in the whole step. So it
+computes the same bits alone.
+"""
+
+from __future__ import annotations
+
+import bdb
+import contextlib
+import json
+import pdb
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+
+from lockstep.checkpoint.tensor_file import DTYPES, write_tensors
+from lockstep.data.microbatch import Batch
+from lockstep.files import create_file, make_folder
+from lockstep.kernel.errors import UsageError
+from lockstep.kernel.rng_scopes import is_in_backward
+from lockstep.kernel.step_context import StepContext, StepObserver
+from lockstep.launcher.stacks import is_user_code
+from lockstep.messages import say
+from lockstep.model.deferred_init import named_tensors
+from lockstep.model.fingerprinter import hookable_modules
+from lockstep.tools.replay.result import ReplayRequest
+from lockstep.training.trainer_hooks import SessionComplete
+
+__all__ = ["DebuggerLeft", "LoneMicrobatch"]
+
+FinishMicrobatch = Callable[
+    [StepContext, float | None, tuple[int, ...] | None, tuple[str, ...]], None
+]
+
+DUMPED = ("inputs", "weights", "activations", "activation_gradients", "gradients")
+MOST_NAMED = 8  # the largest number of rows or samples in a sentence
+INTERNAL = ["lockstep.*", "torch.nn.modules.module", "torch.utils.*", "torch._*", "contextlib"]
+"""Modules that the debugger does not stop in."""
+
+
+class LoneMicrobatch(StepObserver):
+    """Computes one micro-batch of a step, and ends the program.
+
+    Args:
+        request: The request: which micro-batch, and what to do with it.
+        called: The callable that the trainer calls: the model, or its compiled form.
+        module: The model.
+        finish: Called with the step, the loss (None for a micro-batch without weight, which is
+            not computed), the indices of the samples (None if they are not known) and sentences
+            about what was found.
+    """
+
+    takes_refusals = True
+
+    def __init__(
+        self,
+        request: ReplayRequest,
+        called: nn.Module,
+        module: nn.Module,
+        finish: FinishMicrobatch,
+    ) -> None:
+        self._request, self._called, self._module = request, called, module
+        self._finish = finish
+        self._loss: float | None = None
+        self._size = 0
+        self._samples: tuple[int, ...] | None = None
+        self._remarks: list[str] = []
+        self._has_found = False  # whether a module returned a non-finite value
+        self._dump = None if request.dump is None else MicrobatchDump(called, module)
+
+    def select(self, batch: Batch) -> Batch:
+        """Return the batch reduced to the requested micro-batch.
+
+        Raises:
+            UsageError: The batch has fewer micro-batches.
+        """
+        number = self._request.microbatch
+        chosen = tuple(
+            microbatch for microbatch in batch.microbatches if microbatch.index == number
+        )
+        if not chosen:
+            raise UsageError(
+                f"--microbatch {number}: step {self._request.first} has {batch.leaves} "
+                f"micro-batches; the last one is {batch.leaves - 1}"
+            )
+        self._size = chosen[0].size
+        self._samples = batch.sample_indices(chosen[0].index)
+        if self._dump is not None:
+            self._dump.take_data(chosen[0].data)
+        if self._request.anomaly:
+            self._check_data(chosen[0].data)
+        return replace(batch, microbatches=chosen)
+
+    def _check_data(self, data: Any) -> None:
+        """Add remarks that name non-finite inputs and their samples."""
+        for name, leaf in name_leaves(data):
+            if not _is_finite(leaf):
+                rows = self._name_rows(leaf)
+                where = f"{rows} of the input `{name}`" if rows else f"the input `{name}`"
+                verb = "are" if where.startswith("rows") else "is"
+                self._remarks.append(f"In the data, {where} {verb} not finite")
+
+    def _name_rows(self, value: Any) -> str:
+        """Return the non-finite rows of the first non-finite tensor, with their samples.
+
+        "" unless the tensor has one row per sample.
+        """
+        leaves = [leaf for leaf in tree_leaves(value) if not _is_finite(leaf)]
+        if not leaves or leaves[0].dim() == 0 or len(leaves[0]) != self._size:
+            return ""
+        is_bad = ~leaves[0].isfinite().reshape(self._size, -1).all(dim=1)
+        rows = is_bad.nonzero().flatten().tolist()
+        if self._samples is None:
+            return _list("row", rows)
+        return f"{_list('row', rows)} ({_list('sample', [self._samples[row] for row in rows])})"
+
+    @contextmanager
+    def recording(
+        self, step: StepContext, position: Callable[[], tuple[int, int] | None]
+    ) -> Iterator[None]:
+        """Compute the micro-batch in the body, then end the program.
+
+        Raises:
+            SessionComplete: It was computed.
+        """
+        step.observers.append(self)
+        try:
+            with ExitStack() as stack:
+                if self._request.debug:
+                    stack.enter_context(debugging(self._called, self._describe_samples))
+                if self._request.anomaly:
+                    stack.enter_context(self._watching())
+                if self._dump is not None:
+                    stack.enter_context(self._dump.recording(position))
+                yield
+        finally:
+            if self._dump is not None and self._request.dump is not None:
+                self._dump.write(self._request.dump, self._describe(step))
+        self._finish(step, self._loss, self._samples, tuple(self._remarks))
+        raise SessionComplete
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Find the first module with a non-finite output, and the first gradient that is NaN."""
+        name = type(self._module).__name__
+        handles = [
+            module.register_forward_hook(partial(self._check_output, path))
+            for path, module in hookable_modules(name, self._called, is_root=True)
+        ]
+        caught: list[warnings.WarningMessage] = []
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with torch.autograd.detect_anomaly():
+                    yield
+            if not self._has_found:
+                self._remarks.append(
+                    "No module returned a non-finite value, and no gradient is NaN"
+                )
+        except RuntimeError as error:
+            if "returned nan values" not in str(error):
+                raise
+            where = next(
+                filter(None, (_find_forward(str(warning.message)) for warning in caught)), ""
+            )
+            self._remarks.append(f"In backward, {str(error).rstrip('.')}{where}")
+            if self._dump is not None:
+                self._remarks.append(
+                    "Anomaly mode ended backward there: gradients.safetensors and "
+                    "activation_gradients.safetensors have only the gradients before it; omit "
+                    "--anomaly to get all"
+                )
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _check_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._has_found or torch.compiler.is_compiling() or is_in_backward():
+            return
+        if _is_finite(output):
+            return
+        self._has_found = True
+        rows, inputs = self._name_rows(output), "finite inputs"
+        if not _is_finite(args):
+            rows, inputs = self._name_rows(args) or rows, "inputs that are non-finite, too"
+        kind = type(module).__name__
+        who = f"the model itself ({kind})" if module is self._called else f"{name} ({kind})"
+        self._remarks.append(
+            f"In forward, {who} returned the first non-finite values, from {inputs}"
+            + (f": {rows}" if rows else "")
+        )
+
+    def record_loss(self, loss: torch.Tensor) -> None:
+        """Record the loss; the losses of several backward passes are added."""
+        self._loss = (self._loss or 0.0) + float(loss.detach())
+
+    def _describe_samples(self) -> str:
+        """Return a sentence about the samples; "" if they are not known."""
+        if self._samples is None:
+            return ""
+        number, listed = self._request.microbatch, ", ".join(map(str, self._samples))
+        return f"micro-batch {number} has the samples {listed} of the dataset"
+
+    def _describe(self, step: StepContext) -> dict[str, Any]:
+        return {
+            "run": str(self._request.run),
+            "step": step.number,
+            "microbatch": self._request.microbatch,
+            "loss_hex": None if self._loss is None else self._loss.hex(),
+            "share": step.shares.get(self._request.microbatch or 0),
+            "size": self._size,
+            "samples": self._samples,
+            "remarks": self._remarks,
+        }
+
+
+def name_leaves(data: Any) -> Iterator[tuple[str, Any]]:
+    """Yield names and leaves of nested data; parts are named "0", "1" or by key of a mapping."""
+    for path, leaf in tree_flatten_with_path(data)[0]:
+        name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+        yield name or "data", leaf
+
+
+def _list(noun: str, numbers: Sequence[int]) -> str:
+    more = ", ..." if len(numbers) > MOST_NAMED else ""
+    named = ", ".join(map(str, numbers[:MOST_NAMED]))
+    return f"{noun}{'s' * (len(numbers) > 1)} {named}{more}"
+
+
+def _find_forward(message: str) -> str:
+    """Return where the forward function was called, from anomaly mode's warning; "" if unknown."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', message)
+    own = [frame for frame in frames if is_user_code(frame[0])]
+    if "Traceback of forward call" not in message or not own:
+        return ""
+    file, line, function = own[-1]
+    return f"; its forward was called at {Path(file).name}:{line} in {function}"
+
+
+def _is_finite(value: Any) -> bool:
+    tensors = [tensor for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor)]
+    return all(
+        bool(tensor.isfinite().all())
+        for tensor in tensors
+        if tensor.is_floating_point() and tensor.layout is torch.strided
+    )
+
+
+class DebuggerLeft(BaseException):
+    """The user left the debugger; unwinds the program, which cannot catch it as an Exception."""
+
+
+class Debugger(pdb.Pdb):
+    """pdb with a `where` command that shows only the user's frames and the current frame."""
+
+    def print_stack_trace(self, *count: Any) -> None:
+        """Print these frames, the newest last."""
+        try:
+            for frame, line in self.stack:
+                if frame is self.curframe or is_user_code(frame.f_code.co_filename):
+                    self.print_stack_entry((frame, line))
+        except KeyboardInterrupt:
+            pass
+
+
+@contextmanager
+def debugging(called: nn.Module, describe_samples: Callable[[], str]) -> Iterator[None]:
+    """Stop in the debugger where the model's forward begins, and where an error is raised.
+
+    Args:
+        called: The callable that the trainer calls: the model, or its compiled form.
+        describe_samples: Returns a sentence about the samples of the micro-batch, which is shown
+            before the debugger; "" for none.
+
+    Raises:
+        DebuggerLeft: The debugger was left before the micro-batch was computed.
+    """
+    debugger = Debugger(skip=INTERNAL)
+
+    def stop(module: nn.Module, args: Any) -> None:
+        handle.remove()
+        if sentence := describe_samples():
+            say(sentence)
+        debugger.set_trace(sys._getframe())
+
+    handle = called.register_forward_pre_hook(stop)
+    try:
+        yield
+    except bdb.BdbQuit:
+        raise DebuggerLeft("the debugger was left before the micro-batch was computed") from None
+    except Exception as error:
+        traceback.print_exception(error)
+        with contextlib.suppress(bdb.BdbQuit):
+            pdb.post_mortem(error.__traceback__)
+        raise
+    finally:
+        sys.settrace(None)
+        handle.remove()
+
+
+class MicrobatchDump:
+    """The tensors of one micro-batch, written as safetensors files.
+
+        inputs.safetensors               data of the micro-batch
+        weights.safetensors              parameters and buffers before the step
+        activations.safetensors          outputs of every module call
+        activation_gradients.safetensors gradients of these outputs
+        gradients.safetensors            what backward adds to the gradient of each parameter
+        index.json                       step, loss, calls in their order, tensors left out
+
+    Args:
+        called: The callable that the trainer calls: the model, or its compiled form.
+        module: The model.
+    """
+
+    def __init__(self, called: nn.Module, module: nn.Module) -> None:
+        self._called, self._module = called, module
+        self._files: dict[str, dict[str, torch.Tensor]] = {name: {} for name in DUMPED}
+        self._calls: list[dict[str, Any]] = []
+        self._skipped: dict[str, str] = {}
+        self._counts: dict[str, int] = {}
+
+    def take_data(self, data: Any) -> None:
+        """Keep the data, before any module can write into it."""
+        for name, leaf in name_leaves(data):
+            self._keep("inputs", name, leaf)
+
+    @contextmanager
+    def recording(self, position: Callable[[], Any]) -> Iterator[None]:
+        """Keep the outputs of modules and all gradients while the body runs."""
+        for name, tensor in named_tensors(self._module).items():
+            self._keep("weights", name, tensor)
+        name = type(self._module).__name__
+        handles = [
+            module.register_forward_hook(self._hook(path, position))
+            for path, module in hookable_modules(name, self._called, is_root=True)
+        ]
+        for name, parameter in self._module.named_parameters():
+            if parameter.requires_grad:
+                watch = partial(self._keep_gradient_of, name)
+                handles.append(parameter.register_post_accumulate_grad_hook(watch))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, module_name: str, position: Callable[[], Any]) -> Callable[..., None]:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling() or is_in_backward() or position() is None:
+                return
+            call = self._counts[module_name] = self._counts.get(module_name, -1) + 1
+            own = f"{module_name}#{call}" if call else module_name
+            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            names = [own] if len(leaves) == 1 else [f"{own}[{n}]" for n in range(len(leaves))]
+            self._calls.append(
+                {"module": module_name, "class": type(module).__name__, "outputs": names}
+            )
+            for name, leaf in zip(names, leaves, strict=True):
+                self._keep("activations", name, leaf)
+                if leaf.requires_grad:
+                    leaf.register_hook(partial(self._keep, "activation_gradients", name))
+
+        return leave
+
+    def _keep_gradient_of(self, name: str, parameter: torch.Tensor) -> None:
+        self._keep("gradients", name, parameter.grad)
+
+    def _keep(self, file: str, name: str, value: Any) -> None:
+        """Copy a tensor as it is now; only name a tensor that safetensors cannot store."""
+        if not isinstance(value, torch.Tensor):
+            self._skipped[f"{file}/{name}"] = type(value).__name__
+            return
+        value = value.detach()
+        if value.layout is not torch.strided or value.is_quantized or value.dtype not in DTYPES:
+            self._skipped[f"{file}/{name}"] = f"{value.dtype}, {value.layout}"
+            return
+        self._files[file][name] = value.to("cpu", copy=True).contiguous()
+
+    def write(self, folder: Path, description: Mapping[str, Any]) -> None:
+        """Write the files into a folder, readable by their owner only."""
+        make_folder(folder)
+        for name, tensors in self._files.items():
+            with open(create_file(folder / f"{name}.safetensors"), "wb") as file:
+                write_tensors(file, tensors)
+        index = {**description, "calls": self._calls, "left_out": self._skipped}
+        with open(create_file(folder / "index.json"), "wb") as file:
+            file.write(f"{json.dumps(index, indent=2)}\n".encode())

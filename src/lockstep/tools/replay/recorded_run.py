@@ -1,0 +1,162 @@
+"""A run as an input of `lockstep bisect`: its record, its sources and its fingerprints."""
+
+from __future__ import annotations
+
+import filecmp
+import linecache
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from lockstep.formatting import format_quantity
+from lockstep.kernel.errors import UsageError
+from lockstep.model.fingerprint import StepFingerprint
+from lockstep.model.fingerprint_file import read_unit_fingerprints
+from lockstep.record.columns import as_dict
+from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
+from lockstep.record.reader import Run, read_run
+from lockstep.tools.replay.comparison import find_recorded
+from lockstep.tools.replay.record_difference import RecordDifference, Stop
+
+__all__ = [
+    "RecordedRun",
+    "find_source_differences",
+    "read_recorded_run",
+    "require_comparable",
+]
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """One of the two runs.
+
+    Attributes:
+        name: The name of the run in messages.
+        run: Its record.
+        steps: Its recorded steps, with the values that identify them.
+    """
+
+    name: str
+    run: Run
+    steps: list[RecordedStep]
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return self.run.folder
+
+    @cached_property
+    def fingerprints(self) -> dict[int, list[StepFingerprint]]:
+        """The recorded fingerprints of all ranks, by step."""
+        return read_unit_fingerprints(self.folder).steps
+
+    def read_line(self, source: str, step: int) -> str:
+        """Return the source text of the line `source`, such as "train.py:31 in forward".
+
+        "" unless exactly one of the sources stored for the step has that file name.
+        """
+        name, _, rest = source.partition(":")
+        number = rest.partition(" ")[0]
+        file = self.find_sources(step).get(Path(name).name)
+        if file is None or not number.isdecimal():
+            return ""
+        return linecache.getline(str(file), int(number)).strip()
+
+    def find_sources(self, step: int) -> dict[str, Path]:
+        """Return the source files of a step by name, without files whose name is not unique."""
+        stored = self.run.find_stored_sources(step)
+        if stored is None:
+            return {}
+        files = [path for path in stored.rglob("*") if path.is_file()]
+        counts = Counter(path.name for path in files)
+        return {path.name: path for path in sorted(files) if counts[path.name] == 1}
+
+    @cached_property
+    def stop(self) -> Stop | None:
+        """The step in which the run failed; None if it did not fail, or if it is not known."""
+        if self.run.state != "failed":
+            return None
+        steps = {step.step: step for step in self.steps}
+        number = max(steps, default=-1) + 1
+        recorded = find_recorded(self.run, steps, number)
+        if not recorded.failure:
+            return None
+        is_value = re.fullmatch(r"the [\w ]+ is -?(nan|inf)", recorded.failure) is not None
+        return Stop(number, recorded.microbatch, recorded.failure, is_value)
+
+    @property
+    def microbatches(self) -> int | None:
+        """The number of micro-batches per step; None if the record does not say."""
+        count = self.run.layout.get("microbatches")
+        return count if isinstance(count, int) else None
+
+
+def read_recorded_run(path: Path, name: str = "") -> RecordedRun:
+    """Read a run.
+
+    Args:
+        path: The folder of the run, or its record.
+        name: The name of the run in messages; "" for its recorded name.
+
+    Raises:
+        UsageError: There is no run, or it has no steps.
+        FileError: The record cannot be read.
+    """
+    run = read_run(path)
+    steps = read_step_fingerprints(path)
+    recorded = RecordedRun(name or run.name, run, steps)
+    if not steps and recorded.stop is None:
+        raise UsageError(f"{path} has no steps, so there is nothing to compare")
+    return recorded
+
+
+def require_comparable(a: RecordedRun, b: RecordedRun, difference: RecordDifference | None) -> None:
+    """Raise UsageError where two runs differ by construction, so that no step can be equal.
+
+    Args:
+        a: The first run.
+        b: The second run.
+        difference: The first difference of their records.
+    """
+    ours, theirs = (_describe_model(step.run) for step in (a, b))
+    if ours and theirs and ours != theirs:
+        raise UsageError(
+            f"{a.name} trains {ours} and {b.name} {theirs}: bisect compares runs of one model; use "
+            "`lockstep compare` for these"
+        )
+    known = {step.step: step for step in b.steps}
+    pairs = [(step, known[step.step]) for step in a.steps if step.step in known]
+    if difference is not None or (None not in (a.stop, b.stop) and a.stop == b.stop):
+        return
+    if not pairs:
+        raise UsageError(f"{a.name} and {b.name} have no step in common")
+    names = ("batch", "losses", "loss", "norm")
+    values = ((getattr(step, name) for step in pair) for pair in pairs for name in names)
+    if not any(None not in (x, y) and () not in (x, y) for x, y in values):
+        raise UsageError(
+            f"{a.name} and {b.name} recorded nothing of a step that both have, so there is nothing "
+            "to compare"
+        )
+
+
+def _describe_model(run: Run) -> str:
+    """Return the size of the model in words; "" if the record does not say."""
+    model = as_dict(run.header.get("model"))
+    if not isinstance(model.get("parameters"), int):
+        return ""
+    return (
+        f"a {model.get('class')} with {model['parameters']:,} parameters and "
+        f"{format_quantity(model.get('buffers', 0), 'element')} in buffers"
+    )
+
+
+def find_source_differences(a: RecordedRun, b: RecordedRun, step: int) -> list[str]:
+    """Return the names of source files that both runs stored for a step, and that differ."""
+    ours, theirs = a.find_sources(step), b.find_sources(step)
+    return [
+        name
+        for name, file in ours.items()
+        if name in theirs and not filecmp.cmp(file, theirs[name], shallow=False)
+    ]

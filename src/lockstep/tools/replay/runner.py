@@ -1,0 +1,286 @@
+"""Running a recorded program again: launch ranks, and collect the wanted steps.
+
+command ── launch ──> rank: session opened, output into a log, the program runs
+   progress <─ rank 0: steps finished
+        <─ per rank: what it recorded, or the sentence of the first failure
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.kernel.errors import RankError
+from lockstep.launcher.fork_server import get_fork_server
+from lockstep.launcher.launch import launch, launch_in_this_process
+from lockstep.launcher.rank_process import run_code
+from lockstep.launcher.run_folder import RESUME, RUN
+from lockstep.launcher.signals import exiting_on_sigterm
+from lockstep.record.program import select_variables
+from lockstep.record.sources import find_named_variables
+from lockstep.tools.check.runner import (
+    describe_failure,
+    is_refusal,
+    log_of,
+    read_values,
+    record_of,
+    redirect_output,
+)
+from lockstep.tools.replay.program import Base, Program
+from lockstep.tools.replay.result import Replay, ReplayedStep, ReplayRequest
+from lockstep.tools.replay.stored_sources import StoredSources
+
+__all__ = ["run_order", "run_program"]
+
+DEBUGGER_LEFT = "DebuggerLeft"  # the class name of the exception
+FAILURE = "failure"  # the file with the error of a program that failed in this terminal
+POLL = 0.2  # seconds between two reports of progress
+READ_LATE = re.compile(r"OMP_NUM_THREADS|CUBLAS.*|NVIDIA_.*|TORCH_.*|TORCHINDUCTOR_CACHE_DIR")
+"""Variables that take effect in a forked rank, which has torch loaded; others need a new
+interpreter."""
+
+Report = Callable[[int, int], None]
+"""Called with the number of finished steps, those before the checkpoint included, and the number
+of steps to finish."""
+
+
+def run_program(
+    program: Program, base: Base, request: ReplayRequest, report: Report | None = None
+) -> Replay:
+    """Compute steps of a recorded run again, starting from a checkpoint.
+
+    Args:
+        program: The program of the run.
+        base: The checkpoint, or the beginning.
+        request: The steps and the layout.
+        report: Called a few times per second while it runs.
+    """
+    with exiting_on_sigterm(), tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
+        folder = Path(name)
+        begun = time.monotonic()
+        details = ""
+        is_refused = is_left = False
+        try:
+            _launch(program, base, request, folder, report or (lambda done, total: None))
+            failure = ""
+        except RankError as error:
+            failure = str(error).removeprefix(f"{DEBUGGER_LEFT}: ")
+            is_refused = request.layout.ranks > 1 and is_refusal(request.layout, error)
+            is_left = error.exception == DEBUGGER_LEFT
+            details = describe_failure(error, log_of(folder, error.rank or 0))
+        seconds = time.monotonic() - begun
+        ranks = [list(read_values(record_of(folder, rank))) for rank in range(request.layout.ranks)]
+        steps = _merge_steps(ranks)
+        finished = read_count(folder)
+        if not failure and len(steps) != request.last + 1 - request.first:
+            failure = (
+                f"the program ended after {finished or base.steps} steps, before step "
+                f"{request.last} was finished"
+            )
+        return Replay(steps, base.steps, seconds, failure, details, finished, is_refused, is_left)
+
+
+def _launch(
+    program: Program, base: Base, request: ReplayRequest, folder: Path, report: Report
+) -> None:
+    """Run the ranks to their end; raise RankError if one failed."""
+    order = (program, base, request, str(folder))
+    if request.debug:
+        _run_in_terminal(order, folder)
+        return
+    with _environment(program) as needs_interpreter:
+        if not needs_interpreter:
+            get_fork_server(for_training=True)
+        ranks = launch(
+            _run_rank,
+            order,
+            request.layout.ranks,
+            start_method="spawn" if needs_interpreter else "forkserver",
+            join=False,
+            daemon=True,
+            timeout=request.timeout,
+            pass_rank=True,
+        )
+    while True:
+        try:
+            ranks.join(POLL)
+            return
+        except TimeoutError:
+            pass
+        finally:
+            report(read_count(folder) or base.steps, request.last + 1)
+
+
+def _run_in_terminal(order: tuple[Program, Base, ReplayRequest, str], folder: Path) -> None:
+    """Run the program on one rank in a new interpreter that shares this terminal."""
+    file = folder / "order.pickle"
+    file.write_bytes(pickle.dumps(order))
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; "
+        "from lockstep.tools.replay.runner import run_order; "
+        f"run_order({os.fspath(file)!r})"
+    )
+    # Only the debugger handles Ctrl-C.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with _environment(order[0]):
+            ended = subprocess.run([sys.executable, "-c", code], check=False)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if ended.returncode:
+        sentence = f"the program ended with status {ended.returncode}"
+        with contextlib.suppress(OSError):
+            sentence = (folder / FAILURE).read_text()
+        failure = RankError(sentence)
+        failure.exception = sentence.partition(":")[0]
+        raise failure
+
+
+def run_order(file: str) -> None:
+    """Run one rank as `_run_in_terminal` asks, in a new interpreter."""
+    from lockstep.tools.replay.microbatch import DebuggerLeft
+
+    program, base, request, folder = pickle.loads(Path(file).read_bytes())
+    try:
+        _run_rank(0, program, base, request, folder)
+    except (Exception, DebuggerLeft) as error:
+        (Path(folder) / FAILURE).write_text(f"{type(error).__name__}: {error}")
+        sys.exit(1)
+
+
+@contextlib.contextmanager
+def _environment(program: Program) -> Iterator[bool]:
+    """Set the recorded variables in this process, which ranks inherit, while the body runs.
+
+    A variable that the stored sources name is removed if the recorded process did not have it.
+    Yields whether some of the variables only take effect in a new interpreter.
+    """
+    before = dict(os.environ)
+    here, recorded = select_variables(before), program.environ
+    sources: Iterable[bytes] = ()
+    if program.sources is not None and program.sources.is_dir():
+        sources = StoredSources(program.sources).contents()
+    names = [name for name in {**here, **recorded} if here.get(name) != recorded.get(name)]
+    for name in (*here, *find_named_variables(sources, before), RUN, RESUME):
+        os.environ.pop(name, None)
+    os.environ.update({**program.variables, **recorded})
+    try:
+        yield not all(map(READ_LATE.fullmatch, names))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+# --- on a rank ------------------------------------------------------------------------------
+
+
+def _run_rank(rank: int, program: Program, base: Base, request: ReplayRequest, name: str) -> None:
+    """Run the program in this process, and record the wanted steps."""
+    from lockstep.tools.replay.session import ReplaySession
+    from lockstep.training.trainer_hooks import SessionComplete, open_session
+
+    folder = Path(name)
+    if not request.debug:
+        redirect_output(log_of(folder, rank))
+    os.environ[RUN] = name
+    if request.layout.backend:
+        os.environ["LOCKSTEP_BACKEND"] = request.layout.backend
+    counter = os.open(_count_of(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600)
+
+    def count(steps: int) -> None:
+        os.pwrite(counter, steps.to_bytes(8, "little"), 0)
+
+    with record_of(folder, rank).open("xb", buffering=0) as file:
+        session = ReplaySession(
+            request,
+            (program.launch, program.trainer),
+            base,
+            lambda step: pickle.dump(step, file),
+            count,
+        )
+        try:
+            with open_session(session), launch_in_this_process():
+                _run_program(program, folder)
+        except SessionComplete:
+            pass
+        except SystemExit as error:
+            if error.code not in (None, 0):
+                raise
+        except Exception:
+            session.record_unfinished()
+            raise
+
+
+def _run_program(program: Program, folder: Path) -> None:
+    """Run the recorded program as the Python interpreter would."""
+    import torch
+
+    with contextlib.suppress(OSError):  # another machine may not have this folder
+        os.chdir(program.cwd)
+    if program.kind == "recipe":
+        _run_recipe(program.options, folder)
+        return
+    sources = None
+    if program.sources is not None and program.sources.is_dir():
+        sources = StoredSources(program.sources)
+        sources.install()
+    if program.torch_seed is not None:  # the recorded initial seed, for a program that sets none
+        torch.manual_seed(program.torch_seed)
+    sys.argv[:] = [program.target, *program.arguments]
+    kind = "module" if program.kind == "module" else "script"
+    script = os.path.normpath(os.path.join(program.cwd, program.target))
+    first = program.cwd if kind == "module" else os.path.dirname(os.path.realpath(script))
+    if program.path is None:
+        sys.path[0] = first
+    else:
+        sys.path[:] = [*program.path, *(entry for entry in sys.path if entry not in program.path)]
+    source = None if sources is None or kind == "module" else sources.read(script)
+    run_code(kind, program.target, source)
+
+
+def _run_recipe(recorded: Mapping[str, Any], folder: Path) -> None:
+    from lockstep.tools.recipes.catalog import find_recipe
+    from lockstep.tools.recipes.classification import Options, train
+
+    known = {field.name for field in fields(Options)}
+    options = Options(**{name: value for name, value in recorded.items() if name in known})
+    quiet = replace(options, quiet=True, download=False, logger=())
+    train(quiet, find_recipe(options.recipe), str(folder / "run"))
+
+
+# --- files between ranks and command ----------------------------------------------------------
+
+
+def _count_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.count"
+
+
+def read_count(folder: Path) -> int | None:
+    """Return how many steps the trainer has finished; None before it is constructed.
+
+    The largest count is the true one: a rank that is ended after the failure of another rank may
+    not have counted the last step.
+    """
+    texts = [file.read_bytes() for file in folder.glob("rank-*.count")]
+    return max((int.from_bytes(text, "little") for text in texts if text), default=None)
+
+
+def _merge_steps(ranks: Sequence[Sequence[ReplayedStep]]) -> list[ReplayedStep]:
+    """Return the steps that every rank recorded, each with the fingerprints of all."""
+    return [
+        replace(
+            own[0], fingerprints=[fingerprint for step in own for fingerprint in step.fingerprints]
+        )
+        for own in zip(*ranks, strict=False)  # a rank that failed has fewer
+    ]

@@ -1,0 +1,214 @@
+"""Replay session: the effect of `lockstep replay` on the trainers of a recorded program.
+
+Trainer()          has the layout of the replay; continues from the checkpoint
+steps before       are computed as in the run, and counted
+wanted steps       record results and digest; at other levels, also fingerprints or operators
+after the last     SessionComplete unwinds the program
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lockstep.kernel.step_context import StepContext
+from lockstep.kernel.step_hooks import StepResult
+from lockstep.launcher.rank_process import get_launch_number
+from lockstep.model.fingerprinter import Fingerprinter
+from lockstep.model.operator_tracer import OperatorTracer, record_graphs_as_operators
+from lockstep.pipeline.partitioner import PipelineConfig
+from lockstep.tools.check.session import choose_options
+from lockstep.tools.replay.microbatch import LoneMicrobatch
+from lockstep.tools.replay.program import Base
+from lockstep.tools.replay.result import ReplayedStep, ReplayRequest
+from lockstep.training.trainer_hooks import (
+    ObservedTrainer,
+    RecordingObserver,
+    SessionComplete,
+    TrainerObserver,
+)
+
+__all__ = ["ReplaySession"]
+
+
+class ReplaySession:
+    """The replay on this rank.
+
+    Args:
+        request: The steps that are wanted.
+        trainer: The trainer that they belong to: the index of the call of `ls.launch` in the
+            program (None outside of such a call), and the index of the trainer in that call.
+        base: The state from which the replay begins.
+        record: Called with each wanted step; the same on every rank except for fingerprints.
+        count: Called with the number of finished steps, when the trainer is constructed and after
+            each step.
+    """
+
+    def __init__(
+        self,
+        request: ReplayRequest,
+        trainer: tuple[int | None, int],
+        base: Base,
+        record: Callable[[ReplayedStep], None],
+        count: Callable[[int], None],
+    ) -> None:
+        self.request = request
+        self.record, self.count = record, count
+        self.trainer, self._base = trainer, base
+        self._counts: Counter[int | None] = Counter()  # trainers per call of `launch`
+        self._observed: ReplayedTrainer | None = None
+
+    def options(
+        self, model: nn.Module | Sequence[Any], given: PipelineConfig
+    ) -> tuple[PipelineConfig, bool]:
+        """Return the pipeline options of a trainer of `model`, and whether it shares parameters."""
+        return choose_options(self.request.layout, model, given)
+
+    def attach(self, trainer: ObservedTrainer) -> TrainerObserver:
+        """Return the observer of a trainer; all but the recorded trainer are left unobserved."""
+        launch = get_launch_number()
+        number = self._counts[launch]
+        self._counts[launch] += 1
+        if (launch, number) != self.trainer:
+            return UnobservedTrainer()
+        self.count(self._base.steps)
+        self._observed = ReplayedTrainer(self, trainer, self._base.checkpoint)
+        return self._observed
+
+    def record_unfinished(self) -> None:
+        """Record the wanted step in which the program failed, as far as it was computed."""
+        if self._observed is not None:
+            self._observed.record_unfinished()
+
+
+class UnobservedTrainer:
+    """A trainer whose steps are not wanted."""
+
+    checkpoint: Path | None = None
+
+    def begin_step(self, step: int) -> None:
+        """Observe nothing."""
+
+    def commit(self, result: StepResult) -> None:
+        """Do nothing."""
+
+
+class ReplayedTrainer:
+    """The trainer whose steps are wanted."""
+
+    def __init__(
+        self, session: ReplaySession, trainer: ObservedTrainer, checkpoint: Path | None
+    ) -> None:
+        self._session, self._trainer = session, trainer
+        self.checkpoint = checkpoint
+        self._fingerprinter: Fingerprinter | None = None
+        self._tracer: OperatorTracer | None = None
+        self._begun: int | None = None
+        if session.request.level == "modules":
+            self._fingerprinter = Fingerprinter(
+                session.trainer[1],
+                trainer.parallel,
+                trainer.called,
+                trainer.module,
+                trainer.has_whole_gradients,
+                with_backward=True,
+                takes_refusals=True,
+            )
+
+    def begin_step(self, step: int) -> RecordingObserver | None:
+        """Return the observer of a step; None for none."""
+        request, self._begun = self._session.request, step
+        if request.is_alone:
+            if not self._is_wanted(step):
+                return None
+            trainer = self._trainer
+            return LoneMicrobatch(request, trainer.called, trainer.module, self._record_alone)
+        if request.level != "operators":
+            return self._fingerprinter if self._is_wanted(step) else None
+        record_graphs_as_operators()
+        if self._is_wanted(step):
+            modules = self._trainer.parallel.modules_with(self._trainer.called)
+            kept = request.kept if step == request.first else None
+            self._tracer = OperatorTracer(modules, kept)
+        return self._tracer
+
+    def commit(self, result: StepResult) -> None:
+        """Record a wanted step; end the program after the last one."""
+        session = self._session
+        self._begun = None
+        session.count(result.step + 1)
+        if self._is_wanted(result.step):
+            self._record(result)
+        if result.step >= session.request.last:
+            raise SessionComplete
+
+    def record_unfinished(self) -> None:
+        """Record the fingerprints or operators of a wanted step that was not finished."""
+        step, level = self._begun, self._session.request.level
+        if step is None or not self._is_wanted(step) or level == "result":
+            return
+        self._session.record(
+            ReplayedStep(
+                step,
+                fingerprints=[] if self._fingerprinter is None else [self._fingerprinter.current],
+                **self._traced(),
+            )
+        )
+
+    def _is_wanted(self, step: int) -> bool:
+        return self._session.request.first <= step <= self._session.request.last
+
+    def _record(self, result: StepResult) -> None:
+        """Record a wanted step; with pipeline stages this is a collective call."""
+        digest, fingerprints = self._trainer.digest(), []
+        if self._fingerprinter is not None:
+            state = self._trainer.optimizer_state()
+            fingerprint = self._fingerprinter.commit(result.loss, digest, state)
+            fingerprints.append(fingerprint)
+        self._session.record(
+            ReplayedStep(
+                step=result.step,
+                epoch=result.epoch,
+                loss=result.loss,
+                norm=result.norm,
+                losses=tuple(result.losses),
+                batch=result.batch,
+                digest=digest,
+                optimizer_digest=self._trainer.optimizer_digest(),
+                fingerprints=fingerprints,
+                **self._traced(),
+            )
+        )
+
+    def _traced(self) -> dict[str, Any]:
+        """Return the fields of a step that the tracer fills."""
+        if self._tracer is None:
+            return {}
+        return {"operators": self._tracer.calls, "kept": self._tracer.kept}
+
+    def _record_alone(
+        self,
+        step: StepContext,
+        loss: float | None,
+        samples: tuple[int, ...] | None,
+        remarks: tuple[str, ...],
+    ) -> None:
+        """Record the micro-batch that was computed alone."""
+        assert step.batch is not None
+        losses: list[float | None] = [None] * step.batch.leaves
+        losses[self._session.request.microbatch or 0] = loss
+        identity = step.batch.identity
+        self._session.record(
+            ReplayedStep(
+                step=step.number,
+                epoch=step.batch.epoch,
+                losses=tuple(losses),
+                batch=identity.samples or identity.checksum or None,
+                samples=samples,
+                remarks=remarks,
+            )
+        )

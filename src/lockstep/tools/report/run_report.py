@@ -1,0 +1,222 @@
+"""The report of one run, as an HTML page or as Markdown.
+
+Run ──┬─> summary, summary_text, breakdown ──┬─> report_html(run)       one self-contained page
+      └─> charts, timeline ──────────────────┴─> report_markdown(run)   for an issue
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.formatting import (
+    format_duration,
+    format_loss,
+    format_metric_value,
+    format_number,
+    format_percent,
+    format_quantity,
+)
+from lockstep.record.reader import Run
+from lockstep.record.recorder import RECORD_FILE, TIME_CATEGORIES
+from lockstep.record.timeline import typical_timeline
+from lockstep.tools.report.breakdown import (
+    MAX_EPOCHS,
+    MAX_RANKS,
+    RESUME_COLUMNS,
+    epoch_table,
+    peak_memory,
+    resume_table,
+    time_by_rank,
+    time_shares,
+)
+from lockstep.tools.report.chart import run_charts
+from lockstep.tools.report.markdown import escape_markdown, fenced_block, markdown_table
+from lockstep.tools.report.page import draw_panel, render_template
+from lockstep.tools.report.rank_spread import spread_table
+from lockstep.tools.report.reproduction import (
+    CHECKPOINT_COLUMNS,
+    REPLAY_COLUMNS,
+    checkpoint_table,
+    summarize_reproduction,
+)
+from lockstep.tools.report.rounds import ROUND_COLUMNS, round_sentences, round_table
+from lockstep.tools.report.summary import Summary, summarize
+from lockstep.tools.report.summary_text import (
+    STATE_NAMES,
+    checkpoint_sentence,
+    command_line,
+    headline,
+    learning_rate_sentence,
+    resume_sentence,
+    settings_groups,
+    state_sentence,
+    timeline_sentences,
+    timing_sentences,
+    warning_sentence,
+)
+from lockstep.tools.report.timeline import layout_timelines
+from lockstep.version import VERSION
+
+__all__ = ["report_html", "report_markdown"]
+
+MAX_WARNINGS = 50  # warnings that are listed
+
+
+def report_html(run: Run) -> str:
+    """Return the report of a run as one self-contained HTML page."""
+    recorded = typical_timeline(run)
+    summary = summarize(run)
+    panels = {chart.key: draw_panel(chart) for chart in run_charts(run)}
+    times, repeated = time_by_rank(run), summarize_reproduction(run)
+    return render_template(
+        "report.html",
+        summary=summary,
+        state_name=STATE_NAMES[run.state],
+        headline=headline(run, summary),
+        state_sentence=state_sentence(run, summary),
+        remarks=[*run.remarks, *repeated.remarks],
+        tiles=_tiles(run, summary),
+        duration_panel=panels.pop("seconds", None),
+        panels=list(panels.values()),
+        learning_rate_sentence=learning_rate_sentence(run),
+        timing_sentences=timing_sentences(run),
+        times=times[:MAX_RANKS],
+        num_hidden_ranks=max(0, len(times) - MAX_RANKS),
+        total_shares=time_shares(run),
+        spread=spread_table(run),
+        timelines=layout_timelines([recorded] if recorded else []),
+        timeline_sentences=timeline_sentences(recorded),
+        memory=peak_memory(run),
+        round_sentences=list(round_sentences(run)),
+        round_columns=ROUND_COLUMNS,
+        rounds=round_table(run),
+        epochs=epoch_table(run),
+        checkpoint_sentence=checkpoint_sentence(run),
+        checkpoint_columns=CHECKPOINT_COLUMNS,
+        checkpoints=checkpoint_table(run),
+        resume_sentence=resume_sentence(run),
+        resume_columns=RESUME_COLUMNS,
+        resumes=resume_table(run),
+        warnings=[warning_sentence(line) for line in run.warnings[:MAX_WARNINGS]],
+        num_hidden_warnings=max(0, len(run.warnings) - MAX_WARNINGS),
+        command=command_line(run),
+        reproduction=repeated,
+        replay_columns=REPLAY_COLUMNS,
+        settings=settings_groups(run),
+        version=VERSION,
+        path=str(Path(run.folder.name) / RECORD_FILE),
+    )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A key figure with its name."""
+
+    name: str
+    value: str
+
+
+def _tiles(run: Run, summary: Summary) -> list[Tile]:
+    """Return the key figures of a run."""
+    measured = "held out" if summary.held_out else "training"
+    metrics = [
+        Tile(f"{name}, {measured}", format_metric_value(name, value))
+        for name, value in list(summary.metrics.items())[:2]
+    ]
+    figures = [
+        Tile(f"loss, {measured}", format_loss(summary.loss)),
+        Tile("samples per second", format_number(summary.speed)),
+        Tile("per step (median)", format_duration(summary.step_seconds)),
+        Tile("duration of the run", format_duration(summary.seconds)),
+    ]
+    return metrics + figures
+
+
+def report_markdown(run: Run) -> str:
+    """Return the report of a run in Markdown."""
+    summary, repeated = summarize(run), summarize_reproduction(run)
+    lines = [f"## {escape_markdown(summary.name)} ({STATE_NAMES[run.state]})", ""]
+    lines += map(escape_markdown, headline(run, summary))
+    remarks = [state_sentence(run, summary), *run.remarks, *repeated.remarks]
+    lines += [f"\n> {escape_markdown(sentence)}" for sentence in remarks if sentence]
+    figures = [(tile.name, tile.value) for tile in _tiles(run, summary)]
+    if summary.digest:
+        figures.append(("digest of the weights", summary.digest))
+    if summary.optimizer_digest:
+        figures.append(("digest of the optimizer state", summary.optimizer_digest))
+    lines += ["", *markdown_table(("figure", "value"), figures)]
+    sentences = [*timing_sentences(run), *timeline_sentences(typical_timeline(run))]
+    sentences = [*filter(None, [learning_rate_sentence(run)]), *sentences]
+    lines += ["", *(f"- {escape_markdown(sentence)}" for sentence in sentences)]
+    lines += _time_table(run)
+    lines += _rounds_lines(run)
+    lines += _epoch_table(run)
+    lines += _checkpoint_lines(run)
+    if run.warnings:
+        lines += ["", "### Warnings", ""]
+        lines += [
+            f"- {escape_markdown(warning_sentence(line))}" for line in run.warnings[:MAX_WARNINGS]
+        ]
+    if command := command_line(run):
+        lines += ["", "### Command", "", *fenced_block(command)]
+    if repeated.sentences:
+        lines += ["", *(f"- {escape_markdown(sentence)}" for sentence in repeated.sentences)]
+    lines += _table(REPLAY_COLUMNS, repeated.replays)
+    for group in settings_groups(run):
+        lines += ["", f"<details><summary>{group.name}</summary>", ""]
+        lines += [*markdown_table(("", ""), list(group.values.items())), "", "</details>"]
+    return "\n".join(lines) + "\n"
+
+
+def _time_table(run: Run) -> list[str]:
+    """Return the time of the ranks by category, as a Markdown table."""
+    rows = [
+        [
+            "mean" if one.rank < 0 else str(one.rank),
+            format_duration(one.seconds),
+            *map(format_percent, one.shares.values()),
+        ]
+        for one in time_by_rank(run)[:MAX_RANKS]
+    ]
+    lines = ["", *markdown_table(("rank", "time", *TIME_CATEGORIES), rows)] if rows else []
+    if (spread := spread_table(run)) is not None:
+        lines += ["", f"Spread over {format_quantity(spread.ranks, 'rank')}, per step:", ""]
+        lines += markdown_table(spread.names, spread.rows)
+    return lines
+
+
+def _checkpoint_lines(run: Run) -> list[str]:
+    """Return the checkpoints and resumptions in Markdown."""
+    sentences = list(filter(None, (checkpoint_sentence(run), resume_sentence(run))))
+    if not sentences:
+        return []
+    lines = ["", "### Checkpoints", "", *map(escape_markdown, sentences)]
+    lines += _table(CHECKPOINT_COLUMNS, checkpoint_table(run))
+    return lines + _table(RESUME_COLUMNS, resume_table(run))
+
+
+def _rounds_lines(run: Run) -> list[str]:
+    """Return the rounds of an elastic run in Markdown."""
+    rows = round_table(run)
+    if not rows:
+        return []
+    sentences = map(escape_markdown, round_sentences(run))
+    return ["", "### Rounds", "", *sentences, *_table(ROUND_COLUMNS, rows)]
+
+
+def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table after a blank line; nothing if it has no rows."""
+    return ["", *markdown_table(names, rows)] if rows else []
+
+
+def _epoch_table(run: Run) -> list[str]:
+    """Return the epochs as a Markdown table."""
+    table = epoch_table(run)
+    if not table.rows:
+        return []
+    rows = list(table.rows)
+    if table.num_hidden:
+        rows.insert(MAX_EPOCHS // 2, [f"... {table.num_hidden} more"])
+    return ["", *markdown_table(table.names, rows)]

@@ -1,0 +1,283 @@
+"""The summary of a run in a few figures: layout, quality, duration and speed.
+
+`lockstep report`, `compare` and `runs` all show these figures.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lockstep.formatting import format_quantity
+from lockstep.launcher.run_folder import read_description
+from lockstep.messages import escape_control
+from lockstep.record.columns import Column, Line
+from lockstep.record.rank_summary import STATISTICS
+from lockstep.record.reader import Run
+from lockstep.record.recorder import TIME_CATEGORIES
+from lockstep.tools.report.rank_spread import list_slow_ranks, mean_times
+
+__all__ = ["SlowRank", "SlowStep", "Summary", "as_text", "describe_layout", "find_slowest_rank"]
+__all__ += ["find_slowest_step", "last_time", "number_or", "numbers_of", "summarize"]
+
+MIN_EXCESS = 0.02  # fraction above the mean working time from which a rank is called slow
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of a run; NaN or "" if the record does not have them.
+
+    `loss` and `metrics` are those of the last evaluation if there is one (`held_out`), else
+    those of the last epoch, else the means of the last 20 steps. `seconds` is the duration of
+    the run, `speed` the samples per second during steps, and `step_seconds` the median
+    duration of a step, both in the last layout. `resume_command` is "" if the run is done or
+    running, or has no checkpoint.
+    """
+
+    name: str
+    state: str
+    message: str
+    recipe: str
+    layout: str
+    epochs: int
+    steps: int
+    samples: float
+    loss: float
+    metrics: dict[str, float]
+    held_out: bool
+    seconds: float
+    speed: float
+    step_seconds: float
+    digest: str
+    optimizer_digest: str
+    started: str
+    resume_command: str
+
+
+def summarize(run: Run) -> Summary:
+    """Return the summary of a run."""
+    end = run.end or {}
+    loss, metrics, held_out = _final_quality(run)
+    recent = run.layout_steps
+    stepping = float(np.nansum(recent.seconds))
+    return Summary(
+        name=run.name,
+        state=run.state,
+        message=as_text(end.get("message")),
+        recipe=as_text(run.header.get("recipe")),
+        layout=describe_layout(run.layout),
+        epochs=len(run.epochs),
+        steps=len(run.steps),
+        samples=float(np.nansum(run.steps.samples)),
+        loss=loss,
+        metrics=metrics,
+        held_out=held_out,
+        seconds=_total_seconds(run),
+        speed=float(np.nansum(recent.samples)) / stepping if stepping > 0 else math.nan,
+        step_seconds=_finite_median(recent.seconds),
+        digest=as_text(end.get("digest")),
+        optimizer_digest=as_text(end.get("optimizer_digest")),
+        started=as_text(run.header.get("started")),
+        resume_command=_resume_command(run),
+    )
+
+
+def _resume_command(run: Run) -> str:
+    """Return the command that resumes a run that ended early, else ""."""
+    if run.state in ("done", "running"):
+        return ""
+    if not any((run.folder / "checkpoints").glob("step-*")):
+        return ""
+    folder = escape_control(str(run.folder))
+    if run.header.get("recipe"):
+        return shlex.join(["lockstep", "train", "--resume", folder])
+    command = ["lockstep", "run", "--resume", folder]
+    launched = read_description(run.folder)
+    if launched is None or launched.is_redacted:  # its command is not known
+        ranks = number_or(run.layout.get("world_size"), 1)
+        command[2:2] = ["-n", f"{ranks:.0f}"]
+        command += ["SCRIPT"]
+    return shlex.join(command)
+
+
+def _total_seconds(run: Run) -> float:
+    """Return the duration of a run over all of its processes, in seconds."""
+    end = run.end or {}
+    name = (
+        "t" if run.resumes or run.rounds else "seconds"
+    )  # the latter counts from the start of the process
+    return number_or(end.get(name), last_time(run))
+
+
+def _final_quality(run: Run) -> tuple[float, dict[str, float], bool]:
+    """Return the loss, the metrics, and whether they were measured on held-out samples."""
+    for epoch in reversed(run.epochs):
+        evaluation = epoch.get("evaluation")
+        if isinstance(evaluation, dict):
+            return number_or(evaluation.get("loss")), numbers_of(evaluation.get("metrics")), True
+    if run.epochs:
+        return (
+            number_or(run.epochs[-1].get("loss")),
+            numbers_of(run.epochs[-1].get("metrics")),
+            False,
+        )
+    recent = slice(-20, None)
+    means = {name: _finite_mean(column[recent]) for name, column in run.steps.metrics.items()}
+    return _finite_mean(run.steps.loss[recent]), means, False
+
+
+def describe_layout(layout: Line) -> str:
+    """Return a layout as a phrase: "2 replicas × 2 stages, 8 micro-batches, gloo, cpu"."""
+    parts = []
+    if "replicas" in layout:
+        parts.append(format_quantity(number_or(layout["replicas"]), "replica"))
+        if number_or(layout.get("stages"), 1) != 1:
+            parts[0] += f" × {format_quantity(number_or(layout['stages']), 'stage')}"
+    elif "world_size" in layout:
+        parts.append(format_quantity(number_or(layout["world_size"]), "rank"))
+    if "microbatches" in layout:
+        parts.append(format_quantity(number_or(layout["microbatches"]), "micro-batch", "es"))
+    parts += [as_text(layout[name]) for name in ("backend", "device") if layout.get(name)]
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """The rank that the others wait for.
+
+    `seconds` is its mean working time per step, and `excess` the fraction by which it exceeds the
+    mean of all ranks. `share` is the fraction of the steps in which it is the slowest; None if the
+    record has a row per rank.
+    """
+
+    rank: int
+    seconds: float
+    excess: float
+    share: float | None = None
+
+
+def find_slowest_rank(run: Run) -> SlowRank | None:
+    """Return the rank that works longest (compute and data) if it is clearly above the mean.
+
+    If the record has summaries of the ranks, it must be the slowest in half of the steps.
+    """
+    if listed := list_slow_ranks(run):
+        first = listed[0]
+        is_slow = first.first >= 0.5 and first.excess > MIN_EXCESS
+        slowest = SlowRank(first.rank, first.busy, first.excess, first.first)
+        return slowest if is_slow else None
+    rows = run.layout_steps.ranks
+    if rows.shape[1] < 2:
+        return None
+    busy = rows[:, :, [TIME_CATEGORIES.index("compute"), TIME_CATEGORIES.index("data")]].sum(axis=2)
+    means = np.array([_finite_mean(busy[:, rank]) for rank in range(busy.shape[1])])
+    if not np.isfinite(means).any() or not np.nanmean(means) > 0:
+        return None
+    rank = int(np.nanargmax(means))
+    excess = float(means[rank] / np.nanmean(means) - 1)
+    return SlowRank(rank, float(means[rank]), excess) if excess > MIN_EXCESS else None
+
+
+@dataclass(frozen=True)
+class SlowStep:
+    """The longest step.
+
+    `medians` is its duration divided by the median duration. `part` and `rank` name the
+    category and the rank that account for most of the excess; `part` is "" if none does.
+    """
+
+    step: int
+    epoch: int
+    seconds: float
+    medians: float
+    part: str
+    rank: int
+
+
+def find_slowest_step(run: Run) -> SlowStep | None:
+    """Return the longest step of the last layout, with the cause of its duration."""
+    steps = run.layout_steps
+    seconds = steps.seconds
+    if not np.isfinite(seconds).any():
+        return None
+    at = int(np.nanargmax(seconds))
+    usual = _finite_median(seconds)
+    excess = float(seconds[at]) - usual
+    near = slice(max(0, at - 500), at + 500)
+    if mean_times(run):  # the record lists some ranks, and has the median of all
+        ranks, times = np.split(steps.slowest[at], [1], axis=1)
+        usual_times = steps.spread[near, STATISTICS.index("median")]
+    else:
+        times, usual_times = steps.ranks[at], steps.ranks[near]
+        ranks = np.arange(len(times))
+    part, rank = _find_cause(ranks, times, usual_times, excess)
+    return SlowStep(
+        step=int(np.nan_to_num(steps.step[at])),
+        epoch=int(np.nan_to_num(steps.epoch[at])),
+        seconds=float(seconds[at]),
+        medians=float(seconds[at]) / usual if usual > 0 else math.nan,
+        part=part,
+        rank=rank,
+    )
+
+
+def _find_cause(ranks: Column, times: Column, usual: Column, excess: float) -> tuple[str, int]:
+    """Return the category and rank that account for most of a step's excess, or ("", 0).
+
+    Waiting is never the cause, because a waiting rank waits for the work of another one.
+
+    Args:
+        ranks: The ranks of the rows of `times`.
+        times: The seconds of the step, by rank and category.
+        usual: Those of steps around it, of all ranks or of the median rank.
+        excess: The seconds by which the step is longer than others.
+    """
+    if not np.isfinite(times).any():
+        return "", 0
+    above = np.nan_to_num(times - np.median(np.nan_to_num(usual), axis=0))
+    above[:, TIME_CATEGORIES.index("waiting")] = 0.0
+    row, part = (int(index) for index in np.unravel_index(np.argmax(above), above.shape))
+    rank = float(ranks.ravel()[row])
+    is_cause = above[row, part] > excess / 2 and math.isfinite(rank)
+    return (TIME_CATEGORIES[part], int(rank)) if is_cause else ("", 0)
+
+
+def last_time(run: Run) -> float:
+    """Return the largest time `t` of the last lines, in seconds since the run began, or NaN."""
+    lines = (*run.epochs[-1:], *run.warnings[-1:], *run.resumes[-1:], *run.rounds[-1:])
+    times = [number_or(line.get("t")) for line in lines]
+    times += run.steps.t[-1:].tolist()
+    known = [time for time in times if math.isfinite(time)]
+    return max(known, default=math.nan)
+
+
+def _finite_median(values: np.ndarray[Any, np.dtype[np.float64]]) -> float:
+    """Return the median of the finite values; NaN if there are none."""
+    known = values[np.isfinite(values)]
+    return float(np.median(known)) if len(known) else math.nan
+
+
+def _finite_mean(values: np.ndarray[Any, np.dtype[np.float64]]) -> float:
+    """Return the mean of the finite values; NaN if there are none."""
+    known = values[np.isfinite(values)]
+    return float(np.mean(known)) if len(known) else math.nan
+
+
+def number_or(value: Any, default: float = math.nan) -> float:
+    """Return `value` if it is a number, else `default`."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number else default
+
+
+def numbers_of(value: Any) -> dict[str, float]:
+    """Return the values of a dict as numbers; empty if `value` is not a dict."""
+    return {str(k): number_or(v) for k, v in value.items()} if isinstance(value, dict) else {}
+
+
+def as_text(value: Any) -> str:
+    """Return `value` as text; "" for None."""
+    return "" if value is None else str(value)

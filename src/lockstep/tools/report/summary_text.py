@@ -1,0 +1,279 @@
+"""The text about a run: sentences on quality, speed, state and timing, and its settings."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lockstep.formatting import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_loss,
+    format_metric,
+    format_number,
+    format_percent,
+    format_quantity,
+)
+from lockstep.record.columns import as_dict
+from lockstep.record.reader import Run
+from lockstep.record.timeline import Timeline
+from lockstep.tools.report.summary import (
+    Summary,
+    as_text,
+    find_slowest_rank,
+    find_slowest_step,
+    last_time,
+    number_or,
+)
+
+__all__ = [
+    "BUSY",
+    "STATE_NAMES",
+    "SettingsGroup",
+    "command_line",
+    "flatten_settings",
+    "format_setting",
+]
+__all__ += [
+    "checkpoint_sentence",
+    "headline",
+    "settings_groups",
+    "state_sentence",
+    "timeline_sentences",
+]
+__all__ += ["learning_rate_sentence", "learning_rate_text", "resume_sentence", "timing_sentences"]
+__all__ += ["warning_sentence"]
+
+BUSY = 0.05  # fraction of the time that rank 0 waits for a core, above which it is reported
+STATE_NAMES = {"done": "done", "failed": "failed", "running": "still running", "died": "died"}
+STATE_NAMES |= {"stopped": "stopped"}
+
+
+def headline(run: Run, summary: Summary) -> list[str]:
+    """Return two sentences: the quality of the model, and the speed of the run."""
+    return [_quality_sentence(run, summary), _speed_sentence(run, summary)]
+
+
+def _quality_sentence(run: Run, summary: Summary) -> str:
+    """Return a sentence: "digits: accuracy 97.2%, loss 0.0931 on held-out samples ..."."""
+    what = summary.recipe or as_text(as_dict(run.header.get("model")).get("class")) or summary.name
+    planned = number_or(run.header.get("epochs"))
+    after = format_quantity(summary.epochs, "epoch")
+    if planned > summary.epochs:
+        after = f"{summary.epochs} of {format_quantity(planned, 'epoch')}"
+    figures = [format_metric(*item) for item in summary.metrics.items() if math.isfinite(item[1])]
+    figures += [f"loss {format_loss(summary.loss)}"] if math.isfinite(summary.loss) else []
+    if not figures:
+        return f"{what}: no step was recorded."
+    measured = "on held-out samples" if summary.held_out else "in training"
+    return f"{what}: {', '.join(figures)} {measured} after {after}."
+
+
+def _speed_sentence(run: Run, summary: Summary) -> str:
+    """Return a sentence with model, layout, samples, duration and speed."""
+    model = as_dict(run.header.get("model"))
+    parts = []
+    if model.get("class"):
+        size = number_or(model.get("parameters"))
+        of = f" of {format_count(size)} parameters" if math.isfinite(size) else ""
+        parts.append(f"{model['class']}{of}")
+    parts += [f"on {summary.layout}"] if summary.layout else []
+    sentence = " ".join(parts)
+    work = f"{format_count(summary.samples)} samples in {format_quantity(summary.steps, 'step')}"
+    sentence += f": {work}" if sentence else work
+    sentence += f" took {format_duration(summary.seconds)}" if summary.seconds > 0 else ""
+    if math.isfinite(summary.speed):
+        sentence += f", {format_number(summary.speed)} samples/s during steps"
+    return sentence + "."
+
+
+def state_sentence(run: Run, summary: Summary) -> str:
+    """Return the sentence about a run that is not done; "" for one that is."""
+    at = format_duration(last_time(run))
+    position = ""
+    if len(run.steps):
+        position = f", in epoch {run.steps.epoch[-1] + 1:.0f}, step {run.steps.step[-1]:,.0f}"
+    resume = f" Resume it with: {summary.resume_command}" if summary.resume_command else ""
+    return {
+        "done": "",
+        "failed": (summary.message or "The run failed; its record has no message.") + resume,
+        "stopped": f"This run was stopped on request {at} after its start{position}.{resume}",
+        "running": f"This run is still going; its last line was written {at} after its "
+        f"start{position}.",
+        "died": f"This run ended without a last line, {at} after its start{position}: "
+        f"it was killed, or its machine went down.{resume}",
+    }[run.state]
+
+
+def checkpoint_sentence(run: Run) -> str:
+    """Return the sentence about the checkpoints that were saved; "" if there are none."""
+    if not run.checkpoints:
+        return ""
+    last = run.checkpoints[-1]
+    step, size = number_or(last.get("step")), number_or(last.get("bytes"))
+    stalls = np.array([number_or(line.get("stall")) for line in run.checkpoints])
+    stalls = stalls[np.isfinite(stalls)]
+    where = f" after {format_quantity(step, 'step')}" if math.isfinite(step) else ""
+    much = f" ({format_bytes(size)})" if math.isfinite(size) else ""
+    sentence = f"{format_quantity(len(run.checkpoints), 'checkpoint')}, the last one{where}{much}"
+    if len(stalls):
+        sentence += f"; saving one stalled training for {format_duration(float(np.median(stalls)))}"
+    return sentence + " (median)." if len(stalls) > 1 else sentence + "."
+
+
+def resume_sentence(run: Run) -> str:
+    """Return the sentence about the resumptions of a run; "" if there are none."""
+    times = {1: "once", 2: "twice"}.get(len(run.resumes), f"{len(run.resumes)} times")
+    return f"The run was resumed {times}." if run.resumes else ""
+
+
+def timing_sentences(run: Run) -> list[str]:
+    """Return sentences on the slowest rank and the slowest step, in the last layout."""
+    sentences = []
+    if len(run.layout_steps) < len(run.steps):
+        first = run.layout_steps.step[0]
+        sentences.append(
+            f"The layout changed at step {first:,.0f}; times and speeds are those since."
+        )
+    rank, step = find_slowest_rank(run), find_slowest_step(run)
+    if rank is not None:
+        often = "" if rank.share is None else f" in {format_percent(rank.share)} of the steps"
+        sentences.append(
+            f"Rank {rank.rank} is the slowest{often}: it works {format_duration(rank.seconds)} per "
+            f"step, {format_percent(rank.excess)} more than the mean of the ranks, and the "
+            "others wait for it."
+        )
+    elif run.layout_steps.ranks.shape[1] > 1 or run.layout_steps.spread.shape[1]:
+        sentences.append("No rank is slower than the others.")
+    wait = number_or((run.end or {}).get("core_wait"), 0.0)
+    if wait > BUSY:
+        sentences.append(
+            f"Rank 0 waited for a core {format_percent(wait)} of the time: other programs, or more "
+            "ranks than cores, made the run slower."
+        )
+    if step is not None and len(run.layout_steps) > 1:
+        much = f", {format_number(step.medians)} times the median" if step.medians > 1.5 else ""
+        cause = (
+            f"; most of the excess is {step.part} on rank {step.rank}" if much and step.part else ""
+        )
+        sentences.append(
+            f"The slowest step is {step.step:,} (epoch {step.epoch + 1}): "
+            f"{format_duration(step.seconds)}{much}{cause}."
+        )
+    return sentences
+
+
+def timeline_sentences(recorded: Timeline | None) -> list[str]:
+    """Return a sentence on how busy the ranks were; an empty list without a timeline."""
+    if recorded is None:
+        return []
+    took = f"{recorded.title} took {format_duration(recorded.duration)}".capitalize()
+    idle = f"the ranks were idle for {format_percent(recorded.bubble_fraction)} of it"
+    balance = f"their load balance is {format_percent(recorded.load_balance)} (mean over maximum)"
+    return [f"{took}; {idle}, and {balance}."]
+
+
+def _learning_rates(run: Run) -> list[str]:
+    """Return the only learning rate, or the first, the maximum (if between them) and the last."""
+    rates = run.steps.lr[np.isfinite(run.steps.lr)]
+    if not len(rates):
+        return []
+    first, last, top = f"{rates[0]:.4g}", f"{rates[-1]:.4g}", f"{rates.max():.4g}"
+    if rates.min() == rates.max():
+        return [first]
+    return [first, last] if top in (first, last) else [first, top, last]
+
+
+def learning_rate_text(run: Run) -> str:
+    """Return the learning rate of a run: "0.05", "0.1 to 0.001", "" if it was not recorded."""
+    return " to ".join(_learning_rates(run))
+
+
+def learning_rate_sentence(run: Run) -> str:
+    """Return the sentence about the learning rate; "" if it was not recorded."""
+    rates = _learning_rates(run)
+    if not rates:
+        return ""
+    first, *others = rates
+    if not others:
+        return f"The learning rate is {first} in all steps."
+    *top, last = others
+    maximum = f", with a maximum of {top[0]}" if top else ""
+    return f"The learning rate goes from {first} to {last}{maximum}."
+
+
+def warning_sentence(line: dict[str, Any]) -> str:
+    """Return a record's line "warning" as a sentence."""
+    at, rank = number_or(line.get("t")), line.get("rank")
+    when = f"after {format_duration(at)}" if math.isfinite(at) else ""
+    who = "" if rank is None else f"rank {rank}"
+    origin = ", ".join(filter(None, (who, when)))
+    return f"{origin}: {as_text(line.get('message'))}" if origin else as_text(line.get("message"))
+
+
+def command_line(run: Run) -> str:
+    """Return the run's command for a shell; "" if the record does not have it."""
+    command = run.header.get("command")
+    if not isinstance(command, list) or not command:
+        return ""
+    first, *rest = map(str, command)
+    if first.endswith(".py") and os.path.basename(first) != "__main__.py":
+        return shlex.join(["python", first, *rest])
+    if os.path.basename(first) == "__main__.py":
+        return shlex.join(["python", "-m", os.path.basename(os.path.dirname(first)), *rest])
+    return shlex.join([os.path.basename(first) if first.endswith("/lockstep") else first, *rest])
+
+
+@dataclass(frozen=True)
+class SettingsGroup:
+    """A group of settings under one heading, as text."""
+
+    name: str
+    values: dict[str, str]
+
+
+def settings_groups(run: Run) -> list[SettingsGroup]:
+    """Return the recorded environment, layout, options, model, optimizer and variables."""
+    environment = dict(run.environment)
+    variables = as_dict(environment.pop("variables", None))
+    memory = number_or(environment.pop("memory_bytes", None))
+    if math.isfinite(memory):
+        environment["memory"] = format_bytes(memory)
+    started = {"started": run.header["started"]} if run.header.get("started") else {}
+    groups = {
+        "Environment": started | environment,
+        "Layout": run.layout,
+        "Options": as_dict(run.latest("options")),
+        "Model": as_dict(run.header.get("model")),
+        "Optimizer": {"learning rate": learning_rate_text(run)}
+        | as_dict(run.header.get("optimizer")),
+        "Environment variables": variables,
+    }
+    flat = {name: dict(flatten_settings(values)) for name, values in groups.items()}
+    return [SettingsGroup(name, values) for name, values in flat.items() if values]
+
+
+def flatten_settings(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield nested settings as text under dotted names; empty ones are left out."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from flatten_settings(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            if value:
+                yield f"{prefix}{name}", ", ".join(map(str, value))
+        elif value is not None and value != "":
+            yield f"{prefix}{name}", format_setting(value)
+
+
+def format_setting(value: Any) -> str:
+    """Return the value of one setting as text."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return format_count(value) if isinstance(value, int) and abs(value) >= 10000 else str(value)
