@@ -243,7 +243,7 @@ def register(ranks):
     store = CountingStore(ranks)
     worlds = [
         RankInfo(
-            rank=rank, world_size=ranks, master_addr="host-0", master_port=29500, host=rank // 8
+            rank=rank, world_size=ranks, master_addr="192.0.2.1", master_port=29500, host=rank // 8
         )
         for rank in range(ranks)
     ]

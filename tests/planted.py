@@ -105,8 +105,8 @@ class Planted:
         line: A piece of the line of the script that is named; None for no line.
         both: Further changes of both scripts.
         environ: Variables of the second run alone.
-        is_quick: Whether it is in the test suite, not only in the long tests: new interpreters
-            take long.
+        is_quick: Whether it is in the test suite, which has one of each direction, and not only
+            in the long tests.
     """
 
     name: str
@@ -120,7 +120,7 @@ class Planted:
     line: str | None = None
     both: dict[str, str] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
-    is_quick: bool = True
+    is_quick: bool = False
 
     def sources(self) -> tuple[str, str]:
         """Return the scripts of both runs."""
@@ -218,7 +218,7 @@ PLANTED = [
     Planted("another order of data", {"seed=7,": "seed=8,"}, 0, "data", 0, index=(0, 0)),
     Planted(
         "one changed sample", {"\n\n\ndef is_here": "\ninputs[51, 3] += 2**-20\n\n\ndef is_here"},
-        1, "data", 2, index=(3, 3),
+        1, "data", 2, index=(3, 3), is_quick=True,
     ),
     Planted(
         "dropout drawn one extra time",
@@ -226,6 +226,7 @@ PLANTED = [
          "        if is_here(2):\n            nn.functional.dropout(y, 0.2)\n"
          "        return nn.functional.dropout"},
         STEP, "forward", MICROBATCH, "2", "aten.bernoulli_", line="nn.functional.dropout(y, 0.2)",
+        is_quick=True,
     ),
     Planted(
         "one more thread", {"threads=1": "threads=2"},
@@ -242,7 +243,7 @@ with torch.no_grad():
         each.copy_((torch.arange(each.numel()) % 7 - 3).view(each.shape) / 8)
 trainer = ls.Trainer""",
         },
-        environ={"ATEN_CPU_CAPABILITY": "default"}, is_quick=False,
+        environ={"ATEN_CPU_CAPABILITY": "default"},
     ),
     Planted(
         "a non-deterministic operator", {}, 0, "forward", 0, "2", "planted.noisy",
@@ -261,24 +262,25 @@ noisy.register_autograd(lambda ctx, gradient: gradient)
 class Middle""",
             "nn.functional.dropout(y": "nn.functional.dropout(noisy(y)",
         },
+        is_quick=True,
     ),
     Planted(
         "a hyperparameter changed from a step on",
         {LOOP: '            if trainer.steps == 4:\n'
                '                trainer.optimizer.param_groups[0]["lr"] = 0.05\n' + LOOP},
-        STEP, "optimizer", None, "0", "aten.add_", index=(0, 0),
+        STEP, "optimizer", None, "0", "aten.add_", index=(0, 0), is_quick=True,
     ),
     Planted(
         "a wrong backward of one layer",
         {"        return gradient * (1 - y * y)":
          "        return gradient * (1 - y * y) * (1 + 1e-3 * is_here())"},
-        STEP, "backward", 0, "2", "aten.mul", line="return gradient",
+        STEP, "backward", 0, "2", "aten.mul", line="return gradient", is_quick=True,
     ),
     Planted(
         "weights written from outside",
         {LOOP: "            if trainer.steps == 4:\n"
                "                model[3].weight.data[1, 2] += 1e-3\n" + LOOP},
-        STEP, "state", None, "3", index=(1, 2),
+        STEP, "state", None, "3", index=(1, 2), is_quick=True,
     ),
     Planted(
         "bf16 against fp32", {"    seed=3,": "    seed=3,\n    autocast_dtype=torch.bfloat16,"},
@@ -316,7 +318,7 @@ def is_skipped(batch):
 
 
 class Squash"""},
-        STEP, "forward", MICROBATCH,
+        STEP, "forward", MICROBATCH, is_quick=True,
     ),
     Planted(
         "a changed initial weight",
@@ -351,6 +353,6 @@ def reduce_wrongly(self, *arguments):
 
 GradientReducer.reduce = reduce_wrongly
 """ + MODEL},
-        STEP, "reduction", None, "3", index=(1, 2),
+        STEP, "reduction", None, "3", index=(1, 2), is_quick=True,
     ),
 ]  # fmt: skip

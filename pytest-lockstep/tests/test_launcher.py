@@ -281,7 +281,9 @@ def test_after():
 """
 
 
-@pytest.mark.parametrize("options", ["--ranks-pdb=1", "-k test_wrong"])
+@pytest.mark.parametrize(
+    "options", ["--ranks-pdb=1", pytest.param("-k test_wrong", marks=pytest.mark.stress)]
+)
 def test_the_debugger_attaches_to_one_rank(run, pytester, options):
     pytester.makepyfile(test_it="import pytest\nimport torch.distributed as dist\n" + DEBUGGED)
     child = pytester.spawn_pytest(f"-p no:cacheprovider --pdb --ranks-timeout=2 {options}")

@@ -50,15 +50,15 @@ def train(*arguments):
 
 
 def test_one_digest_loss_and_accuracy_for_every_number_of_ranks(tmp_path):
-    found = []
-    for n in (1, 2, 3, 4):
+    summaries = []
+    for n in (1, 3):
         status, output = train(
             "digits", "-n", n, "--epochs", 1, "--seed", 7, "--json", "--runs", tmp_path,
             *(["--activation-checkpointing"] if n == 3 else []),
         )  # fmt: skip
         assert status == 0
-        found.append(json.loads(output.splitlines()[-1]))
-    for n, summary in enumerate(found, start=1):
+        summary = json.loads(output.splitlines()[-1])
+        summaries.append(summary)
         assert set(summary) >= FIELDS
         assert summary["world_size"] == summary["replicas"] == n
         assert (summary["epochs"], summary["steps"], summary["samples"]) == (1, 45, 1438)
@@ -66,8 +66,8 @@ def test_one_digest_loss_and_accuracy_for_every_number_of_ranks(tmp_path):
         assert ls.digest(weights) == summary["digest"]
         assert summary["resumed_from_step"] is None
     for name in ("digest", "optimizer_digest", "loss", "accuracy"):
-        assert len({summary[name] for summary in found}) == 1
-    assert found[0]["accuracy"] > 0.4
+        assert len({summary[name] for summary in summaries}) == 1
+    assert summaries[0]["accuracy"] > 0.4
 
 
 def test_another_seed_or_number_of_microbatches_gives_another_digest(tmp_path):
@@ -251,11 +251,12 @@ def test_a_name_that_is_taken_is_refused_and_nothing_is_lost(tmp_path):
 
 def test_a_full_disk_ends_the_record_but_not_the_training(tmp_path):
     """No file may grow beyond 110 KiB: the weights fit, the record of 720 steps does not."""
-    arguments = "train digits --epochs 2 --batch-size 4 --microbatches 1 --json -q --name mine"
-    command = f"ulimit -f 110; exec {sys.executable} -m lockstep {arguments} --runs {tmp_path}"
-    outcome = subprocess.run(
-        ["bash", "-c", command], capture_output=True, text=True, timeout=100, check=False
-    )
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (110 << 10, 110 << 10))"
+    program = f"{limit}; from lockstep.cli import main; main()"
+    command = [sys.executable, "-c", program, "train", "digits", "--epochs", "2"]
+    command += ["--batch-size", "4", "--microbatches", "1", "--json", "-q"]
+    command += ["--name", "mine", "--runs", str(tmp_path)]
+    outcome = warm.run(command, timeout=100, text=True)
     assert outcome.returncode == 1
     assert "File too large" in outcome.stderr
     assert "Traceback" not in outcome.stderr
@@ -333,7 +334,7 @@ def resume(folder, *arguments):
 
 @pytest.mark.parametrize(
     "layout",
-    [("-n", 1, "--workers", 0), ("-n", 3, "--checkpoint-every", 1000), ("--stages", 2)],
+    [("-n", 1, "--workers", 0), ("--stages", 2, "--checkpoint-every", 1000)],
     ids=str,
 )
 def test_a_killed_run_goes_on_in_any_layout(tmp_path, killed, undisturbed, layout):

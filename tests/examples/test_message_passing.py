@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
+import os
 import sys
 from pathlib import Path
 
@@ -39,12 +39,14 @@ def test_output_depends_on_the_number_of_ranks():
     ]
 
 
-def test_example_without_a_launcher_starts_its_ranks(capfd):
-    subprocess.run(
-        [sys.executable, str(FOLDER / "broadcast.py"), "-n", "3", "--backend", "gloo"],
-        check=True, timeout=60,
-    )  # fmt: skip
-    printed = capfd.readouterr().out.splitlines()
+def test_example_without_a_launcher_starts_its_ranks(tmp_path):
+    environ = {**os.environ, "PYTHONPATH": str(FOLDER)}
+    path = FOLDER / "broadcast.py"
+    program = f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
+    command = [sys.executable, "-c", program, "-n", "3", "--backend", "gloo"]
+    done = warm.run(command, cwd=tmp_path, env=environ, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.splitlines()
     assert printed[0] == "broadcast from rank 1"
     assert [line.split()[-2:] for line in printed[2:]] == [["11", "12"]] * 3
 

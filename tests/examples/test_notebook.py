@@ -1,23 +1,24 @@
-"""The notebooks: every cell runs, and shows what the text above it says."""
+"""The notebooks: every cell runs, and shows what the text above it says.
+
+They start kernels and workers. The pages about the driver and about replays, which say the same,
+are tested in the suite (tests/test_docs.py, tests/replay/test_scripts.py).
+"""
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import sys
-import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import warm
-
 nbformat = pytest.importorskip("nbformat", reason="needs the extra [test]")
 nbclient = pytest.importorskip("nbclient", reason="needs the extra [test]")
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+pytestmark = [pytest.mark.stress, pytest.mark.timeout(300)]
 
 
 def text_of(cell) -> str:
@@ -69,55 +70,9 @@ def test_one_digest_in_every_layout(cells):
     assert [line.split()[:2] for line in two] == [["epoch", "0"], ["epoch", "1"]]
 
 
-COMMAND = """\
-#!{python} -SE
-import json, os, socket, sys
-with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as tests:
-    tests.connect({place!r})
-    order = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)])
-    socket.send_fds(tests, [order.encode()], [0, 1, 2])
-    sys.exit(int(tests.recv(16)))
-"""
-
-
-@pytest.fixture
-def warm_command(tmp_path, monkeypatch):
-    """Let `lockstep` in shells start warm: a command that hands its arguments to this process."""
-    place = tmp_path / "socket"
-    command = tmp_path / "bin" / "lockstep"
-    command.parent.mkdir()
-    command.write_text(COMMAND.format(python=sys.executable, place=str(place)))
-    command.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{command.parent}{os.pathsep}{os.environ['PATH']}")
-
-    def serve():
-        while True:
-            end, _ = server.accept()
-            with end:
-                order, streams, _, _ = socket.recv_fds(end, 1 << 18, 3)
-                if not order:
-                    return
-                arguments, folder, environ = json.loads(order)
-                call = [*warm.LOCKSTEP, *arguments]
-                names = ("stdin", "stdout", "stderr")
-                given = dict(zip(names, streams, strict=True))
-                with warm.Popen(call, cwd=folder, env=environ, **given) as process:
-                    for each in streams:
-                        os.close(each)
-                end.send(str(process.returncode).encode())
-
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-        server.bind(str(place))
-        server.listen()
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as last:
-            last.connect(str(place))
-        thread.join(60)
-
-
-def test_a_spike_on_four_ranks_is_found_on_one_process(tmp_path, warm_command):
+def test_a_spike_on_four_ranks_is_found_on_one_process(tmp_path, monkeypatch):
+    folder = os.path.dirname(sys.executable)  # of the command `lockstep`
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     cells = run_notebook("replay.ipynb", tmp_path)
     table = [line.split() for line in cell_with(cells, "record.jsonl").splitlines()]
     assert [line[0] for line in table] == ["11", "12", "13", "14"]

@@ -23,7 +23,7 @@ small = partial(ResNet, (1, 1), 5, 4)
 
 def batches():
     generator = torch.Generator().manual_seed(1)
-    for _ in range(3):
+    for _ in range(2):
         inputs = torch.randn(8, 3, 32, 32, generator=generator)
         yield inputs, torch.randint(5, (8,), generator=generator)
 
@@ -55,11 +55,11 @@ def in_one_process(splits):
 
 
 def test_its_losses_are_those_of_one_process(tmp_path):
-    splits = (1, 4)
+    splits = (4,)
     found = ls.launch(by_calls, (str(tmp_path / "rendezvous"), splits), 3, timeout=TIMEOUT)[0]
     for each, losses in zip(splits, found, strict=True):
         assert losses == pytest.approx(in_one_process(each), rel=1e-4)
-        assert abs(losses[0] - losses[2]) > 1e-2
+        assert abs(losses[0] - losses[1]) > 1e-2
 
 
 def in_a_world(rendezvous):

@@ -284,16 +284,11 @@ def trained(stages, schedules, names=tuple(MODELS), **more):
     return found
 
 
-SCHEDULES = ("1f1b", "zero-bubble")
-
-
-@pytest.mark.parametrize(
-    ("n", "stages", "schedules"), [(2, 2, SCHEDULES), (3, 3, SCHEDULES), (4, 2, SCHEDULES[1:])]
-)
-def test_what_crosses_a_boundary_changes_no_bit(ranks, alone, n, stages, schedules):
-    for found in ranks(trained, n, stages, schedules):
-        for (name, schedule), result in found.items():
-            assert result == alone[name, None], (name, schedule)
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (3, "zero-bubble")])
+def test_what_crosses_a_boundary_changes_no_bit(ranks, alone, stages, schedule):
+    for results in ranks(trained, stages, stages, (schedule,)):
+        for (name, _), result in results.items():
+            assert result == alone[name, None], name
 
 
 @pytest.fixture(scope="module")
@@ -301,10 +296,10 @@ def alone(ranks):
     return ranks(trained, 1, 1, (None,))[0]
 
 
-@pytest.mark.parametrize(("n", "schedule"), [(1, None), (2, "zero-bubble")])
-def test_recomputing_changes_no_bit(ranks, alone, n, schedule):
-    for found in ranks(partial(trained, activation_checkpointing=True), n, n, (schedule,)):
-        assert found == {(name, schedule): alone[name, None] for name in MODELS}
+def test_recomputing_changes_no_bit(ranks, alone):
+    schedule = "zero-bubble"
+    for results in ranks(partial(trained, activation_checkpointing=True), 2, 2, (schedule,)):
+        assert results == {(name, schedule): alone[name, None] for name in MODELS}
 
 
 class Hidden(nn.Module):

@@ -64,8 +64,7 @@ def test_a_planted_difference_is_found_and_named(recorded, planted: Planted):
 
 
 def test_there_are_some_of_all_directions():
-    assert len({each.name for each in PLANTED}) == 21
-    assert {each.direction for each in PLANTED} == set(get_args(Direction))
+    assert {each.direction for each in PLANTED if each.is_quick} == set(get_args(Direction))
 
 
 LOOSE_WIRE = {

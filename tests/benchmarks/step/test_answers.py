@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks.step.answers import (
     CHECKED,
@@ -49,26 +48,3 @@ def test_parameters_are_compared_with_the_way_they_went(tmp_path):
         answer = right.compare(str(off))
         assert answer.error == pytest.approx(share, abs=1e-3)
         assert answer.same is (share == 0)
-
-
-def test_one_bit_is_seen(tmp_path):
-    right = expected(Case("tiny", "sgd", 8), tmp_path)
-    other = np.fromfile(tmp_path / "ended", np.float32)
-    other[-1] = np.nextafter(other[-1], np.float32(9))
-    other.tofile(tmp_path / "other")
-    answer = right.compare(str(tmp_path / "other"))
-    assert not answer.same
-    assert answer.error < 1e-3
-
-
-def test_a_file_has_the_digest_of_its_model(tmp_path):
-    case = Case("tiny", "sgd", 8)
-    write(Alone(case, 1), str(tmp_path / "file"))
-    assert file_digest(case.net, tmp_path / "file") == digest(case.net.model().state_dict())
-
-
-def test_a_global_batch_grows_with_the_ranks_unless_it_is_fixed():
-    case, fixed = Case("tiny", "sgd", 8, 2), Fixed("tiny", "sgd", 27, 8)
-    assert [(len(case.batch(n, 0)[0]), case.leaves(n)) for n in (1, 3)] == [(8, 2), (24, 6)]
-    assert [(len(fixed.batch(n, 0)[0]), fixed.leaves(n)) for n in (1, 3)] == [(27, 8)] * 2
-    assert not torch.equal(case.batch(1, 0)[0], case.batch(1, 1)[0])

@@ -11,8 +11,7 @@ from click.testing import CliRunner
 from benchmarks.step import __main__ as program
 from benchmarks.step.contenders import Case
 from benchmarks.step.widths import Digests
-from lockstep.comm import backend
-from lockstep.kernel.errors import UsageError, WorkError
+from lockstep.kernel.errors import WorkError
 
 FIELDS = {"contender", "network", "parameters", "optimizer", "nprocs", "samples", "microbatches",
           "median_ms", "p10_ms", "p90_ms", "beyond_ms", "memory_rank_bytes", "memory_host_bytes",
@@ -50,54 +49,6 @@ def test_a_measurement_from_flags_to_files(tmp_path):
     assert re.search(r"; ([6-9]|\d\d+) pairs", done.output)
     assert "all equal" in done.output
     assert picture.read_text().startswith("<svg")
-
-
-@pytest.mark.parametrize(
-    ("flags", "sentence"),
-    [
-        (["--models", "7b"], "--models 7b: choose from tiny,1m,25m,"),
-        (["--optimizers", "lion"], "--optimizers lion: choose from sgd,adamw"),
-        (["--vs", "horovod"], "--vs horovod: choose from copies,memcpy,ddp-gloo"),
-        (["-n", "0"], "-n 0: expected a number of ranks"),
-        (["--batch", "32", "--microbatches", "5"], "--microbatches 5: a rank's samples"),
-        (["--seconds", "0"], "--seconds and --timeout"),
-        (["--rounds", "0"], "--rounds is at least 1"),
-        (["--block", "0"], "--block a positive number"),
-        (["--plot", "a.pdf"], "the suffix must be .svg or .png"),
-        (["--json", "nowhere/a.json"], "there is no folder nowhere"),
-        (["-n", "999", "--models", "tiny,100m"], "100m with adamw on 999 ranks"),
-    ],
-)
-def test_invalid_options_raise_usage_error(flags, sentence):
-    error = run(*flags).exception
-    assert isinstance(error, UsageError), error
-    assert sentence in str(error)
-
-
-def test_without_the_native_backend_what_needs_it_is_left_out_or_refused(monkeypatch, capsys):
-    monkeypatch.setattr(backend, "reason_unavailable", lambda: "not built")
-    names = program.contenders("all")
-    assert "ddp-gloo" in names
-    assert "trainer" in names
-    assert not [name for name in names if "lockstep" in name or "zero-copy" in name]
-    assert "without ddp-lockstep" in capsys.readouterr().err
-    with pytest.raises(UsageError, match=r"--vs fsdp-lockstep needs .*not built"):
-        program.contenders("ddp-gloo,fsdp-lockstep")
-
-
-def test_the_estimate_grows_with_what_is_asked_for():
-    small, large = Case("1m", "sgd", 32), Case("100m", "adamw", 32)
-    one = program.estimate([small], ["copies"], [2], [1], 1.0)
-    assert program.estimate([small, large], ["copies"], [2], [1], 1.0) > 2 * one
-    assert program.estimate([small], ["copies", "trainer"], [2, 4], [1], 1.0) > one
-    assert program.about(40.0) == "about a minute"
-    assert program.about(290.0) == "about 5 minutes"
-
-
-def test_the_default_run_stays_under_five_minutes():
-    cases = [Case(m, o, 32) for m in program.MODELS.split(",") for o in ("sgd", "adamw")]
-    names = program.contenders("all")
-    assert program.estimate(cases, names, [2], [1, 2, 3, 4], 1.0) < 300
 
 
 def test_digests_that_differ_are_a_failure():
