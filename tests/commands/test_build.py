@@ -65,8 +65,11 @@ def build(*arguments: str) -> str:
 
 
 def test_a_build_is_tested_published_and_then_found(recorder, cache, monkeypatch):
+    tested: list[Path] = []
+    monkeypatch.setattr(command, "run_self_test", tested.append)
     said = build()
     module = cache / current_abi().name / MODULE
+    assert len(tested) == 1
     assert find_bindings() == [module]
     assert recorder.parts() == ["binding", "core", "link"]
     assert "testing with two ranks\n" in said
@@ -77,8 +80,7 @@ def test_a_build_is_tested_published_and_then_found(recorder, cache, monkeypatch
     assert module.stat().st_mode & 0o022 == 0
     assert sorted(os.listdir(cache)) == sorted([".lock", "build.log", module.parent.name])
 
-    tested: list[Path] = []
-    monkeypatch.setattr(command, "run_self_test", tested.append)
+    tested.clear()
     recorder.log.unlink()
     assert f"nothing to build: {module} (" in build()
     assert recorder.calls() == []

@@ -62,7 +62,7 @@ def pictures(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "more", "layouts"),
     [
-        ("resnet18", {"mixup": 0.4}, [(3, 1), (2, 0, 2, "zero-bubble"), (4, 1, 2)]),
+        ("resnet18", {"mixup": 0.4}, [(3, 1), (4, 1, 2, "zero-bubble")]),
         ("vit", {"ema": 0.5, "bf16": True}, [(4, 0, 2)]),
     ],
     ids=["resnet18 with mixup", "vit with an average in bfloat16"],

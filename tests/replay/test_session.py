@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -125,24 +125,32 @@ TRAININGS: dict[str, tuple[Callable[[], nn.Module], Any, Any, dict[str, Any]]] =
 }
 
 
+def train_by_name(name: str, change: Change | None = None) -> None:
+    """Run a training of TRAININGS, with a change or as it is."""
+    make, batches, optimizer, options = TRAININGS[name]
+    model = make()
+    if change is not None:
+        change.edit(model)
+        options, optimizer = options | change.options, change.optimizer or optimizer
+    options = {"microbatches": 4, "seed": 7, "loggers": None} | options
+    trainer = ls.Trainer(model, nn.CrossEntropyLoss(), optimizer, **options)
+    for batch in batches([11, 8, 8]):
+        if change is not None:
+            change.between(trainer)
+        trainer.step(batch)
+
+
+@cache
+def traced_steps(name: str) -> list[ReplayedStep]:
+    """Return all steps of a training, replayed once for all tests."""
+    return replayed(partial(train_by_name, name), first=0)
+
+
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_traced_step_has_the_same_bits(name):
-    make, batches, optimizer, options = TRAININGS[name]
-
-    def train() -> None:
-        trainer = ls.Trainer(
-            make(),
-            nn.CrossEntropyLoss(),
-            optimizer,
-            microbatches=4,
-            seed=7,
-            loggers=None,
-            **options,
-        )
-        for batch in batches([11, 8, 8]):
-            trainer.step(batch)
-
-    traced, again, plain = replayed(train), replayed(train), replayed(train, "result")
+    train = partial(train_by_name, name)
+    traced = traced_steps(name)[1:]
+    again, plain = replayed(train), replayed(train, "result")
     assert [(each.loss, each.norm, each.digest) for each in traced] == [
         (each.loss, each.norm, each.digest) for each in plain
     ]
@@ -323,23 +331,9 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_the_operator_that_makes_the_first_difference_is_named(name):
     change = CHANGES[name]
-    make, batches, optimizer, options = TRAININGS[change.training]
-
-    def train(change: Change | None = None) -> None:
-        model = make()
-        chosen = {"microbatches": 4, "seed": 7, "loggers": None} | options
-        if change is not None:
-            change.edit(model)
-            chosen |= change.options
-        used = optimizer if change is None else change.optimizer or optimizer
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), used, **chosen)
-        for batch in batches([11, 8, 8]):
-            if change is not None:
-                change.between(trainer)
-            trainer.step(batch)
-
-    programs = train, partial(train, change)
-    a, b = (replayed(each, first=change.step)[0].operators for each in programs)
+    changed = partial(train_by_name, change.training, change)
+    a = traced_steps(change.training)[change.step].operators
+    b = replayed(changed, first=change.step)[0].operators
     found = first_operator_difference(a, b)
     assert found is not None
     call = b[found.b] if found.b is not None else a[found.a]
