@@ -2,9 +2,12 @@
 
 import copy
 import math
+import random
+import warnings
 from functools import partial
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,14 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.kernel.errors import DisagreementError, LayoutError, LossError, RankError, UsageError
+from lockstep.kernel.errors import LossError, RankError, UsageError
+from lockstep.kernel.loss_weights import is_sum
+from lockstep.model.target_weights import infer_weight_function
+from outcomes import Trainings
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-def on_epoch(function):
-    """Return a callback of epochs."""
-    return SimpleNamespace(on_epoch=function)
 
 
 def rows(samples=24, width=6, classes=3):
@@ -31,287 +32,453 @@ def rows(samples=24, width=6, classes=3):
     return inputs, torch.randint(0, classes, (samples,), generator=generator)
 
 
-def one_outcome(ranks, train, *arguments, widths=(1, 2, 3)):
-    """Run on several widths and return what every rank of every width agrees on."""
-    found = [each for n in widths for each in ranks(train, n, *arguments)]
-    assert all(each == found[0] for each in found), found
-    return found[0]
+def classifier(model, loss=None, optimizer=SGD, **options):
+    """Return the trainer of a classifier."""
+    return ls.Trainer(model, loss or nn.CrossEntropyLoss(), optimizer, **options)
 
 
-def test_a_microbatch_without_weight_under_batch_norm(ranks):
+def linear(**options):
+    """Return the trainer of a single layer, with the same weights everywhere."""
+    torch.manual_seed(0)
+    return classifier(nn.Linear(6, 3), **options)
+
+
+# --- one outcome for every number of ranks -------------------------------------------------------
+
+training = Trainings()
+outcomes = training.make_fixture(1, 2, 3, 4)
+
+
+class Counting(nn.Linear):
+    lockstep_buffer_rules = {"count": "equal"}
+
+    def __init__(self):
+        super().__init__(6, 3)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, inputs):
+        self.count += 1
+        return super().forward(inputs)
+
+
+@training
+def a_microbatch_without_weight_under_batch_norm():
     """Its leaf was missing from the buffers' sum: a crash, or the buffers of before."""
-
-    class Counting(nn.Linear):
-        lockstep_buffer_rules = {"count": "equal"}
-
-        def __init__(self):
-            super().__init__(6, 3)
-            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-        def forward(self, inputs):
-            self.count += 1
-            return super().forward(inputs)
-
-    def train(first):
+    digests = []
+    for ignored in (slice(0, 12), slice(3, 6)):  # whole micro-batches; all those of rank 0 of 2
         torch.manual_seed(0)
         model = nn.Sequential(Counting(), nn.BatchNorm1d(3))
         inputs, targets = rows()
         targets = targets % 2 + 1
-        ignored = slice(0, 12) if first else slice(3, 6)
-        targets[ignored] = 0  # whole micro-batches; with `first` all those of rank 0 of 2
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(ignore_index=0), SGD)
+        targets[ignored] = 0
+        trainer = classifier(model, nn.CrossEntropyLoss(ignore_index=0))
         trainer.step((inputs, targets))
-        return trainer.digest(), model[0].count.item()
+        assert model[0].count == 1
+        digests.append(trainer.digest())
+    return digests
 
-    for first in (False, True):
-        assert one_outcome(ranks, train, first, widths=(1, 2, 3, 4))[1] == 1
 
-
-def test_a_parameter_that_is_frozen_while_the_step_runs(ranks):
+@training
+def a_parameter_that_is_frozen_while_the_step_runs():
     """Which gradients are sent was read from `requires_grad` after the last backward."""
-
-    def train():
-        torch.manual_seed(0)
-        first, second = nn.Linear(6, 300), nn.Linear(300, 3)
-        model = nn.Sequential(first, second)
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD)
-        for samples in (24, 2):
-            inputs, targets = rows(samples)
-            with trainer.manual_step() as step:
-                for x, y in step.microbatches((inputs, targets)):
-                    second.requires_grad_(True)
-                    loss = F.cross_entropy(model(x), y)
-                    second.requires_grad_(False)
-                    step.backward(loss)
-        return trainer.digest()
-
-    one_outcome(ranks, train)
+    torch.manual_seed(0)
+    first, second = nn.Linear(6, 300), nn.Linear(300, 3)
+    model = nn.Sequential(first, second)
+    trainer = classifier(model)
+    for samples in (24, 2):
+        with trainer.manual_step() as step:
+            for x, y in step.microbatches(rows(samples)):
+                second.requires_grad_(True)
+                loss = F.cross_entropy(model(x), y)
+                second.requires_grad_(False)
+                step.backward(loss)
+    return trainer.digest()
 
 
-def test_two_trainers_that_use_each_others_batch_norm(ranks):
+@training
+def two_trainers_that_use_each_others_batch_norm():
     """The generator's step wrote into the discriminator's buffers, on each rank otherwise."""
-
-    def train():
-        torch.manual_seed(0)
-        generator = nn.Linear(4, 6)
-        judge = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 1))
-        of_generator = ls.Trainer(generator, None, SGD, extra_modules=[judge])
-        of_judge = ls.Trainer(judge, None, SGD, extra_modules=[generator], seed=1)
-        for _ in range(3):
-            with of_judge.manual_step() as step:
-                for real in step.microbatches(rows(32)[0]):
-                    with torch.no_grad():
-                        false = generator(torch.randn(len(real), 4))
-                    step.backward(F.softplus(judge(false)).mean() + F.softplus(-judge(real)).mean())
-            with of_generator.manual_step() as step:
-                for real in step.microbatches(rows(32)[0]):
+    torch.manual_seed(0)
+    generator = nn.Linear(4, 6)
+    judge = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 1))
+    of_generator = ls.Trainer(generator, None, SGD, extra_modules=[judge])
+    of_judge = ls.Trainer(judge, None, SGD, extra_modules=[generator], seed=1)
+    for _ in range(3):
+        with of_judge.manual_step() as step:
+            for real in step.microbatches(rows(32)[0]):
+                with torch.no_grad():
                     false = generator(torch.randn(len(real), 4))
-                    step.backward(F.softplus(-judge(false)).mean())
-        return of_generator.digest(), of_judge.digest(), of_judge.optimizer_digest()
+                step.backward(F.softplus(judge(false)).mean() + F.softplus(-judge(real)).mean())
+        with of_generator.manual_step() as step:
+            for real in step.microbatches(rows(32)[0]):
+                false = generator(torch.randn(len(real), 4))
+                step.backward(F.softplus(-judge(false)).mean())
+    return of_generator.digest(), of_judge.digest(), of_judge.optimizer_digest()
 
-    one_outcome(ranks, train)
 
-
-def test_extra_modules_of_one_class_are_all_kept_alike(ranks):
+@training
+def extra_modules_of_one_class_are_all_kept_alike():
     """They were named by their class, so only the last one was."""
-
-    def judge():
-        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-
-    def train():
-        torch.manual_seed(0)
-        generator, first, second = nn.Linear(6, 3), judge(), judge()
-        trainer = ls.Trainer(generator, None, SGD, extra_modules=[first, second])
-        for _ in range(2):
-            with trainer.manual_step() as step:
-                for x, _ in step.microbatches(rows()):
-                    made = generator(x)
-                    step.backward(first(made).mean() + second(made).square().mean())
-        statistics = [each[1].running_mean.tolist() for each in (first, second)]
-        return trainer.digest(), step.result.loss, statistics
-
-    one_outcome(ranks, train)
+    torch.manual_seed(0)
+    generator = nn.Linear(6, 3)
+    first, second = (
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)) for _ in range(2)
+    )
+    trainer = ls.Trainer(generator, None, SGD, extra_modules=[first, second])
+    for _ in range(2):
+        with trainer.manual_step() as step:
+            for x, _ in step.microbatches(rows()):
+                made = generator(x)
+                step.backward(first(made).mean() + second(made).square().mean())
+    statistics = [judge[1].running_mean.tolist() for judge in (first, second)]
+    return trainer.digest(), step.result.loss, statistics
 
 
-def test_a_loss_with_buffers_is_kept_alike(ranks):
-    class Centred(nn.Module):
-        lockstep_buffer_rules = {"centre": "mean"}
+class Centred(nn.Module):
+    lockstep_buffer_rules = {"centre": "mean"}
 
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("centre", torch.zeros(3))
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(3))
 
-        def forward(self, outputs, targets):
-            self.centre = 0.9 * self.centre + 0.1 * outputs.detach().mean(dim=0)
-            return F.cross_entropy(outputs - self.centre, targets)
-
-    def train():
-        torch.manual_seed(0)
-        loss = Centred()
-        trainer = ls.Trainer(nn.Linear(6, 3), loss, SGD)
-        for _ in range(3):
-            trainer.step(rows())
-        return trainer.digest(), loss.centre.tolist()
-
-    one_outcome(ranks, train)
+    def forward(self, outputs, targets):
+        self.centre = 0.9 * self.centre + 0.1 * outputs.detach().mean(dim=0)
+        return F.cross_entropy(outputs - self.centre, targets)
 
 
-def test_a_loss_with_parameters_is_refused():
-    ls.init()
-    try:
-        with pytest.raises(UsageError, match="has parameters, which would not be trained"):
-            ls.Trainer(nn.Linear(2, 2), nn.Linear(2, 1), SGD)
-    finally:
-        ls.shutdown()
+@training
+def a_loss_with_buffers_is_kept_alike():
+    loss = Centred()
+    trainer = linear(loss=loss)
+    for _ in range(3):
+        trainer.step(rows())
+    return trainer.digest(), loss.centre.tolist()
 
 
-def test_a_rank_that_skips_a_step_is_not_paired_with_another_step(ranks):
+@training
+def evaluation_leaves_buffers_as_they_are():
+    torch.manual_seed(0)
+    model = Counting()
+    trainer = classifier(model)
+    trainer.evaluate(TensorDataset(*rows()), 10)
+    assert model.count == 0
+    return trainer.digest()
+
+
+class Halving(nn.Linear):
+    def forward(self, inputs):
+        return super().forward(inputs.mul_(0.5))
+
+
+@training
+def a_model_that_writes_into_its_input():
+    torch.manual_seed(0)
+    trainer = classifier(Halving(6, 3))
+    inputs, targets = rows(48)
+    trainer.step((inputs[:32], targets[:32]))
+    trainer.step((inputs[16:], targets[16:]))
+    assert torch.equal(inputs, rows(48)[0])
+    return trainer.digest()
+
+
+@training
+def a_parameter_with_gaps_in_memory():
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    model.weight = nn.Parameter(torch.randn(6, 5)[::2])
+    model.bias = nn.Parameter(torch.randn(6, 5).t()[:3, 0])
+    trainer = classifier(model, max_grad_norm=0.1)
+    inputs, targets = rows(24, 5)
+    trainer.step((inputs, targets))
+    averaged = ls.DistributedDataParallel(copy.deepcopy(model))
+    averaged(inputs).square().mean().backward()
+    alone = copy.deepcopy(model)
+    alone(inputs).square().mean().backward()
+    assert torch.allclose(averaged.module.weight.grad, alone.weight.grad, atol=1e-6)
+    return trainer.digest()
+
+
+class Difference(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                before = self.state[p].get("before")
+                if before is not None:
+                    p.data.add_(p.grad - before, alpha=0.1)
+                self.state[p]["before"] = p.grad
+
+
+@training
+def gradients_that_an_optimizer_keeps_are_not_overwritten():
+    trainer = linear(optimizer=partial(Difference, lr=0.1))
+    for _ in range(3):
+        trainer.step(rows())
+    return trainer.digest()
+
+
+@training
+def class_weights_with_soft_targets():
+    trainer = linear(loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0])))
+    return trainer.step((rows()[0], F.one_hot(rows()[1], 3).float())), trainer.digest()
+
+
+def evaluate_ignoring(targets):
+    trainer = linear(loss=nn.CrossEntropyLoss(ignore_index=0), metrics={"accuracy": ls.accuracy})
+    return trainer.evaluate(TensorDataset(rows()[0], targets), 24)
+
+
+@training
+def evaluating_ignored_targets_counts_every_sample():
+    targets = rows()[1].clone()
+    targets[:6] = 0  # two whole micro-batches
+    found = evaluate_ignoring(targets)
+    torch.manual_seed(0)
+    outputs = nn.Linear(6, 3)(rows()[0]).detach()
+    expected = F.cross_entropy(outputs, targets, ignore_index=0)
+    assert found.samples == 24
+    assert found.loss == pytest.approx(float(expected), rel=1e-5)
+    assert found.metrics["accuracy"] == pytest.approx(float(ls.accuracy(outputs, targets)))
+    return found.loss, found.metrics
+
+
+class Mixing(nn.Linear):
+    def forward(self, inputs):
+        return super().forward(inputs) * (random.random() + numpy.random.rand())
+
+
+@training
+def numpy_and_random_in_a_model_are_keyed_too():
+    torch.manual_seed(0)
+    trainer = classifier(Mixing(6, 3))
+    trainer.step(rows())
+    trainer.step(rows())
+    return trainer.digest()
+
+
+def gelu(x):
+    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+
+def squared(outputs, targets):
+    return F.cross_entropy(outputs * 1.1 + outputs * outputs * 0.01, targets)
+
+
+class Activated(nn.Linear):
+    def __init__(self, function):
+        super().__init__(6, 64)
+        self.function = function
+
+    def forward(self, inputs):
+        return self.function(super().forward(inputs))
+
+
+@training
+def functions_that_torchscript_compiled():
+    """They were optimized after their first calls, of which each rank makes another number."""
+    digests = set()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for compile_function in (lambda function: function, torch.jit.script):
+            torch.manual_seed(0)
+            model = nn.Sequential(Activated(compile_function(gelu)), nn.Linear(64, 3))
+            trainer = classifier(model, compile_function(squared))
+            for _ in range(4):
+                trainer.step(rows())
+                if ls.rank() == 0:  # a function is optimized for each process by itself
+                    model(rows()[0]).sum().backward()
+            digests.add(trainer.digest())
+    assert len(digests) == 1
+    return digests
+
+
+test_every_number_of_ranks_has_the_same_outcome = training.make_test()
+
+
+# --- faults that ranks name ----------------------------------------------------------------------
+
+
+def message_of(act):
+    """Return the message of the error that a call raises."""
+    with pytest.raises((ls.LockstepError, ValueError)) as raised:
+        act()
+    return str(raised.value)
+
+
+def skip_a_step():
     """Rank 1 continued with the next batch, and the ranks added two different ones."""
+    trainer = linear()
+    trainer.step(rows(24))
+    if dist.get_rank() == 1:
+        trainer._position.steps += 1  # as if it had left one out
+    trainer.step(rows(24))
 
-    def train():
-        trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD)
-        trainer.step(rows(24))
-        try:
-            if dist.get_rank() == 1:
-                trainer._position.steps += 1  # as if it had left one out
-            trainer.step(rows(24))
-        except DisagreementError as error:
-            return str(error)
 
-    for message in ranks(train, 2):
-        assert "rank 1 is in step 2 of trainer 0" in message
-        assert "while rank 0 is in step 1" in message
+def build_in_another_order():
+    """The message was "rank 1 has no torch.__version__"."""
+
+    def fail(parameters):
+        raise ValueError("an optimizer that fails on one rank")
+
+    if dist.get_rank() == 0:
+        with pytest.raises(ValueError, match="fails on one rank"):
+            linear(optimizer=fail)
+    linear()  # the next one on rank 0, while rank 1 still constructs the first
+    linear()
+
+
+def train_on_batches_of_different_sizes():
+    linear().step(rows(24 - 4 * dist.get_rank()))
+
+
+def save_on_one_rank_only(folder):
+    trainer = linear()
+    if dist.get_rank() == 0:
+        trainer.save_weights(folder / "model.safetensors")
+    trainer.step(rows())
+
+
+class LateBuffer(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 3)
+        self.register_buffer("scale", None)
+
+    def forward(self, inputs):
+        if self.scale is None:
+            self.scale = inputs.detach().std()
+        return super().forward(inputs) / self.scale
+
+
+def register_a_buffer_in_a_step():
+    classifier(LateBuffer()).step(rows())
+
+
+def write_a_buffer_that_shares_memory():
+    """The other one kept its values, or took them from whichever was merged last."""
+    model = nn.Linear(6, 3)
+    model.register_buffer("all", torch.zeros(2, 3))
+    model.register_buffer("row", model.all[0])
+
+    def write(module, _):
+        module.all.add_(1)
+
+    model.register_forward_pre_hook(write)
+    classifier(model).step(rows())
+
+
+def weigh_a_label_out_of_range():
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+    linear(loss=loss).step((rows()[0], rows()[1] + 7))
+
+
+def evaluate_without_targets():
+    evaluate_ignoring(torch.zeros(24, dtype=torch.int64))
+
+
+FAULTS = [
+    (skip_a_step, ["rank 1 is in step 2 of trainer 0", "while rank 0 is in step 1"]),
+    (train_on_batches_of_different_sizes, ["with a batch of 20 samples"]),
+    (register_a_buffer_in_a_step, ["buffer scale was registered in a training step"]),
+    (write_a_buffer_that_shares_memory, ["buffer all shares its memory with another"]),
+    (
+        weigh_a_label_out_of_range,
+        ["the weight of the micro-batch could not be computed"],
+    ),
+    (evaluate_without_targets, ["add up to 0, so their loss has no mean"]),
+]
+
+
+def test_faults_are_named_on_every_rank(ranks, tmp_path):
+    faults = [
+        *FAULTS,
+        (partial(save_on_one_rank_only, tmp_path), ["while rank 0 is saving weights"]),
+    ]
+
+    def name_all():
+        return [message_of(act) for act, _ in faults]
+
+    for messages in ranks(name_all, 2):
+        for (act, words), message in zip(faults, messages, strict=True):
+            assert all(word in message for word in words), (act, message)
 
 
 def test_trainers_in_a_different_order_are_reported(ranks):
-    """The message was "rank 1 has no torch.__version__"."""
-
-    def fail_once(parameters):
-        if dist.get_rank() == 0 and not failed:
-            failed.append(True)
-            raise ValueError("an optimizer that fails on one rank")
-        return SGD(parameters)
-
-    failed = []
-
-    def train():
-        for _ in range(2):
-            try:
-                ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), fail_once)
-            except ValueError:
-                continue  # and construct the next one, while rank 1 still constructs this one
-            except DisagreementError as error:
-                return str(error)
-
-    for message in ranks(train, 2):
+    for message in ranks(lambda: message_of(build_in_another_order), 2):
         assert "rank 0 compares the arguments of a Trainer, rank 1 the optimizer of a" in message
         assert "construct the same objects in the same order on every rank" in message
 
 
-def test_batches_of_different_sizes_are_told_apart(ranks):
+def test_weights_that_are_saved_as_good_are_good(ranks, tmp_path):
+    """A gradient that is not finite used to reach the weights where nothing was clipped."""
+
     def train():
-        trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD)
-        try:
-            trainer.step(rows(24 - 4 * dist.get_rank()))
-        except DisagreementError as error:
-            return str(error)
+        model = nn.Linear(2, 1, bias=False)
+        loss = lambda outputs, targets: (outputs.sum(dim=1) * 0).sqrt().mean()  # noqa: E731
+        trainer = classifier(model, loss, loggers=tmp_path / "run")
+        message = message_of(lambda: trainer.step((torch.ones(8, 2), torch.ones(8))))
+        return message, trainer.digest()
+
+    for message, digest in ranks(train, 2):
+        assert "the norm of the gradient is nan" in message
+        saved = load_file(tmp_path / "run" / "last-good.safetensors")
+        assert ls.digest(saved) == digest
+        assert saved["weight"].isfinite().all()
+
+
+def test_a_folder_that_cannot_be_made_does_not_hide_why_training_stopped(
+    ranks, tmp_path, monkeypatch
+):
+    (tmp_path / "runs").touch()
+    monkeypatch.chdir(tmp_path)
+
+    def train():
+        trainer = linear()
+        inputs, targets = rows()
+        with pytest.raises(LossError) as raised:
+            trainer.step((inputs * math.nan, targets))
+        return str(raised.value)
 
     for message in ranks(train, 2):
-        assert "with a batch of 20 samples" in message
+        assert "rank 0, step 0, micro-batch 0: the loss is nan" in message
+        assert "could not be saved: runs is not a folder" in message
 
 
-def test_saving_on_one_rank_only_is_told_apart(ranks, tmp_path):
+def test_warnings_of_every_rank_reach_the_record(ranks, tmp_path):
     def train():
-        trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD)
-        try:
-            if dist.get_rank() == 0:
-                trainer.save_weights(tmp_path / "model.safetensors")
-            trainer.step(rows())
-        except DisagreementError as error:
-            return str(error)
+        inputs, targets = rows()
+        targets[-1] = -100  # in rank 1's half
+        trainer = linear(loggers=tmp_path / "run")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            trainer.step((inputs, targets))
+        trainer.finish()
 
-    for message in ranks(train, 2):
-        assert "while rank 0 is saving weights" in message
-
-
-def test_evaluation_leaves_buffers_as_they_are(ranks):
-    class Watching(nn.Linear):
-        def __init__(self):
-            super().__init__(6, 3)
-            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-
-        def forward(self, inputs):
-            self.seen += 1
-            return super().forward(inputs)
-
-    def evaluate():
-        torch.manual_seed(0)
-        model = Watching()
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD)
-        trainer.evaluate(TensorDataset(*rows()), 10)
-        return trainer.digest(), model.seen.item()
-
-    assert one_outcome(ranks, evaluate)[1] == 0
+    ranks(train, 2)
+    assert '"kind":"warning"' in (tmp_path / "run" / "record.jsonl").read_text()
 
 
-def test_a_buffer_that_comes_into_being_in_a_step_is_named(ranks):
-    class Lazy(nn.Linear):
-        def __init__(self):
-            super().__init__(6, 3)
-            self.register_buffer("scale", None)
-
-        def forward(self, inputs):
-            if self.scale is None:
-                self.scale = inputs.detach().std()
-            return super().forward(inputs) / self.scale
-
-    with pytest.raises(RankError, match="buffer scale was registered in a training step"):
-        ranks(lambda: ls.Trainer(Lazy(), nn.CrossEntropyLoss(), SGD).step(rows()), 2)
+# --- in one process ------------------------------------------------------------------------------
 
 
-def test_a_buffer_that_shares_memory_with_another_may_not_be_written(ranks):
-    """The other one kept its values, or took them from whichever was merged last."""
-
-    def train():
-        model = nn.Linear(6, 3)
-        model.register_buffer("all", torch.zeros(2, 3))
-        model.register_buffer("row", model.all[0])
-
-        def write(module, _):
-            module.all.add_(1)
-
-        model.register_forward_pre_hook(write)
-        ls.Trainer(model, nn.CrossEntropyLoss(), SGD).step(rows())
-
-    with pytest.raises(RankError, match="buffer all shares its memory with another"):
-        ranks(train, 2)
+HALVED = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+SCHEDULES = [
+    (HALVED, "epoch"),
+    (partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=10.0), "epoch"),
+    (partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.5), "step"),
+]
 
 
-def schedules():
-    return [
-        (partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5), "epoch"),
-        (partial(torch.optim.lr_scheduler.ReduceLROnPlateau, patience=0, threshold=10.0), "epoch"),
-        (partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.5), "step"),
-    ]
-
-
-@pytest.mark.parametrize("which", range(3))
-def test_schedules_go_on_from_every_place_where_a_state_is_saved(which):
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize(("scheduler", "interval"), SCHEDULES)
+def test_schedules_go_on_from_every_place_where_a_state_is_saved(scheduler, interval):
     """Saved after the last batch of an epoch, or in a callback, the schedule stood still."""
-    scheduler, each = schedules()[which]
+    config = ls.OptimizerConfig(SGD, scheduler=scheduler, scheduler_interval=interval)
 
-    def trainer_of(**more):
-        torch.manual_seed(0)
-        return ls.Trainer(
-            nn.Linear(6, 3),
-            nn.CrossEntropyLoss(),
-            ls.OptimizerConfig(SGD, scheduler=scheduler, scheduler_interval=each),
-            **more,
-        )
-
-    def go_on(trainer, state=None):
-        epochs, saved = range(3), []
-        for epoch in epochs:
+    def go_on(state=None):
+        trainer, saved = linear(optimizer=config), []
+        if state is not None:
+            trainer.load_state_dict(state["trainer"])
+        for epoch in range(3):
             batches = trainer.batches(TensorDataset(*rows()), 10, epoch=epoch)
             if state is not None and epoch < state["trainer"]["epoch"]:
                 continue
@@ -323,95 +490,52 @@ def test_schedules_go_on_from_every_place_where_a_state_is_saved(which):
                 saved.append(copy.deepcopy(here))
         return trainer.digest(), trainer.optimizer.param_groups[0]["lr"], saved
 
-    ls.init()
-    try:
-        digest, rate, saved = go_on(trainer_of())
-        assert rate < 0.1
-        for state in saved:
-            trainer = trainer_of()
-            trainer.load_state_dict(state["trainer"])
-            assert go_on(trainer, state)[:2] == (digest, rate)
-    finally:
-        ls.shutdown()
+    *expected, saved = go_on()
+    assert expected[1] < 0.1
+    for state in saved:
+        assert [*go_on(state)[:2]] == expected
 
 
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("optimizer", [torch.optim.NAdam, torch.optim.ASGD])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_an_optimizers_scalars_keep_their_dtype_in_a_saved_state(optimizer, dtype):
     """Loading made them numbers of the parameter's dtype, and training went on otherwise."""
-
-    def trainer_of():
-        torch.manual_seed(0)
-        return ls.Trainer(nn.Linear(6, 3).to(dtype), nn.CrossEntropyLoss(), optimizer)
-
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).to(dtype)
+    whole, first, second = (classifier(copy.deepcopy(model), optimizer=optimizer) for _ in range(3))
     inputs, targets = rows()
     batch = inputs.to(dtype), targets
-    ls.init()
-    try:
-        whole, first, second = trainer_of(), trainer_of(), trainer_of()
-        for trainer in (whole, first):
+    for trainer in (whole, first):
+        trainer.step(batch)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert second.optimizer_digest() == first.optimizer_digest()
+    for trainer in (whole, second):
+        trainer.step(batch)
+    assert second.digest() == whole.digest()
+    assert second.optimizer_digest() == whole.optimizer_digest()
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_callbacks_of_epochs():
+    """The schedule has moved before them; an epoch that was broken off does not count."""
+    seen = []
+
+    def note(result):
+        rate = trainer.optimizer.param_groups[0]["lr"]
+        seen.append((result.epoch, result.samples, rate))
+
+    config = ls.OptimizerConfig(SGD, scheduler=HALVED, scheduler_interval="epoch")
+    trainer = linear(optimizer=config, callbacks=SimpleNamespace(on_epoch=note))
+    for epoch in range(2):
+        for batch in trainer.batches(TensorDataset(*rows()), 10, epoch=epoch):
             trainer.step(batch)
-        second.load_state_dict(copy.deepcopy(first.state_dict()))
-        assert second.optimizer_digest() == first.optimizer_digest()
-        for trainer in (whole, second):
-            trainer.step(batch)
-        assert second.digest() == whole.digest()
-        assert second.optimizer_digest() == whole.optimizer_digest()
-    finally:
-        ls.shutdown()
+            if epoch == 0:
+                break
+    assert seen == [(1, 24, 0.05)]
 
 
-def test_a_callback_sees_the_schedule_after_it_moved():
-    rates = []
-    ls.init()
-    try:
-        trainer = ls.Trainer(
-            nn.Linear(6, 3),
-            nn.CrossEntropyLoss(),
-            ls.OptimizerConfig(SGD, scheduler=schedules()[0][0], scheduler_interval="epoch"),
-            callbacks=[
-                on_epoch(lambda _: rates.append(trainer.optimizer.param_groups[0]["lr"])),
-            ],
-        )
-        for batch in trainer.batches(TensorDataset(*rows()), 10):
-            trainer.step(batch)
-    finally:
-        ls.shutdown()
-    assert rates == [0.05]
-
-
-def test_an_epoch_that_was_broken_off_does_not_count_in_the_next():
-    epochs = []
-    ls.init()
-    try:
-        callbacks = [on_epoch(epochs.append)]
-        trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD, callbacks=callbacks)
-        for batch in trainer.batches(TensorDataset(*rows()), 10, epoch=0):
-            trainer.step(batch)
-            break
-        for batch in trainer.batches(TensorDataset(*rows()), 10, epoch=1):
-            trainer.step(batch)
-    finally:
-        ls.shutdown()
-    assert [(each.epoch, each.samples) for each in epochs] == [(1, 24)]
-
-
-def test_a_model_that_writes_into_its_input(ranks):
-    class Halving(nn.Linear):
-        def forward(self, inputs):
-            return super().forward(inputs.mul_(0.5))
-
-    def train():
-        torch.manual_seed(0)
-        trainer = ls.Trainer(Halving(6, 3), nn.CrossEntropyLoss(), SGD)
-        inputs, targets = rows(48)
-        trainer.step((inputs[:32], targets[:32]))
-        trainer.step((inputs[16:], targets[16:]))
-        return trainer.digest(), torch.equal(inputs, rows(48)[0])
-
-    assert one_outcome(ranks, train)[1]
-
-
+@pytest.mark.usefixtures("world_of_one")
 def test_what_follows_the_model_in_a_checkpointed_region_draws_the_same_again():
     def gradient(checkpointed):
         torch.manual_seed(0)
@@ -428,194 +552,39 @@ def test_what_follows_the_model_in_a_checkpointed_region_draws_the_same_again():
             for x, y in step.microbatches(rows()):
                 made = checkpoint(outputs, x, use_reentrant=False) if checkpointed else outputs(x)
                 step.backward(F.cross_entropy(made, y))
-        return [each.tolist() for each in kept]
+        return [gradient.tolist() for gradient in kept]
 
-    ls.init()
-    try:
-        assert gradient(True) == gradient(False)
-    finally:
-        ls.shutdown()
-
-
-def test_a_parameter_with_gaps_in_memory(ranks):
-    def train():
-        torch.manual_seed(0)
-        model = nn.Linear(5, 3)
-        model.weight = nn.Parameter(torch.randn(6, 5)[::2])
-        model.bias = nn.Parameter(torch.randn(6, 5).t()[:3, 0])
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, max_grad_norm=0.1)
-        inputs, targets = rows(24, 5)
-        trainer.step((inputs, targets))
-        averaged = ls.DistributedDataParallel(copy.deepcopy(model))
-        averaged(inputs).square().mean().backward()
-        alone = copy.deepcopy(model)
-        alone(inputs).square().mean().backward()
-        close = torch.allclose(averaged.module.weight.grad, alone.weight.grad, atol=1e-6)
-        return trainer.digest(), close
-
-    assert one_outcome(ranks, train)[1]
-
-
-def test_gradients_that_an_optimizer_keeps_are_not_overwritten(ranks):
-    class Difference(torch.optim.SGD):
-        def step(self, closure=None):
-            super().step(closure)
-            for group in self.param_groups:
-                for p in group["params"]:
-                    before = self.state[p].get("before")
-                    if before is not None:
-                        p.data.add_(p.grad - before, alpha=0.1)
-                    self.state[p]["before"] = p.grad
-
-    def train():
-        torch.manual_seed(0)
-        trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), partial(Difference, lr=0.1))
-        for _ in range(3):
-            trainer.step(rows())
-        return trainer.digest()
-
-    one_outcome(ranks, train)
-
-
-def test_weights_that_are_saved_as_good_are_good(ranks, tmp_path):
-    """A gradient that is no number used to reach the weights where nothing was clipped."""
-
-    def train():
-        model = nn.Linear(2, 1, bias=False)
-        loss = lambda outputs, targets: (outputs.sum(dim=1) * 0).sqrt().mean()  # noqa: E731
-        trainer = ls.Trainer(model, loss, SGD, loggers=tmp_path / "run")
-        try:
-            trainer.step((torch.ones(8, 2), torch.ones(8)))
-        except ls.LockstepError as error:
-            return str(error), trainer.digest()
-
-    for message, digest in ranks(train, 2):
-        assert "the norm of the gradient is nan" in message
-        saved = load_file(tmp_path / "run" / "last-good.safetensors")
-        assert ls.digest(saved) == digest
-        assert saved["weight"].isfinite().all()
-
-
-def test_a_folder_that_cannot_be_made_does_not_hide_why_training_stopped(
-    ranks, tmp_path, monkeypatch
-):
-    (tmp_path / "runs").touch()
-    monkeypatch.chdir(tmp_path)
-
-    def train():
-        trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD)
-        inputs, targets = rows()
-        try:
-            trainer.step((inputs * math.nan, targets))
-        except LossError as error:
-            return str(error)
-
-    for message in ranks(train, 2):
-        assert "rank 0, step 0, micro-batch 0: the loss is nan" in message
-        assert "could not be saved: runs is not a folder" in message
-
-
-def test_class_weights_with_soft_targets_and_with_a_label_out_of_range(ranks):
-    def train(targets):
-        torch.manual_seed(0)
-        loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
-        trainer = ls.Trainer(nn.Linear(6, 3), loss, SGD)
-        return trainer.step((rows()[0], targets)), trainer.digest()
-
-    one_outcome(ranks, train, F.one_hot(rows()[1], 3).float())
-    with pytest.raises(RankError, match="micro-batch 0: the weight of the micro-batch could not"):
-        ranks(train, 1, rows()[1] + 7)
+    assert gradient(True) == gradient(False)
 
 
 def test_a_loss_made_by_partial_is_understood():
-    from lockstep.kernel.loss_weights import is_sum
-    from lockstep.model.target_weights import infer_weight_function
-
     assert is_sum(partial(F.cross_entropy, reduction="sum"))
     assert infer_weight_function(partial(F.cross_entropy, ignore_index=0)) is not None
     assert infer_weight_function(partial(F.cross_entropy)) is None
 
 
-def test_warnings_of_every_rank_reach_the_record(ranks, tmp_path):
-    def train():
-        import warnings
-
-        inputs, targets = rows()
-        targets[-1] = -100  # in rank 1's half
-        trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD, loggers=tmp_path / "run")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            trainer.step((inputs, targets))
-        trainer.finish()
-
-    ranks(train, 2)
-    assert '"kind":"warning"' in (tmp_path / "run" / "record.jsonl").read_text()
-
-
-def test_evaluating_ignored_targets_counts_every_sample(ranks):
-    def evaluate(targets):
-        torch.manual_seed(0)
-        trainer = ls.Trainer(
-            nn.Linear(6, 3), nn.CrossEntropyLoss(ignore_index=0), SGD,
-            metrics={"accuracy": ls.accuracy},
-        )  # fmt: skip
-        found = trainer.evaluate(TensorDataset(rows()[0], targets), 24)
-        return found.loss, found.samples, found.metrics
-
-    some = rows()[1].clone()
-    some[:6] = 0  # two whole micro-batches
-    loss, samples, metrics = one_outcome(ranks, evaluate, some)
-    assert samples == 24
-    torch.manual_seed(0)
-    outputs = nn.Linear(6, 3)(rows()[0]).detach()
-    assert loss == pytest.approx(float(F.cross_entropy(outputs, some, ignore_index=0)), rel=1e-5)
-    assert metrics["accuracy"] == pytest.approx(float(ls.accuracy(outputs, some)))
-    with pytest.raises(RankError, match="add up to 0, so their loss has no mean"):
-        ranks(evaluate, 2, torch.zeros(24, dtype=torch.int64))
-
-
-def test_numpy_and_random_in_a_model_are_keyed_too(ranks):
-    import random
-
-    import numpy
-
-    class Mixing(nn.Linear):
-        def forward(self, inputs):
-            return super().forward(inputs) * (random.random() + numpy.random.rand())
-
-    def train():
-        torch.manual_seed(0)
-        trainer = ls.Trainer(Mixing(6, 3), nn.CrossEntropyLoss(), SGD)
-        trainer.step(rows())
-        trainer.step(rows())
-        return trainer.digest()
-
-    one_outcome(ranks, train)
-
-
+@pytest.mark.usefixtures("world_of_one")
 def test_autocast_ends_with_the_step_even_if_the_iteration_is_kept():
-    ls.init()
-    try:
-        trainer = ls.Trainer(nn.Linear(6, 3), None, SGD, autocast_dtype=torch.bfloat16)
-        kept = []
+    trainer = ls.Trainer(nn.Linear(6, 3), None, SGD, autocast_dtype=torch.bfloat16)
+    kept = []
 
-        def fail():
-            with trainer.manual_step() as step:
-                kept.append(step.microbatches(rows()))
-                next(kept[0])
-                assert torch.is_autocast_enabled("cpu")
-                raise KeyError("mine")
+    def fail():
+        with trainer.manual_step() as step:
+            kept.append(step.microbatches(rows()))
+            next(kept[0])
+            assert torch.is_autocast_enabled("cpu")
+            raise KeyError("mine")
 
-        with pytest.raises(KeyError, match="mine"):
-            fail()
-        assert not torch.is_autocast_enabled("cpu")
-    finally:
-        ls.shutdown()
+    with pytest.raises(KeyError, match="mine"):
+        fail()
+    assert not torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
+        ({"loss": nn.Linear(2, 1)}, "has parameters, which would not be trained"),
         ({"max_grad_norm": -1.0}, "expected a positive number"),
         ({"loss": None, "metrics": {"accuracy": ls.accuracy}}, r"metrics=\['accuracy'\]: metrics"),
         ({"ema_decay": 2.0}, r"ema_decay=2.0: expected a decay in \[0, 1\)"),
@@ -623,26 +592,18 @@ def test_autocast_ends_with_the_step_even_if_the_iteration_is_kept():
     ],
 )
 def test_settings_that_cannot_work_get_one_sentence(wrong, sentence):
-    given = {"loss": nn.CrossEntropyLoss(), "optimizer": SGD} | wrong
-    ls.init()
-    try:
-        with pytest.raises(UsageError, match=sentence):
-            ls.Trainer(nn.Linear(6, 3), **given)
-    finally:
-        ls.shutdown()
+    with pytest.raises(UsageError, match=sentence):
+        ls.Trainer(nn.Linear(6, 3), **{"loss": nn.CrossEntropyLoss(), "optimizer": SGD} | wrong)
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_a_fused_sgd_of_16_bit_parameters_is_refused():
     """It updates the last elements of a tensor only, and its momentum is never the same."""
-    ls.init()
-    try:
-        fused = partial(SGD, fused=True)
-        for dtype in (torch.bfloat16, torch.float16):
-            with pytest.raises(UsageError, match="use SGD without fused=True"):
-                ls.Trainer(nn.Linear(6, 3).to(dtype), nn.CrossEntropyLoss(), fused)
-        ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), fused)
-    finally:
-        ls.shutdown()
+    fused = partial(SGD, fused=True)
+    for dtype in (torch.bfloat16, torch.float16):
+        with pytest.raises(UsageError, match="use SGD without fused=True"):
+            classifier(nn.Linear(6, 3).to(dtype), optimizer=fused)
+    classifier(nn.Linear(6, 3), optimizer=fused)
 
 
 # --- DistributedDataParallel ------------------------------------------------------------
@@ -740,21 +701,14 @@ def test_a_parameter_that_shared_memory_would_lay_out_otherwise_is_refused(ranks
 
     def train(shared):
         torch.manual_seed(0)
-        try:
-            trainer = ls.Trainer(
-                Projected(),
-                nn.CrossEntropyLoss(),
-                SGD,
-                storage="shared" if shared else "replicated",
-            )
-        except LayoutError as error:
-            return str(error)
+        trainer = classifier(Projected(), storage="shared" if shared else "replicated")
         for _ in range(3):
             trainer.step(rows())
         return trainer.digest()
 
-    one_outcome(ranks, train, False)
-    assert f"projection {why}" in one_outcome(ranks, train, True, widths=(2, 3))
+    assert ranks(train, 3, False) == ranks(train, 1, False) * 3
+    with pytest.raises(RankError, match=f"projection {why}"):
+        ranks(train, 2, True)
 
 
 def test_a_channels_last_parameter_may_be_shared(ranks):
@@ -763,9 +717,7 @@ def test_a_channels_last_parameter_may_be_shared(ranks):
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten()).to(
             memory_format=torch.channels_last
         )
-        trainer = ls.Trainer(
-            model, nn.CrossEntropyLoss(), SGD, storage="shared" if shared else "replicated"
-        )
+        trainer = classifier(model, storage="shared" if shared else "replicated")
         trainer.step((torch.randn(16, 3, 5, 5), torch.randint(0, 3, (16,))))
         return trainer.digest()
 
@@ -803,7 +755,7 @@ def test_gradients_that_are_lazily_conjugated_or_negated(ranks, backend):
 
     def train():
         torch.manual_seed(0)
-        trainer = ls.Trainer(LazilyDerived(), nn.CrossEntropyLoss(), SGD, microbatches=3)
+        trainer = classifier(LazilyDerived(), microbatches=3)
         return [trainer.step(rows()) for _ in range(2)], trainer.digest()
 
     def average():
@@ -813,39 +765,7 @@ def test_gradients_that_are_lazily_conjugated_or_negated(ranks, backend):
         nn.functional.cross_entropy(model(inputs), targets).backward()
         return {name: each.grad.resolve_neg().tolist() for name, each in model.named_parameters()}
 
-    found = [each for n in (1, 2, 3) for each in ranks(train, n, backend=backend)]
-    assert all(each == found[0] for each in found)
+    for n in (2, 3):
+        assert ranks(train, n, backend=backend) == ranks(train, 1, backend=backend) * n
     (alone,), averaged = ranks(average, 1), ranks(average, 2, backend=backend)
     assert averaged == [alone, alone]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_functions_that_torchscript_compiled(ranks):
-    """They were optimized after their first calls, of which each rank makes another number."""
-
-    def gelu(x):
-        return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
-
-    def loss(outputs, targets):
-        return F.cross_entropy(outputs * 1.1 + outputs * outputs * 0.01, targets)
-
-    class Activated(nn.Linear):
-        def __init__(self, function):
-            super().__init__(6, 64)
-            self.function = function
-
-        def forward(self, inputs):
-            return self.function(super().forward(inputs))
-
-    def train(compile_function):
-        torch.manual_seed(0)
-        model = nn.Sequential(Activated(compile_function(gelu)), nn.Linear(64, 3))
-        trainer = ls.Trainer(model, compile_function(loss), SGD)
-        for _ in range(4):
-            trainer.step(rows())
-            if ls.rank() == 0:  # a function is optimized for each process by itself
-                model(rows()[0]).sum().backward()
-        return trainer.digest()
-
-    plain = one_outcome(ranks, train, lambda function: function, widths=(1,))
-    assert one_outcome(ranks, train, torch.jit.script) == plain

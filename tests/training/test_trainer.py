@@ -35,6 +35,7 @@ from lockstep.record.recorder import Recorder
 from lockstep.tools.check.layouts import Layout
 from lockstep.tools.check.session import CheckSession
 from lockstep.training.trainer_hooks import open_session
+from outcomes import Trainings
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -60,221 +61,218 @@ class Augmented(Dataset):
         return rows().tensors[0][index] + 0.1 * torch.randn(6), int(rows().tensors[1][index])
 
 
-def test_batches_of_an_augmented_dataset_give_one_digest(ranks):
-    def train(workers):
-        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
+def classifier(model=None, optimizer=SGD, **options):
+    """Return the trainer of a classifier."""
+    return ls.Trainer(model or small_model(), nn.CrossEntropyLoss(), optimizer, **options)
+
+
+# --- one outcome for every number of ranks ----------------------------------------------------
+
+training = Trainings()
+outcomes = training.make_fixture(1, 2, 3)
+
+
+@training
+def batches_of_an_augmented_dataset():
+    found = []
+    for workers in (0, 2):
+        trainer = classifier()
         losses = [
             trainer.step(batch)
             for epoch in range(2)
             for batch in trainer.batches(Augmented(), 10, seed=5, epoch=epoch, num_workers=workers)
         ]
-        return losses, trainer.digest()
+        assert len(losses) == 10
+        found.append((losses, trainer.digest()))
+    assert found[0] == found[1]
+    return found[0]
 
-    outcomes = [each for n in (1, 2, 3) for each in ranks(train, n, 0)] + ranks(train, 2, 2)
-    assert len(outcomes[0][0]) == 10
-    assert all(each == outcomes[0] for each in outcomes)
 
-
-def test_a_loop_of_ones_own_gives_the_bits_of_the_short_form(ranks):
-    def train(own):
+@training
+def manual_steps_have_the_bits_of_step():
+    def train(is_manual, **options):
         model, loss = small_model(), nn.CrossEntropyLoss()
-        options = {"metrics": {"accuracy": ls.accuracy}, "activation_checkpointing": own == 2}
-        trainer = ls.Trainer(model, loss, SGD, **options)
+        trainer = ls.Trainer(model, loss, SGD, metrics={"accuracy": ls.accuracy}, **options)
         for batch in trainer.batches(rows(), 10):
-            if own:
-                with trainer.manual_step() as step:
-                    for inputs, targets in step.microbatches(batch):
-                        outputs = model(inputs)
-                        accuracy = ls.accuracy(outputs, targets)
-                        step.backward(loss(outputs, targets), metrics={"accuracy": accuracy})
-            else:
+            if not is_manual:
                 trainer.step(batch)
+                continue
+            with trainer.manual_step() as step:
+                for inputs, targets in step.microbatches(batch):
+                    outputs = model(inputs)
+                    accuracy = ls.accuracy(outputs, targets)
+                    step.backward(loss(outputs, targets), metrics={"accuracy": accuracy})
         return trainer.digest(), trainer.history.last.loss, trainer.history.last.metrics
 
-    assert (
-        len({str(each) for n in (1, 3) for own in (0, 1, 2) for each in ranks(train, n, own)}) == 1
+    expected = train(False)
+    assert train(True) == train(True, activation_checkpointing=True) == expected
+    return expected
+
+
+@training
+def several_backward_passes_add_up_within_a_microbatch():
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    whole = classifier(copy.deepcopy(model))
+    trainer = ls.Trainer(model, None, SGD)
+    with trainer.manual_step() as step:
+        for inputs, targets in step.microbatches(rows(16).tensors):
+            loss = nn.functional.cross_entropy(model(inputs), targets)
+            step.backward(loss, retain_graph=True)
+            step.backward(loss * 2)
+    expected = 3 * whole.step(rows(16).tensors)
+    assert step.result.loss == pytest.approx(expected, rel=1e-6)
+    return trainer.digest()
+
+
+@training
+def groups_schedules_and_the_average():
+    epochs, steps, digests = [], [], []
+    trainer = classifier(
+        optimizer=ls.OptimizerConfig(
+            partial(torch.optim.AdamW, lr=0.01),
+            lambda name, p: {"weight_decay": 0.0} if p.ndim < 2 else {"lr": 0.02},
+            partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),
+            scheduler_interval="epoch",
+        ),
+        ema_decay=0.9,
+        max_grad_norm=0.1,
+        callbacks=[steps.append, SimpleNamespace(on_epoch=epochs.append)],
     )
-
-
-def test_several_backward_passes_add_up_within_a_microbatch(ranks):
-    def train():
-        torch.manual_seed(0)
-        model = nn.Linear(6, 3)
-        trainer = ls.Trainer(model, None, SGD)
-        inputs, targets = rows(16).tensors
-        with trainer.manual_step() as step:
-            for x, y in step.microbatches((inputs, targets)):
-                loss = nn.functional.cross_entropy(model(x), y)
-                step.backward(loss, retain_graph=True)
-                step.backward(loss * 2)
-        torch.manual_seed(0)
-        whole = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD)
-        return trainer.history.last.loss, 3 * whole.step((inputs, targets)), trainer.digest()
-
-    for tripled, expected, _ in (found := ranks(train, 2) + ranks(train, 1)):
-        assert tripled == pytest.approx(expected, rel=1e-6)
-    assert len({digest for *_, digest in found}) == 1
-
-
-class OwnLoss(nn.Module):
-    def __init__(self, form):
-        super().__init__()
-        self.layer, self.form = nn.Linear(6, 3), form
-
-    def forward(self, inputs, targets):
-        loss = nn.functional.cross_entropy(self.layer(inputs), targets)
-        return {"tensor": loss, "mapping": {"loss": loss}, "object": _Holds(loss)}[self.form]
-
-
-class _Holds:
-    def __init__(self, loss):
-        self.loss = loss
-
-
-def test_models_that_return_their_loss(ranks):
-    def train(form, as_mapping):
-        torch.manual_seed(0)
-        trainer = ls.Trainer(OwnLoss(form), None, SGD)
-        inputs, targets = rows(20).tensors
-        batch = {"inputs": inputs, "targets": targets} if as_mapping else (inputs, targets)
-        return trainer.step(batch), trainer.digest()
-
-    found = [
-        each for form in ("tensor", "mapping", "object") for each in ranks(train, 2, form, False)
-    ]
-    assert len({str(each) for each in found + ranks(train, 1, "tensor", True)}) == 1
-
-
-def test_groups_schedules_and_the_average_are_the_same_everywhere(ranks):
-    def train():
-        epochs, steps = [], []
-        trainer = ls.Trainer(
-            small_model(),
-            nn.CrossEntropyLoss(),
-            ls.OptimizerConfig(
-                partial(torch.optim.AdamW, lr=0.01),
-                lambda name, p: {"weight_decay": 0.0} if p.ndim < 2 else {"lr": 0.02},
-                partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),
-                scheduler_interval="epoch",
-            ),
-            ema_decay=0.9,
-            max_grad_norm=0.1,
-            callbacks=[steps.append, SimpleNamespace(on_epoch=epochs.append)],
-        )
-        digests = []
-        for epoch in range(2):
-            for batch in trainer.batches(rows(), 16, epoch=epoch):
-                trainer.step(batch)
-            digests.append(ls.digest(trainer.ema_model.state_dict()))
-        averaged = trainer.evaluate(rows(), 16, ema=True)
-        return (
-            trainer.digest(),
-            trainer.optimizer_digest(),
-            digests,
-            averaged,
-            [group["lr"] for group in trainer.optimizer.param_groups],
-            [len(group["params"]) for group in trainer.optimizer.param_groups],
-            [each.lr for each in steps],
-            [(each.epoch, each.loss, each.samples) for each in epochs],
-            [each.norm > 0.1 for each in steps],
-        )
-
-    found = ranks(train, 1) + ranks(train, 3)
-    assert all(each == found[0] for each in found)
-    _, _, digests, averaged, lrs, sizes, seen, epochs, clipped = found[0]
-    assert len({found[0][0], *digests}) == 3
+    for epoch in range(2):
+        for batch in trainer.batches(rows(), 16, epoch=epoch):
+            trainer.step(batch)
+        digests.append(ls.digest(trainer.ema_model.state_dict()))
+    groups = trainer.optimizer.param_groups
+    assert [group["lr"] for group in groups] == pytest.approx([0.005, 0.0025])
+    assert [len(group["params"]) for group in groups] == [2, 2]
+    assert [result.lr for result in steps] == pytest.approx([0.02] * 3 + [0.01] * 3)
+    assert any(result.norm > 0.1 for result in steps)  # it was clipped
+    assert [(result.epoch, result.samples) for result in epochs] == [(0, 45), (1, 45)]
+    averaged = trainer.evaluate(rows(), 16, ema=True)
     assert averaged.samples == 45
-    assert lrs == pytest.approx([0.005, 0.0025])
-    assert sizes == [2, 2]
-    assert seen == pytest.approx([0.02] * 3 + [0.01] * 3)
-    assert [(epoch, samples) for epoch, _, samples in epochs] == [(0, 45), (1, 45)]
-    assert any(clipped)
+    digests += [trainer.digest(), trainer.optimizer_digest()]
+    return digests, averaged, [result.loss for result in epochs]
 
 
-def test_the_average_is_the_exponential_moving_average():
-    ls.init()
-    try:
-        model = nn.Linear(1, 1, bias=False)
-        trainer = ls.Trainer(model, nn.MSELoss(), partial(torch.optim.SGD, lr=0.1), ema_decay=0.5)
-        expected = None
-        for _ in range(4):
-            trainer.step((torch.ones(8, 1), torch.zeros(8, 1)))
-            weight = model.weight.item()
-            expected = weight if expected is None else expected + 0.5 * (weight - expected)
-        assert trainer.ema_model.weight.item() == pytest.approx(expected, rel=1e-6)
-    finally:
-        ls.shutdown()
+@training
+def mixed_precision():
+    dtypes, model = set(), small_model()
+
+    def keep(outputs, targets):
+        dtypes.add(outputs.dtype)
+        return 0.0
+
+    trainer = classifier(model, autocast_dtype=torch.bfloat16, metrics={"kept": keep})
+    trainer.step(rows(30).tensors)
+    assert dtypes == {torch.bfloat16}
+    assert model[0].weight.grad.dtype == torch.float32
+    return trainer.digest()
 
 
-def test_mixed_precision_gives_one_digest_and_bfloat16_outputs(ranks):
-    def train():
-        dtypes = []
-        model = small_model()
-        trainer = ls.Trainer(
-            model,
-            nn.CrossEntropyLoss(),
-            SGD,
-            autocast_dtype=torch.bfloat16,
-            metrics={"bf16": lambda outputs, targets: dtypes.append(outputs.dtype) or 0.0},
-        )
-        trainer.step(rows(30).tensors)
-        return trainer.digest(), set(dtypes), model[0].weight.grad.dtype
-
-    found = ranks(train, 1) + ranks(train, 3)
-    assert {digest for digest, *_ in found} == {found[0][0]}
-    assert found[0][1:] == ({torch.bfloat16}, torch.float32)
+@training
+def bfloat16_parameters_round_at_each_node():
+    trainer = classifier(small_model().bfloat16())
+    inputs, targets = rows(30).tensors
+    for _ in range(3):
+        trainer.step((inputs.bfloat16(), targets))
+    return trainer.digest()
 
 
-def test_bfloat16_parameters_round_at_each_node(ranks):
-    def train():
-        trainer = ls.Trainer(small_model().bfloat16(), nn.CrossEntropyLoss(), SGD)
-        inputs, targets = rows(30).tensors
-        for _ in range(3):
-            trainer.step((inputs.bfloat16(), targets))
-        return trainer.digest()
-
-    assert len({*ranks(train, 1), *ranks(train, 2), *ranks(train, 3)}) == 1
-
-
-def test_evaluation_counts_every_sample_once_and_keeps_modes(ranks):
-    def evaluate():
-        model = small_model()
-        model[1].eval()
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, metrics={"accuracy": ls.accuracy})
-        found = [trainer.evaluate(rows(45), size) for size in (45, 7)]
-        model.eval()
-        inputs, targets = rows(45).tensors
-        with torch.no_grad():
-            outputs = model(inputs)
-        whole = float(nn.functional.cross_entropy(outputs, targets))
-        model.train()
-        return found, whole, float(ls.accuracy(outputs, targets)), model[0].training
-
-    outcomes = ranks(evaluate, 1) + ranks(evaluate, 4)
-    for found, whole, accuracy, training in outcomes:
-        assert training
-        assert found == outcomes[0][0]
-        for each in found:
-            assert each.samples == 45
-            assert each.loss == pytest.approx(whole, rel=1e-5)
-            assert each.metrics["accuracy"] == pytest.approx(accuracy)
+@training
+def evaluation_counts_every_sample_once_and_keeps_modes():
+    model = small_model()
+    model[1].eval()
+    trainer = classifier(model, metrics={"accuracy": ls.accuracy})
+    found = [trainer.evaluate(rows(45), size) for size in (45, 7)]
+    assert model[0].training
+    model.eval()
+    inputs, targets = rows(45).tensors
+    with torch.no_grad():
+        outputs = model(inputs)
+    loss, accuracy = nn.functional.cross_entropy(outputs, targets), ls.accuracy(outputs, targets)
+    for evaluation in found:
+        assert evaluation.samples == 45
+        assert evaluation.loss == pytest.approx(float(loss), rel=1e-5)
+        assert evaluation.metrics["accuracy"] == pytest.approx(float(accuracy))
+    return found
 
 
-def test_evaluation_adds_losses_and_metrics_exactly(ranks):
+@training
+def evaluation_adds_losses_and_metrics_exactly():
     """A sum in any order of its own would have other last bits in another layout."""
+    values = torch.tensor([1e16, 1.0, -1e16, 1.0, 1e16, -1e16, 0.5, 0.25], dtype=torch.float64)
 
-    def evaluate():
-        values = torch.tensor([1e16, 1.0, -1e16, 1.0, 1e16, -1e16, 0.5, 0.25], dtype=torch.float64)
+    def mean(outputs, targets):
+        return targets.mean()
 
-        def mean(outputs, targets):
-            return targets.mean()
+    trainer = ls.Trainer(small_model(), mean, SGD, microbatches=4, metrics={"mean": mean})
+    found = trainer.evaluate(TensorDataset(torch.zeros(8, 6), values), 4)
+    assert (found.loss, found.metrics["mean"]) == (2.75 / 8, 2.75 / 8)
 
-        trainer = ls.Trainer(small_model(), mean, SGD, microbatches=4, metrics={"mean": mean})
-        found = trainer.evaluate(TensorDataset(torch.zeros(8, 6), values), 4)
-        return found.loss, found.metrics["mean"]
 
-    outcomes = ranks(evaluate, 1) + ranks(evaluate, 3)
-    assert set(outcomes) == {(2.75 / 8, 2.75 / 8)}
+@training
+def what_users_draw_between_steps():
+    torch.manual_seed(8)
+    trainer, drawn = classifier(), []
+    for batch in trainer.batches(rows(), 10):
+        trainer.step(batch)
+        drawn.append(torch.rand(()).item())
+    assert len({*drawn}) == 5
+    return drawn
+
+
+@training
+def channels_last_and_a_frozen_layer():
+    digests = []
+    for is_frozen in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(
+            nn.Conv2d(3, 5, 3),
+            nn.BatchNorm2d(5),
+            nn.Conv2d(5, 4, 3),
+            nn.Flatten(),
+            nn.Linear(64, 3),
+        ).to(memory_format=torch.channels_last)
+        model[0].requires_grad_(not is_frozen)
+        trainer = classifier(model, max_grad_norm=0.3)
+        inputs = torch.randn(27, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+        inputs = inputs.contiguous(memory_format=torch.channels_last)
+        before = model[0].weight.detach().clone()
+        for _ in range(3):
+            trainer.step((inputs, torch.arange(27) % 3))
+        assert torch.equal(before, model[0].weight) == is_frozen
+        digests.append(trainer.digest())
+    return digests
+
+
+@training
+def a_module_that_is_unfrozen_later():
+    model = small_model()
+    model[0].requires_grad_(False)
+    trainer = classifier(model)
+    trainer.step(rows(20).tensors)
+    before = model[0].weight.detach().clone()
+    model[0].requires_grad_(True)
+    trainer.step(rows(20).tensors)
+    assert not torch.equal(before, model[0].weight)
+    return trainer.digest()
+
+
+@training
+def a_compiled_model_has_its_own_names_and_the_same_bits():
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    trainers = [classifier(each, ema_decay=0.9) for each in (model, compiled)]
+    for trainer in trainers:
+        trainer.step(rows(32).tensors)
+        assert list(trainer.state_dict()["model"]) == list(model.state_dict())
+    assert trainers[0].digest() == trainers[1].digest()
+    return trainers[0].digest()
+
+
+test_every_number_of_ranks_has_the_same_outcome = training.make_test()
 
 
 class Jitter(nn.Module):
@@ -297,9 +295,7 @@ def test_every_microbatch_of_an_evaluation_draws_other_numbers(ranks):
         model = nn.Sequential(Jitter(), nn.Linear(6, 10))
         nn.init.ones_(model[1].weight)
         nn.init.zeros_(model[1].bias)
-        trainer = ls.Trainer(
-            model, nn.CrossEntropyLoss(), SGD, microbatches=4, metrics={"kept": keep}
-        )
+        trainer = classifier(model, microbatches=4, metrics={"kept": keep})
         same = TensorDataset(torch.zeros(16, 6), torch.zeros(16, dtype=torch.int64))
         for _ in range(2):
             trainer.evaluate(same, 8)
@@ -308,15 +304,25 @@ def test_every_microbatch_of_an_evaluation_draws_other_numbers(ranks):
     ((alone, again),) = ranks(evaluate, 1)
     assert alone == again
     assert len({*alone}) == 8  # two batches of four micro-batches
-    of_ranks = [each for first, _ in ranks(evaluate, 3) for each in first]
+    of_ranks = [number for first, _ in ranks(evaluate, 3) for number in first]
     assert sorted(of_ranks) == sorted(alone)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_the_average_is_the_exponential_moving_average():
+    model = nn.Linear(1, 1, bias=False)
+    trainer = ls.Trainer(model, nn.MSELoss(), partial(torch.optim.SGD, lr=0.1), ema_decay=0.5)
+    expected = None
+    for _ in range(4):
+        trainer.step((torch.ones(8, 1), torch.zeros(8, 1)))
+        weight = model.weight.item()
+        expected = weight if expected is None else expected + 0.5 * (weight - expected)
+    assert trainer.ema_model.weight.item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_training_goes_on_at_another_width_from_any_batch(ranks, tmp_path):
     def start(stop):
-        trainer = ls.Trainer(
-            small_model(), nn.CrossEntropyLoss(), partial(torch.optim.AdamW, lr=0.01), ema_decay=0.9
-        )
+        trainer = classifier(optimizer=partial(torch.optim.AdamW, lr=0.01), ema_decay=0.9)
         batches = trainer.batches(rows(), 10, seed=2)
         for number, batch in enumerate(batches):
             trainer.step(batch)
@@ -331,9 +337,7 @@ def test_training_goes_on_at_another_width_from_any_batch(ranks, tmp_path):
         state = torch.load(tmp_path / "state.pt", weights_only=True)
         torch.manual_seed(99)
         model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3))
-        trainer = ls.Trainer(
-            model, nn.CrossEntropyLoss(), partial(torch.optim.AdamW, lr=0.5), ema_decay=0.9
-        )
+        trainer = classifier(model, partial(torch.optim.AdamW, lr=0.5), ema_decay=0.9)
         trainer.load_state_dict(state["trainer"])
         batches = trainer.batches(rows(), 10, seed=2)
         batches.load_state_dict(state["batches"])
@@ -350,7 +354,7 @@ def test_training_goes_on_at_another_width_from_any_batch(ranks, tmp_path):
 @pytest.mark.usefixtures("world_of_one")
 def test_epochs_without_a_number_follow_each_other():
     def make():
-        return ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
+        return classifier()
 
     numbered, again, reused, parts = make(), make(), make(), make()
     for epoch in range(3):
@@ -386,86 +390,12 @@ def test_epochs_without_a_number_follow_each_other():
 def test_a_state_of_another_seed_is_refused():
     ls.init()
     try:
-        state = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, seed=1).state_dict()
-        other = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, seed=2)
+        state = classifier(seed=1).state_dict()
+        other = classifier(seed=2)
         with pytest.raises(UsageError, match="saved with seed=1, this trainer has seed=2"):
             other.load_state_dict(state)
     finally:
         ls.shutdown()
-
-
-def test_what_users_draw_between_steps_does_not_depend_on_the_layout(ranks):
-    def train():
-        torch.manual_seed(8)
-        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
-        drawn = []
-        for batch in trainer.batches(rows(), 10):
-            trainer.step(batch)
-            drawn.append(torch.rand(()).item())
-        return drawn
-
-    found = ranks(train, 1) + ranks(train, 3)
-    assert all(each == found[0] for each in found)
-    assert len(set(found[0])) == 5
-
-
-def test_channels_last_and_a_frozen_layer_keep_the_digest(ranks):
-    def train(frozen):
-        torch.manual_seed(1)
-        model = nn.Sequential(
-            nn.Conv2d(3, 5, 3),
-            nn.BatchNorm2d(5),
-            nn.Conv2d(5, 4, 3),
-            nn.Flatten(),
-            nn.Linear(64, 3),
-        ).to(memory_format=torch.channels_last)
-        model[0].requires_grad_(not frozen)
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, max_grad_norm=0.3)
-        generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(27, 3, 8, 8, generator=generator)
-        inputs = inputs.contiguous(memory_format=torch.channels_last)
-        before = model[0].weight.detach().clone()
-        for _ in range(3):
-            trainer.step((inputs, torch.arange(27) % 3))
-        return trainer.digest(), torch.equal(before, model[0].weight)
-
-    for frozen in (False, True):
-        found = ranks(train, 1, frozen) + ranks(train, 3, frozen)
-        assert len({digest for digest, _ in found}) == 1
-        assert {kept for _, kept in found} == {frozen}
-
-
-def test_a_module_that_is_unfrozen_later_is_trained(ranks):
-    def train():
-        model = small_model()
-        model[0].requires_grad_(False)
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD)
-        trainer.step(rows(20).tensors)
-        before = model[0].weight.detach().clone()
-        model[0].requires_grad_(True)
-        trainer.step(rows(20).tensors)
-        return trainer.digest(), torch.equal(before, model[0].weight)
-
-    found = ranks(train, 1) + ranks(train, 2)
-    assert found == [found[0]] * 3
-    assert found[0][1] is False
-
-
-def test_a_compiled_model_has_its_own_names_and_the_same_bits(ranks):
-    def train(compiled):
-        torch.manual_seed(2)
-        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-        trainer = ls.Trainer(
-            torch.compile(model, backend="eager") if compiled else model,
-            nn.CrossEntropyLoss(),
-            SGD,
-            ema_decay=0.9,
-        )
-        trainer.step(rows(32).tensors)
-        return trainer.digest(), list(trainer.state_dict()["model"]) == list(model.state_dict())
-
-    found = ranks(train, 1, False) + ranks(train, 2, True, timeout=100.0)
-    assert found == [(found[0][0], True)] * 3
 
 
 # --- the record ---------------------------------------------------------------------------
@@ -511,7 +441,7 @@ def test_a_record_that_cannot_be_finished_fails_the_run_at_its_end(tmp_path, cap
     (tmp_path / "run").mkdir()
     ls.init()
     try:
-        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, loggers=tmp_path / "run")
+        trainer = classifier(loggers=tmp_path / "run")
         record = str(tmp_path / "run" / "record.jsonl")
         (descriptor,) = (
             int(each)
@@ -531,7 +461,7 @@ def test_a_record_that_cannot_be_finished_fails_the_run_at_its_end(tmp_path, cap
 
 def test_an_exception_ends_the_record_as_failed(tmp_path):
     def fail():
-        with ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, loggers=tmp_path / "run"):
+        with classifier(loggers=tmp_path / "run"):
             raise ValueError("my own")
 
     ls.init()
@@ -551,7 +481,7 @@ def test_rank_0_shows_its_progress(monkeypatch, capsys):
 
     def train(**options):
         """Return what a training of two epochs of three steps shows."""
-        with ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, **options) as trainer:
+        with classifier(**options) as trainer:
             for epoch in range(2):
                 for batch in trainer.batches(rows(), 16, epoch=epoch):
                     trainer.step(batch)
@@ -570,7 +500,7 @@ def test_rank_0_shows_its_progress(monkeypatch, capsys):
         assert train(progress=False) == []
         with open_session(CheckSession(Layout(1), 99, lambda fingerprint: None)):
             assert train() == []
-        other = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
+        other = classifier()
         for batch in other.batches(rows(), 45):
             other.step(batch)
         assert train() == ["epoch 1  step 1/1", "epoch 1"]  # of the other one, which is shown
@@ -585,7 +515,7 @@ def test_rank_0_shows_its_progress(monkeypatch, capsys):
 
 def test_a_loss_that_is_not_a_number_stops_all_ranks_with_the_last_good_weights(ranks, tmp_path):
     def train():
-        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, loggers=tmp_path / "run")
+        trainer = classifier(loggers=tmp_path / "run")
         trainer.step(rows(40).tensors)
         good = trainer.digest()
         inputs = rows(40).tensors[0].clone()
@@ -625,7 +555,7 @@ def test_a_gradient_that_is_not_a_number_stops_before_the_weights_change(ranks, 
 
 def test_more_replicas_than_microbatches_is_said_at_once(ranks):
     with pytest.raises(RankError, match="3 replicas share 2 micro-batches"):
-        ranks(lambda: ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, microbatches=2), 3)
+        ranks(lambda: classifier(microbatches=2), 3)
 
 
 def test_ranks_with_different_models_are_told_apart(ranks):
@@ -642,7 +572,7 @@ def test_ranks_with_different_models_are_told_apart(ranks):
 
 def test_ranks_with_different_data_are_told_apart(ranks):
     def train():
-        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
+        trainer = classifier()
         try:
             for batch in trainer.batches(rows(45 - dist.get_rank()), 16):
                 trainer.step(batch)
@@ -667,7 +597,7 @@ def test_every_rank_begins_with_rank_zeros_weights(ranks):
 
 def test_without_init_the_trainer_says_so():
     with pytest.raises(UsageError, match=r"call lockstep.init\(\) first"):
-        ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
+        classifier()
 
 
 @pytest.mark.usefixtures("world_of_one")
@@ -800,7 +730,7 @@ def test_splitting_a_whole_batch_counts_as_time_of_the_step(monkeypatch):
 
     monkeypatch.setattr(ParallelContext, "split", timed)
     results = []
-    trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD, callbacks=results.append)
+    trainer = classifier(nn.Linear(6, 3), callbacks=results.append)
     trainer.step(rows(16).tensors)
     assert results[0].seconds >= sum(taken) > 0.05
 
@@ -883,7 +813,7 @@ def test_a_data_loader_trains_and_evaluates_like_its_dataset():
     digests, evaluations = [], []
     loader = DataLoader(rows(), 16, shuffle=True, drop_last=True)
     for arguments, options in [((rows(), 16), {"drop_last": True}), ((loader,), {})]:
-        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
+        trainer = classifier()
         for epoch in range(2):
             for batch in trainer.batches(*arguments, epoch=epoch, **options):
                 trainer.step(batch)
@@ -902,7 +832,7 @@ def test_a_data_loader_trains_and_evaluates_like_its_dataset():
 
 @pytest.mark.usefixtures("world_of_one")
 def test_calls_that_do_not_fit_say_what_to_write():
-    trainer = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), SGD)
+    trainer = classifier(nn.Linear(6, 3))
     batch = rows(16).tensors
     step = r"^trainer.step takes one batch, .*: write `loss = trainer.step\(batch\)`, or `with tr"
     several = r"; for several batches write `for batch in trainer.batches\(...\): trainer.step\(b"
@@ -973,7 +903,7 @@ def test_weights_that_cannot_be_written_fail_on_every_rank(ranks, tmp_path):
     (tmp_path / "model.pt").mkdir()
 
     def save():
-        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
+        trainer = classifier()
         said = []
         for path in (tmp_path / "model.pt", tmp_path / "new" / "folder" / "model.pt"):
             try:
@@ -1016,7 +946,7 @@ def test_a_disk_that_fills_leaves_the_old_weights(ranks, tmp_path, name):
     path = tmp_path / name
 
     def save():
-        trainer = ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD)
+        trainer = classifier()
         trainer.save_weights(path)
         saved = trainer.digest()
         trainer.step(rows(16).tensors)
