@@ -387,15 +387,12 @@ def test_epochs_without_a_number_follow_each_other():
     assert rest.batches(rows(), 10, epoch=7).epoch == 7
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_a_state_of_another_seed_is_refused():
-    ls.init()
-    try:
-        state = classifier(seed=1).state_dict()
-        other = classifier(seed=2)
-        with pytest.raises(UsageError, match="saved with seed=1, this trainer has seed=2"):
-            other.load_state_dict(state)
-    finally:
-        ls.shutdown()
+    state = classifier(seed=1).state_dict()
+    other = classifier(seed=2)
+    with pytest.raises(UsageError, match="saved with seed=1, this trainer has seed=2"):
+        other.load_state_dict(state)
 
 
 # --- the record ---------------------------------------------------------------------------
@@ -437,43 +434,38 @@ def test_rank_zero_records_the_run_line_by_line(ranks, tmp_path):
     assert end["digest"] == digest
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_a_record_that_cannot_be_finished_fails_the_run_at_its_end(tmp_path, capsys):
     (tmp_path / "run").mkdir()
-    ls.init()
-    try:
-        trainer = classifier(loggers=tmp_path / "run")
-        record = str(tmp_path / "run" / "record.jsonl")
-        (descriptor,) = (
-            int(each)
-            for each in os.listdir("/proc/self/fd")
-            if os.path.realpath(f"/proc/self/fd/{each}") == record
-        )
-        with Path("/dev/full").open("wb", buffering=0) as full:
-            os.dup2(full.fileno(), descriptor)
-        losses = [trainer.step(batch) for batch in trainer.batches(rows(), 16)]
-        assert len(losses) == 3
-        with pytest.raises(FileError, match="No space left on device"):
-            trainer.finish()
-    finally:
-        ls.shutdown()
+    trainer = classifier(loggers=tmp_path / "run")
+    record = str(tmp_path / "run" / "record.jsonl")
+    (descriptor,) = (
+        int(each)
+        for each in os.listdir("/proc/self/fd")
+        if os.path.realpath(f"/proc/self/fd/{each}") == record
+    )
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        os.dup2(full.fileno(), descriptor)
+    losses = [trainer.step(batch) for batch in trainer.batches(rows(), 16)]
+    assert len(losses) == 3
+    with pytest.raises(FileError, match="No space left on device"):
+        trainer.finish()
     assert capsys.readouterr().err.count("No space left on device") == 1
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_an_exception_ends_the_record_as_failed(tmp_path):
     def fail():
         with classifier(loggers=tmp_path / "run"):
             raise ValueError("my own")
 
-    ls.init()
-    try:
-        with pytest.raises(ValueError, match="my own"):
-            fail()
-    finally:
-        ls.shutdown()
+    with pytest.raises(ValueError, match="my own"):
+        fail()
     end = json.loads((tmp_path / "run/record.jsonl").read_text().splitlines()[-1])
     assert (end["state"], end["message"]) == ("failed", "ValueError: my own")
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_rank_0_shows_its_progress(monkeypatch, capsys):
     monkeypatch.setattr(progress_module, "LINE_INTERVAL", 0.0)
     monkeypatch.setattr(progress_module, "EPOCH_INTERVAL", 0.0)
@@ -491,23 +483,19 @@ def test_rank_0_shows_its_progress(monkeypatch, capsys):
         assert written.out == ""
         return [line.split("  loss")[0] for line in written.err.splitlines()]
 
-    ls.init()
-    try:
-        shown = train()
-        assert shown[:4] == [*(f"epoch 1  step {n}/3" for n in (1, 2, 3)), "epoch 1"]
-        assert shown[7::2] == ["epoch 2", "epoch 2  step 4"]
-        assert shown[8].startswith("epoch 2  held out: loss ")
-        assert train(progress=False) == []
-        with open_session(CheckSession(Layout(1), 99, lambda fingerprint: None)):
-            assert train() == []
-        other = classifier()
-        for batch in other.batches(rows(), 45):
-            other.step(batch)
-        assert train() == ["epoch 1  step 1/1", "epoch 1"]  # of the other one, which is shown
-        assert train(progress=True) == shown
-        other.finish()
-    finally:
-        ls.shutdown()
+    shown = train()
+    assert shown[:4] == [*(f"epoch 1  step {n}/3" for n in (1, 2, 3)), "epoch 1"]
+    assert shown[7::2] == ["epoch 2", "epoch 2  step 4"]
+    assert shown[8].startswith("epoch 2  held out: loss ")
+    assert train(progress=False) == []
+    with open_session(CheckSession(Layout(1), 99, lambda fingerprint: None)):
+        assert train() == []
+    other = classifier()
+    for batch in other.batches(rows(), 45):
+        other.step(batch)
+    assert train() == ["epoch 1  step 1/1", "epoch 1"]  # of the other one, which is shown
+    assert train(progress=True) == shown
+    other.finish()
 
 
 # --- what goes wrong ------------------------------------------------------------------------
