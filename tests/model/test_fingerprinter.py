@@ -110,45 +110,6 @@ def test_a_step_is_recorded_whole(ranks):
     assert done[1].digest != first.digest
 
 
-def test_every_layout_records_the_same(ranks):
-    def rank(layout):
-        return trained(model(), layout).steps
-
-    (whole,) = ranks(rank, 1, Layout(1))
-    for layout in (
-        Layout(2),
-        Layout(2, stages=2, schedule="1f1b"),
-        Layout(2, stages=2, schedule="zero-bubble"),
-        Layout(2, shared=True),
-    ):
-        for done in ranks(rank, 2, layout):
-            for here, there in zip(whole, done, strict=True):
-                for part in (
-                    "before",
-                    "data",
-                    "parameters",
-                    "gradients",
-                    "state",
-                    "optimizer",
-                    "losses",
-                ):
-                    mine, theirs = getattr(here, part), getattr(there, part)
-                    assert {name: mine[name] for name in theirs} == theirs, (layout, part)
-                for (leaf, _), calls in there.calls.items():
-                    assert set(calls) <= set(here.calls[leaf, 0]), layout
-                assert (here.loss, here.digest) == (there.loss, there.digest)
-
-
-def test_calls_belong_to_their_stage_and_microbatch(ranks):
-    def rank():
-        done = trained(model(), Layout(2, stages=2, schedule="1f1b")).steps
-        return {place: [name for _, name, _ in calls] for place, calls in done[0].calls.items()}
-
-    first, last = ranks(rank, 2)
-    assert first == {(leaf, 0): ["0", "0", "1", "1.inner", "1.inner", "1"] for leaf in range(4)}
-    assert last == {(leaf, 1): ["2", "2"] for leaf in range(4)}
-
-
 def test_the_session_decides_the_layout_and_nothing_is_recorded_or_saved(ranks, tmp_path):
     def rank():
         with open_session(CheckSession(Layout(2, shared=True), 1, recorded()[1])):
@@ -186,22 +147,6 @@ def test_a_run_ends_when_every_trainer_has_its_steps(ranks):
     assert last == (1, 1)
     assert done.count((0, 5)) == 1
     assert len(done) == 8
-
-
-def test_a_run_ends_also_where_a_trainer_takes_no_step(ranks):
-    def rank():
-        found, record = recorded()
-        with open_session(CheckSession(Layout(1), 2, record)):
-            make = partial(ls.Trainer, microbatches=2)
-            sgd = partial(torch.optim.SGD, lr=0.1)
-            used, _ = (make(nn.Linear(6, 4), nn.CrossEntropyLoss(), sgd) for _ in range(2))
-            try:
-                while True:
-                    used.step(batches()[0])
-            except SessionComplete:
-                return len(found.steps)
-
-    assert ranks(rank, 1) == [20]
 
 
 def test_outside_of_a_step_and_of_a_session_there_are_no_hooks(ranks):

@@ -100,21 +100,6 @@ def test_answers_come_in_order_and_then_calls_have_effects():
     assert log.state_dict(8) == first.log.state_dict(8)
 
 
-def test_an_open_epoch_continues_at_its_next_batch():
-    first = Script()
-    first.train(0)
-    opened = first.begin(1)
-    for _ in range(2):
-        first.next(opened)
-        first.done(opened)
-    second = first.resume()
-    second.begin(0)
-    again = second.begin(1)
-    assert again.resumed["position"] == 2
-    assert not second.log.is_replaying
-    assert second.log.is_inside_epoch
-
-
 def test_a_batch_without_a_step_is_yielded_again():
     script = Script()
     opened = script.begin()
@@ -160,37 +145,6 @@ def test_of_zipped_iterations_each_continues_at_the_same_batch(step):
     third = script.resume()
     assert third.begin(0) is None
     assert not third.log.is_replaying
-
-
-def test_loops_inside_a_loop_are_part_of_its_body():
-    script = Script()
-    outer = script.begin(0)
-    script.next(outer)
-    inner = script.begin(5)
-    script.next(inner)
-    script.call("evaluation", samples=3, result={})
-    script.raw_step("x")
-    script.log.record_digest("digest", "abc", 3)
-    script.done(inner)
-    assert len(script.log.state_dict(3)["entries"]) == 2  # both are going on
-    script.log.end_epoch(inner, script.steps)
-    script.done(outer)
-    state = script.log.state_dict(script.steps)
-    assert [each["epoch"] for each in state["entries"]] == [0]
-    assert state["digests"] == {}
-    script.log.end_epoch(outer, script.steps)
-    assert [each["complete"] for each in script.log.state_dict(3)["entries"]] == [True]
-
-
-def test_an_epoch_that_the_script_leaves_is_complete():
-    script = Script()
-    opened = script.begin(0)
-    script.next(opened)
-    script.log.end_epoch(opened, script.steps)  # break
-    script.train(1)
-    second = script.resume()
-    assert second.begin(0) is None
-    assert second.begin(1) is None
 
 
 def test_steps_on_raw_batches_are_answered_one_by_one():
@@ -265,21 +219,6 @@ def test_digests_are_answered_where_they_were_asked_for():
     assert log.answer_digest("digest", 8) is None  # the state is restored: it is computed again
 
 
-def test_digests_between_raw_steps_are_told_apart():
-    first = Script()
-    first.log.record_digest("digest", "0", 0)
-    for batch in "abc":
-        first.raw_step(batch)
-        first.log.record_digest("digest", str(first.steps), first.steps)
-    first.call("evaluation", samples=3, result={})
-    log = first.resume().log
-    found = [log.answer_digest("digest", 0)]
-    for batch in "abc":
-        _, steps = log.answer_step(batch)
-        found.append(log.answer_digest("digest", steps))
-    assert found == ["0", "1", "2", "3"]
-
-
 def trained():
     script = Script()
     script.train(0)
@@ -304,6 +243,11 @@ def trained():
         (lambda s: s.begin(0, shuffle=False), "shuffle True, these batches have False"),
         (lambda s: s.begin(0, drop_last=True), "drop last False, these batches have True"),
         (lambda s: s.log.require_finished(), "run iterates over batches of epoch 0 next: resume"),
+        (
+            lambda s: (s.begin(0), s.log.answer("evaluation", samples=31, ema=True)),
+            "evaluates on 31 samples with the averaged weights where the interrupted run evaluates "
+            "on 30 samples (call 2)",
+        ),
     ],
 )  # fmt: skip
 def test_another_call_is_named(call, words):
@@ -314,23 +258,6 @@ def test_a_log_of_an_older_version_has_no_drop_last():
     script = trained()
     del script.log._answers[0]["state"]["drop_last"]
     assert script.begin(0) is None
-
-
-def test_another_second_call_is_counted():
-    script = trained()
-    script.begin(0)
-    said = refused(script.log.answer, "evaluation", samples=31, ema=False)
-    assert "evaluates on 31 samples where the interrupted run evaluates on 30 samples" in said
-    assert "(call 2)" in said
-    assert "evaluation" not in (said := refused(script.begin, 1))
-    assert "epoch 1 where the interrupted run evaluates on 30 samples (call 2)" in said
-
-
-def test_another_average_is_named():
-    script = trained()
-    script.begin(0)
-    said = refused(script.log.answer, "evaluation", samples=30, ema=True)
-    assert "on 30 samples with the averaged weights where the interrupted run eval" in said
 
 
 def test_a_script_that_has_begun_cannot_be_resumed():

@@ -194,6 +194,7 @@ def test_a_loss_is_found_in_what_a_model_or_a_loss_function_returns():
         (lambda loss, outputs: (loss, loss * 2), "any of several numbers in a tuple could be"),
         (lambda loss, outputs: (outputs, loss), "not a tuple that begins with .1, 4. float32"),
         (lambda loss, outputs: {"logits": outputs}, "not a dict of 'logits'"),
+        (lambda loss, outputs: "no loss", "the model must return its loss"),
     ],
 )
 def test_what_is_no_loss_is_explained(monkeypatch, returned, sentence):

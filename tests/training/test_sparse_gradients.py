@@ -10,7 +10,7 @@ import digests
 import lockstep as ls
 import pytest_lockstep
 from lockstep.kernel import spec
-from lockstep.kernel.errors import UsageError
+from lockstep.kernel.errors import GradientError, UsageError
 
 SIZES = [19, 16, 3, 19, 1]
 ROWS = 11
@@ -131,10 +131,27 @@ def test_stages_give_the_same_bits(ranks, expected, n, stages):
     assert ranks(partial(trained, PARTITIONED, pipeline=config), n) == [wanted] * n
 
 
-def make_shared():
+@pytest.mark.usefixtures("world_of_one")
+def test_shared_parameters_are_refused():
     with pytest.raises(UsageError, match="whose gradient is sparse: make its Embedding"):
         ls.Trainer(blocks(), nn.MSELoss(), partial(torch.optim.SGD, lr=0.1), storage="shared")
 
 
-def test_shared_parameters_are_refused(ranks):
-    ranks(make_shared, 1)
+class Table(nn.Module):
+    """A module of the user's own whose gradient is sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, 3))
+
+    def forward(self, words):
+        return nn.functional.embedding(words, self.weight, sparse=True)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_sparse_gradient_of_another_module_is_refused_by_name():
+    model = nn.Sequential(Table(), nn.Flatten(), nn.Linear(6, 5))
+    trainer = ls.Trainer(model, nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1))
+    words = torch.arange(16).view(8, 2) % 9
+    with pytest.raises(GradientError, match=r"parameter 0\.weight has a sparse gradient"):
+        trainer.step((words, torch.zeros(8, dtype=torch.int64)))
