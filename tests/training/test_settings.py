@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import lockstep as ls
-from lockstep.kernel.errors import DisagreementError, RankError, UsageError
+from lockstep.kernel.errors import DisagreementError, RankError
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -203,41 +203,82 @@ def test_arguments_that_decide_no_bit_may_differ(ranks, tmp_path):
     assert len({*first}) == 1
 
 
-def test_settings_of_torch_that_differ_are_named(ranks):
-    def threads():
-        if ls.rank() == 1:
-            torch.set_num_threads(2)
+def with_other_threads():
+    torch.set_num_threads(2 if ls.rank() == 1 else 1)
+    try:
+        build("model", network)
+    finally:
+        torch.set_num_threads(1)
+
+
+def on_another_processor():
+    """Its kernels round otherwise, so bits would depend on where a micro-batch is computed."""
+    instructions = "AVX2" if ls.rank() == 1 else "AVX512"
+    with mock.patch("torch.backends.cpu.get_cpu_capability", return_value=instructions):
         build("model", network)
 
-    with pytest.raises(RankError, match=r"torch\.get_num_threads\(\) is 2, on rank 0 it is 1"):
-        ranks(threads, 2)
 
-
-def test_a_processor_with_other_instructions_is_named(ranks):
-    """Its kernels round otherwise, so bits would depend on where a micro-batch is computed."""
-
-    def build_on_another_processor():
-        found = "AVX2" if ls.rank() == 1 else "AVX512"
-        with mock.patch("torch.backends.cpu.get_cpu_capability", return_value=found):
-            build("model", network)
-
-    with pytest.raises(RankError, match=r"get_cpu_capability\(\) is AVX2, on rank 0 it is A"):
-        ranks(build_on_another_processor, 2)
-
-
-def test_a_processor_of_another_vendor_is_named(ranks, monkeypatch):
+def on_a_processor_of_another_vendor():
     """MKL chooses other kernels for it, although the instruction set is the same."""
+    vendor = "GenuineIntel" if ls.rank() == 1 else "AuthenticAMD"
+    with mock.patch("lockstep.model.description._processor_vendor", return_value=vendor):
+        build("model", network)
 
-    def build_on_another_processor():
-        vendor = "GenuineIntel" if ls.rank() == 1 else "AuthenticAMD"
-        with mock.patch("lockstep.model.description._processor_vendor", return_value=vendor):
-            build("model", network)
 
-    with pytest.raises(RankError, match="processor vendor is GenuineIntel, on rank 0 it is A"):
-        ranks(build_on_another_processor, 2)
+def compiled_on_one_rank():
+    model = torch.compile(network(), backend="eager") if ls.rank() == 1 else network()
+    ls.Trainer(model, nn.CrossEntropyLoss(), SGD)
+
+
+def invalid_on_one_rank():
+    """Rank 1 would raise alone, and the others wait for it."""
+    ls.Trainer(network(), nn.CrossEntropyLoss(), SGD, microbatches=8 - 8 * ls.rank())
+
+
+class Scaled(nn.Linear):
+    def __init__(self, *sizes, factor=1.0):
+        super().__init__(*sizes)
+        self.factor, self.mask = factor, torch.arange(sizes[1])
+
+    def forward(self, inputs):
+        return super().forward(inputs) * self.factor + self.mask
+
+
+def train_stages(factor=1.0):
+    """Train blocks that are built on the meta device elsewhere, and hold tensors as attributes."""
+    last = partial(Scaled, 8, 4, factor=factor if ls.rank() == 0 else 1.0)
+    pipeline = ls.PipelineConfig(stages=2)
+    blocks = [partial(Scaled, 6, 8), last]
+    return ls.Trainer(blocks, nn.CrossEntropyLoss(), SGD, pipeline=pipeline).step(batch())
+
+
+ENVIRONMENTS = [
+    (with_other_threads, r"torch\.get_num_threads\(\) is 2, on rank 0 it is 1"),
+    (on_another_processor, r"torch.*get_cpu_capability\(\) is AVX2, on rank 0 it is AVX512"),
+    (on_a_processor_of_another_vendor, "processor vendor is GenuineIntel, on rank 0 it is Auth"),
+    (compiled_on_one_rank, r"torch\.compile\(model\) is .*eager.*, and rank 0 has none"),
+    (invalid_on_one_rank, "microbatches is 0, on rank 0 it is 8"),
+    (partial(train_stages, 2.0), r"model\.1 \(Scaled\)\.factor is 1\.0, on rank 0 it is 2"),
+]
+
+
+def test_environments_and_models_that_differ_are_named(ranks, monkeypatch):
+    def name_all():
+        said = []
+        for act, _ in ENVIRONMENTS:
+            with pytest.raises(DisagreementError) as raised:
+                act()
+            said.append(str(raised.value))
+        return said, train_stages()
+
+    (said, loss), (_, same) = found = ranks(name_all, 2)
+    assert loss == same
+    for said, _ in found:
+        for (_, words), message in zip(ENVIRONMENTS, said, strict=True):
+            assert re.match(f"rank 1: {words}", message), message
     for name in ("MKL_CBWR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA"):
         monkeypatch.setenv(name, "COMPATIBLE" if name == "MKL_CBWR" else "avx2")
-    ranks(build_on_another_processor, 2)  # computes the same bits for both
+    ranks(on_a_processor_of_another_vendor, 2)  # computes the same bits for both
 
 
 def test_the_rank_that_differs_from_most_is_named(ranks):
@@ -246,43 +287,6 @@ def test_the_rank_that_differs_from_most_is_named(ranks):
 
     with pytest.raises(RankError, match=r"rank 0: max_grad_norm is 2\.0, on rank 1 it is 1\.0"):
         ranks(clipped, 3)
-
-
-def test_a_compiled_model_is_not_the_one_that_is_not(ranks):
-    def compiled():
-        model = network()
-        if ls.rank() == 1:
-            model = torch.compile(model, backend="eager")
-        ls.Trainer(model, nn.CrossEntropyLoss(), SGD)
-
-    with pytest.raises(
-        RankError, match=r"torch\.compile\(model\) is .*eager.*, and rank 0 has none"
-    ):
-        ranks(compiled, 2)
-
-
-def test_blocks_of_other_stages_are_compared_too(ranks):
-    """Also where they are built under torch.device("meta"), and hold tensors as attributes."""
-
-    class Scaled(nn.Linear):
-        def __init__(self, *sizes, factor=1.0):
-            super().__init__(*sizes)
-            self.factor, self.mask = factor, torch.arange(sizes[1])
-
-        def forward(self, inputs):
-            return super().forward(inputs) * self.factor + self.mask
-
-    def train(factor):
-        last = partial(Scaled, 8, 4, factor=factor if ls.rank() == 0 else 1.0)
-        blocks = [partial(Scaled, 6, 8), last]
-        return ls.Trainer(
-            blocks, nn.CrossEntropyLoss(), SGD, pipeline=ls.PipelineConfig(stages=2)
-        ).step(batch())
-
-    first, second = ranks(train, 2, 1.0)
-    assert first == second
-    with pytest.raises(RankError, match=r"model\.1 \(Scaled\)\.factor is 1\.0, on rank 0 it is 2"):
-        ranks(train, 2, 2.0)
 
 
 # --- changes between steps -----------------------------------------------------------------------
@@ -360,12 +364,15 @@ def test_a_change_on_one_rank_is_named_before_the_weights_change(ranks):
         assert unchanged
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [{"pipeline": ls.PipelineConfig(2)}, {"storage": "shared"}, {"activation_checkpointing": True}],
-)
-def test_a_change_on_one_rank_is_named_in_every_layout(ranks, layout):
-    def train():
+LAYOUTS = [
+    {"pipeline": ls.PipelineConfig(2)},
+    {"storage": "shared"},
+    {"activation_checkpointing": True},
+]
+
+
+def test_a_change_on_one_rank_is_named_in_every_layout(ranks):
+    def train(layout):
         trainer = ls.Trainer(network(), nn.CrossEntropyLoss(), ADAM, **layout)
         trainer.step(batch(0))
         for change in (rate, dropout):
@@ -377,11 +384,20 @@ def test_a_change_on_one_rank_is_named_in_every_layout(ranks, layout):
                 change(trainer)
         return trainer.step(batch(1)), trainer.digest()
 
-    first, second = ranks(train, 2)
+    def change_all():
+        """Change the model on all ranks: what follows is equal."""
+        trainer = ls.Trainer(network(), nn.CrossEntropyLoss(), ADAM)
+        for step, (change, _, _) in enumerate(CHANGES):
+            trainer.step(batch(step))
+            if change not in (rate_of_a_tensor, deletion):
+                change(trainer)
+        return trainer.digest()
+
+    first, second = ranks(lambda: [*map(train, LAYOUTS), change_all()], 2)
     assert first == second
 
 
-def test_a_change_in_a_loop_of_the_users_own_is_named(ranks):
+def test_a_change_in_a_manual_step_is_named(ranks):
     def train():
         model, loss = network(), nn.CrossEntropyLoss()
         trainer = ls.Trainer(model, None, ADAM)
@@ -413,19 +429,6 @@ def test_the_mode_of_an_extra_module_is_compared_and_its_attributes_are_not(rank
         ranks(train, 2)
 
 
-def test_changes_on_all_ranks_are_let_through(ranks):
-    def train():
-        trainer = ls.Trainer(network(), nn.CrossEntropyLoss(), ADAM)
-        for step, (change, _, _) in enumerate(CHANGES):
-            trainer.step(batch(step))
-            if change not in (rate_of_a_tensor, deletion):
-                change(trainer)
-        return trainer.digest()
-
-    first, second = ranks(train, 2)
-    assert first == second
-
-
 @pytest.mark.filterwarnings("ignore:.*the attribute .*calls changes from step to step")
 def test_what_forward_itself_changes_may_differ(ranks):
     """Three ranks compute 3, 3 and 2 micro-batches, so a counter of calls differs at once."""
@@ -445,21 +448,15 @@ def test_what_forward_itself_changes_may_differ(ranks):
     assert len({*ranks(train, 3)}) > 1
 
 
-def test_what_an_evaluation_changes_may_differ(ranks):
-    def train():
+def test_what_evaluations_and_failed_steps_change_may_differ(ranks):
+    def evaluate():
         model = nn.Sequential(network(), Numbered())
         model[1].counts = "evaluating"
         trainer = ls.Trainer(model, nn.CrossEntropyLoss(), ADAM)
         trainer.evaluate(list(zip(*batch(9), strict=True)), 4)
         return model[1].calls, trainer.step(batch(0))
 
-    first, second, third = ranks(train, 3)
-    assert len({first[0], second[0], third[0]}) > 1
-    assert first[1] == second[1] == third[1]
-
-
-def test_what_a_step_that_failed_has_changed_may_differ(ranks):
-    def train():
+    def fail():
         model = nn.Sequential(network(), Numbered())
         trainer = ls.Trainer(model, nn.CrossEntropyLoss(), ADAM)
         inputs, targets = batch(0)
@@ -469,16 +466,6 @@ def test_what_a_step_that_failed_has_changed_may_differ(ranks):
         model[1].calls += ls.rank()
         return trainer.step(batch(1))
 
-    assert len({*ranks(train, 3)}) == 1
-
-
-def test_invalid_arguments_on_one_rank_are_a_disagreement(ranks):
-    """Rank 1 would raise alone, and the others wait for it."""
-
-    def build():
-        with pytest.raises((DisagreementError, UsageError)) as raised:
-            ls.Trainer(network(), nn.CrossEntropyLoss(), SGD, microbatches=8 - 8 * ls.rank())
-        return str(raised.value)
-
-    for message in ranks(build, 2):
-        assert message.startswith("rank 1: microbatches is 0, on rank 0 it is 8; ")
+    found = ranks(lambda: (*evaluate(), fail()), 3)
+    assert len({calls for calls, *_ in found}) > 1
+    assert len({tuple(losses) for _, *losses in found}) == 1
