@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from lockstep.model.fingerprint import StepFingerprint
-from lockstep.model.operator_call import OperatorCall
 from lockstep.tools.replay.bisection import group_by_rank
 from lockstep.tools.replay.divergence import (
     Divergence,
@@ -16,6 +15,7 @@ from lockstep.tools.replay.divergence import (
     limit_to_compared,
     locate_tensor,
 )
+from lockstep.tools.replay.operator_call import OperatorCall
 from lockstep.tools.replay.operator_difference import OperatorDifference
 from lockstep.tools.replay.record_difference import RecordDifference, SearchWindow
 

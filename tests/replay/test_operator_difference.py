@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lockstep.model.operator_call import OperatorCall
+from lockstep.tools.replay.operator_call import OperatorCall
 from lockstep.tools.replay.operator_difference import OperatorDifference, first_operator_difference
 
 PARAMETERS = 3

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import lockstep as ls
 from lockstep.launcher.launch import launch_in_this_process
-from lockstep.model.operator_tracer import OperatorTracer
 from lockstep.tools.replay.operator_difference import first_operator_difference
+from lockstep.tools.replay.operator_tracer import OperatorTracer
 from lockstep.tools.replay.program import Base
 from lockstep.tools.replay.result import Level, ReplayedStep, ReplayRequest
 from lockstep.tools.replay.session import ReplaySession

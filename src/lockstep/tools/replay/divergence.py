@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
-from lockstep.model.operator_call import OperatorCall
 from lockstep.tools.check.difference import Difference, RankFingerprint, first_difference
 from lockstep.tools.replay.element_difference import ElementDifference
+from lockstep.tools.replay.operator_call import OperatorCall
 from lockstep.tools.replay.operator_difference import OperatorDifference
 from lockstep.tools.replay.record_difference import RecordDifference, SearchWindow
 

@@ -25,7 +25,7 @@ from itertools import groupby
 from typing import Literal
 
 from lockstep.model.fingerprint import Checksums
-from lockstep.model.operator_call import OperatorCall
+from lockstep.tools.replay.operator_call import OperatorCall
 
 __all__ = ["OperatorDifference", "first_operator_difference"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.model.fingerprint import StepFingerprint
-from lockstep.model.operator_call import KeptTensors, OperatorCall
 from lockstep.tools.check.layouts import Layout
+from lockstep.tools.replay.operator_call import KeptTensors, OperatorCall
 
 __all__ = ["Level", "Replay", "ReplayRequest", "ReplayedStep"]
 

@@ -1,7 +1,7 @@
 """The calls of torch's operators in a step, as plain values.
 
-`lockstep.model.operator_tracer` records them; `lockstep.tools.replay.operator_difference` compares
-those of two runs. This module does not import torch.
+`lockstep.tools.replay.operator_tracer` records them; `lockstep.tools.replay.operator_difference`
+compares those of two runs. This module does not import torch.
 """
 
 from __future__ import annotations

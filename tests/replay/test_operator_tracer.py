@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lockstep.checksum import checksum
-from lockstep.model.operator_call import OperatorCall
-from lockstep.model.operator_tracer import OperatorTracer
+from lockstep.tools.replay.operator_call import OperatorCall
+from lockstep.tools.replay.operator_tracer import OperatorTracer
 
 
 def trace(

@@ -40,8 +40,8 @@ from lockstep.kernel.rng_scopes import is_in_backward
 from lockstep.kernel.seeds import default_generator
 from lockstep.kernel.step_context import Phase, Position, StepContext, StepObserver
 from lockstep.model.call_site import CallSites
-from lockstep.model.operator_call import KeptTensors, OperatorCall
-from lockstep.model.operator_schema import describe_operator, format_value, tensors_in
+from lockstep.tools.replay.operator_call import KeptTensors, OperatorCall
+from lockstep.tools.replay.operator_schema import describe_operator, format_value, tensors_in
 
 __all__ = ["OperatorTracer", "record_graphs_as_operators"]
 
