@@ -195,19 +195,25 @@ def from_conftest():
 """
 
 
-def test_selection_xdist_coverage_and_import_modes(run, pytester):
-    files = {"helper": HELPER, "conftest": CONFTEST}
-    result = run(FEATURES, "--cov=helper", "--cov-report=term-missing", "-W", "error", **files)
+FILES = {"helper": HELPER, "conftest": CONFTEST}
+
+
+def test_coverage(run, pytester):
+    result = run(FEATURES, "--cov=helper", "--cov-report=term-missing", "-W", "error", **FILES)
     result.assert_outcomes(passed=4, failed=1)
     # Rank 1's branch and rank 0's; not the function that nobody calls.
     result.stdout.re_match_lines([r"helper.py\s+11\s+1\s+91%\s+12"])
     result.stdout.fnmatch_lines(["E*At index 0 diff: * != 2"])  # the helper is rewritten
     assert not list(pytester.path.glob(".coverage.*"))
-    result = run(FEATURES, "-n1", "-k", "2ranks and not fails", "--durations=3", **files)
+
+
+@pytest.mark.stress
+def test_selection_xdist_and_import_modes(run):
+    result = run(FEATURES, "-n1", "-k", "2ranks and not fails", "--durations=3", **FILES)
     result.assert_outcomes(passed=2)
     assert re.search(r"\d\.\d\ds call +test_it.py::test_one\[2ranks\]", result.stdout.str())
     importlib = ("--import-mode=importlib", "-o", "pythonpath=.")
-    result = run(FEATURES, *importlib, "-x", "--deselect=test_it.py::test_two", **files)
+    result = run(FEATURES, *importlib, "-x", "--deselect=test_it.py::test_two", **FILES)
     result.assert_outcomes(passed=3, failed=1, deselected=1)
 
 

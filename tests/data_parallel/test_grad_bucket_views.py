@@ -286,9 +286,7 @@ def test_all_kinds_of_gradients_have_the_bits_of_one_process(ranks, storage):
             trainer.step(batch(samples))
         return trainer.digest()
 
-    assert (
-        len({digest for n in (1, 2, 3, 4) for digest in ranks(train, n, backend="lockstep")}) == 1
-    )
+    assert len({digest for n in (1, 3) for digest in ranks(train, n, backend="lockstep")}) == 1
 
 
 class Temporary(torch.autograd.Function):

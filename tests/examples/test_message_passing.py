@@ -19,11 +19,25 @@ FOLDER = ROOT / "examples" / "message_passing"
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.stem != "harness")
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_documentation_shows_the_output_of_the_example(path):
-    main = importlib.import_module(path.stem).main
+def run_all():
+    """Run all examples, one after another; return what each printed by its name."""
+    printed = {}
+    for path in EXAMPLES:
+        printed[path.stem] = importlib.import_module(path.stem).main()
+        ls.shutdown()
+    return printed
+
+
+@pytest.fixture(scope="module")
+def outputs():
+    """What each example printed on 4 ranks, by rank."""
     get_fork_server(for_training=True)
-    printed, *others = ls.launch(main, nprocs=4, timeout=60)
+    return ls.launch(run_all, nprocs=4, timeout=60)
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_documentation_shows_the_output_of_the_example(path, outputs):
+    printed, *others = (output[path.stem] for output in outputs)
     assert others == [""] * 3
     assert printed.count("\n") == 5
     page = PAGE.read_text()

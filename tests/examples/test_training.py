@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import warm
 
 SCRIPT = str(Path(__file__).parents[2] / "examples" / "training.py")
@@ -16,17 +18,20 @@ COMMANDS = {
 }
 
 
-def test_digest_is_the_same_under_every_launcher(tmp_path):
+@pytest.mark.parametrize(
+    "launcher", ["lockstep run", pytest.param("torchrun", marks=pytest.mark.stress)]
+)
+def test_digest_is_the_same_under_every_launcher(tmp_path, launcher):
     running = {
-        launcher: warm.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+        name: warm.Popen(
+            COMMANDS[name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
         )
-        for launcher, command in COMMANDS.items()
+        for name in ("python", launcher)
     }
     digests = {}
-    for launcher, process in running.items():
+    for name, process in running.items():
         output, errors = process.communicate(timeout=110)
-        assert process.returncode == 0, f"{launcher}: {errors}"
+        assert process.returncode == 0, f"{name}: {errors}"
         (line,) = [line for line in output.splitlines() if "digest" in line]  # from one rank
-        digests[launcher] = line.split()[-1]
+        digests[name] = line.split()[-1]
     assert len(set(digests.values())) == 1, digests

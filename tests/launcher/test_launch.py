@@ -148,14 +148,15 @@ def test_breakpoints_of_ranks_without_input_are_skipped(capfd):
     assert shown.count("breakpoint() is skipped on rank 1: only rank 0 has the") == 1
 
 
-@pytest.mark.parametrize("method", ["spawn", "fork"])
-def test_other_start_methods(method):
+@pytest.mark.parametrize(("method", "n"), [("spawn", 1), ("fork", 2)])
+def test_other_start_methods(method, n):
     pid = os.getpid()
 
     def ranks_and_parents() -> tuple[int, int]:
         return ls.rank(), int(os.getpid() == pid)
 
-    assert ls.launch(ranks_and_parents, nprocs=2, start_method=method) == [(0, 0), (1, 0)]
+    found = ls.launch(ranks_and_parents, nprocs=n, start_method=method)
+    assert found == [(rank, 0) for rank in range(n)]
 
 
 def test_pass_rank():

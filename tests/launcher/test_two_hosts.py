@@ -60,7 +60,7 @@ def test_the_page_has_a_command_for_each_host_and_one_for_both():
     assert "--rdzv-endpoint" in COMMANDS[2]
 
 
-@pytest.mark.parametrize("form", ["by index", "by address"])
+@pytest.mark.parametrize("form", [pytest.param("by index", marks=pytest.mark.stress), "by address"])
 def test_the_commands_of_the_page_give_the_digest_of_one_host(form, tmp_path):
     write_scripts(tmp_path, train=SCRIPT)
     with hosts.network("a", "b") as net:

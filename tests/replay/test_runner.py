@@ -34,19 +34,20 @@ def results(replay: Replay) -> list[RecordedStep]:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two stages on four ranks, with checkpoints after 20 and 40 steps."""
+    """A run of two stages on four ranks, with checkpoints after 10 and 20 steps."""
     runs = tmp_path_factory.mktemp("runs")
     words = ["train", "digits", "-n", "4", "--stages", "2", "--epochs", "1", "--quiet", "--name"]
-    words += ["mine", "--runs", str(runs), "--checkpoint-every", "20"]
+    words += ["mine", "--runs", str(runs), "--checkpoint-every", "10"]
+    words += ["--batch-size", "64"]
     assert CliRunner().invoke(cli, words).exit_code == 0
     return runs / "mine"
 
 
 def test_a_step_of_a_recipe_on_2_x_2_ranks_is_replayed_by_one_and_by_two(recipe):
-    alone = run_replay(ReplayRequest(recipe, 42, 43))
-    assert 40 <= alone.base <= 42
-    assert results(alone) == recorded(recipe, 42, 43)
-    both = run_replay(ReplayRequest(recipe, 42, 43, Layout(2)))
+    alone = run_replay(ReplayRequest(recipe, 21, 22))
+    assert 20 <= alone.base <= 21
+    assert results(alone) == recorded(recipe, 21, 22)
+    both = run_replay(ReplayRequest(recipe, 21, 22, Layout(2)))
     assert both.steps == alone.steps
     assert list(alone.steps[0].digest) != list(alone.steps[1].digest)
 
@@ -60,10 +61,10 @@ def test_steps_before_the_first_checkpoint_are_replayed_from_the_beginning(recip
 
 
 def test_operators_are_recorded_in_any_layout_without_a_change_of_bits(recipe):
-    alone = run_replay(ReplayRequest(recipe, 42, 42, level="operators", kept=3))
+    alone = run_replay(ReplayRequest(recipe, 21, 21, level="operators", kept=3))
     stages = Layout(2, stages=2, schedule="1f1b")
-    spread = run_replay(ReplayRequest(recipe, 42, 42, stages, level="operators"))
-    assert results(alone) == results(spread) == recorded(recipe, 42, 42)
+    spread = run_replay(ReplayRequest(recipe, 21, 21, stages, level="operators"))
+    assert results(alone) == results(spread) == recorded(recipe, 21, 21)
     ours, theirs = ((each.steps[0].operators) for each in (alone, spread))
     assert [each.phase for each in ours[:8]] == ["data"] * 8
     phases = {each.phase for each in ours}
@@ -84,9 +85,9 @@ def test_operators_are_recorded_in_any_layout_without_a_change_of_bits(recipe):
 
 
 def test_what_each_module_computes_is_the_same_in_another_layout(recipe):
-    alone = run_replay(ReplayRequest(recipe, 41, 42, level="modules"))
-    spread = run_replay(ReplayRequest(recipe, 41, 42, Layout(2), level="modules"))
-    assert results(alone) == results(spread) == recorded(recipe, 41, 42)
+    alone = run_replay(ReplayRequest(recipe, 20, 21, level="modules"))
+    spread = run_replay(ReplayRequest(recipe, 20, 21, Layout(2), level="modules"))
+    assert results(alone) == results(spread) == recorded(recipe, 20, 21)
     assert [len(each.fingerprints) for each in spread.steps] == [2, 2]
     for number in (0, 1):
         whole, *_ = alone.steps[number].fingerprints
