@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -67,18 +66,6 @@ def round_trip(ours: socket.socket, theirs: socket.socket) -> float:
     return time.monotonic() - began
 
 
-def send_bytes(ours: socket.socket, theirs: socket.socket, size: int) -> float:
-    """Return the seconds that so many bytes take from one end to the other."""
-    began = time.monotonic()
-    sender = threading.Thread(target=ours.sendall, args=(bytes(size),))
-    sender.start()
-    received = 0
-    while received < size:
-        received += len(theirs.recv(1 << 20))
-    sender.join()
-    return time.monotonic() - began
-
-
 @pytest.mark.parametrize("start", [subprocess.Popen, warm.Popen])
 def test_a_program_on_a_host_sees_that_host(net, start, tmp_path):
     done = net.a.run(
@@ -109,67 +96,6 @@ def test_hosts_reach_each_other_and_the_machine_reaches_none(net):
     assert (
         net.a.address not in subprocess.run(["ip", "addr"], capture_output=True, text=True).stdout
     )
-
-
-def test_two_networks_with_the_same_names_do_not_meet(net, network):
-    other = network("a", "b")
-    with listen(net.b) as listening:
-        port = listening.getsockname()[1]
-        with pytest.raises(ConnectionRefusedError):
-            other.a.call(lambda: socket.create_connection((other.b.address, port), timeout=10))
-
-
-def test_ipv6_only(network):
-    net = network("a", "b", ipv6_only=True)
-    assert ":" in net.b.address
-    assert "inet " not in net.a.namespaces.run(["ip", "addr", "show", "eth0"])
-    found = net.a.call(lambda: socket.getaddrinfo("b", 1, type=socket.SOCK_STREAM))
-    assert [each[4][0] for each in found] == [net.b.address]
-    with listen(net.b, socket.AF_INET6) as listening, connect(net.a, "b", listening):
-        pass
-
-
-def test_names_are_those_of_the_written_file(net):
-    net.a.write_hosts("127.0.0.1 localhost\n127.0.1.1 a\n")
-    look_up = "import socket, sys; print(socket.gethostbyname(sys.argv[1]))"
-    done = net.a.run([sys.executable, "-SEc", look_up, "a"], timeout=60, text=True)
-    assert done.stdout == "127.0.1.1\n", done.stderr
-    done = net.a.run([sys.executable, "-SEc", look_up, "b"], timeout=60, text=True)
-    assert "gaierror" in done.stderr
-
-
-def test_a_host_may_lose_its_name(net):
-    net.a.rename("")
-    program = "import socket; print(repr(socket.gethostname()))"
-    assert net.a.run([sys.executable, "-SEc", program], timeout=60).stdout == b"''\n"
-    assert net.b.run(["cat", "/proc/sys/kernel/hostname"], timeout=60).stdout == b"b\n"
-
-
-def test_two_networks_and_a_route_there_that_is_not_the_route_back(network):
-    net = network("a", "b", networks=2)
-    net.a.namespaces.ip(f"route add {net.b.address}/32 dev eth1")
-    with joined(net) as (ours, theirs):
-        before = _packets(net.a)
-        send_bytes(ours, theirs, 1 << 20)
-        sent = {name: now - before[name] for name, now in _packets(net.a).items()}
-    assert sent["eth1"] > 1 << 20 > sent["eth0"]
-
-
-def _packets(host: hosts.Host) -> dict[str, int]:
-    """Return the bytes that each interface has sent."""
-    return {
-        name: int(host.namespaces.run(["cat", f"/sys/class/net/{name}/statistics/tx_bytes"]))
-        for name in host.interfaces
-    }
-
-
-def test_a_limit_slows_each_direction(net):
-    with joined(net) as (ours, theirs):
-        net.limit(80)  # 10 MB/s
-        for ends in ((ours, theirs), (theirs, ours)):
-            assert send_bytes(*ends, 3 << 20) > 0.2
-    net.limit(None)
-    assert "tbf" not in net.a.namespaces.run(["tc", "qdisc"])
 
 
 def test_a_cut_link_carries_nothing_until_it_is_restored(net):
@@ -218,23 +144,6 @@ def test_packets_are_lost_and_their_number_is_known(net):
     assert 0 < net.count_lost("b") == 200 - arrived
     net.lose("b", 0)
     assert net.switch.run(["nft", "list", "ruleset"]) == ""
-
-
-def test_delayed_packets_arrive_later_and_whole(net):
-    with joined(net) as (ours, theirs):
-        net.delay("b", 0.03)
-        assert min(round_trip(ours, theirs) for _ in range(3)) >= 0.06
-        data = os.urandom(4 << 20)
-        sender = threading.Thread(target=ours.sendall, args=(data,))
-        sender.start()
-        received = b""
-        while len(received) < len(data):
-            received += theirs.recv(1 << 20)
-        sender.join()
-        assert received == data
-        net.delay("b", 0)
-        round_trip(ours, theirs)
-    assert "b0d" not in net.switch.run(["ip", "link"])
 
 
 def test_a_program_that_is_left_on_a_host_is_killed_and_named():

@@ -50,7 +50,7 @@ def at_width(replicas: int, dataset: Any, **options: Any) -> torch.Tensor:
     return torch.cat(held)
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("kind", [Stream, SelfSharding])
 def test_a_stream_is_cut_by_position(kind: type[Stream], num_workers: int) -> None:
     alone = at_width(1, Stream(43), seed=1, epoch=2)
@@ -61,7 +61,7 @@ def test_a_stream_is_cut_by_position(kind: type[Stream], num_workers: int) -> No
         assert torch.equal(at_width(replicas, kind(43), **options), alone)
 
 
-@pytest.mark.parametrize("length", [8, 16, 17, 24])
+@pytest.mark.parametrize("length", [8, 17])
 def test_workers_beyond_the_end_of_the_stream_change_nothing(length: int) -> None:
     assert torch.equal(at_width(1, Stream(length), num_workers=3), at_width(1, Stream(length)))
 
@@ -86,7 +86,7 @@ def test_what_a_stream_draws_at_its_beginning_is_the_same_everywhere() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
-@pytest.mark.parametrize("position", [0, 1, 4, 6])
+@pytest.mark.parametrize("position", [1, 6])
 def test_a_stream_is_resumed_by_skipping(position: int, num_workers: int) -> None:
     batches = Batches(Stream(43), 8, num_workers=num_workers)
     state = {**batches.state_dict(), "position": position}
@@ -108,7 +108,7 @@ def test_an_empty_stream_is_named(num_workers: int) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 3])
-@pytest.mark.parametrize("fails_at", [0, 13, 16])
+@pytest.mark.parametrize("fails_at", [0, 16])
 def test_a_sample_that_raises_is_named_after_the_good_batches(
     fails_at: int, num_workers: int
 ) -> None:

@@ -136,7 +136,7 @@ def test_gradients_of_a_small_model_are_sent_with_the_statuses(slot_bytes):
         return losses, digests, len(launches)
 
     ((*expected, _),) = on_ranks(train, 1)
-    for n in (2, 3, 4):
+    for n in (2, 3):
         for *found, launches in on_ranks(train, n, slot_bytes):
             assert found == expected
             assert launches == (4 if slot_bytes else 0)
@@ -321,7 +321,7 @@ def test_parameters_that_begin_and_cease_to_be_trained(ranks):
                 assert seen == [number not in frozen for number in (0, 0, 2, 2, 4, 4)]
         return trainer.digest()
 
-    assert len({digest for n in (1, 2, 3) for digest in ranks(train, n)}) == 1
+    assert len({digest for n in (1, 3) for digest in ranks(train, n)}) == 1
 
 
 class Failing(nn.Module):
@@ -450,9 +450,7 @@ def test_gradients_added_together_have_the_bits_of_those_added_one_by_one(ranks,
         finally:
             LocalSums._accumulate_together = together
 
-    found = [
-        pair for n in (1, 2, 3) for wanted in (True, False) for pair in ranks(train, n, wanted)
-    ]
+    found = [pair for n in (1, 3) for wanted in (True, False) for pair in ranks(train, n, wanted)]
     assert len({digest for digest, _ in found}) == 1
     assert any(any(taken) for _, taken in found)
     assert any(not all(taken) for _, taken in found)

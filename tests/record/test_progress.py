@@ -14,12 +14,10 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 
 from lockstep.record.live_region import LiveRegion
-from lockstep.record.progress import Progress, ProgressMeter, ScriptProgress, apportion
+from lockstep.record.progress import Progress, ProgressMeter, ScriptProgress
 
 ROWS = [[0.6, 0.2, 0.1, 0.1]]
 DRIVE = """
@@ -109,18 +107,6 @@ def test_an_epoch_is_one_plain_line():
         "epoch 1/3  loss 0.5000, accuracy 87.5%  held out: loss 0.4000, accuracy 90.0%"
         "  320 samples/s  500 ms\n"
     )
-
-
-def test_a_small_loss_is_not_shown_as_zero():
-    progress, stream, clock = plain(steps=5)
-    for step in range(5):
-        clock.now += 20.0
-        progress.step(epoch=0, step=step, loss=2.4e-7, samples=32)
-    progress.epoch(epoch=0, loss=2.4e-7, evaluation={"loss": 0.00123456})
-    *during, ended = stream.getvalue().splitlines()
-    assert during
-    assert all("  loss 2.4e-07  " in line for line in during)
-    assert ended == "epoch 1/3  loss 2.4e-07  held out: loss 0.00123"
 
 
 def test_a_long_epoch_prints_a_line_every_ten_seconds():
@@ -255,13 +241,6 @@ def test_handlers_of_logging_write_above_the_region(monkeypatch):
     assert handler.stream is sys.stderr is stream
 
 
-def test_a_traceback_is_written_below_an_erased_region():
-    seen, status = in_terminal("raise KeyError('mine')")
-    assert status == 1
-    assert re.search(r"\x1b\[J\r?\n?Traceback \(most recent call last\):", seen)
-    assert drawn(seen)[-2:] == ["KeyError: 'mine'", ""]
-
-
 def script(is_wanted=False):
     """Return the display of a script that writes into a text, the text, and its clock."""
     stream, clock = io.StringIO(), Clock()
@@ -299,25 +278,11 @@ def test_a_script_prints_nothing_in_its_first_ten_seconds(script_progress):
     ]
 
 
-def test_steps_without_epochs_are_counted(script_progress):
-    progress, stream, clock = script_progress()
-    take(progress, clock, 30, 0.5)
-    assert stream.getvalue() == "step 21  loss 0.5000  accuracy 87.5%  67.2 samples/s\n"
-
-
 def test_a_resumed_epoch_counts_the_steps_before(script_progress):
     progress, stream, clock = script_progress()
     progress.begin_epoch(1, 40, 15)
     take(progress, clock, 21, 0.5, epoch=1)
     assert "epoch 2  step 36/40" in stream.getvalue()
-
-
-def test_an_iterable_dataset_is_as_long_as_the_epoch_before(script_progress):
-    progress, stream, clock = script_progress()
-    train_epoch(progress, clock, 0, 6, 0.1)
-    progress.begin_epoch(1, None, 0)
-    take(progress, clock, 3, 5.0, epoch=1)
-    assert "epoch 2  step 2/6" in stream.getvalue()
 
 
 def test_of_two_trainers_that_train_in_turns_one_is_shown(script_progress):
@@ -339,23 +304,6 @@ def test_of_two_trainers_that_train_in_turns_one_is_shown(script_progress):
     assert ScriptProgress._shown is None
 
 
-def test_a_new_trainer_is_shown_when_the_one_before_has_stopped(script_progress):
-    (first, ours, clock), (second, theirs, _) = script_progress(), script_progress()
-    second._clock = clock
-    take(first, clock, 12, 1.0)
-    clock.now += 3.0  # interrupted, and the cell of the notebook is run again
-    take(second, clock, 12, 1.0)
-    assert (ours.getvalue().count("\n"), theirs.getvalue().count("\n")) == (1, 1)
-    third, more, _ = script_progress()
-    third._clock = clock
-    third.begin_epoch(0, 40, 0)  # that of a GAN which takes its batches from the trainer
-    for _ in range(40):
-        take(second, clock, 1, 0.5)
-        take(third, clock, 1, 0.5)
-    assert theirs.getvalue().count("\n") == 1
-    assert more.getvalue().count("\n") == 3
-
-
 def test_a_progress_bar_of_tqdm_is_left_alone(script_progress, monkeypatch):
     bars = SimpleNamespace(_instances=["a bar"])
     monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=bars))
@@ -365,33 +313,6 @@ def test_a_progress_bar_of_tqdm_is_left_alone(script_progress, monkeypatch):
     bars._instances = []
     take(progress, clock, 5, 5.0)
     assert stream.getvalue().startswith("step 3  loss")
-
-
-def test_the_estimate_counts_pauses_between_epochs():
-    clock, meter = Clock(), ProgressMeter(3, 10, 0.0)
-    for epoch in range(2):
-        for _ in range(10):
-            clock.now += 0.75
-            meter.step(clock.now, epoch, 0.5, 32, None, ())
-        clock.now += 4.0
-    clock.now -= 4.0
-    assert meter.seconds_left(clock.now) == pytest.approx(10 * 0.75 + 4.0)
-
-
-def test_no_estimate_before_a_few_steps_are_known():
-    meter = ProgressMeter(3, 10, 0.0)
-    meter.step(30.0, 0, 0.5, 32, None, ())  # the first step is slow, and says nothing
-    assert meter.seconds_left(30.0) is None
-
-
-def test_the_first_epoch_gives_an_unknown_number_of_steps():
-    meter = ProgressMeter(2, None, 0.0)
-    for step in range(8):
-        meter.step(float(step), 0, 0.5, 32, None, ())
-    assert (meter.position(), meter.fraction(), meter.seconds_left(8.0)) == ("8", None, None)
-    meter.step(8.0, 1, 0.5, 32, None, ())
-    assert meter.position() == "1/8"
-    assert meter.seconds_left(8.0) == pytest.approx(7.0)
 
 
 def test_a_resumed_run_continues_in_its_epoch():
@@ -408,20 +329,3 @@ def test_a_resumed_run_continues_in_its_epoch():
     assert progress.meter.step_seconds() == pytest.approx(2.0)
     assert progress.meter.seconds_left(clock.now) == pytest.approx(11 * 2.0)
     assert stream.getvalue() == "epoch 3/4  step 8/10  loss 1.0000  16.0 samples/s\n"
-
-
-def test_an_epoch_that_began_in_an_earlier_process_does_not_tell_its_length():
-    meter = ProgressMeter(3, None, 0.0)
-    meter.resume(0.0, 17, 1)
-    for step in range(15):
-        meter.step(step + 1.0, 1 if step < 5 else 2, 1.0, 1, None, ())
-    assert (meter.epoch, meter.position()) == (2, "10")
-    assert meter.seconds_left(15.0) is None
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=5).filter(sum), st.integers(0, 80))
-def test_cells_are_apportioned(weights, cells):
-    shares = [weight / sum(weights) for weight in weights]
-    found = apportion(shares, cells)
-    assert sum(found) == cells
-    assert all(abs(n - share * cells) < 1 + 1e-9 for n, share in zip(found, shares, strict=True))

@@ -143,10 +143,6 @@ def test_an_empty_record_is_a_died_run(tmp_path):
     assert read_run(tmp_path).state == "died"
 
 
-def test_a_failed_run(tmp_path):
-    assert read_run(written(tmp_path, [HEADER, END | {"state": "failed"}])).state == "failed"
-
-
 LIVES = """
     import os, sys
     from lockstep.record.recorder import Recorder
@@ -194,13 +190,6 @@ def test_only_the_ends_are_read(tmp_path, monkeypatch):
     assert 5 < len(run.steps) < 20
     assert run.steps.step[-1] == 499
     assert run.remarks == []
-
-
-def test_a_short_record_is_read_completely(tmp_path):
-    place = records.write(tmp_path, records.whole())
-    assert len(read_ends(place).steps) == 20
-    (place / RECORD_FILE).write_text("")
-    assert len(read_ends(place).steps) == 0
 
 
 def resume(number, epochs=0, **fields):
@@ -281,11 +270,6 @@ def test_the_state_depends_on_the_host_that_wrote_last(tmp_path, here):
     header = HEADER | {"environment": {"hostname": first}}
     lines = [header, step(0), resume(1, environment={"hostname": last})]
     assert read_run(written(tmp_path, lines)).state == ("died" if here else "running")
-
-
-def test_a_stopped_run(tmp_path):
-    lines = [HEADER, step(0), END | {"state": "stopped"}]
-    assert read_run(written(tmp_path, lines)).state == "stopped"
 
 
 def test_a_damaged_line_rewinds_nothing(tmp_path):

@@ -12,7 +12,6 @@ from lockstep.record.reader import read_run
 from lockstep.record.timeline import (
     Span,
     Timeline,
-    longest_duration,
     parse_timeline,
     read_timelines,
     sum_steps,
@@ -44,40 +43,6 @@ def test_waiting_is_not_busy_time():
     waits = by_hand((0, "compute", 0, 2), (1, "compute", 0, 1), (1, "waiting", 1, 2))
     assert waits.busy_times == [2, 1]
     assert waits.bubble_fraction == pytest.approx(0.25)
-
-
-def test_an_empty_timeline_has_no_duration():
-    nothing = by_hand(ranks=0)
-    assert (nothing.duration, nothing.bubble_fraction, nothing.load_balance) == (0, 0, 1)
-    assert longest_duration([nothing, TWO]) == 5
-
-
-def test_labels_have_a_letter_for_the_stage_of_a_rank():
-    several = by_hand((0, "forward", 0, 1, 0, 3), (1, "forward", 1, 2, 1, 3), (0, "x", 2, 3, 2, 3))
-    assert [several.label(work) for work in several.spans] == ["3a", "3a", "3b"]
-    assert TWO.label(TWO.spans[0]) == "0"
-    assert TWO.label(Span(0, "update", 0, 1)) == ""
-
-
-def test_replicas_share_their_stages():
-    replicas = by_hand(
-        *((rank, "forward", 0, 1, rank % 2, rank // 2) for rank in range(4)), ranks=4
-    )
-    assert (replicas.num_stages, replicas.ranks_per_replica) == (2, 2)
-    assert replicas.label(replicas.spans[3]) == "1"
-
-
-def test_unknown_kinds_are_last():
-    mixed = by_hand((0, "zap", 0, 1), (0, "update", 1, 2), (0, "forward", 2, 3))
-    assert mixed.kinds == ["forward", "update", "zap"]
-
-
-def test_descriptions():
-    assert (
-        Span(0, "input", 0, 1, 2, 3).description
-        == "gradient of the inputs of micro-batch 3 on stage 2"
-    )
-    assert Span(0, "update", 0, 1).description == "optimizer"
 
 
 def test_ranks_are_on_one_clock():
@@ -134,11 +99,6 @@ def test_the_typical_timeline_has_median_duration_without_the_first(tmp_path):
     run = read_run(records.write(tmp_path, [records.HEADER, *lines]))
     assert len(read_timelines(run.timelines)) == 4
     assert typical_timeline(run).title == "step 2"
-
-
-def test_a_single_rank_has_no_typical_timeline(tmp_path):
-    alone = [records.step(number, ranks=[[0.006, 0, 0, 0]]) for number in range(3)]
-    assert typical_timeline(read_run(records.write(tmp_path, [records.HEADER, *alone]))) is None
 
 
 def test_steps_without_times_have_no_spans(tmp_path):

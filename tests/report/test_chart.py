@@ -9,7 +9,6 @@ import records
 from lockstep.formatting import format_duration, format_percent
 from lockstep.record.reader import read_run
 from lockstep.tools.report.chart import (
-    comparison_charts,
     downsample,
     exact_axis,
     linear_axis,
@@ -64,18 +63,6 @@ def test_steps_with_invalid_numbers_are_counted(tmp_path):
     lines = [records.HEADER, *(records.step(0, loss=float(n)) for n in range(5))]
     loss = by_key(run_charts(read_run(records.write(tmp_path, lines))))["loss"]
     assert loss.series[0].curve.x.tolist() == [0, 1, 2, 3, 4]
-
-
-def test_runs_keep_their_colors_in_every_chart(run, tmp_path):
-    plain = [records.HEADER, *(records.step(n, metrics=None) for n in range(5))]
-    other = read_run(records.write(tmp_path / "b", plain))
-    charts = by_key(comparison_charts([other, run], ["other", "run"]))
-    assert [(one.name, one.color) for one in charts["loss"].series] == [("other", 0), ("run", 1)]
-    assert [(one.name, one.color) for one in charts["metric-accuracy"].series] == [("run", 1)]
-
-
-def test_a_run_without_steps_has_no_charts(tmp_path):
-    assert run_charts(read_run(records.write(tmp_path, [records.HEADER]))) == []
 
 
 VALUES = st.lists(
@@ -162,26 +149,6 @@ def test_round_numbers():
     assert labels(log_axis(0.01, 10)) == ["0.01", "0.1", "1", "10"]
 
 
-def test_a_single_value_is_within_its_axis():
-    assert linear_axis(3.0, 3.0).low < 3.0 < linear_axis(3.0, 3.0).high
-    assert linear_axis(0.0, 0.0).positions(np.array([0.0])).tolist() == [0.5]
-    assert exact_axis(7, 7).low == 7
-    assert log_axis(5.0, 5.0).low < 5.0
-
-
-def test_zero_has_no_position_on_a_logarithmic_axis():
-    places = log_axis(0.1, 10).positions(np.array([0.0, -1.0, 0.1, 1.0]))
-    assert np.isnan(places[:2]).all()
-    assert places[3] == pytest.approx(0.5)
-
-
-def test_ticks_that_are_close_have_different_labels():
-    names = [tick.label for tick in linear_axis(1.3861, 1.3872).ticks]
-    assert len(set(names)) == len(names)
-    assert names[0] == "1.386"
-    assert [tick.label for tick in linear_axis(0, 1).ticks][-1] == "1"
-
-
 def test_the_steps_at_which_a_run_was_resumed_are_marked(tmp_path):
     loss, *others = run_charts(read_run(records.write(tmp_path / "a", records.resumed())))
     assert [mark.label for mark in loss.marks] == ["resumed at step 12", "resumed at step 16"]
@@ -189,13 +156,3 @@ def test_the_steps_at_which_a_run_was_resumed_are_marked(tmp_path):
     assert not any(chart.marks for chart in others)
     (steps,) = (series.curve for series in loss.series if series.role == "line")
     assert steps.x.tolist() == list(range(20)), "the curve continues"
-
-
-@pytest.mark.parametrize(("numbers", "marked"), [((5, 3), [3]), ((3, 3), [3]), ((0, 10), [])])
-def test_marks_of_steps_that_were_taken_again_are_dropped(tmp_path, numbers, marked):
-    """Neither is one of a run that has no step since it was resumed."""
-    lines = [records.HEADER, *map(records.step, range(8))]
-    for number in numbers:
-        lines += [records.resume(number), *map(records.step, range(number, min(10, number + 5)))]
-    loss = run_charts(read_run(records.write(tmp_path, lines)))[0]
-    assert [mark.label for mark in loss.marks] == [f"resumed at step {n}" for n in marked]

@@ -14,13 +14,6 @@ def run(tmp_path):
     return read_run(records.write(tmp_path, records.elastic()))
 
 
-def test_a_run_without_rounds_has_no_section_about_them(tmp_path):
-    run = read_run(records.write(tmp_path, records.whole()))
-    assert (list(round_sentences(run)), round_table(run)) == ([], [])
-    assert "Rounds" not in report_html(run)
-    assert "Rounds" not in report_markdown(run)
-
-
 def test_deaths_newcomers_and_lost_time_are_told(run):
     deaths, cost, joins = round_sentences(run)
     assert deaths == "5 rounds: 2 ranks died (SIGKILL), 2 joined."
@@ -33,14 +26,6 @@ def test_each_round_is_a_row(run):
     assert rows[0] == ["1", "6", "60.0 ms", "1", "1 (SIGKILL)", "", "", "250 ms", "4.00 ms"]
     assert rows[1] == ["2", "9", "90.0 ms", "2", "", "2", "", "125 ms", "0 s"]
     assert len(rows) == 4
-
-
-def test_many_rounds_are_cut(tmp_path):
-    rounds = [records.new_round(n, n, t=n / 10) for n in range(1, 101)]
-    lines = [records.HEADER, records.step(0), *rounds]
-    rows = round_table(read_run(records.write(tmp_path, lines)))
-    assert len(rows) == 41
-    assert rows[20][0] == "... 60 more"
 
 
 DAMAGED = [

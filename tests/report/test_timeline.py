@@ -49,11 +49,6 @@ def test_kinds_have_colors_on_a_color_terminal():
     assert "\033[37;44m0--" in drawn.get()
 
 
-def test_narrow_spans_lose_their_labels():
-    wide = Timeline("wide", 1, (Span(0, "forward", 0, 1, 0, 10), Span(0, "backward", 1, 3, 0, 10)))
-    assert plain(wide, 11) == ["rank 0  -10"]
-
-
 def test_timelines_below_each_other_have_one_scale():
     longer = Timeline("longer", 1, (Span(0, "forward", 0, 40, 0, 0),))
     assert text_scale([TWO, longer], 48) == 1
@@ -81,17 +76,6 @@ def test_timelines_on_a_page_share_an_axis():
     assert short.ticks == long.ticks
     assert short.lanes[0].spans[0].width * 4 == long.lanes[0].spans[0].width == HTML_WIDTH
     assert long.ticks[-1].label == "2 s"
-
-
-def test_narrow_spans_have_no_label():
-    one, _ = layout_timelines(
-        [Timeline("one", 2, SPANS), Timeline("", 1, (Span(0, "forward", 0, 1),))]
-    )
-    (wide,), (narrow,) = (lane.spans for lane in one.lanes)
-    assert (wide.label, wide.middle) == ("3", 25)
-    assert (narrow.label, narrow.kind) == ("", "other")
-    assert narrow.width >= 1
-    assert wide.tooltip == "rank 0: forward of micro-batch 3 on stage 0, 500 ms"
 
 
 def test_ranks_that_are_not_drawn_are_counted():
