@@ -51,6 +51,7 @@ def test_shared_memory():
 """
 
 
+@pytest.mark.stress  # a pytest of its own
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc and /dev/shm")
 def test_each_kind_of_leftover_fails_its_test(tmp_path):
     conftest = Path(__file__).with_name("conftest.py").read_text()

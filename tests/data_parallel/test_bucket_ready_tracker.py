@@ -73,17 +73,6 @@ def model():
 # --- complete gradients -----------------------------------------------------------------------
 
 
-def test_the_first_pass_only_shows_how_gradients_arrive(model):
-    first, second = watched(model, (), ())
-    assert first == [(2, INCOMPLETE), (1, INCOMPLETE), (0, INCOMPLETE)]
-    assert second == [(2, COMPLETE), (1, COMPLETE), (0, COMPLETE)]
-
-
-def test_what_an_inner_pass_accumulates_is_incomplete(model):
-    _, second = watched(model, (model.middle,), (model.middle,))
-    assert second == [(2, COMPLETE), (1, INCOMPLETE), (0, COMPLETE)]
-
-
 def test_a_gradient_that_came_in_parts_is_incomplete_in_later_passes(model):
     shared = (model.last, model.middle)
     first, second, third = watched(model, shared, shared, ())
@@ -119,47 +108,7 @@ def test_buckets_are_complete_in_their_fixed_order(model, buckets, counts):
     assert recorder.counts == counts
 
 
-def test_no_bucket_with_an_incomplete_gradient_is_complete(model):
-    recorder = Recorder(model, [[2], [1], [0]])
-    model.recomputed = (model.middle,)
-    recorder.watch(model)
-    assert recorder.counts == [0, 0, 0]
-    recorder.watch(model)
-    assert recorder.counts == [1, 1, 1]
-
-
-def test_a_late_gradient_counts_once(model):
-    recorder = Recorder(model, [[2, 0], [1]])
-    recorder.watch(model)
-    model.recomputed = (model.last, model.middle)
-    recorder.watch(model)
-    assert recorder.counts == [0, 0, 0, 1]
-
-
 # --- hooks ------------------------------------------------------------------------------------
-
-
-def hooks_of(parameter):
-    return list((parameter._post_accumulate_grad_hooks or {}).values())
-
-
-def test_each_parameter_gets_one_hook_once_it_requires_a_gradient(model):
-    recorder = Recorder(model)
-    model.middle.weight.requires_grad_(False)
-    recorder.watch(model)
-    assert [len(hooks_of(each)) for each in model.parameters()] == [1, 0, 1]
-    model.middle.weight.requires_grad_(True)
-    assert [index for index, _ in recorder.watch(model)] == [2, 1, 0]
-    assert [len(hooks_of(each)) for each in model.parameters()] == [1, 1, 1]
-
-
-def test_hooks_call_only_inside_watch_unless_every_pass_is_tracked(model):
-    recorder, all_passes = Recorder(model), Recorder(model, tracks_every_pass=True)
-    recorder.readiness.register_hooks()
-    all_passes.readiness.register_hooks()
-    model.loss().backward()
-    assert recorder.states == []
-    assert [index for index, _ in all_passes.states] == [2, 1, 0]
 
 
 def test_neither_parameters_nor_losses_keep_readiness_and_policy_alive(model):
@@ -325,14 +274,3 @@ def test_a_pass_that_raised_is_not_followed_and_has_no_end(model):
     assert follower.ends == 1
     assert follower.backward(model) == [(2, COMPLETE), (1, COMPLETE), (0, COMPLETE)]
     assert follower.ends == 2
-
-
-def test_a_pass_without_gradients_of_parameters_shows_nothing(model):
-    """As torch.autograd.grad makes one, for a penalty of the gradient."""
-    follower = Follower(model)
-    loss = model.loss()
-    loss.register_hook(follower.follow)
-    torch.autograd.grad(loss, [model.first.weight])
-    assert follower.ends == 1
-    assert {state for _, state in follower.backward(model)} == {INCOMPLETE}
-    assert {state for _, state in follower.backward(model)} == {COMPLETE}

@@ -67,17 +67,6 @@ def addresses(tensors):
     return [each.data_ptr() for each in tensors]
 
 
-def test_a_gradient_is_created_in_its_place_from_the_second_pass_on(weights, vectors):
-    places = GradBucketViews(vectors)
-    expected = [each.clone() for each in weights.backward(places)]
-    assert not any(each.any() for each in vectors)
-    for _ in range(2):
-        found = weights.backward(places)
-        assert addresses(found) == addresses(vectors)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        del found
-
-
 def test_allocations_outside_of_a_watched_pass_and_of_other_threads_are_as_ever(weights, vectors):
     places = GradBucketViews(vectors)
     weights.backward(places)
@@ -188,20 +177,6 @@ def test_nothing_gets_a_place_that_was_given_up(vectors):
     assert not places.is_taken(0, None)  # the bucket has other memory
     with places.watch():
         assert torch.empty(SIZE, SIZE).data_ptr() not in addresses(vectors)
-
-
-def test_another_order_of_allocations_is_learned_again(weights, vectors):
-    places = GradBucketViews(vectors)
-    for _ in range(2):
-        weights.backward(places)
-
-    def make_temporary(gradient):
-        torch.zeros(SIZE, SIZE)
-
-    for _ in range(2):  # a tensor of the same size, before the gradient of `first`
-        found = []
-        found = weights.backward(places, hook=make_temporary)
-    assert addresses(found) == addresses(vectors)
 
 
 # --- in the trainer -------------------------------------------------------------------------------

@@ -47,14 +47,6 @@ def test_schedules_are_plain_data() -> None:
     ]
 
 
-def test_interleaved_goes_through_all_stages_of_a_rank_in_turn() -> None:
-    (first, _) = interleaved(2, 2, 2)
-    assert [(action.kind, action.stage, action.microbatch) for action in first] == [
-        ("forward", 0, 0), ("forward", 0, 1), ("forward", 2, 0), ("forward", 2, 1),
-        ("backward", 2, 0), ("backward", 2, 1), ("backward", 0, 0), ("backward", 0, 1),
-    ]  # fmt: skip
-
-
 @given(EVERY, RANKS, MICROBATCHES)
 def test_every_schedule_is_valid(name: str, ranks: int, microbatches: int) -> None:
     validate(build_schedule(name, ranks, microbatches))
@@ -74,31 +66,6 @@ def test_the_bubble_of_gpipe_and_1f1b(ranks: int, microbatches: int) -> None:
     expected = (ranks - 1) / (microbatches + ranks - 1)
     assert simulate(gpipe(ranks, microbatches)).bubble == pytest.approx(expected)
     assert simulate(one_f_one_b(ranks, microbatches)).bubble == pytest.approx(expected)
-
-
-@given(RANKS, MICROBATCHES, CHUNKS)
-def test_the_bubble_of_interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> None:
-    bubble = simulate(interleaved(ranks, microbatches, stages_per_rank)).bubble
-    if microbatches >= ranks:
-        assert bubble == pytest.approx((ranks - 1) / (stages_per_rank * microbatches + ranks - 1))
-    assert bubble <= simulate(one_f_one_b(ranks, microbatches)).bubble + 1e-9
-
-
-@given(RANKS, MICROBATCHES)
-def test_zero_bubble_idles_a_third_of_1f1b(ranks: int, microbatches: int) -> None:
-    found, other = simulate(zero_bubble(ranks, microbatches)), simulate(gpipe(ranks, microbatches))
-    idle, others = (one.bubble * one.makespan for one in (found, other))
-    assert idle <= others + 1e-9
-    if microbatches >= ranks:
-        assert idle == pytest.approx(others / 3)
-
-
-@given(RANKS, MICROBATCHES)
-def test_the_peaks(ranks: int, microbatches: int) -> None:
-    below = [min(ranks - rank, microbatches) for rank in range(ranks)]
-    assert simulate(gpipe(ranks, microbatches)).peaks == (microbatches,) * ranks
-    assert simulate(one_f_one_b(ranks, microbatches)).peaks == tuple(below)
-    assert simulate(zero_bubble(ranks, microbatches)).peaks == (max(below),) * ranks
 
 
 @given(EVERY, RANKS, MICROBATCHES)

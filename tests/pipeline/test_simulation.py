@@ -66,20 +66,6 @@ def test_some_rank_is_never_faster_than_its_own_work(p: int, m: int, data) -> No
     assert simulate(one_f_one_b(p, m), costs).makespan >= m * max(costs.totals)
 
 
-def test_what_is_held_is_in_the_units_given() -> None:
-    costs = Costs((1, 1), (1, 1), (1, 1), held=(100, 7))
-    assert simulate(one_f_one_b(2, 4), costs).peaks == (200, 7)
-
-
-def test_a_rank_alone_has_no_bubble_and_no_transfers() -> None:
-    costs = Costs((1, 1), (1, 1), (1, 1), transfer=(100,))
-    assert simulate(build_schedule("interleaved", 1, 3, 2), costs).bubble == 0
-
-
-def test_costs_of_nothing_have_no_bubble() -> None:
-    assert simulate(gpipe(2, 2), Costs((0, 0), (0, 0), (0, 0))).bubble == 0
-
-
 def test_blocks_added_up_to_stages() -> None:
     blocks = Costs((1, 2, 3), (4, 5, 6), (7, 8, 9), (0.5, 0.25), (11, 12, 13), (1, 2, 4))
     ranges = [range(0, 2), range(2, 3)]
@@ -106,18 +92,8 @@ def test_costs_that_do_not_fit_are_refused(fields, sentence) -> None:
         Costs(**fields)
 
 
-def test_costs_of_other_stages_are_refused() -> None:
-    with pytest.raises(LayoutError, match="costs of 3 stages for a schedule of 2"):
-        simulate(gpipe(2, 1), Costs.unit(3))
-
-
 def test_measured_costs_are_medians():
     spans = [Span(0, "forward", 0, end, 0, j) for j, end in enumerate((1, 2, 9))]
     parts = [Span(0, "input", 0, 3, 0, 0), Span(0, "weight", 3, 7, 0, 0)]
     found = measure_costs(Timeline("", 1, (*spans, *parts)))
     assert found == Costs((2,), (3,), (4,), backward=(7,))
-
-
-def test_half_of_a_whole_backward_is_for_the_weights():
-    spans = (Span(0, "forward", 0, 1, 0, 0), Span(0, "backward", 1, 4, 0, 0))
-    assert measure_costs(Timeline("", 1, spans)) == Costs((1,), (1.5,), (1.5,), backward=(3,))

@@ -162,56 +162,6 @@ def add(kind, a=CALL, b=CALL, found=FOUND, position=0):
     return add_operator(found, difference, [a], [b])
 
 
-def test_operators_name_themselves_and_the_line():
-    found = add("output")
-    assert (found.operator, found.source) == ("aten.mm", "a.py:3 in forward")
-    assert found.sentence == "aten.mm computes a different result from the same inputs"
-    assert found.step == 4
-    other = replace(CALL, arguments="alpha=2")
-    assert add("arguments", replace(CALL, arguments="alpha=1"), other).sentence == (
-        "aten.mm is called with different arguments: alpha=1 and alpha=2"
-    )
-    assert add("call", None).sentence == "aten.mm is called in the second run only"
-    assert add("call", b=None).sentence == "aten.mm is called in the first run only"
-    other = replace(CALL, operator="aten.bmm")
-    assert add("call", b=other).sentence == "the first run calls aten.mm, and the second aten.bmm"
-    assert "generator is in a different state" in add("generator").sentence
-    constant = replace(CALL, operator="aten.lift_fresh", inputs=(), input_types=())
-    assert add("output", constant, constant).sentence == (
-        "aten.lift_fresh creates a tensor with different values (numbers in the source, or an "
-        "array)"
-    )
-    unknown = replace(CALL, inputs=(0, 2))
-    assert "agree as far as they are known" in add("output", b=unknown).sentence
-
-
-def test_backward_is_placed_by_its_operator():
-    gradient = Divergence(4, "backward", "gradient", "", None, "1", "1.weight")
-    found = add("output", *[replace(CALL, phase="backward")] * 2, found=gradient)
-    assert (found.direction, found.microbatch, found.unit) == ("backward", 1, "0")
-    assert found.parameter is None
-    summed = replace(CALL, phase="reduction", microbatch=None, unit="")
-    found = add("output", summed, summed, found=gradient)
-    assert (found.direction, found.microbatch, found.unit) == ("reduction", None, "1")
-
-
-def test_memory_that_was_written_from_outside_has_no_operator():
-    found = add("input")
-    assert (found.operator, found.direction, found.unit) == (None, "forward", "0")
-    assert found.sentence.startswith("aten.mm reads a value that no operator of the step wrote")
-    assert found.source == "a.py:3 in forward"
-    view = replace(CALL, operator="aten.t", inputs=(0,), outputs=(), producers=(0,))
-    reader = replace(CALL, producers=(1, -1))
-    for maker, sentence in ((CALL, "from outside of torch"), (view, "made before the step")):
-        calls = [replace(maker, producers=(-1,)), view, reader]
-        found = add_operator(FOUND, OperatorDifference("input", 2, 2, 0), calls, calls)
-        assert sentence in found.sentence
-    gradient = Divergence(4, "backward", "gradient", "", None, "1", "1.weight")
-    reader = replace(CALL, phase="optimizer", microbatch=None, unit="")
-    found = add("input", reader, reader, found=gradient)
-    assert (found.direction, found.unit, found.parameter) == ("reduction", "1", "1.weight")
-
-
 @pytest.mark.parametrize("what", ["initial", "between", "data", "missing"])
 def test_what_comes_before_all_operators_is_left_as_it_is(what):
     found = replace(FOUND, what=what)
