@@ -93,11 +93,11 @@ class ActivationCheckpointing:
         """Run the forward of a block so that backward can repeat it."""
         if not torch.is_grad_enabled() or self._is_not_worthwhile(block):
             return forward(*args, **kwargs)
-        found, structure = tree_flatten((args, kwargs))
-        numbers = {key: number for number, key in enumerate(dict.fromkeys(map(id, found)))}
-        order = [numbers[id(each)] for each in found]
-        given = list({id(each): each for each in found}.values())
-        versions = [_version(each) for each in given]
+        inputs, structure = tree_flatten((args, kwargs))
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(map(id, inputs)))}
+        order = [numbers[id(value)] for value in inputs]
+        given = list({id(value): value for value in inputs}.values())
+        versions = [_version(value) for value in given]
         first = [(args, kwargs)]  # popped by the first call: no reference to the inputs may remain
         restore, seen = remembered(self._device, everything=True), _take_snapshot(buffers, block)
 
@@ -127,11 +127,11 @@ class ActivationCheckpointing:
     def _copy_inputs(self, block: nn.Module, given: Sequence[Any]) -> list[Any]:
         """Return the inputs of a block, with copies of those that it may write into."""
         written = self._written.get(block, range(len(given)))
-        return [_copy(each) if number in written else each for number, each in enumerate(given)]
+        return [_copy(value) if number in written else value for number, value in enumerate(given)]
 
     def _record_writes(self, block: nn.Module, given: Sequence[Any], before: Sequence[int]) -> None:
         """Record the inputs that a block wrote into; UsageError if copies do not help."""
-        changed = [n for n, each in enumerate(given) if _version(each) != before[n]]
+        changed = [n for n, value in enumerate(given) if _version(value) != before[n]]
         known = self._written.setdefault(block, frozenset(changed))
         memory = {given[number].untyped_storage().data_ptr() for number in changed}
         if not known.issuperset(changed):

@@ -59,17 +59,17 @@ def require_same_settings(
         return
     message = zlib.compress(json.dumps([what, description]).encode())
     received = all_gather_bytes(message, f"{TOPIC}, which differ", group)
-    found_by_rank = [json.loads(zlib.decompress(each)) for each in received]
-    subjects, descriptions = zip(*found_by_rank, strict=True)
-    odd = next((rank for rank, each in enumerate(subjects) if each != subjects[0]), None)
+    sent = [json.loads(zlib.decompress(message)) for message in received]
+    subjects, descriptions = zip(*sent, strict=True)
+    odd = next((rank for rank, subject in enumerate(subjects) if subject != subjects[0]), None)
     if odd is not None:
         raise DisagreementError(
             f"rank 0 compares {subjects[0]}, rank {odd} {subjects[odd]}: construct the same "
             "objects in the same order on every rank; if one rank catches an exception, all must"
         )
-    found = find_difference(descriptions)
-    if found is not None:
-        raise DisagreementError(found.format_message(advice))
+    difference = find_difference(descriptions)
+    if difference is not None:
+        raise DisagreementError(difference.format_message(advice))
 
 
 def broadcast_weights(

@@ -123,7 +123,7 @@ def _watch_calls(
     report: Callable[[str], None],
 ) -> Iterator[None]:
     """Call `report` with the name of each batch norm that gets one value per sample."""
-    sizes = {each.index: each.size for each in batch.microbatches}
+    sizes = {part.index: part.size for part in batch.microbatches}
     handles = []
 
     def check(name: str, module: nn.Module, given: tuple[Any, ...]) -> None:
@@ -150,18 +150,18 @@ def _watch_calls(
 def freeze_batch_norm(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Make batch norm use its running statistics in the body, which also work for one sample."""
     changed = [
-        each
+        part
         for module in modules
-        for each in module.modules()
-        if isinstance(each, _BatchNorm) and each.training
+        for part in module.modules()
+        if isinstance(part, _BatchNorm) and part.training
     ]
-    for each in changed:
-        each.training = False
+    for norm in changed:
+        norm.training = False
     try:
         yield
     finally:
-        for each in changed:
-            each.training = True
+        for norm in changed:
+            norm.training = True
 
 
 def _normalizes_by_batch(module: nn.Module) -> bool:

@@ -58,9 +58,11 @@ def find_block_names(model: nn.Module, blocks: Blocks) -> list[str]:
     names: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(id(module), []).append(name)
-    found = [each for item in given for each in _expand(_find_name(item, model, names), model)]
-    check_blocks_of(model, found)
-    return found
+    block_names = [
+        name for item in given for name in _expand(_find_name(item, model, names), model)
+    ]
+    check_blocks_of(model, block_names)
+    return block_names
 
 
 def is_sequence(model: nn.Module) -> bool:
@@ -81,8 +83,8 @@ def _find_name(item: str | nn.Module, model: nn.Module, names: dict[int, list[st
     if isinstance(item, nn.Module):
         if id(item) not in names:
             raise LayoutError(f"blocks: the {type(item).__name__} is not part of the model {kind}")
-        found = names[id(item)]
-        return found.pop(0) if len(found) > 1 else found[0]
+        registered = names[id(item)]
+        return registered.pop(0) if len(registered) > 1 else registered[0]
     try:
         model.get_submodule(item)
     except AttributeError:

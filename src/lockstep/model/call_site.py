@@ -65,25 +65,25 @@ class CallSites:
         self._parameters: dict[int, tuple[str, str]] = {}  # name and unit
         self._numbered: dict[int, CallSite] = {}
         for root, module in modules.items():
-            for name, each in module.named_modules():
+            for name, part_module in module.named_modules():
                 # Without the part that torch.compile adds to each name.
                 parts = [part for part in (root, *name.split(".")) if part not in ("", "_orig_mod")]
-                self._units.setdefault(each, ".".join(parts) or _class_name(each))
-                self._paths.setdefault(each, parts)
-                for own, parameter in each.named_parameters(recurse=False):
-                    named = ".".join([*parts, own]), self._units[each]
+                self._units.setdefault(part_module, ".".join(parts) or _class_name(part_module))
+                self._paths.setdefault(part_module, parts)
+                for own, parameter in part_module.named_parameters(recurse=False):
+                    named = ".".join([*parts, own]), self._units[part_module]
                     self._parameters.setdefault(id(parameter), named)
 
     def find(self, frame: FrameType | None) -> CallSite:
         """Return the site of the operator that is called from a frame."""
-        found = self._walk(frame)
+        site = self._walk(frame)
         if is_in_backward():
             known = self._differentiated()
-            found = CallSite(found.unit or known.unit, found.source or known.source, found.buffers)
+            site = CallSite(site.unit or known.unit, site.source or known.source, site.buffers)
         # Autograd numbers an operator right before executing it. An operator that gets no number
         # finds the number of an earlier one, whose site is kept.
-        self._numbered.setdefault(torch._C._autograd._get_sequence_nr() - 1, found)
-        return found
+        self._numbered.setdefault(torch._C._autograd._get_sequence_nr() - 1, site)
+        return site
 
     def name(self, tensor: torch.Tensor, site: CallSite) -> str:
         """Return the name of a parameter, or of a buffer of the site's module; "" for others."""

@@ -56,7 +56,7 @@ def count_compiled(model: nn.Module) -> int:
     The forward of torch's own containers is not, if they were compiled in place: torch.compile
     compiles their children.
     """
-    found: set[nn.Module] = set()
+    compiled: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
         children = list(module.children())
@@ -64,11 +64,11 @@ def count_compiled(model: nn.Module) -> int:
             for child in children:
                 visit(child)
         else:
-            found.add(module)
+            compiled.add(module)
 
     for _, module in find_compiled(model):
         visit(module)
-    return len(found)
+    return len(compiled)
 
 
 def check_compilation(model: nn.Module) -> None:
@@ -105,7 +105,7 @@ def check_blocks_of(model: nn.Module, blocks: Sequence[str]) -> None:
 
 def describe_compilation(model: nn.Module) -> dict[str, str]:
     """Describe how the parts of a model are compiled: backend, options, changed settings."""
-    found, names = {}, set()
+    entries, names = {}, set()
     for name, module in find_compiled(model):
         context = _find_context(module)
         backend = _find_backend(context)
@@ -114,29 +114,29 @@ def describe_compilation(model: nn.Module) -> dict[str, str]:
             kind = describe_value(getattr(backend, "compiler_fn", backend))
         names.add(kind)
         options = getattr(backend, "config", None) or getattr(backend, "kwargs", {})
-        found[f"torch.compile({name or 'model'})"] = ", ".join(
+        entries[f"torch.compile({name or 'model'})"] = ", ".join(
             [
                 kind,
                 *(f"{key}={describe_value(value)}" for key, value in sorted(options.items())),
                 f"fullgraph={getattr(context, 'fullgraph', False)}",
             ]
         )
-    return found | _describe_settings(is_inductor="inductor" in names) if found else {}
+    return entries | _describe_settings(is_inductor="inductor" in names) if entries else {}
 
 
 def _describe_settings(*, is_inductor: bool) -> dict[str, str]:
     """Describe the settings of torch's compiler that differ from its defaults."""
     if is_inductor:
         import torch._inductor.config  # noqa: F401  (it is imported by the first compilation)
-    found = {}
+    changed = {}
     for module in ("torch._dynamo.config", "torch._inductor.config"):
         config: Any = sys.modules.get(module)
         if config is None:
             continue
         for name, value in config.get_config_copy().items():
             if not name.startswith(LOCAL_SETTINGS) and not config._is_default(name):
-                found[f"{module}.{name}"] = describe_value(value)
-    return found
+                changed[f"{module}.{name}"] = describe_value(value)
+    return changed
 
 
 def _plain(name: str) -> str:
@@ -156,7 +156,7 @@ def _find_context(module: nn.Module) -> Any:
 
 def _find_backend(context: Any) -> Any:
     """Return the backend of a context, without the compiler's wrappers."""
-    found: Any = getattr(context, "callback", None)
-    while hasattr(found, "_torchdynamo_orig_backend"):
-        found = found._torchdynamo_orig_backend
-    return found
+    backend: Any = getattr(context, "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return backend

@@ -154,7 +154,7 @@ def _reset(module: nn.Module, number: int, device: str | torch.device) -> None:
     uninitialized = [
         (name, part)
         for name, part in module.named_modules()
-        if any(each.is_meta for each in [*part.parameters(False), *part.buffers(False)])
+        if any(tensor.is_meta for tensor in [*part.parameters(False), *part.buffers(False)])
     ]
     materialize(module, device)
     for name, part in uninitialized:
@@ -234,7 +234,7 @@ class Released(torch.Tensor):
         if Released.reader is not None:
             leaves = tree_leaves((args, kwargs))
             path = next(
-                getattr(each, "path", "a tensor") for each in leaves if isinstance(each, Released)
+                getattr(leaf, "path", "a tensor") for leaf in leaves if isinstance(leaf, Released)
             )
             raise UsageError(
                 f"{Released.reader()} reads {path}, which is in another pipeline stage; a block "

@@ -119,65 +119,69 @@ def describe(path: str, value: Any, within: Collection[int] = ()) -> Description
     if isinstance(value, nn.Module):
         return describe_module(path, value)
     if isinstance(value, Mapping):
-        members = [(f"[{key!r}]", each) for key, each in value.items()]
-        found = {}
+        members = [(f"[{key!r}]", member) for key, member in value.items()]
+        entries = {}
     elif isinstance(value, (list, tuple)):
-        members = [(f"[{number}]", each) for number, each in enumerate(value)]
-        found = {path: f"{type(value).__name__} of {len(value)}"}
+        members = [(f"[{number}]", member) for number, member in enumerate(value)]
+        entries = {path: f"{type(value).__name__} of {len(value)}"}
     elif isinstance(value, partial):
-        members = [(f".args[{number}]", each) for number, each in enumerate(value.args)]
-        members += [(f".{name}", each) for name, each in value.keywords.items()]
-        found = describe(path, value.func, inner)
+        members = [(f".args[{number}]", argument) for number, argument in enumerate(value.args)]
+        members += [(f".{name}", argument) for name, argument in value.keywords.items()]
+        entries = describe(path, value.func, inner)
     elif isinstance(value, MethodType):
         members = [(".__self__", value.__self__)]
-        found = {path: describe_value(value)}
+        entries = {path: describe_value(value)}
     elif isinstance(value, FunctionType):
         members = list(_variables(value))
-        found = {path: describe_value(value)}
+        entries = {path: describe_value(value)}
     else:
         return describe_object(path, value, within)
-    for name, each in members:
-        found |= describe(path + name, each, inner)
-    return found
+    for name, member in members:
+        entries |= describe(path + name, member, inner)
+    return entries
 
 
 def describe_object(path: str, value: Any, within: Collection[int] = ()) -> Description:
     """Describe the type of an object, such as a scheduler, and its attributes."""
-    found = {path: describe_value(type(value))}
+    entries = {path: describe_value(type(value))}
     hidden = HIDDEN_OF_OPTIMIZERS if isinstance(value, Optimizer) else frozenset()
-    for name, each in _compared(value):
+    for name, attribute in _compared(value):
         # The numbers of hooks count all hooks of the process, so they may differ.
         if name not in hidden and not name.endswith("hooks"):
-            found |= describe(f"{path}.{name}", each, [*within, id(value)])
-    return found
+            entries |= describe(f"{path}.{name}", attribute, [*within, id(value)])
+    return entries
 
 
 def describe_module(path: str, module: nn.Module) -> Description:
     """Describe every module of a tree: type, attributes, parameters and buffers."""
-    found: Description = {}
+    entries: Description = {}
     tensors: dict[int, str] = {}
     for place, part, first in _tree(path, module, {}):
         if first != place:
-            found[place] = f"the same module as {first}"
+            entries[place] = f"the same module as {first}"
             continue
-        found[place] = describe_value(type(part))
+        entries[place] = describe_value(type(part))
         for name, value in iterate_attributes(part):
-            found[f"{place} ({type(part).__name__}).{name}"] = describe_value(value)
+            entries[f"{place} ({type(part).__name__}).{name}"] = describe_value(value)
         if rules := describe_buffer_rules(part):
-            found[f"{place} ({type(part).__name__}).lockstep_buffer_rules"] = describe_value(rules)
-        found |= {f"{place}.{name}": "None" for name, each in part._modules.items() if each is None}
-        found |= _describe_tensors(place, part, tensors)
-    return found
+            entries[f"{place} ({type(part).__name__}).lockstep_buffer_rules"] = describe_value(
+                rules
+            )
+        entries |= {
+            f"{place}.{name}": "None" for name, child in part._modules.items() if child is None
+        }
+        entries |= _describe_tensors(place, part, tensors)
+    return entries
 
 
 def describe_tensors(path: str, module: nn.Module) -> Description:
     """Describe the parameters and buffers of a tree, without the modules' attributes."""
     tensors: dict[int, str] = {}
-    found: Description = {}
+    entries: Description = {}
     for place, part, first in _tree(path, module, {}):
         if first == place:
-            found |= _describe_tensors(place, part, tensors)
-    return found
+            entries |= _describe_tensors(place, part, tensors)
+    return entries
 
 
 def describe_optimizer(
@@ -190,12 +194,12 @@ def describe_optimizer(
         optimizer: The optimizer, before its first step.
         names: The names of the model's parameters.
     """
-    found = describe_object(path, optimizer) | describe_options(path, optimizer)
+    entries = describe_object(path, optimizer) | describe_options(path, optimizer)
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             entry = f"{path}.param_groups[{number}].params[{index}]"
-            found[entry] = names.get(parameter, "a tensor that is not a parameter of the model")
-    return found
+            entries[entry] = names.get(parameter, "a tensor that is not a parameter of the model")
+    return entries
 
 
 def describe_options(path: str, optimizer: Optimizer) -> Description:
@@ -210,7 +214,7 @@ def describe_options(path: str, optimizer: Optimizer) -> Description:
 
 def describe_environment() -> Description:
     """Describe the settings of torch that determine results."""
-    found = {
+    entries = {
         "torch.__version__": torch.__version__,
         "torch.get_num_threads()": str(torch.get_num_threads()),
         "torch.get_default_dtype()": str(torch.get_default_dtype()),
@@ -225,9 +229,9 @@ def describe_environment() -> Description:
     }
     if names := device_names():
         # Another model of accelerator rounds otherwise, and so does another precision of float32.
-        found["accelerator"] = names[torch.accelerator.current_device_index()]
-        found["torch.backends.cudnn.allow_tf32"] = str(torch.backends.cudnn.allow_tf32)
-    return found
+        entries["accelerator"] = names[torch.accelerator.current_device_index()]
+        entries["torch.backends.cudnn.allow_tf32"] = str(torch.backends.cudnn.allow_tf32)
+    return entries
 
 
 def _is_portable() -> bool:
@@ -262,9 +266,9 @@ def iterate_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _compared(value: Any) -> Iterator[tuple[str, Any]]:
     """Return the attributes of an object, except those in `lockstep_ignore`."""
     ignored = ignored_attributes(value)
-    for name, each in getattr(value, "__dict__", {}).items():
+    for name, attribute in getattr(value, "__dict__", {}).items():
         if name not in ignored:
-            yield name, each
+            yield name, attribute
 
 
 def ignored_attributes(value: Any) -> set[str]:
@@ -285,9 +289,9 @@ def _has_parts(value: Any) -> bool:
     ):
         return False
     if isinstance(value, (list, tuple)):
-        return any(_has_parts(each) for each in value)
+        return any(_has_parts(member) for member in value)
     if isinstance(value, Mapping):
-        return any(_has_parts(each) for each in value.values())
+        return any(_has_parts(member) for member in value.values())
     return callable(value) or isinstance(value, LRScheduler)
 
 
@@ -304,28 +308,28 @@ def _tree(
 
 
 def _describe_tensors(path: str, module: nn.Module, seen: dict[int, str]) -> Description:
-    found = {}
+    entries = {}
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
         entry = f"{path}.{name}"
         if tensor is None:
-            found[entry] = "None"
+            entries[entry] = "None"
             continue
         first = seen.setdefault(id(tensor), entry)
         if first != entry:
-            found[entry] = f"the same tensor as {first}"
+            entries[entry] = f"the same tensor as {first}"
             continue
-        found[entry] = "buffer" if name in module._buffers else "parameter"
+        entries[entry] = "buffer" if name in module._buffers else "parameter"
         if name in module._buffers:
-            found[f"{entry}.persistent"] = str(name not in module._non_persistent_buffers_set)
+            entries[f"{entry}.persistent"] = str(name not in module._non_persistent_buffers_set)
         if is_lazy(tensor):
-            found[f"{entry}.shape"] = "not known yet"
+            entries[f"{entry}.shape"] = "not known yet"
             continue
-        found[f"{entry}.shape"] = str(tuple(tensor.shape))
-        found[f"{entry}.dtype"] = str(tensor.dtype)
+        entries[f"{entry}.shape"] = str(tuple(tensor.shape))
+        entries[f"{entry}.dtype"] = str(tensor.dtype)
         strided = tensor.layout is torch.strided
-        found[f"{entry}.stride()"] = str(tensor.stride() if strided else tensor.layout)
-        found[f"{entry}.requires_grad"] = str(tensor.requires_grad)
-    return found
+        entries[f"{entry}.stride()"] = str(tensor.stride() if strided else tensor.layout)
+        entries[f"{entry}.requires_grad"] = str(tensor.requires_grad)
+    return entries
 
 
 def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
@@ -351,9 +355,9 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
     }
     ignored = ignored_attributes(function)
     for kind, named in values.items():
-        for name, each in named.items():
+        for name, variable in named.items():
             if name not in ignored:
-                yield f" ({kind} {name})", each
+                yield f" ({kind} {name})", variable
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -366,7 +370,11 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 def _code_text(code: CodeType) -> str:
     """Return the content of code without its location."""
-    constants = [describe_value(each) for each in code.co_consts if not isinstance(each, CodeType)]
+    constants = [
+        describe_value(constant)
+        for constant in code.co_consts
+        if not isinstance(constant, CodeType)
+    ]
     return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
 
 
@@ -378,10 +386,10 @@ def describe_value(value: Any, depth: int = 0) -> str:
     kind = type(value)
     if kind in PLAIN:
         return repr(value)
-    found = _text(value, depth)
-    if depth or len(found) <= LONGEST:
-        return found
-    return f"{found[:LONGEST]}... ({len(found)} characters, hash {_hash(found)})"
+    text = _text(value, depth)
+    if depth or len(text) <= LONGEST:
+        return text
+    return f"{text[:LONGEST]}... ({len(text)} characters, hash {_hash(text)})"
 
 
 def _text(value: Any, depth: int) -> str:
@@ -413,16 +421,17 @@ def _text(value: Any, depth: int) -> str:
         )
         return "{" + ", ".join(pairs) + "}"
     if isinstance(value, (set, frozenset)):
-        return "{" + ", ".join(sorted(describe_value(each, depth + 1) for each in value)) + "}"
+        return "{" + ", ".join(sorted(describe_value(member, depth + 1) for member in value)) + "}"
     if isinstance(value, (list, tuple)):
-        members = ", ".join(describe_value(each, depth + 1) for each in value)
+        members = ", ".join(describe_value(member, depth + 1) for member in value)
         if isinstance(value, list):
             return f"[{members}]"
         return f"({members},)" if len(value) == 1 else f"({members})"
     if isinstance(value, partial):
-        bound = [describe_value(each, depth + 1) for each in value.args]
+        bound = [describe_value(argument, depth + 1) for argument in value.args]
         bound += [
-            f"{name}={describe_value(each, depth + 1)}" for name, each in value.keywords.items()
+            f"{name}={describe_value(argument, depth + 1)}"
+            for name, argument in value.keywords.items()
         ]
         return f"{describe_value(value.func, depth + 1)}({', '.join(bound)})"
     if isinstance(value, NAMED):
@@ -453,8 +462,8 @@ def _is_torchs(function: FunctionType) -> bool:
     return (function.__module__ or "").partition(".")[0] == "torch"
 
 
-def _hash(found: str) -> str:
-    return xxhash.xxh3_64_hexdigest(found.encode(errors="surrogatepass"))
+def _hash(text: str) -> str:
+    return xxhash.xxh3_64_hexdigest(text.encode(errors="surrogatepass"))
 
 
 # --- comparison -------------------------------------------------------------------------------
@@ -484,8 +493,8 @@ def find_difference(descriptions: Sequence[Mapping[str, str]]) -> Difference | N
         The entry with its values on the first rank that differs from the majority (or from the
         lowest rank, if there is none) and on one of the others; None if all ranks agree.
     """
-    for entry in dict.fromkeys(entry for each in descriptions for entry in each):
-        values = [each.get(entry) for each in descriptions]
+    for entry in dict.fromkeys(entry for description in descriptions for entry in description):
+        values = [description.get(entry) for description in descriptions]
         known = [rank for rank, value in enumerate(values) if value != UNKNOWN]
         common = Counter(values[rank] for rank in known).most_common(1)[0][0] if known else None
         odd = next((rank for rank in known if values[rank] != common), None)

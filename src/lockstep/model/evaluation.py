@@ -203,16 +203,16 @@ def combine_scores(
         StoppedError: The evaluation failed on a rank. Raised on every rank.
         LossError: The weights of all samples sum to 0.
     """
-    found = parallel.messages.reduce(
+    total = parallel.messages.reduce(
         EvaluationSums.of(rows, failure),
         EvaluationSums.merge,
         EvaluationSums.pack,
         EvaluationSums.unpack,
         "evaluating",
     )
-    if found.failure:
-        raise StoppedError(f"rank {parallel.rank} stopped because {found.failure}")
-    loss, whole, samples = round_sum(found.loss), round_sum(found.weight), found.samples
+    if total.failure:
+        raise StoppedError(f"rank {parallel.rank} stopped because {total.failure}")
+    loss, whole, samples = round_sum(total.loss), round_sum(total.weight), total.samples
     if whole == 0:
         raise LossError(
             f"the weights of the {samples} samples add up to 0, so their loss has no mean: check "
@@ -220,7 +220,7 @@ def combine_scores(
         )
     return Evaluation(
         loss=loss if is_sum(parallel.loss) else loss / whole,
-        metrics={name: round_sum(sums) / samples for name, sums in found.metrics.items()},
+        metrics={name: round_sum(sums) / samples for name, sums in total.metrics.items()},
         samples=samples,
     )
 

@@ -98,29 +98,29 @@ class FingerprintFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def encode_fingerprint(found: StepFingerprint) -> dict[str, Any]:
+def encode_fingerprint(fingerprint: StepFingerprint) -> dict[str, Any]:
     """Return a fingerprint as JSON values, without empty fields."""
     fields: dict[str, Any] = {
-        "data": {leaf: _encode(values) for leaf, values in found.data.items()},
+        "data": {leaf: _encode(values) for leaf, values in fingerprint.data.items()},
         "calls": [
             [*place, [[kind, name, _encode(values)] for kind, name, values in calls]]
-            for place, calls in found.calls.items()
+            for place, calls in fingerprint.calls.items()
         ],
         "backward": {
             leaf: [[*key, f"{value:016x}"] for key, value in gradients.items()]
-            for leaf, gradients in found.backward.items()
+            for leaf, gradients in fingerprint.backward.items()
         },
-        "losses": found.losses,
-        "loss": found.loss,
-        "digest": found.digest,
+        "losses": fingerprint.losses,
+        "loss": fingerprint.loss,
+        "digest": fingerprint.digest,
     }
     for name in NAMED:
-        fields[name] = _encode_named(getattr(found, name))
+        fields[name] = _encode_named(getattr(fingerprint, name))
     for name in BY_MICROBATCH:
-        leaves = getattr(found, name).items()
+        leaves = getattr(fingerprint, name).items()
         fields[name] = {leaf: _encode_named(values) for leaf, values in leaves}
     kept = {name: value for name, value in fields.items() if value}
-    return {"trainer": found.trainer, "step": found.step} | kept
+    return {"trainer": fingerprint.trainer, "step": fingerprint.step} | kept
 
 
 def decode_fingerprint(line: Mapping[str, Any]) -> StepFingerprint:
@@ -130,25 +130,28 @@ def decode_fingerprint(line: Mapping[str, Any]) -> StepFingerprint:
         ValueError: The line is not an encoded fingerprint.
     """
     try:
-        found = StepFingerprint(int(line["trainer"]), int(line["step"]))
-        found.data = {int(k): _decode(each) for k, each in line.get("data", {}).items()}
+        fingerprint = StepFingerprint(int(line["trainer"]), int(line["step"]))
+        fingerprint.data = {int(k): _decode(values) for k, values in line.get("data", {}).items()}
         for leaf, stage, calls in line.get("calls", ()):
-            found.calls[int(leaf), int(stage)] = [_decode_call(*each) for each in calls]
+            fingerprint.calls[int(leaf), int(stage)] = [_decode_call(*call) for call in calls]
         for leaf, gradients in line.get("backward", {}).items():
-            found.backward[int(leaf)] = {
+            fingerprint.backward[int(leaf)] = {
                 (str(name), int(call), int(number)): int(value, 16)
                 for name, call, number, value in gradients
             }
-        found.losses = {int(leaf): str(loss) for leaf, loss in line.get("losses", {}).items()}
-        found.loss, found.digest = str(line.get("loss", "")), str(line.get("digest", ""))
+        fingerprint.losses = {int(leaf): str(loss) for leaf, loss in line.get("losses", {}).items()}
+        fingerprint.loss = str(line.get("loss", ""))
+        fingerprint.digest = str(line.get("digest", ""))
         for name in NAMED:
-            setattr(found, name, _decode_named(line.get(name, {})))
+            setattr(fingerprint, name, _decode_named(line.get(name, {})))
         for name in BY_MICROBATCH:
             leaves = line.get(name, {}).items()
-            setattr(found, name, {int(leaf): _decode_named(values) for leaf, values in leaves})
+            setattr(
+                fingerprint, name, {int(leaf): _decode_named(values) for leaf, values in leaves}
+            )
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"not a fingerprint: {error}") from None
-    return found
+    return fingerprint
 
 
 def _encode(values: tuple[int, ...]) -> list[str]:
@@ -180,9 +183,12 @@ def read_unit_fingerprints(run: Path) -> RecordedFingerprints:
     Raises:
         FileError: A file cannot be read.
     """
-    found, remarks = _read(run, orjson.loads, decode_fingerprint)
+    fingerprints, remarks = _read(run, orjson.loads, decode_fingerprint)
     return RecordedFingerprints(
-        {step: [each for _, each in sorted(ranks.items())] for step, ranks in found.items()},
+        {
+            step: [fingerprint for _, fingerprint in sorted(ranks.items())]
+            for step, ranks in fingerprints.items()
+        },
         remarks,
     )
 
@@ -201,8 +207,8 @@ def list_unit_fingerprints(run: Path) -> FingerprintList:
     Raises:
         FileError: A file cannot be read.
     """
-    found, remarks = _read(run, _parse_head, lambda line: None)
-    return FingerprintList({step: sorted(ranks) for step, ranks in found.items()}, remarks)
+    lines, remarks = _read(run, _parse_head, lambda line: None)
+    return FingerprintList({step: sorted(ranks) for step, ranks in lines.items()}, remarks)
 
 
 def _parse_head(text: bytes) -> Any:
@@ -246,7 +252,7 @@ def _read(
         remarks += _read_file(path, rank, launches, parse, decode)
     resumed_from = _resumed_from(run) if launches else []
     steps: dict[int, dict[int, Decoded]] = {}
-    for launch in sorted(launches.values(), key=lambda each: each.begun):
+    for launch in sorted(launches.values(), key=lambda launch: launch.begun):
         end = min(resumed_from[launch.resumes :], default=math.inf)
         steps = {number: ranks for number, ranks in steps.items() if number < launch.first}
         steps |= {number: ranks for number, ranks in launch.steps.items() if number < end}
@@ -273,8 +279,8 @@ def _resumed_from(run: Path) -> list[float]:
 
 
 def _find_files(run: Path) -> list[tuple[int, Path]]:
-    found = ((FILE.fullmatch(path.name), path) for path in (run / FOLDER).glob("rank-*.jsonl"))
-    return sorted((int(match[1]), path) for match, path in found if match is not None)
+    files = ((FILE.fullmatch(path.name), path) for path in (run / FOLDER).glob("rank-*.jsonl"))
+    return sorted((int(match[1]), path) for match, path in files if match is not None)
 
 
 def _read_file(

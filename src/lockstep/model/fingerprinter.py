@@ -76,8 +76,8 @@ class Fingerprinter(StepObserver):
         self._model, self._has_whole_gradients = module, has_whole_gradients
         others = parallel.named_extra_modules()
         self._hooked = dict(hookable_modules(type(module).__name__, called, is_root=True))
-        for name, each in others.items():
-            self._hooked |= dict(hookable_modules(name, each))
+        for name, extra in others.items():
+            self._hooked |= dict(hookable_modules(name, extra))
         self._hooked = {n: self._hooked[n] for n in names if n in self._hooked} or self._hooked
         # With stages, only the last stage merges the buffers of the loss.
         has_loss = parallel.position == parallel.stages - 1
@@ -116,9 +116,9 @@ class Fingerprinter(StepObserver):
 
     def select(self, batch: Batch) -> Batch:
         """Record the data of this rank's micro-batches, before any module can write into it."""
-        for each in batch.microbatches:
-            if each.data is not None:
-                self.current.data[each.index] = checksums(each.data)
+        for part in batch.microbatches:
+            if part.data is not None:
+                self.current.data[part.index] = checksums(part.data)
         return batch
 
     def record_refusal(self, sentence: str) -> None:
@@ -135,10 +135,11 @@ class Fingerprinter(StepObserver):
             for name, parameter in self._model.named_parameters()
             if not parameter.is_meta
         }
-        self.current.parameters = {name: checksum(each) for name, each in held.items()}
+        self.current.parameters = {name: checksum(parameter) for name, parameter in held.items()}
         if self._has_whole_gradients:
             self.current.gradients = {
-                name: 0 if each.grad is None else checksum(each.grad) for name, each in held.items()
+                name: 0 if parameter.grad is None else checksum(parameter.grad)
+                for name, parameter in held.items()
             }
 
     def commit(self, loss: float, digest: str, optimizer: Mapping[str, Any]) -> StepFingerprint:
@@ -166,14 +167,16 @@ class Fingerprinter(StepObserver):
         """Return the checksums of the parameters and buffers that are on this rank."""
         if not self._with_state:
             return {}
-        found = {
+        hashes = {
             _plain(name): checksum(tensor)
             for name, tensor in named_tensors(self._model).items()
             if not tensor.is_meta
         }
         for root, module in self._buffers_of.items():
-            found |= {_plain(name): checksum(each) for name, each in module.named_buffers(root)}
-        return found
+            hashes |= {
+                _plain(name): checksum(buffer) for name, buffer in module.named_buffers(root)
+            }
+        return hashes
 
     def _hooks(self, name: str, module: nn.Module) -> list[RemovableHandle]:
         def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -209,12 +212,12 @@ class Fingerprinter(StepObserver):
         microbatch = position[0]
         call = self._numbers[microbatch, name]
         self._numbers[microbatch, name] += 1
-        found = self.current.backward.setdefault(microbatch, {})
+        gradients = self.current.backward.setdefault(microbatch, {})
 
         def make_hook(number: int) -> Callable[[torch.Tensor], None]:
             def record(gradient: torch.Tensor) -> None:
                 # A split backward calls the hook again, with the same gradient.
-                found.setdefault((name, call, number), checksum(gradient))
+                gradients.setdefault((name, call, number), checksum(gradient))
 
             return record
 
@@ -230,23 +233,23 @@ class Fingerprinter(StepObserver):
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
         """Record a micro-batch's gradients and buffers; called once per stage of this rank."""
-        for found, tensors in (
+        for recorded, tensors in (
             (self.current.leaf_gradients, gradients),
             (self.current.leaf_buffers, buffers),
         ):
-            hashes = {_plain(name): checksum(each) for name, each in tensors.items()}
-            found.setdefault(microbatch, {}).update(hashes)
+            hashes = {_plain(name): checksum(tensor) for name, tensor in tensors.items()}
+            recorded.setdefault(microbatch, {}).update(hashes)
 
 
 def checksums(value: Any) -> Checksums:
     """Return the checksums of all tensors and arrays in a nested value, in order."""
-    found = []
+    hashes = []
     for leaf in tree_leaves(value):
         if isinstance(leaf, np.ndarray):
-            found.append(xxhash.xxh3_64_intdigest(np.ascontiguousarray(leaf).tobytes()))
+            hashes.append(xxhash.xxh3_64_intdigest(np.ascontiguousarray(leaf).tobytes()))
         elif isinstance(leaf, torch.Tensor) and not _is_wrapped(leaf):
-            found.append(checksum(leaf))
-    return tuple(found)
+            hashes.append(checksum(leaf))
+    return tuple(hashes)
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:

@@ -42,11 +42,11 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor, k: int = 1) -> torch.
     if targets.is_floating_point():
         targets = targets.argmax(dim=1)
     if k == 1:
-        found = outputs.argmax(dim=1) == targets
+        hits = outputs.argmax(dim=1) == targets
     else:
         largest = outputs.topk(min(k, outputs.shape[1]), dim=1).indices
-        found = (largest == targets.unsqueeze(1)).any(dim=1)
-    return found.to(torch.float64).mean()
+        hits = (largest == targets.unsqueeze(1)).any(dim=1)
+    return hits.to(torch.float64).mean()
 
 
 def forward(
@@ -178,7 +178,7 @@ def _find_loss(value: Any, place: str) -> Any:
         loss = value.loss
     elif isinstance(value, (tuple, list)) and value and _is_number(value[0]):
         loss = value[0]
-        if any(_is_number(each) and each.requires_grad for each in value[1:]):
+        if any(_is_number(member) and member.requires_grad for member in value[1:]):
             raise LossError(
                 f"{place}: any of several numbers in a {type(value).__name__} could be the loss: "
                 'return their sum alone, or a mapping with "loss"'

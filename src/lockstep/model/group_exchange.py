@@ -123,7 +123,7 @@ class GroupMessages:
         """Raise DisagreementError, on every rank, if the identity of the batch differs."""
         batches = gather_unless_equal(batch.encode(), about, self._group, remark)
         if batches:
-            require_same_batch([each.decode() for each in batches], step)
+            require_same_batch([message.decode() for message in batches], step)
 
 
 def exchange_statuses(

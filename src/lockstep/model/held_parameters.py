@@ -89,25 +89,28 @@ class HeldParameters:
         self._own = set(map(id, self._parameters.values()))
         self._trained = set(map(id, self._roots[""].parameters())) if "" in self._roots else set()
         foreign = self._find_parameters(is_foreign=True)
-        self._foreign_names = {id(each): name for name, each in foreign.items()}
+        self._foreign_names = {id(parameter): name for name, parameter in foreign.items()}
         every = [part for root in self._roots.values() for part in root.modules()]
         self._entries: list[dict[str, Any]] = [
             held for part in every for held in (part._modules, part._parameters)
         ]
-        tensors = {id(each): each for each in chain(foreign.values(), self._parameters.values())}
+        tensors = {
+            id(parameter): parameter
+            for parameter in chain(foreign.values(), self._parameters.values())
+        }
         self._tensors = [*tensors.values()]
-        own_names = {id(each): name for name, each in reversed(self._parameters.items())}
+        own_names = {id(parameter): name for name, parameter in reversed(self._parameters.items())}
         self._names = [(self._foreign_names | own_names)[number] for number in tensors]
         self._identities, self._groups = self._find_identities(), self._find_groups()
         self.take_memory()
 
     def take_memory(self) -> None:
         """Hold the memory of the parameters as it is now."""
-        self._counted = [each for each in self._tensors if not each.is_inference()]
+        self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._pointers = [*map(torch.Tensor.data_ptr, self._tensors)]
         self._strides = [*map(torch.Tensor.stride, self._tensors)]
-        self._layouts = [_describe_layout(each) for each in self._tensors]
-        self._samples = [[*_find_samples(each)] for each in self._tensors]
+        self._layouts = [_describe_layout(tensor) for tensor in self._tensors]
+        self._samples = [[*_find_samples(tensor)] for tensor in self._tensors]
         self._views = [*chain.from_iterable(self._samples)]
 
     # --- around the micro-batches --------------------------------------------------------------
@@ -192,14 +195,14 @@ class HeldParameters:
             leaf
             for leaf in _find_leaves(root)
             if id(leaf) not in self._trained
-            and not any(id(leaf) in each._trained for each in HOLDERS)
+            and not any(id(leaf) in holder._trained for holder in HOLDERS)
         ]
-        self._outside = [each for each in self._outside if each[0]() is not None]
+        self._outside = [entry for entry in self._outside if entry[0]() is not None]
         for leaf in strangers:
             if (name := self._foreign_names.get(id(leaf))) is not None:
                 self._note_untrained(name)
                 continue
-            known = next((each for each in self._outside if each[0]() is leaf), None)
+            known = next((entry for entry in self._outside if entry[0]() is leaf), None)
             if known is None:
                 self._outside.append((ref(leaf), place))
             elif known[1] not in (place, INPUT):
@@ -254,7 +257,7 @@ class HeldParameters:
             "Trainer, or make another Trainer after the change"
         )
         modules, parameters = self._find_modules(), self._find_parameters()
-        now = {id(each) for each in parameters.values()}
+        now = {id(parameter) for parameter in parameters.values()}
         for name, parameter in parameters.items():
             if id(parameter) not in self._own:
                 verb = "replaced" if name in self._parameters else "added"
@@ -321,17 +324,17 @@ class HeldParameters:
             among: The ids of the parameters that count.
         """
         versions = zip(self._counted, before.versions, after.versions, strict=True)
-        written = {id(each) for each, old, new in versions if old != new}
+        written = {id(tensor) for tensor, old, new in versions if old != new}
         pointers = zip(self._tensors, before.pointers, after.pointers, strict=True)
-        written |= {id(each) for each, old, new in pointers if old != new}
+        written |= {id(tensor) for tensor, old, new in pointers if old != new}
         place = 0
-        for each, views in zip(self._tensors, self._samples, strict=True):
+        for tensor, views in zip(self._tensors, self._samples, strict=True):
             begin, place = place, place + sum(map(len, views))
             if before.samples[begin:place] != after.samples[begin:place] and after.samples:
-                written.add(id(each))
+                written.add(id(tensor))
         written &= {*among}
         named = zip(self._names, self._tensors, strict=True)
-        return next((name for name, each in named if id(each) in written), "")
+        return next((name for name, tensor in named if id(tensor) in written), "")
 
 
 HOLDERS: WeakSet[HeldParameters] = WeakSet()
@@ -376,7 +379,7 @@ def _find_leaves(root: torch.Tensor) -> list[torch.Tensor]:
     """Return the leaves of a graph that require a gradient."""
     if root.grad_fn is None:
         return [root] if root.requires_grad else []
-    found, seen, waiting = [], set(), [root.grad_fn]
+    leaves, seen, waiting = [], set(), [root.grad_fn]
     while waiting:
         for node, _ in waiting.pop().next_functions:
             if node is not None and node not in seen:
@@ -384,8 +387,8 @@ def _find_leaves(root: torch.Tensor) -> list[torch.Tensor]:
                 if node.next_functions:
                     waiting.append(node)
                 elif (leaf := getattr(node, "variable", None)) is not None:
-                    found.append(leaf)
-    return found
+                    leaves.append(leaf)
+    return leaves
 
 
 def _describe_layout(parameter: torch.Tensor) -> tuple[Any, ...]:
@@ -405,6 +408,8 @@ def _find_samples(parameter: torch.Tensor) -> Iterator[memoryview]:
 
 def _has_optimizer(leaf: torch.Tensor) -> bool:
     """Return whether an optimizer of this process has a tensor among its parameters."""
-    optimizers = [each for each in gc.get_objects() if issubclass(type(each), Optimizer)]
-    groups = (group for each in optimizers for group in each.param_groups)
-    return any(leaf is each for group in groups for each in group["params"])
+    optimizers = [
+        candidate for candidate in gc.get_objects() if issubclass(type(candidate), Optimizer)
+    ]
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return any(leaf is parameter for group in groups for parameter in group["params"])

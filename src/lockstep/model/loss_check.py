@@ -144,24 +144,24 @@ class LossCheck(StepObserver):
     def _compute(self, parts: Sequence[Part]) -> list[float] | None:
         """Return the losses of some parts; None if the loss depends on more than these."""
         device, loss = self._parallel.device, self._parallel.loss
-        found = []
+        losses = []
         with self._undisturbed(), isolated(device, everything=True):
             before = state_of_torch(device), state_of_others()
             for outputs, data in parts:
                 shared = loss.parameters() if isinstance(loss, nn.Module) else ()
-                copy = deepcopy(loss, {id(each): each for each in shared})
+                copy = deepcopy(loss, {id(parameter): parameter for parameter in shared})
                 assert copy is not None
                 targets = split_targets(data, "")[1]
                 # A loss may write into what it is given.
                 own, known = map_tensors(torch.clone, (outputs, targets))
-                found.append(float(compute_loss(copy, {}, own, known, "")[0]))
+                losses.append(float(compute_loss(copy, {}, own, known, "")[0]))
                 if isinstance(loss, nn.Module) and isinstance(copy, nn.Module):
                     pairs = zip(loss.buffers(), copy.buffers(), strict=True)
                     if not all(torch.equal(*pair) for pair in pairs):
                         return None
             if (state_of_torch(device), state_of_others()) != before:
                 return None
-        return found
+        return losses
 
     @contextmanager
     def _undisturbed(self) -> Iterator[None]:
@@ -188,9 +188,12 @@ class LossCheck(StepObserver):
             return tensor
 
         map_tensors(collect, whole[0])
-        dtypes = [self._parallel.autocast_dtype or torch.float32, *(each.dtype for each in floats)]
+        dtypes = [
+            self._parallel.autocast_dtype or torch.float32,
+            *(tensor.dtype for tensor in floats),
+        ]
         epsilon = max(torch.finfo(dtype).eps for dtype in dtypes)
-        largest = max((float(each.abs().max()) for each in floats), default=0.0)
+        largest = max((float(tensor.abs().max()) for tensor in floats), default=0.0)
         # Parts are rounded in proportion to themselves, and may cancel in the loss.
         return max(TOLERANCE, epsilon) * max(map(abs, losses)) + max(1e-6, epsilon / 4) * largest
 

@@ -56,9 +56,9 @@ def _compute_shares(step: StepContext, batch: Batch, given: Any) -> tuple[Mappin
         return share_by_size(batch.size, batch.leaves), batch.size
     sizes = {leaf: len(span) for leaf, span in enumerate(split_evenly(batch.size, batch.leaves))}
     mine = {
-        each.index: _weigh(step, each)
-        for each in batch.microbatches
-        if each.data is not None  # inner stages have no data
+        part.index: _weigh(step, part)
+        for part in batch.microbatches
+        if part.data is not None  # inner stages have no data
     }
     if (known := _count_weights(step, mine, sizes)) is not None:
         return known
@@ -69,8 +69,8 @@ def _compute_shares(step: StepContext, batch: Batch, given: Any) -> tuple[Mappin
             f"{batch.leaves} micro-batches sum to {sum(weights.values())}; check whether the "
             "targets of all samples in the batch are ignored"
         )
-    found = compute_shares(weights)
-    return found, sum(sizes[leaf] for leaf in found)
+    shares = compute_shares(weights)
+    return shares, sum(sizes[leaf] for leaf in shares)
 
 
 def _count_weights(
@@ -137,10 +137,10 @@ def _warn_of_ignored_targets(step: StepContext, batch: Batch, given: Any) -> Non
             "lockstep.target_weight(torch.nn.CrossEntropyLoss()) to the trainer, with shift=1 "
             "in the call for a causal language model"
         )
-    for each in batch.microbatches:
-        if count_ignored_targets(step.parallel.loss, each.data):
+    for part in batch.microbatches:
+        if count_ignored_targets(step.parallel.loss, part.data):
             step.warnings.append(
-                f"{step.place(each.index)}: the loss {IGNORED_TARGETS}{kind}, so its mean is "
+                f"{step.place(part.index)}: the loss {IGNORED_TARGETS}{kind}, so its mean is "
                 "not a mean over samples, and the gradient is not that of the whole batch; "
                 f"pass loss_weight={advice}"
             )

@@ -35,22 +35,22 @@ def find_overlaps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     Tensors without elements, on the meta device or of a sparse layout overlap no other.
     """
     extents = sorted(
-        (str(each.device), *_extent(each), number)
-        for number, each in enumerate(tensors)
-        if each.layout is torch.strided and not each.is_meta and each.numel()
+        (str(tensor.device), *_extent(tensor), number)
+        for number, tensor in enumerate(tensors)
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel()
     )
-    found: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
     open_: list[tuple[str, int, int, int]] = []
     for extent in extents:
         device, begin, _, number = extent
-        open_ = [each for each in open_ if each[0] == device and each[2] > begin]
-        found += [
+        open_ = [earlier for earlier in open_ if earlier[0] == device and earlier[2] > begin]
+        pairs += [
             (min(other, number), max(other, number))
             for _, start, _, other in open_
             if _meet(begin - start, _geometry(tensors[other]), _geometry(tensors[number]))
         ]
         open_.append(extent)
-    return sorted(found)
+    return sorted(pairs)
 
 
 def find_parameter_overlaps(
@@ -83,9 +83,10 @@ def find_views(model: nn.Module) -> list[str]:
     def find() -> list[str]:
         return [
             name
-            for name, each in model.named_parameters()
+            for name, parameter in model.named_parameters()
             # Not those of several parameters, such as the shared memory of an earlier trainer.
-            if (storage := each.untyped_storage()).nbytes() == each.numel() * each.element_size()
+            if (storage := parameter.untyped_storage()).nbytes()
+            == parameter.numel() * parameter.element_size()
             and torch._C._storage_Use_Count(storage._cdata) > OWN_REFERENCES
         ]
 
@@ -115,7 +116,7 @@ def allocate_repeated(modules: Mapping[str, nn.Module]) -> None:
         for name, tensor in _tensors_of(model, attributes=False)
     }
     names, tensors = list(named), list(named.values())
-    repeated = [number for number, each in enumerate(tensors) if _is_repeated(each)]
+    repeated = [number for number, tensor in enumerate(tensors) if _is_repeated(tensor)]
     overlaps = find_overlaps(tensors) if repeated else []
     for number in repeated:
         name, tensor = names[number], tensors[number]
@@ -126,7 +127,7 @@ def allocate_repeated(modules: Mapping[str, nn.Module]) -> None:
                 "expand it in forward"
             )
         for pair in overlaps:
-            others = {names[each] for each in pair if tensors[each] is not tensor}
+            others = {names[index] for index in pair if tensors[index] is not tensor}
             if number in pair and others:
                 raise UsageError(
                     f"{name} is an expanded tensor over the memory of {min(others)}, and would no "
@@ -195,4 +196,4 @@ def _bytes_of(marks: torch.Tensor, begin: int, geometry: Geometry) -> torch.Tens
     """Return the view of `marks` for a tensor's bytes; repeated elements are marked once."""
     shape, strides, size = geometry
     shape = tuple(n if stride else 1 for n, stride in zip(shape, strides, strict=True))
-    return marks.as_strided((*shape, size), (*(each * size for each in strides), 1), begin)
+    return marks.as_strided((*shape, size), (*(stride * size for stride in strides), 1), begin)

@@ -126,9 +126,9 @@ def _find_random_memory() -> _RandomMemory | None:
         return None
     if _random.Random.__basicsize__ < object.__basicsize__ + MEMORY_BYTES:
         return None
-    found = _RandomMemory(generator)
-    position, *words = struct.unpack("=i624I", found.read())
-    return found if (*words, position) == generator.getstate()[1] else None
+    known = _RandomMemory(generator)
+    position, *words = struct.unpack("=i624I", known.read())
+    return known if (*words, position) == generator.getstate()[1] else None
 
 
 def _remember_random() -> Callable[[], None]:
@@ -207,5 +207,5 @@ def _is_memory_known() -> bool:
     generator = numpy.random.MT19937(1)
     expected = generator.state["state"]
     memory = ctypes.string_at(generator.ctypes.state_address, MEMORY_BYTES)
-    found = numpy.frombuffer(memory, numpy.uint32)
-    return bool((found[:-1] == expected["key"]).all() and found[-1] == expected["pos"])
+    words = numpy.frombuffer(memory, numpy.uint32)
+    return bool((words[:-1] == expected["key"]).all() and words[-1] == expected["pos"])

@@ -115,7 +115,9 @@ class ParallelContext:
 
     def named_extra_modules(self) -> dict[str, nn.Module]:
         """Return `extra_modules`, each by its position: several may be of one class."""
-        return {f"extra_modules[{number}]": each for number, each in enumerate(self.extra_modules)}
+        return {
+            f"extra_modules[{number}]": module for number, module in enumerate(self.extra_modules)
+        }
 
     def modules_with(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return the model and all other modules that a step calls, by their names in messages."""

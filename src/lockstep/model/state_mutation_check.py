@@ -355,8 +355,8 @@ def require_same_weights(
     """
     messages = all_gather_bytes(json.dumps(mine).encode(), f"comparing weights {about}", group)
     everyone = [json.loads(message) for message in messages]
-    for name in dict.fromkeys(name for each in everyone for name in each):
-        holders = [rank for rank, each in enumerate(everyone) if name in each]
+    for name in dict.fromkeys(name for names in everyone for name in names):
+        holders = [rank for rank, names in enumerate(everyone) if name in names]
         common, _ = Counter(everyone[rank][name] for rank in holders).most_common(1)[0]
         others = [rank for rank in holders if everyone[rank][name] != common]
         if others:
@@ -450,11 +450,11 @@ def _numbers(value: Any) -> str | None:
     for _ in range(LARGEST):
         if not waiting:
             return repr(value)
-        each = waiting.pop()
-        if isinstance(each, (list, tuple, set, frozenset, deque)):
-            waiting += each
-        elif isinstance(each, dict):
-            waiting += [*each.keys(), *each.values()]
-        elif each is not None and not isinstance(each, (bool, int, float, complex, str)):
+        member = waiting.pop()
+        if isinstance(member, (list, tuple, set, frozenset, deque)):
+            waiting += member
+        elif isinstance(member, dict):
+            waiting += [*member.keys(), *member.values()]
+        elif member is not None and not isinstance(member, (bool, int, float, complex, str)):
             return None
     return None

@@ -234,10 +234,10 @@ def _undo_fall_backs() -> None:
     global _fall_backs
     dynamo: Any = sys.modules["torch._dynamo"]
     reasons = dynamo.utils.counters["unimplemented"]
-    found = sum(n for reason, n in reasons.items() if reason.startswith(FALL_BACK))
-    if found == _fall_backs:
+    count = sum(n for reason, n in reasons.items() if reason.startswith(FALL_BACK))
+    if count == _fall_backs:
         return
-    _fall_backs = found
+    _fall_backs = count
     default = dynamo.types.FrameAction.DEFAULT
     for reference in dynamo.convert_frame.input_codes.seen:
         if (code := reference()) is not None:
@@ -246,7 +246,7 @@ def _undo_fall_backs() -> None:
 
 
 @contextmanager
-def _collect_symbols(found: list[str]) -> Iterator[None]:
+def _collect_symbols(symbols: list[str]) -> Iterator[None]:
     """Append the names of all sizes to `found` that torch.compile makes symbolic in the body."""
     from torch._guards import CompileContext
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -259,7 +259,7 @@ def _collect_symbols(found: list[str]) -> Iterator[None]:
         symbol = create(self, value, source, *args, **kwargs)
         is_compiling = CompileContext.current_compile_id() is not None
         if not symbol.is_number and is_compiling and not _is_outside_of_graphs(source.name):
-            found.append(source.name)
+            symbols.append(source.name)
         return symbol
 
     kind.create_symbol = create_symbol
