@@ -65,13 +65,13 @@ class CallSites:
         self._parameters: dict[int, tuple[str, str]] = {}  # name and unit
         self._numbered: dict[int, CallSite] = {}
         for root, module in modules.items():
-            for name, part_module in module.named_modules():
+            for name, part in module.named_modules():
                 # Without the part that torch.compile adds to each name.
-                parts = [part for part in (root, *name.split(".")) if part not in ("", "_orig_mod")]
-                self._units.setdefault(part_module, ".".join(parts) or _class_name(part_module))
-                self._paths.setdefault(part_module, parts)
-                for own, parameter in part_module.named_parameters(recurse=False):
-                    named = ".".join([*parts, own]), self._units[part_module]
+                path = [key for key in (root, *name.split(".")) if key not in ("", "_orig_mod")]
+                self._units.setdefault(part, ".".join(path) or _class_name(part))
+                self._paths.setdefault(part, path)
+                for own, parameter in part.named_parameters(recurse=False):
+                    named = ".".join([*path, own]), self._units[part]
                     self._parameters.setdefault(id(parameter), named)
 
     def find(self, frame: FrameType | None) -> CallSite:
@@ -151,4 +151,4 @@ def is_user_code(code: CodeType) -> bool:
     if name.startswith(LOCKSTEP):
         return Path(name).parent.name == "recipes"
     in_library = name.startswith(STANDARD_LIBRARY)
-    return not in_library or any(each in Path(name).parts for each in PACKAGES)
+    return not in_library or any(package in Path(name).parts for package in PACKAGES)

@@ -156,21 +156,21 @@ def describe_module(path: str, module: nn.Module) -> Description:
     """Describe every module of a tree: type, attributes, parameters and buffers."""
     entries: Description = {}
     tensors: dict[int, str] = {}
-    for place, part, first in _tree(path, module, {}):
-        if first != place:
-            entries[place] = f"the same module as {first}"
+    for own_path, part, first in _tree(path, module, {}):
+        if first != own_path:
+            entries[own_path] = f"the same module as {first}"
             continue
-        entries[place] = describe_value(type(part))
+        entries[own_path] = describe_value(type(part))
         for name, value in iterate_attributes(part):
-            entries[f"{place} ({type(part).__name__}).{name}"] = describe_value(value)
+            entries[f"{own_path} ({type(part).__name__}).{name}"] = describe_value(value)
         if rules := describe_buffer_rules(part):
-            entries[f"{place} ({type(part).__name__}).lockstep_buffer_rules"] = describe_value(
+            entries[f"{own_path} ({type(part).__name__}).lockstep_buffer_rules"] = describe_value(
                 rules
             )
         entries |= {
-            f"{place}.{name}": "None" for name, child in part._modules.items() if child is None
+            f"{own_path}.{name}": "None" for name, child in part._modules.items() if child is None
         }
-        entries |= _describe_tensors(place, part, tensors)
+        entries |= _describe_tensors(own_path, part, tensors)
     return entries
 
 
@@ -178,9 +178,9 @@ def describe_tensors(path: str, module: nn.Module) -> Description:
     """Describe the parameters and buffers of a tree, without the modules' attributes."""
     tensors: dict[int, str] = {}
     entries: Description = {}
-    for place, part, first in _tree(path, module, {}):
-        if first == place:
-            entries |= _describe_tensors(place, part, tensors)
+    for own_path, part, first in _tree(path, module, {}):
+        if first == own_path:
+            entries |= _describe_tensors(own_path, part, tensors)
     return entries
 
 

@@ -103,8 +103,8 @@ def encode_fingerprint(fingerprint: StepFingerprint) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "data": {leaf: _encode(values) for leaf, values in fingerprint.data.items()},
         "calls": [
-            [*place, [[kind, name, _encode(values)] for kind, name, values in calls]]
-            for place, calls in fingerprint.calls.items()
+            [*position, [[kind, name, _encode(values)] for kind, name, values in calls]]
+            for position, calls in fingerprint.calls.items()
         ],
         "backward": {
             leaf: [[*key, f"{value:016x}"] for key, value in gradients.items()]

@@ -327,10 +327,10 @@ class HeldParameters:
         written = {id(tensor) for tensor, old, new in versions if old != new}
         pointers = zip(self._tensors, before.pointers, after.pointers, strict=True)
         written |= {id(tensor) for tensor, old, new in pointers if old != new}
-        place = 0
+        end = 0
         for tensor, views in zip(self._tensors, self._samples, strict=True):
-            begin, place = place, place + sum(map(len, views))
-            if before.samples[begin:place] != after.samples[begin:place] and after.samples:
+            begin, end = end, end + sum(map(len, views))
+            if before.samples[begin:end] != after.samples[begin:end] and after.samples:
                 written.add(id(tensor))
         written &= {*among}
         named = zip(self._names, self._tensors, strict=True)

@@ -124,7 +124,9 @@ def _explain_construction(trainer: type[Any]) -> Callable[..., None]:
 
 
 def _refuse_name(trainer: object, name: str) -> NoReturn:
-    close = get_close_matches(name, [each for each in dir(trainer) if each[0] != "_"], 1)
+    close = get_close_matches(
+        name, [attribute for attribute in dir(trainer) if attribute[0] != "_"], 1
+    )
     hint = INSTEAD.get(name) or (f"did you mean {close[0]}?" if close else "")
     hint = f": {hint}" if hint else ""
     raise AttributeError(f"a trainer has no attribute {name!r}{hint}", name=name, obj=trainer)

@@ -139,8 +139,8 @@ class CallJournal:
 
     def state_dict(self, steps: int) -> dict[str, Any]:
         """Return the current log: the completed calls, then the open iterations."""
-        going = [each.entry(steps) | {"steps": steps} for each in self._open]
-        entries = [dict(each) for each in self._entries]
+        going = [opened.entry(steps) | {"steps": steps} for opened in self._open]
+        entries = [dict(entry) for entry in self._entries]
         return {"entries": entries + going, "digests": dict(self._digests)}
 
     # --- answering ------------------------------------------------------------------------
@@ -156,10 +156,10 @@ class CallJournal:
                 "resume before the first call of batches(), step(), evaluate() or save_weights(): "
                 "the calls of the interrupted run are answered from the beginning"
             )
-        self._answers = [dict(each) for each in state["entries"]]
-        for each in self._answers:
-            if each["kind"] == "steps":
-                each["losses"] = bytearray(each["losses"])  # new steps are added to it
+        self._answers = [dict(answer) for answer in state["entries"]]
+        for answer in self._answers:
+            if answer["kind"] == "steps":
+                answer["losses"] = bytearray(answer["losses"])  # new steps are added to it
         self._digests = dict(state["digests"])
         self._answered = 0
 

@@ -92,12 +92,12 @@ def find_differences(
         here: The same of this trainer, before the checkpoint was loaded.
         used: The settings of the optimizers and schedulers, after it was loaded.
     """
-    found = []
+    differences = []
     names = ("torch", "python", "processor", "instructions", "lockstep", "gpus")
     for name in names:
         before, now = saved["environment"].get(name), here["environment"].get(name)
         if before != now:
-            found.append(f"{name} is {now}, it was {before}: the bits may differ from now on")
+            differences.append(f"{name} is {now}, it was {before}: the bits may differ from now on")
     for entry in {**saved["settings"], **here["settings"]}:
         before, now = saved["settings"].get(entry), here["settings"].get(entry)
         is_derived = re.match(r"scheduler(\[\d+\])?\._", entry)
@@ -108,12 +108,12 @@ def find_differences(
                     " (the checkpoint's is used; restore_schedule=False in ls.OptimizerConfig "
                     "uses the new one)"
                 )
-            found.append(f"{entry} is {now}, it was {before}{restored}")
+            differences.append(f"{entry} is {now}, it was {before}{restored}")
     for file in {**saved["sources"], **here["sources"]}:
         before, now = saved["sources"].get(file), here["sources"].get(file)
         if before and now and before != now:
-            found.append(f"the source file {file} has changed")
-    return found
+            differences.append(f"the source file {file} has changed")
+    return differences
 
 
 def describe_training(settings: Mapping[str, str]) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def say_resumed(path: Path | None, steps: int, differences: Sequence[str]) -> No
         say("the run has not saved a checkpoint: it starts from the beginning")
         return
     say(f"resumed after step {steps} from {os.path.relpath(path)}")
-    for each in differences[:SHOWN]:
-        say(each)
+    for difference in differences[:SHOWN]:
+        say(difference)
     if len(differences) > SHOWN:
         say(f"and {len(differences) - SHOWN} more differences; the record has all")

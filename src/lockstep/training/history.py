@@ -146,8 +146,8 @@ class History(StepHook):
 
     def find_run_folder(self) -> Path | None:
         """Return the folder in which the run is recorded; None if it is not."""
-        recorders = (each for each in self.loggers if isinstance(each, Recorder))
-        return next((each.folder.absolute() for each in recorders), None)
+        recorders = (logger for logger in self.loggers if isinstance(logger, Recorder))
+        return next((recorder.folder.absolute() for recorder in recorders), None)
 
     def write(self, kind: str, **fields: Any) -> None:
         """Pass one line to every logger, with secrets redacted."""
@@ -305,14 +305,14 @@ def _split_callbacks(callbacks: Callback | Sequence[Callback]) -> tuple[list[Any
     """Return the functions to call after every step, and those to call after every epoch."""
     given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
     on_step, on_epoch = [], []
-    for each in given:
-        methods = getattr(each, "on_step", None), getattr(each, "on_epoch", None)
-        if methods == (None, None) and not callable(each):
+    for callback in given:
+        methods = getattr(callback, "on_step", None), getattr(callback, "on_epoch", None)
+        if methods == (None, None) and not callable(callback):
             raise UsageError(
-                f"callbacks: a {type(each).__name__} is neither a function that takes a StepResult "
-                "nor an object with a method on_step(result) or on_epoch(result)"
+                f"callbacks: a {type(callback).__name__} is neither a function that takes a "
+                "StepResult nor an object with a method on_step(result) or on_epoch(result)"
             )
-        on_step += [methods[0] or each] if methods[0] or methods[1] is None else []
+        on_step += [methods[0] or callback] if methods[0] or methods[1] is None else []
         on_epoch += [methods[1]] if methods[1] else []
     return on_step, on_epoch
 
@@ -345,7 +345,7 @@ def describe_run(
             "parameters": sum(parameter.numel() for parameter in module.parameters()),
             "buffers": sum(buffer.numel() for buffer in module.buffers()),
             "gradient_bytes": sum(
-                each.nbytes for each in module.parameters() if each.requires_grad
+                parameter.nbytes for parameter in module.parameters() if parameter.requires_grad
             ),
         },
         "optimizer": optimization.options(),
@@ -395,12 +395,12 @@ class _Sums:
 
 def describe_step(result: StepResult) -> dict[str, Any]:
     """Return the fields of the line of a step; floats that identify it in `float.hex` form, too."""
-    found = _without_none(vars(result))
+    fields = _without_none(vars(result))
     if result.rank_summary is not None:  # instead of a row per rank, and a loss per micro-batch
-        del found["ranks"], found["losses"]
+        del fields["ranks"], fields["losses"]
     else:
-        found["losses"] = [None if loss is None else loss.hex() for loss in result.losses]
-    return found | {"loss_hex": result.loss.hex(), "norm_hex": result.norm.hex()}
+        fields["losses"] = [None if loss is None else loss.hex() for loss in result.losses]
+    return fields | {"loss_hex": result.loss.hex(), "norm_hex": result.norm.hex()}
 
 
 def _describe_memory(usage: RankUsage | None) -> dict[str, Any]:
@@ -424,11 +424,11 @@ def _read_identities(path: Path) -> set[tuple[str, Any]]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - TAIL_BYTES))
         lines = file.read().splitlines()
-    found = set()
+    identities = set()
     for line in lines:
         try:
             fields = orjson.loads(line)
-            found.add(_identify(str(fields.get("kind")), fields))
+            identities.add(_identify(str(fields.get("kind")), fields))
         except (ValueError, TypeError, AttributeError):  # incomplete, such as the first, or damaged
             continue
-    return found
+    return identities

@@ -153,21 +153,23 @@ class HyperparameterCheck(StepHook):
             self._require_same(step.number)
 
     def _require_same(self, step: int) -> None:
-        values = (each if type(each) is Text else describe_value(each) for each in self._hashed[0])
+        values = (
+            value if type(value) is Text else describe_value(value) for value in self._hashed[0]
+        )
         settings = dict(zip(self._entries(), values, strict=True))
         settings |= describe_options("optimizer", self._optimizer)
         message = json.dumps([sorted(self._own), settings]).encode()
         messages = all_gather_bytes(message, f"comparing settings in step {step}", self._group)
-        everyone = [json.loads(each) for each in messages]
+        everyone = [json.loads(message) for message in messages]
         for entry in {entry for own, _ in everyone for entry in own}:
             self._places.pop(entry, None)
             self._parameters.pop(entry, None)
             for _, theirs in everyone:
                 theirs.pop(entry, None)
-        found = find_difference([theirs for _, theirs in everyone])
-        if found is not None:
+        difference = find_difference([theirs for _, theirs in everyone])
+        if difference is not None:
             advice = "make every change between steps on all ranks"
-            raise DisagreementError(found.format_message(advice, f" in step {step}"))
+            raise DisagreementError(difference.format_message(advice, f" in step {step}"))
 
     def _note_changes(self, before: list[Any]) -> None:
         after = self._read()
@@ -181,8 +183,8 @@ class HyperparameterCheck(StepHook):
     def _read(self) -> list[Any]:
         """Return the values in the order of `_entries`."""
         values = [held.get(name, DELETED) for held, name in self._places.values()]
-        values = [each if _is_plain(each) else _text(each) for each in values]
-        return values + [each.requires_grad for each in self._parameters.values()]
+        values = [value if _is_plain(value) else _text(value) for value in values]
+        return values + [parameter.requires_grad for parameter in self._parameters.values()]
 
 
 def _is_plain(value: Any) -> bool:

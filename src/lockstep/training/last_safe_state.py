@@ -62,10 +62,10 @@ class LastSafeState:
         global _made
         self.member, self._state, self._device = member, state, device
         self._run = weakref.ref(run)
-        runs = {name: getattr(each, "_run", None) for name, each in stateful.items()}
+        runs = {name: getattr(registered, "_run", None) for name, registered in stateful.items()}
         self._stateful = dict(stateful)
-        self._registered = [each for each in runs.values() if each is not None]
-        self._watched = [each for name, each in stateful.items() if runs[name] is None]
+        self._registered = [run for run in runs.values() if run is not None]
+        self._watched = [registered for name, registered in stateful.items() if runs[name] is None]
         self._operation = -1
         self._time = 0.0  # of the latest safe point, in Unix time
         self._generators: dict[str, Any] = {}
@@ -129,9 +129,9 @@ class LastSafeState:
 
         Calls of any other trainer would have to be answered in the new processes, too.
         """
-        registered = {id(each) for each in self._registered}
-        others = [each for each in _known if each is not self]
-        is_complete = all(id(each._run()) in registered for each in others)
+        registered = {id(run) for run in self._registered}
+        others = [other for other in _known if other is not self]
+        is_complete = all(id(other._run()) in registered for other in others)
         # The calls of a trainer that the script has deleted cannot be answered.
         is_known = len(others) + 1 == _made
         has_whole_models = self._state.placement is None or not registered
@@ -141,10 +141,10 @@ class LastSafeState:
         """Return a text that changes if the script changes a registered object or the model."""
         tensors: dict[str, torch.Tensor] = {}
         try:
-            plain = [encode(each.state_dict(), tensors, "") for each in self._watched]
+            plain = [encode(watched.state_dict(), tensors, "") for watched in self._watched]
         except UsageError:
             return ""
-        versions = [(each.data_ptr(), each._version) for each in tensors.values()]
+        versions = [(tensor.data_ptr(), tensor._version) for tensor in tensors.values()]
         return json.dumps([plain, versions, self._state.describe_changes()])
 
 
@@ -171,10 +171,10 @@ def read_newest_state(
         if state["trainer"] != trainer:
             return None, None
     else:
-        found = None if checkpoints is None else checkpoints.find_newest()
-        if found is None:
+        newest = None if checkpoints is None else checkpoints.find_newest()
+        if newest is None:
             return None, None
-        path, state = found, read_checkpoint(found)
+        path, state = newest, read_checkpoint(newest)
     is_in_memory = checkpoints is None or path.parent != checkpoints.folder
     if checkpoints is not None:
         checkpoints.set_aside_newer(path, state["steps"] + is_in_memory)

@@ -200,10 +200,10 @@ def _build_blocks(blocks: Sequence[BlockLike], seed: int, partitioner: Partition
     everyone = gather_unless_equal(said.encode(), about, group)
     if failure is not None:
         raise failure
-    for rank, each in enumerate(everyone):
-        if each:
+    for rank, text in enumerate(everyone):
+        if text:
             raise UsageError(
-                f"stopped because rank {rank} could not build its blocks: {each.decode()}"
+                f"stopped because rank {rank} could not build its blocks: {text.decode()}"
             )
     return model
 
@@ -288,13 +288,13 @@ def _distribute_weights(
     modules = parallel.modules_with(module)
     allocate_repeated(modules)
     _check_dtypes(module, parallel)
-    for name, each in modules.items():
-        move_to_device(each, parallel.device)
+    for name, called in modules.items():
+        move_to_device(called, parallel.device)
         if name or plan is None:
-            broadcast_weights(each, parallel.group, parallel.device)
+            broadcast_weights(called, parallel.group, parallel.device)
         else:
             placement = Placement.from_model(parallel, plan.partition, module)
-            broadcast_weights(each, parallel.group, parallel.device, placement.is_local)
+            broadcast_weights(called, parallel.group, parallel.device, placement.is_local)
     _check_memory(modules, parallel, shared)
 
 
@@ -317,16 +317,16 @@ def _check_memory(
     Without stages and shared storage, the optimizer steps the memory once for each parameter,
     which gives the same bits on any number of ranks.
     """
-    pairs = find_parameter_overlaps(modules, attributes=shared)
+    own = find_parameter_overlaps(modules, attributes=shared)
     if shared:
-        pairs += [(name, "") for name in find_views(modules[""])]
-    mine, about = json.dumps(pairs).encode(), "comparing the memory of parameters"
+        own += [(name, "") for name in find_views(modules[""])]
+    mine, about = json.dumps(own).encode(), "comparing the memory of parameters"
     messages = gather_unless_equal(mine, about, parallel.group) or [mine]
-    everyone = [[tuple(pair) for pair in json.loads(each)] for each in messages]
-    found = sorted({pair for each in everyone for pair in each})
-    if not found:
+    everyone = [[tuple(pair) for pair in json.loads(message)] for message in messages]
+    pairs = sorted({pair for tied in everyone for pair in tied})
+    if not pairs:
         return
-    first, second = max(found, key=lambda pair: pair[1] != "")
+    first, second = max(pairs, key=lambda pair: pair[1] != "")
     if not second:
         raise LayoutError(
             f"something refers to the memory of {first}, such as {first}.data in a list or a "
@@ -341,8 +341,8 @@ def _check_memory(
             "one be a copy (.clone())"
         )
     for rank, theirs in enumerate(everyone):
-        for first, second in [pair for pair in found if pair not in theirs]:
-            other = next(r for r, each in enumerate(everyone) if (first, second) in each)
+        for first, second in [pair for pair in pairs if pair not in theirs]:
+            other = next(r for r, tied in enumerate(everyone) if (first, second) in tied)
             raise DisagreementError(
                 f"{first} and {second} share memory on rank {other} but not on rank {rank}: build "
                 f"the model in the same way on every rank, or make them one parameter ({second} = "

@@ -97,24 +97,24 @@ class ModuleSettings:
         owners = dict(self._iterate_parts())
         values: dict[str, Any] = {}
         opaque: dict[str, str] = {}
-        for place in self._initial.keys() - settings.keys():
-            path, _, name = place.rpartition(".")
+        for entry in self._initial.keys() - settings.keys():
+            path, _, name = entry.rpartition(".")
             if path in owners and name not in vars(owners[path]):  # not an activation
-                opaque[place] = DELETED
-        for place, value in settings.items():
-            initial = self._initial.get(place)
+                opaque[entry] = DELETED
+        for entry, value in settings.items():
+            initial = self._initial.get(entry)
             if value is UNKNOWN or _is_same(value, initial):
                 continue
             if isinstance(value, Opaque):
-                path, _, name = place.rpartition(".")
+                path, _, name = entry.rpartition(".")
                 is_method = callable(getattr(type(owners[path]), name, None))
                 if initial is not None or is_method:  # otherwise forward may make it by itself
-                    opaque[place] = str(value)
+                    opaque[entry] = str(value)
             elif not isinstance(value, Held):
-                values[place] = value
+                values[entry] = value
             elif value.is_restored(initial):
                 tensors = {id(tensor): tensor.detach() for tensor, _ in value.tensors}
-                values[place] = copy.deepcopy(value.value, dict(tensors))
+                values[entry] = copy.deepcopy(value.value, dict(tensors))
         changed = {path: text for path, text in hooks.items() if text != self._hooks.get(path)}
         return {"values": values, "opaque": opaque, "hooks": changed}
 
@@ -127,26 +127,26 @@ class ModuleSettings:
         settings, hooks = self._read()
         saved, opaque = state["values"], state["opaque"]
         owners = dict(self._iterate_parts())
-        for place in {**settings, **opaque}:
-            path, _, name = place.rpartition(".")
-            if place not in settings and name in ignored_attributes(owners.get(path)):
+        for entry in {**settings, **opaque}:
+            path, _, name = entry.rpartition(".")
+            if entry not in settings and name in ignored_attributes(owners.get(path)):
                 continue
-            value, initial = settings.get(place, DELETED), self._initial.get(place)
-            known = opaque.get(place, initial if isinstance(initial, Opaque) else "")
-            if known and place not in saved and value is not UNKNOWN and str(value) != known:
+            value, initial = settings.get(entry, DELETED), self._initial.get(entry)
+            known = opaque.get(entry, initial if isinstance(initial, Opaque) else "")
+            if known and entry not in saved and value is not UNKNOWN and str(value) != known:
                 raise UsageError(
-                    f"{place} is {value}, and was {known} when the state was saved: a resumed "
+                    f"{entry} is {value}, and was {known} when the state was saved: a resumed "
                     "script does not execute the body of the loop again, and this value cannot be "
                     "restored; set it before the loop, or name it in the module's lockstep_ignore "
                     "if it has no effect"
                 )
-        for place, value in (self._initial | saved).items():
-            path, _, name = place.rpartition(".")
-            if path in owners and place not in settings and name in vars(owners[path]):
+        for entry, value in (self._initial | saved).items():
+            path, _, name = entry.rpartition(".")
+            if path in owners and entry not in settings and name in vars(owners[path]):
                 continue  # ignored, or an activation
-            now = settings.get(place)
+            now = settings.get(entry)
             is_plain = not isinstance(now, (Opaque, Held)) and not isinstance(value, (Opaque, Held))
-            if (place in saved or (is_plain and place not in opaque)) and not _is_same(now, value):
+            if (entry in saved or (is_plain and entry not in opaque)) and not _is_same(now, value):
                 self._set(owners, path, name, value)
         for path, text in (self._hooks | state["hooks"]).items():
             if hooks.get(path, text) != text and dist.get_rank() == 0:
@@ -184,7 +184,7 @@ class ModuleSettings:
                 yield root, part
 
     def _read(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the settings by place, and the names of hooks by module."""
+        """Return the settings by entry, and the names of hooks by module."""
         settings: dict[str, Any] = {}
         hooks: dict[str, str] = {}
         for path, part in self._iterate_parts():

@@ -62,8 +62,10 @@ class Optimization:
         self.optimizer = (
             self.optimizers[0] if len(configs) == 1 else CombinedOptimizer(self.optimizers)
         )
-        self._guard = _StepGuard({id(each) for each in self.optimizers})
-        self._nested = [each for optimizer in self.optimizers for each in find_nested(optimizer)]
+        self._guard = _StepGuard({id(optimizer) for optimizer in self.optimizers})
+        self._nested = [
+            nested for optimizer in self.optimizers for nested in find_nested(optimizer)
+        ]
         # Each rank steps some parameters, or pieces of them, so hooks would see only these.
         self.is_split = False
         self.schedules = [
@@ -108,9 +110,9 @@ class Optimization:
 
     def find_foreign_code(self) -> str:
         """Return a sentence about a hook or replaced step that this layout cannot run, or ""."""
-        found = find_foreign_code(self._nested) if self.is_split else ""
-        return found and (
-            f"{found} would get only the parameters, or the slices of them, that this rank "
+        foreign = find_foreign_code(self._nested) if self.is_split else ""
+        return foreign and (
+            f"{foreign} would get only the parameters, or the slices of them, that this rank "
             "updates: clip with max_grad_norm=, change weights after trainer.step(batch), or train "
             'without stages and with storage="replicated"; set its attribute lockstep_elementwise '
             "= True if it needs no other elements"
@@ -121,29 +123,31 @@ class Optimization:
 
         The record has the learning rate of every step.
         """
-        schedulers = [each.scheduler for each in self.schedules if each.scheduler is not None]
-        schedule = {"scheduler": ", ".join(type(each).__name__ for each in schedulers)}
+        schedulers = [
+            schedule.scheduler for schedule in self.schedules if schedule.scheduler is not None
+        ]
+        schedule = {"scheduler": ", ".join(type(scheduler).__name__ for scheduler in schedulers)}
         plain = {
             name if len(self.optimizers) == 1 else f"{number}.{name}": value
             for number, optimizer in enumerate(self.optimizers)
             for name, value in optimizer.defaults.items()
             if name != "lr" and isinstance(value, (bool, int, float, str, tuple))
         }
-        names = ", ".join(type(each).__name__ for each in self.optimizers)
+        names = ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
         return {"class": names, **(schedule if schedulers else {}), **plain}
 
     def describe(self) -> Description:
         """Describe the optimizers and the schedulers."""
-        found: Description = {}
+        entries: Description = {}
         for number, schedule in enumerate(self.schedules):
             suffix = "" if len(self.schedules) == 1 else f"[{number}]"
-            found |= describe_optimizer(f"optimizer{suffix}", schedule.optimizer, self._names)
+            entries |= describe_optimizer(f"optimizer{suffix}", schedule.optimizer, self._names)
             if schedule.scheduler is None:
-                found[f"scheduler{suffix}"] = "None"
+                entries[f"scheduler{suffix}"] = "None"
             else:
-                found |= describe_object(f"scheduler{suffix}", schedule.scheduler)
-            found[f"restore_schedule{suffix}"] = str(schedule.is_restored)
-        return found
+                entries |= describe_object(f"scheduler{suffix}", schedule.scheduler)
+            entries[f"restore_schedule{suffix}"] = str(schedule.is_restored)
+        return entries
 
     @property
     def stateful(self) -> Optimizer | ShardedOptimizer:
@@ -155,7 +159,7 @@ class Optimization:
         """The parameters in the order in which the state dict numbers them."""
         if self.sharded is not None:
             return self.sharded.parameters
-        return [each for group in self.optimizer.param_groups for each in group["params"]]
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, Any]:
         """Return the optimizer's tensors by name, such as "conv.weight/exp_avg"."""
@@ -168,19 +172,19 @@ class Optimization:
 
         The average of a parameter is named "conv.weight/average".
         """
-        here = {name for each, name in self._names.items() if not each.is_meta}
-        found = {
+        here = {name for parameter, name in self._names.items() if not parameter.is_meta}
+        tensors = {
             name: value
             for name, value in self.tensors(self._names).items()
             if name.rpartition("/")[0] in here
         }
         if self.average is not None:
-            found |= {
+            tensors |= {
                 f"{name}/average": parameter
                 for name, parameter in self.average.module.named_parameters()
                 if not parameter.is_meta
             }
-        return found
+        return tensors
 
     def step_shared(self, about: str) -> None:
         """Step the optimizer on parameters that all ranks share: a collective call.
@@ -215,8 +219,8 @@ class Optimization:
     def scheduler_state(self) -> dict[str, Any] | None:
         """Return the state of the scheduler, or those of several; None without one."""
         states = [
-            None if each.scheduler is None else each.scheduler.state_dict()
-            for each in self.schedules
+            None if schedule.scheduler is None else schedule.scheduler.state_dict()
+            for schedule in self.schedules
         ]
         if len(states) == 1 or not any(states):
             return states[0]
@@ -227,7 +231,9 @@ class Optimization:
     ) -> list[tuple[LearningRateSchedule, Mapping[str, Any]]]:
         """Return each schedule with its part of a `scheduler_state`, empty without a scheduler."""
         states = (saved or {}).get("schedulers") or [saved] * len(self.schedules)
-        return [(each, part or {}) for each, part in zip(self.schedules, states, strict=True)]
+        return [
+            (schedule, part or {}) for schedule, part in zip(self.schedules, states, strict=True)
+        ]
 
     def loading(self) -> AbstractContextManager[None]:
         """Return the context in which parameters and state that ranks share may be written."""

@@ -100,7 +100,7 @@ def _divide(
     module: nn.Module, configs: Sequence[OptimizerConfig]
 ) -> list[list[tuple[str, nn.Parameter]]]:
     """Return the named parameters of each optimizer."""
-    found: list[list[tuple[str, nn.Parameter]]] = [[] for _ in configs]
+    assigned: list[list[tuple[str, nn.Parameter]]] = [[] for _ in configs]
     for number, config in enumerate(configs[:-1]):
         if config.parameters is None:
             raise UsageError(
@@ -122,15 +122,15 @@ def _divide(
                 "ls.OptimizerConfig return True for it, or leave parameters= of the last one out"
             )
         for number in takers:
-            found[number].append((name, parameter))
-    for number, named in enumerate(found):
+            assigned[number].append((name, parameter))
+    for number, named in enumerate(assigned):
         if not named and len(configs) > 1:
             raise UsageError(
                 f"parameters= of optimizer {number} of {len(configs)} returns True for no "
                 "parameter of the model: remove this optimizer, or compare the names with those of "
                 "model.named_parameters()"
             )
-    return found
+    return assigned
 
 
 def _make_optimizer(
@@ -200,13 +200,13 @@ def _grouped(
     """
     if groups is None:
         return [parameter for _, parameter in parameters]
-    found: list[dict[str, Any]] = []
+    grouped: list[dict[str, Any]] = []
     for name, parameter in parameters:
         options = dict(groups(name, parameter))
-        for group in found:
+        for group in grouped:
             if {key: value for key, value in group.items() if key != "params"} == options:
                 group["params"].append(parameter)
                 break
         else:
-            found.append({"params": [parameter], **options})
-    return found
+            grouped.append({"params": [parameter], **options})
+    return grouped

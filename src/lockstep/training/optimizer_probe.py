@@ -217,7 +217,7 @@ def load_whole_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """
     optimizer.load_state_dict({key: saved[key] for key in ("state", "param_groups")})
     state = optimizer.state
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for parameter, number in zip(parameters, numbers, strict=True):
         for key, value in saved["state"].get(number, {}).items():
@@ -230,23 +230,23 @@ def find_nested(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizer, and those that it holds in attributes."""
     if _is_torchs(optimizer):
         return [optimizer]
-    return [each for _, each in _reach(optimizer, {}) if isinstance(each, Optimizer)]
+    return [value for _, value in _reach(optimizer, {}) if isinstance(value, Optimizer)]
 
 
 def _is_torchs(optimizer: Optimizer) -> bool:
     """Return whether class and step are those of torch, which could have been patched."""
     step = inspect.unwrap(type(optimizer).step)
-    return all(each.__module__.startswith("torch.optim.") for each in (type(optimizer), step))
+    return all(part.__module__.startswith("torch.optim.") for part in (type(optimizer), step))
 
 
 @contextmanager
 def _probing(names: Names, device: torch.device) -> Iterator[None]:
     """Call no hooks, restore the generators, and require that the model is not changed."""
-    versions = [each._version for each in names]
+    versions = [parameter._version for parameter in names]
     with without_hooks(), isolated(device, everything=True):
         seed_all(0, device)
         yield
-    changed = [name for each, name in names.items() if versions.pop(0) != each._version]
+    changed = [name for parameter, name in names.items() if versions.pop(0) != parameter._version]
     if changed:
         raise UsageError(
             f"the optimizer writes to {changed[0]} through another reference than its param_groups "
@@ -281,15 +281,22 @@ class _Trial:
         shape: tuple[int, ...] | None = None,
     ) -> None:
         self._optimizer, self._device = optimizer, device
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        self._originals = {names.get(each, str(n)): each for n, each in enumerate(parameters)}
-        self._sparse = {name for name, each in self._originals.items() if each in sparse}
+        parameters = [
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        self._originals = {
+            names.get(parameter, str(n)): parameter for n, parameter in enumerate(parameters)
+        }
+        self._sparse = {name for name, parameter in self._originals.items() if parameter in sparse}
         self.chosen = self._choose()
-        for largest in (SMALL, max([SMALL, *(s for each in parameters for s in each.shape)])):
+        sizes = [size for parameter in parameters for size in parameter.shape]
+        for largest in (SMALL, max([SMALL, *sizes])):
             random = torch.Generator().manual_seed(0)
             self._values = {
-                name: self._draw(random, shape or [min(s, largest) for s in each.shape], each)
-                for name, each in self._originals.items()
+                name: self._draw(
+                    random, shape or [min(s, largest) for s in parameter.shape], parameter
+                )
+                for name, parameter in self._originals.items()
             }
             self.gradients = [self._draw_gradients(random) for _ in range(2 * STEPS)]
             try:
@@ -310,13 +317,15 @@ class _Trial:
     def _choose(self) -> list[str]:
         counts: dict[tuple[Any, ...], int] = {}
         group_of = {
-            each: n for n, g in enumerate(self._optimizer.param_groups) for each in g["params"]
+            parameter: n
+            for n, g in enumerate(self._optimizer.param_groups)
+            for parameter in g["params"]
         }
         chosen = []
-        for name, each in self._originals.items():
-            kind = group_of[each], each.dtype, each.dim(), name in self._sparse
-            counts[kind] = counts.get(kind, 0) + each.requires_grad
-            if each.requires_grad and counts[kind] <= 2:
+        for name, parameter in self._originals.items():
+            kind = group_of[parameter], parameter.dtype, parameter.dim(), name in self._sparse
+            counts[kind] = counts.get(kind, 0) + parameter.requires_grad
+            if parameter.requires_grad and counts[kind] <= 2:
                 chosen.append(name)
         return chosen
 
@@ -326,15 +335,15 @@ class _Trial:
         return torch.randn(shape, generator=random).to(self._device, like.dtype)
 
     def _draw_gradients(self, random: torch.Generator) -> dict[str, torch.Tensor]:
-        found = {}
+        values = {}
         for number, name in enumerate(self.chosen):
             value = self._values[name]
             gradient = self._draw(random, value.shape, value) * (1 + number)
             if name in self._sparse:
                 gradient[:1] = 0
                 gradient = gradient.to_sparse(1).coalesce()
-            found[name] = gradient
-        return found
+            values[name] = gradient
+        return values
 
     def make_copy(self, here: Collection[str] | None = None) -> _Copy:
         """Return a copy of the optimizer; chosen parameters that are not `here` are on meta."""
@@ -348,14 +357,14 @@ class _Trial:
             memo[id(original)] = parameters[name]
         nested = find_nested(self._optimizer)
         # Optimizer.__getstate__ leaves attributes of subclasses out.
-        memo |= {id(each): object.__new__(type(each)) for each in nested}
-        for each in nested:
+        memo |= {id(inner): object.__new__(type(inner)) for inner in nested}
+        for inner in nested:
             attributes = {
                 name: OrderedDict() if name.endswith("_hooks") else value
-                for name, value in vars(each).items()
+                for name, value in vars(inner).items()
                 if name != "step"
             }
-            vars(memo[id(each)]).update(copy.deepcopy(attributes, memo))
+            vars(memo[id(inner)]).update(copy.deepcopy(attributes, memo))
         return _Copy(memo[id(self._optimizer)], parameters, self.chosen)
 
 
@@ -376,7 +385,9 @@ class _Copy:
 
     def step_pieces(self, gradients: Gradients, cuts: Sequence[int]) -> None:
         """Step pieces of the parameters one by one, as shared storage does."""
-        names: dict[torch.Tensor, str] = {each: name for name, each in self.parameters.items()}
+        names: dict[torch.Tensor, str] = {
+            parameter: name for name, parameter in self.parameters.items()
+        }
         chunks = [
             (group, name, slice(begin, end), nn.Parameter(parameter.detach()[begin:end]))
             for group in self.optimizer.param_groups
@@ -397,7 +408,7 @@ class _Copy:
 
     def hash_reachable(self) -> dict[str, int]:
         """Return hashes of the tensors in the optimizer's attributes, by their paths."""
-        names: dict[Any, str] = {each: name for name, each in self.parameters.items()}
+        names: dict[Any, str] = {parameter: name for name, parameter in self.parameters.items()}
         return {
             path: checksum(value)
             for path, value in _reach(self.optimizer, names)
@@ -430,7 +441,9 @@ def _reach(root: Any, names: Mapping[Any, str]) -> Iterator[tuple[str, Any]]:
                 for key, v in value.items()
             ]
         elif isinstance(value, (list, tuple, set, frozenset, deque)):
-            members = [(f"{path}[{number}]", each) for number, each in enumerate(value)]
+            members = [(f"{path}[{number}]", member) for number, member in enumerate(value)]
         elif hasattr(value, "__dict__"):
-            members = [(f"{path}.{name}".lstrip("."), each) for name, each in vars(value).items()]
+            members = [
+                (f"{path}.{name}".lstrip("."), member) for name, member in vars(value).items()
+            ]
         queue.extend(members)

@@ -113,10 +113,10 @@ def find_hosts(ranks: int, stages: int) -> Hosts:
     group = backend.host_group_of(None) if dist.is_initialized() else None
     if group is None:
         return on_one_host(ranks // stages)
-    found: dict[int, list[int]] = {}
+    by_host: dict[int, list[int]] = {}
     for replica in range(ranks // stages):
-        found.setdefault(group.map.host_of(replica * stages), []).append(replica)
-    return tuple(tuple(replicas) for replicas in found.values())
+        by_host.setdefault(group.map.host_of(replica * stages), []).append(replica)
+    return tuple(tuple(replicas) for replicas in by_host.values())
 
 
 _groups: WeakKeyDictionary[Any, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()

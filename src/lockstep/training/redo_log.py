@@ -100,7 +100,7 @@ class RedoLog:
         self._lost: Exception | None = None
         pids = all_gather_bytes(str(os.getpid()).encode(), "at the processes of the ranks", group)
         self._processes = [_open_process(int(pid)) for pid in pids]
-        opened = [each for each in self._processes if each is not None]
+        opened = [descriptor for descriptor in self._processes if descriptor is not None]
         weakref.finalize(self, _close_all, opened)
 
     def reserve(self, chunk_bytes: int) -> None:
@@ -252,8 +252,8 @@ class RedoLog:
         wanted = committed if can_commit else aborted
         before = atomic_load(self._common, 0)
         if self._step and before < committed:
-            found = atomic_compare_exchange(self._common, 0, before, wanted)
-            before = wanted if found == before else found
+            current = atomic_compare_exchange(self._common, 0, before, wanted)
+            before = wanted if current == before else current
         return before == committed
 
     def _is_finished(self, rank: int) -> bool:
@@ -266,10 +266,10 @@ class RedoLog:
         views = self._views.get((rank, chunk))
         if views is None:
             area, offset, views = self._areas[rank], 0, []
-            for each in tensors:
-                part = area[offset : offset + each.nbytes].view(each.dtype)
-                views.append(part.view(each.shape))
-                offset += count_saved_bytes(each)
+            for tensor in tensors:
+                part = area[offset : offset + tensor.nbytes].view(tensor.dtype)
+                views.append(part.view(tensor.shape))
+                offset += count_saved_bytes(tensor)
             self._views[rank, chunk] = views
         return views
 
@@ -313,5 +313,5 @@ def _open_process(pid: int) -> int | None:
 
 
 def _close_all(descriptors: Sequence[int]) -> None:
-    for each in descriptors:
-        os.close(each)
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -105,8 +105,8 @@ class RoundEntry:
         was_rank0, parallel = self._parallel.rank == 0, self._parallel
         parallel.enter(new.rank, find_hosts(new.world_size, 1))
         self._executor.enter_group()
-        for each in self._batches:
-            each.enter_share(parallel.share, new.rank)
+        for batches in self._batches:
+            batches.enter_share(parallel.share, new.rank)
         position = self._position
         position.attempt = Attempt(position.attempt.trainer, position.steps, -1)
         if new.rank == 0 and not was_rank0:
@@ -145,8 +145,8 @@ class RoundEntry:
         if new.rank == 0:
             plain = encode(self._run.collect_state(), tensors, "state")
             shapes = [
-                [name, str(each.dtype).removeprefix("torch."), list(each.shape)]
-                for name, each in tensors.items()
+                [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+                for name, tensor in tensors.items()
             ]
             message = json.dumps([plain, shapes]).encode()
         message = broadcast_bytes(message, about, group)

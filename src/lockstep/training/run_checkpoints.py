@@ -317,16 +317,16 @@ class RunCheckpoints:
             },
             "is_busy": is_mirror and writer.is_busy,
         }
-        said = [json.loads(each) for each in exchange(lambda: _pack(hashes), about, group)]
+        said = [json.loads(message) for message in exchange(lambda: _pack(hashes), about, group)]
         rank = self._parallel.rank  # may have changed during the exchange
-        if is_mirror and any(each["is_busy"] for each in said):
+        if is_mirror and any(status["is_busy"] for status in said):
             return  # still writing the last mirror; tried again at the next safe point
         if is_mirror:
             self.is_mirror_wanted, self._mirrored = False, steps
         elif path is None:
             self._due_since = None
             self._schedule.saved(steps, time.monotonic())
-        self._warn_of_different_objects([each["stateful"] for each in said])
+        self._warn_of_different_objects([status["stateful"] for status in said])
         if self._parallel.replica != 0 or not (is_sharded or rank == 0):
             return
         state = dict(local)
@@ -335,7 +335,7 @@ class RunCheckpoints:
             state["generators"] = {
                 name: value
                 for name, value in generators.items()
-                if len({each["generators"][name] for each in said}) == 1
+                if len({status["generators"][name] for status in said}) == 1
             }
             state |= {"stateful": stateful, **common}
         part = (self._parallel.position, self._parallel.stages) if is_sharded else (0, 1)
@@ -370,7 +370,7 @@ class RunCheckpoints:
             return json.dumps([failure, is_there]).encode()
 
         about = f"waiting for the checkpoint of step {steps}"
-        said = [json.loads(each) for each in exchange(describe, about, self._parallel.group)]
+        said = [json.loads(message) for message in exchange(describe, about, self._parallel.group)]
         for rank, (failure, _) in enumerate(said):
             if failure:
                 raise FileError(
@@ -402,7 +402,7 @@ class RunCheckpoints:
 
     def _warn_of_different_objects(self, said: Sequence[Mapping[str, str]]) -> None:
         for name, value in said[0].items():
-            rank = next((r for r, each in enumerate(said) if each[name] != value), None)
+            rank = next((r for r, hashes in enumerate(said) if hashes[name] != value), None)
             if rank is not None and name not in self._told and self._parallel.rank == 0:
                 self._told.add(name)
                 say(
@@ -412,23 +412,23 @@ class RunCheckpoints:
 
     def report(self, history: History) -> None:
         """Write the completed checkpoints to the record, and warn of those that failed."""
-        for each in self.writer.take_saved():
-            if each.failure:
+        for saved in self.writer.take_saved():
+            if saved.failure:
                 message = (
-                    f"no checkpoint after step {each.step} ({each.failure}); training continues, "
-                    f"and the previous one is kept in {each.path.parent}"
+                    f"no checkpoint after step {saved.step} ({saved.failure}); training continues, "
+                    f"and the previous one is kept in {saved.path.parent}"
                 )
                 say(f"rank {self._parallel.rank}: {message}")
                 history.write("warning", rank=self._parallel.rank, message=message)
             elif self._parallel.rank == 0:
                 history.write(
                     "checkpoint",
-                    step=each.step,
-                    stall=each.stall,
-                    seconds=each.seconds,
-                    bytes=each.size,
-                    path=str(each.path),
-                    digest=each.digest,
+                    step=saved.step,
+                    stall=saved.stall,
+                    seconds=saved.seconds,
+                    bytes=saved.size,
+                    path=str(saved.path),
+                    digest=saved.digest,
                 )
 
     # --- loading ----------------------------------------------------------------------------
@@ -446,7 +446,7 @@ class RunCheckpoints:
             UsageError: There is no run at `place`.
             FileError: Every checkpoint of the run is damaged.
         """
-        return Path(found) if (found := self._tell_all(lambda: self._find(place))) else None
+        return Path(path) if (path := self._tell_all(lambda: self._find(place))) else None
 
     def find_newest(self) -> Path | None:
         """Return the newest mirror or checkpoint of this run, the same on every rank.
@@ -465,7 +465,7 @@ class RunCheckpoints:
                 return str(mirror)
             return "" if saved is None else self._find(None)
 
-        return Path(found) if (found := self._tell_all(find)) else None
+        return Path(path) if (path := self._tell_all(find)) else None
 
     def _find(self, place: str | Path | None) -> str:
         if place is None and not self._has_name:
@@ -478,16 +478,16 @@ class RunCheckpoints:
             if problem := verify(path):
                 raise FileError(f"the checkpoint {path} is damaged: {problem}")
             return str(path.absolute())
-        found, problems = find_newest_valid(folder)
+        newest, problems = find_newest_valid(folder)
         for problem in problems:
             say(f"{problem}; the one before it is used")
-        if found is None and problems:
+        if newest is None and problems:
             raise FileError(
                 f"every checkpoint in {folder} is damaged; the first one: {problems[0]}"
             )
-        if found is None and place is not None:
+        if newest is None and place is not None:
             raise UsageError(f"there is no checkpoint in {folder}")
-        return str(found.absolute()) if found is not None else ""
+        return str(newest.absolute()) if newest is not None else ""
 
     def read(self, path: Path) -> dict[str, Any]:
         """Return the state of a checkpoint.
@@ -564,10 +564,10 @@ def restore_objects(
     stateful: Mapping[str, Stateful], state: Mapping[str, Any], device: torch.device
 ) -> None:
     """Restore the registered objects and the generators from a checkpoint."""
-    for name, each in stateful.items():
+    for name, registered in stateful.items():
         if name in state["stateful"]:
             with refusing_misfits(f"the state of stateful[{name!r}] in the checkpoint"):
-                each.load_state_dict(state["stateful"][name])
+                registered.load_state_dict(state["stateful"][name])
         elif dist.get_rank() == 0:
             say(
                 f"the checkpoint has no state of stateful[{name!r}]; it starts from its initial "

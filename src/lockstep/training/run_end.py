@@ -94,7 +94,7 @@ class RunEnd:
         self._is_finished = True
         if (failure := self._run.finish(state)) is not None:
             state, message = "failed", str(failure)
-        recorders = [each for each in self._history.loggers if isinstance(each, Recorder)]
+        recorders = [logger for logger in self._history.loggers if isinstance(logger, Recorder)]
         self._write_on_rank0(state, message)
         for recorder in recorders:
             if recorder.failure is not None and state == "done":
@@ -150,9 +150,9 @@ def _end_all() -> None:
     if os.getpid() != _owner:
         return  # a forked child
     state, message = _describe_exit()
-    for each in list(_unfinished):
+    for unfinished in list(_unfinished):
         with contextlib.suppress(Exception):
-            each.finish_alone(state, message)
+            unfinished.finish_alone(state, message)
 
 
 def _end_dropped(loggers: Sequence[Logger], failures: Sequence[str]) -> None:

@@ -89,10 +89,10 @@ class RunRecord:
         self._start, self._is_default = start, loggers is None
         self._given = _list_loggers(loggers)
         self._saves_checkpoints = config is not None
-        self._fixed = next((each for each in self._given if isinstance(each, Recorder)), None)
+        self._fixed = next((logger for logger in self._given if isinstance(logger, Recorder)), None)
         folder = config.folder if config is not None else None
         self._folder = None if folder is None else Path(folder).absolute()
-        paths = [each for each in self._given if isinstance(each, (str, Path))]
+        paths = [logger for logger in self._given if isinstance(logger, (str, Path))]
         named = folder or (None if self._fixed else next(iter(paths), None))
         self._named = None if named is None else Path(named).absolute()
         if self._fixed is not None and self._named is None:
@@ -139,7 +139,7 @@ class RunRecord:
         recorder = None
         if self._named is not None:
             self._require_checkpoints(self._named)
-            is_recorded = self._is_default or any(self._is_named(each) for each in self._given)
+            is_recorded = self._is_default or any(self._is_named(logger) for logger in self._given)
             self.path, recorder = _begin_named(self._named, is_recorded)
         elif self._fixed is not None:
             self._require_no_checkpoints()
@@ -228,7 +228,7 @@ class RunRecord:
         if place is not None:
             path = locate_checkpoint(place)[1].resolve()
             inside = path.parent if path.name.startswith(CHECKPOINTS) else path
-            selected = next((each for each in family if each.resolve() == inside), None)
+            selected = next((path for path in family if path.resolve() == inside), None)
         if selected is None:
             self.begin()
         else:
@@ -294,9 +294,11 @@ class RunRecord:
         self._is_default = given is None
         self._given = _list_loggers(given)
         self.path, self.checkpoints, self._has_begun = path, self.agreed[1], True
-        names = [Path(each).absolute() for each in self._given if isinstance(each, (str, Path))]
+        names = [
+            Path(logger).absolute() for logger in self._given if isinstance(logger, (str, Path))
+        ]
         self._named = self._folder or next(iter(names), None)
-        is_recorded = self._is_default or any(self._is_named(each) for each in self._given)
+        is_recorded = self._is_default or any(self._is_named(logger) for logger in self._given)
         recorder = None
         if path is not None and is_recorded and (path / RECORD_FILE).exists():
             recorder = Recorder(path, resume=True)
@@ -327,15 +329,15 @@ class RunRecord:
         """Open the loggers; `recorder` is the run folder's recorder if it is already open."""
         self.is_open = True
         loggers: list[Logger] = [recorder] if self._is_default and recorder is not None else []
-        for each in self._given:
-            if not isinstance(each, (str, Path)):
-                loggers.append(each)
-            elif not self._is_named(each):
-                loggers.append(_open_another(Path(each).absolute(), resume))
+        for logger in self._given:
+            if not isinstance(logger, (str, Path)):
+                loggers.append(logger)
+            elif not self._is_named(logger):
+                loggers.append(_open_another(Path(logger).absolute(), resume))
             else:
                 assert self.path is not None
                 loggers.append(recorder or Recorder(self.path, resume=resume))
-        folder = next((each.folder for each in loggers if isinstance(each, Recorder)), None)
+        folder = next((logger.folder for logger in loggers if isinstance(logger, Recorder)), None)
         self._recorded = None if folder is None else folder.absolute()
         for logger in loggers:
             if isinstance(logger, DashboardLogger) and logger.run_folder is None:
@@ -344,8 +346,8 @@ class RunRecord:
 
 
 def _list_loggers(given: LoggerLike | Sequence[LoggerLike] | None) -> list[LoggerLike]:
-    found: Any = () if given is None else given
-    return list(found) if isinstance(found, (list, tuple)) else [found]
+    chosen: Any = () if given is None else given
+    return list(chosen) if isinstance(chosen, (list, tuple)) else [chosen]
 
 
 def _cannot_resume(folder: Path) -> UsageError:
@@ -401,14 +403,14 @@ def _find_family(base: Path, of_any: bool = False) -> dict[int, Path]:
         of_any: Whether to include folders whose runs were given the name NAME-2 by the user.
     """
     pattern = re.compile(rf"{re.escape(base.name)}(?:-([1-9]\d*))?")
-    found = {}
+    family = {}
     for name in os.listdir(base.parent) if base.parent.is_dir() else ():
         folder, match = base.with_name(name), pattern.fullmatch(name)
         if match is None or not _holds_run(folder):
             continue
         if not match[1] or of_any or _is_run_of(base.name, folder):
-            found[int(match[1] or 1)] = folder
-    return found
+            family[int(match[1] or 1)] = folder
+    return family
 
 
 def _holds_run(folder: Path) -> bool:
@@ -452,7 +454,7 @@ def _find_resumed(base: Path, launch: Path | None) -> Path | None:
     """
     family = {number: folder.resolve() for number, folder in _find_family(base).items()}
     if launch is not None and launch in family.values():
-        own = next(number for number, each in family.items() if each == launch)
+        own = next(number for number, path in family.items() if path == launch)
         later = (number for number in sorted(family) if number >= own)
         return next((family[number] for number in later if not _uses[family[number]]), None)
     if family:

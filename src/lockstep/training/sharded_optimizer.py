@@ -92,15 +92,17 @@ class ShardedOptimizer:
         self._optimizer, self._parameters = optimizer, list(parameters)
         self._gradients, self._shards, self._group = gradients, shards, group
         self._rank = dist.get_rank(group)
-        number: dict[torch.Tensor, int] = {each: n for n, each in enumerate(parameters)}
-        self._groups = [[number[each] for each in g["params"]] for g in optimizer.param_groups]
+        number: dict[torch.Tensor, int] = {parameter: n for n, parameter in enumerate(parameters)}
+        self._groups = [
+            [number[parameter] for parameter in g["params"]] for g in optimizer.param_groups
+        ]
         self._group_of = {n: g for g, numbers in enumerate(self._groups) for n in numbers}
-        made = {number[each]: dict(state) for each, state in optimizer.state.items()}
+        made = {number[parameter]: dict(state) for parameter, state in optimizer.state.items()}
         self._entries = [self._probe_state(g, made) for g in range(len(self._groups))]
         optimizer.state.clear()
         optimizer.register_load_state_dict_pre_hook(_require_own_state)
-        for each in optimizer.param_groups:
-            each["params"] = []
+        for options in optimizer.param_groups:
+            options["params"] = []
         self.shared, self.log = SharedParameters(self._parameters, group), RedoLog(group)
         self._homes: dict[tuple[int, str], torch.Tensor] = {}  # by parameter and key of its state
         self._places: dict[Piece, dict[str, torch.Tensor]] = {}  # views of _homes, by piece
@@ -146,8 +148,8 @@ class ShardedOptimizer:
         pass_point("clipped")
         if self._known < len(self._shards.pieces):
             self._extend()
-        for number, each in enumerate(self._gradients.bucket_sums):
-            self._handles[self._rank, number] = torch.tensor(get_memory_handle(each))
+        for number, bucket in enumerate(self._gradients.bucket_sums):
+            self._handles[self._rank, number] = torch.tensor(get_memory_handle(bucket))
         self.log.begin([len(self._chunks_of(r)) for r in range(len(self._chunks))], about)
         failure: Exception | None = None
         try:
@@ -162,15 +164,15 @@ class ShardedOptimizer:
 
     def _map_sums(self, rank: int) -> dict[int, torch.Tensor]:
         """Return the gradient sums in the memory of another rank, which may have died."""
-        found: dict[int, torch.Tensor] = {}
+        gradients: dict[int, torch.Tensor] = {}
         for bucket, handle in zip(self._shards.buckets, self._handles[rank].tolist(), strict=True):
             vector = map_peer_tensor(handle, bucket.length, bucket.dtype, self._group)
-            found |= {
-                each.index: vector[each.offset : each.offset + each.numel]
-                for each in bucket.members
-                if each.index in self._gradients.sums
+            gradients |= {
+                member.index: vector[member.offset : member.offset + member.numel]
+                for member in bucket.members
+                if member.index in self._gradients.sums
             }
-        return found
+        return gradients
 
     def _step_chunks(self, rank: int, sums: Mapping[int, torch.Tensor]) -> None:
         """Step the chunks of a rank that are not done yet."""
@@ -226,13 +228,13 @@ class ShardedOptimizer:
 
     def _tensors_of(self, rank: int, chunk: int) -> list[torch.Tensor]:
         """Return all tensors of a chunk that a step changes: parameters, and their state."""
-        found = self._tensors.get((rank, chunk))
-        if found is None:
-            found = self._tensors[rank, chunk] = []
+        tensors = self._tensors.get((rank, chunk))
+        if tensors is None:
+            tensors = self._tensors[rank, chunk] = []
             for piece in self._chunks[rank][chunk][1]:
-                found.append(self.shared.vectors[piece.index][piece.start : piece.stop])
-                found += self._places[piece].values()
-        return found
+                tensors.append(self.shared.vectors[piece.index][piece.start : piece.stop])
+                tensors += self._places[piece].values()
+        return tensors
 
     def _reset_groups(self) -> None:
         """Restore the pieces of every group, for schedulers and state dicts."""
@@ -245,10 +247,10 @@ class ShardedOptimizer:
         self, group: int, made: Mapping[int, dict[str, Any]]
     ) -> dict[torch.dtype, dict[str, _Entry]]:
         """Return the state entries that the optimizer makes for a group's parameters, by dtype."""
-        found: dict[torch.dtype, dict[str, _Entry]] = {}
+        entries: dict[torch.dtype, dict[str, _Entry]] = {}
         for index in sorted(self._groups[group], key=lambda n: not self._parameters[n].numel()):
             parameter = self._parameters[index]
-            if parameter.dtype in found or parameter.dtype not in DTYPES:
+            if parameter.dtype in entries or parameter.dtype not in DTYPES:
                 continue
             probe = nn.Parameter(in_memory_order(parameter.detach())[:3].clone())
             probe.grad = torch.zeros_like(probe)
@@ -264,11 +266,11 @@ class ShardedOptimizer:
             twin.param_groups = [{**self._optimizer.param_groups[group], "params": [probe]}]
             with without_hooks():
                 type(twin).step(twin)
-            found[parameter.dtype] = {
+            entries[parameter.dtype] = {
                 key: self._describe_entry(key, value, probe)
                 for key, value in twin.state[probe].items()
             }
-        return found
+        return entries
 
     def _describe_entry(self, key: str, value: Any, probe: torch.Tensor) -> _Entry:
         if isinstance(value, torch.Tensor) and value.shape == probe.shape:
@@ -320,12 +322,12 @@ class ShardedOptimizer:
         self._reset_groups()
         self._tensors = {}
         sizes_of_chunks = [
-            sum(count_saved_bytes(each) for each in self._tensors_of(rank, chunk))
+            sum(count_saved_bytes(tensor) for tensor in self._tensors_of(rank, chunk))
             for rank, chunks in enumerate(self._chunks)
             for chunk in range(len(chunks))
         ]
         self.log.reserve(max(sizes_of_chunks, default=0))
-        written = {n: each for n, each in self._kept.items() if n in self._shards.covered}
+        written = {n: kept for n, kept in self._kept.items() if n in self._shards.covered}
         self._write_state(written)
         shape = len(self._chunks), len(self._shards.buckets), HANDLE_LENGTH
         self._handles = create_group_tensor(shape, torch.int64, self._group)
@@ -345,55 +347,55 @@ class ShardedOptimizer:
             self._pieces[piece] = nn.Parameter(now)
             self._in_group[group].append(self._pieces[piece])
         last_group, last = chunks[-1] if chunks else (-1, [])
-        held = sum(each.stop - each.start for each in last)
+        held = sum(piece.stop - piece.start for piece in last)
         if last_group == group and held + piece.stop - piece.start <= PIECE:
             last.append(piece)
         else:
             chunks.append((group, [piece]))
 
     def _store_state(self, piece: Piece, state: dict[str, Any]) -> None:
-        """Move the optimizer's state for a piece to its place, unless it is already there."""
+        """Move the optimizer's state for a piece to its memory, unless it is already there."""
         for key, value in state.items():
-            place = self._places[piece].get(key)
-            if place is None:
+            stored = self._places[piece].get(key)
+            if stored is None:
                 raise UsageError(
                     f"{type(self._optimizer).__name__} added {key!r} to its state after its "
                     'first step, which cannot be shared: train with storage="replicated"'
                 )
-            if value is place:
+            if value is stored:
                 continue
             if isinstance(value, torch.Tensor):
-                place.copy_(value)
-                state[key] = place
-            elif NUMBERS.get(type(value)) == place.dtype:
-                place.fill_(value)
+                stored.copy_(value)
+                state[key] = stored
+            elif NUMBERS.get(type(value)) == stored.dtype:
+                stored.fill_(value)
             else:
                 raise UsageError(
                     f"{type(self._optimizer).__name__} keeps {key!r} as {value!r}, and kept "
-                    f"{place.dtype} in its first step, which cannot be shared: always keep the "
+                    f"{stored.dtype} in its first step, which cannot be shared: always keep the "
                     'same type, or train with storage="replicated"'
                 )
 
     def _read_places(self, piece: Piece) -> dict[str, Any]:
-        """Return the optimizer's state for a piece, from its place."""
+        """Return the optimizer's state for a piece, from its memory."""
         entries = self._get_entries(piece.index)
         return {
-            key: place.item() if entries[key].kind == "number" else place
-            for key, place in self._places[piece].items()
+            key: stored.item() if entries[key].kind == "number" else stored
+            for key, stored in self._places[piece].items()
         }
 
     # --- the whole state -------------------------------------------------------------------------
 
     def _read_state(self, index: int) -> dict[str, Any]:
         """Return the state of a whole parameter, in the optimizer's format."""
-        found: dict[str, Any] = dict(self._kept.get(index, {}))
-        for key, entry in self._get_entries(index).items() if not found else ():
+        state: dict[str, Any] = dict(self._kept.get(index, {}))
+        for key, entry in self._get_entries(index).items() if not state else ():
             home = self._homes[index, key]
             if entry.kind == "elements":
-                found[key] = in_layout_of(home, self._parameters[index])
+                state[key] = in_layout_of(home, self._parameters[index])
             else:
-                found[key] = home[0] if entry.kind == "scalar" else home[0].item()
-        return found
+                state[key] = home[0] if entry.kind == "scalar" else home[0].item()
+        return state
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -467,13 +469,13 @@ class ShardedOptimizer:
         for piece, parameter in self._pieces.items():
             model = self._parameters[piece.index]
             for key, value in whole.get(piece.index, {}).items():
-                place, entry = self._places[piece][key], self._get_entries(piece.index)[key]
+                stored, entry = self._places[piece][key], self._get_entries(piece.index)[key]
                 if entry.kind == "elements":
                     vector = in_memory_order(in_format_of(value, model))
-                    place.copy_(vector[piece.start : piece.stop])
+                    stored.copy_(vector[piece.start : piece.stop])
                 else:
-                    place.fill_(value)
-                kept = place.item() if entry.kind == "number" else place
+                    stored.fill_(value)
+                kept = stored.item() if entry.kind == "number" else stored
                 self._optimizer.state[parameter][key] = kept
 
 

@@ -28,15 +28,15 @@ def allocate(
     sizes: Sequence[tuple[int, torch.dtype]], group: dist.ProcessGroup | None
 ) -> list[torch.Tensor]:
     """Return a vector of zeros per (elements, dtype), shared by all ranks and 64-byte aligned."""
-    found: list[torch.Tensor] = [torch.empty(0)] * len(sizes)
+    views: list[torch.Tensor] = [torch.empty(0)] * len(sizes)
     for dtype in dict.fromkeys(dtype for _, dtype in sizes):
         step = ALIGNMENT // dtype.itemsize
-        numbers = [n for n, (_, each) in enumerate(sizes) if each == dtype]
+        numbers = [n for n, (_, element_type) in enumerate(sizes) if element_type == dtype]
         rooms = [-(-sizes[n][0] // step) * step for n in numbers]
         vectors = create_group_tensor(max(sum(rooms), 1), dtype, group)[: sum(rooms)].split(rooms)
         for number, vector in zip(numbers, vectors, strict=True):
-            found[number] = vector[: sizes[number][0]]
-    return found
+            views[number] = vector[: sizes[number][0]]
+    return views
 
 
 class SharedParameters:
@@ -52,7 +52,9 @@ class SharedParameters:
         self, parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None
     ) -> None:
         self._group = group
-        self.vectors = allocate([(each.numel(), each.dtype) for each in parameters], group)
+        self.vectors = allocate(
+            [(parameter.numel(), parameter.dtype) for parameter in parameters], group
+        )
         if dist.get_rank(group) == 0:
             for vector, parameter in zip(self.vectors, parameters, strict=True):
                 vector.copy_(in_memory_order(parameter.detach()))

@@ -78,7 +78,7 @@ def share_parameters(
         UsageError: The optimizer cannot step pieces, or a parameter has sparse gradients.
     """
     require_elementwise(optimizer, parallel.device)
-    sparse = sparse_weights(each for called in modules for each in called.modules())
+    sparse = sparse_weights(module for called in modules for module in called.modules())
     for name, parameter in named:
         if parameter in sparse:
             raise UsageError(
@@ -103,9 +103,12 @@ def share_parameters(
             )
         _require_plain_layout(name, parameter)
     parameters = [parameter for _, parameter in named]
-    numels, dtypes = [each.numel() for each in parameters], [each.dtype for each in parameters]
+    numels, dtypes = (
+        [parameter.numel() for parameter in parameters],
+        [parameter.dtype for parameter in parameters],
+    )
     shards = Shards(numels, dtypes, parallel.replicas, BUCKET_BYTES, BUCKET_BYTES // 16)
-    shards.cover([n for n, each in enumerate(parameters) if each.requires_grad])
+    shards.cover([n for n, parameter in enumerate(parameters) if parameter.requires_grad])
     gradients = GradientReducer(named, parallel.group, shards, modules)
     with torch.no_grad():
         sharded = ShardedOptimizer(optimizer, parameters, gradients, shards, parallel.group)

@@ -144,18 +144,18 @@ class TrainingState:
             and "extra_modules[i]" all buffers of the loss and of each extra module, and their
             parameters that are not the model's.
         """
-        found = self._unsaved_buffers()
+        buffers = self._unsaved_buffers()
         if self.placement is None:
-            return found
+            return buffers
         for group in ("model", "average"):
-            found[group] = gather_model_state(found[group], self._source, self._device)
+            buffers[group] = gather_model_state(buffers[group], self._source, self._device)
         # Only the ranks of the last stage compute the loss and write its buffers.
         last = len(self.placement.partition.ranges) - 1
         source = last % self._parallel.stages
         if not self._has_last_stage:
-            found["loss"] = {name: each.to("meta") for name, each in found["loss"].items()}
-        found["loss"] = gather_model_state(found["loss"], lambda name: source, self._device)
-        return found
+            buffers["loss"] = {name: buffer.to("meta") for name, buffer in buffers["loss"].items()}
+        buffers["loss"] = gather_model_state(buffers["loss"], lambda name: source, self._device)
+        return buffers
 
     def digest(self) -> str:
         """Return the SHA-256 over parameters and buffers."""
@@ -167,7 +167,11 @@ class TrainingState:
         if self.placement is None:
             return digest(self._optimization.tensors(self._names))
         optimizer = self._optimization.optimizer
-        order = [self._names[each] for group in optimizer.param_groups for each in group["params"]]
+        order = [
+            self._names[parameter]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
         return digest(
             {
                 f"{order[index]}/{entry}": value
@@ -261,7 +265,7 @@ class TrainingState:
             buffers["loss"] = {}
         return {
             "model": self._owned(self._module.state_dict()),
-            "optimizer": self._owned({order[i]: each for i, each in packed["state"].items()}),
+            "optimizer": self._owned({order[i]: state for i, state in packed["state"].items()}),
             "parameter_groups": groups,
             "scheduler": self._optimization.scheduler_state(),
             "ema": self._owned(average.module.state_dict()) if average else None,
@@ -283,8 +287,12 @@ class TrainingState:
         """Return values that change if a script writes to parameters or changes a setting."""
         groups = self._optimization.optimizer.param_groups
         options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        others = [each for module in self._parallel.extra_modules for each in module.parameters()]
-        versions = [each._version for each in (*self._names, *others)]
+        others = [
+            parameter
+            for module in self._parallel.extra_modules
+            for parameter in module.parameters()
+        ]
+        versions = [tensor._version for tensor in (*self._names, *others)]
         return [repr(options), versions, self._hyperparameters.describe()]
 
     def describe_optimization(self) -> dict[str, str]:
@@ -307,7 +315,7 @@ class TrainingState:
                 "the loop trains later a learning rate of 0"
             )
         optimizer = {
-            "state": {numbers[name]: each for name, each in state["optimizer"].items()},
+            "state": {numbers[name]: entries for name, entries in state["optimizer"].items()},
             "param_groups": [
                 {**group, "params": [numbers[name] for name in group["params"]]}
                 for group in state["parameter_groups"]
@@ -340,7 +348,7 @@ class TrainingState:
 
     def _order(self) -> list[str]:
         """Return the names of the parameters, in the optimizer's order."""
-        return [self._names[each] for each in self._optimization.parameters]
+        return [self._names[parameter] for parameter in self._optimization.parameters]
 
     def _owned(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entries of a state, by parameter and buffer name, that this rank owns."""

@@ -62,7 +62,7 @@ class StepTrace(StepHook):
 def make_span_row(span: Span, begun: float) -> list[Any]:
     """Return a span as a row of the record; it begins when the waiting is over."""
     begin = span.begin + span.waited - begun
-    rounded = [round(each, DIGITS) for each in (begin, span.end - begun, span.waited)]
+    rounded = [round(seconds, DIGITS) for seconds in (begin, span.end - begun, span.waited)]
     source = None if span.source < 0 else span.source
     return [span.kind, span.stage, span.microbatch, *rounded, source, span.received]
 

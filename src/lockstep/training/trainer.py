@@ -544,7 +544,7 @@ class Trainer:
     @property
     def schedulers(self) -> tuple[Any, ...]:
         """The scheduler of each optimizer, or None."""
-        return tuple(each.scheduler for each in self._optimization.schedules)
+        return tuple(schedule.scheduler for schedule in self._optimization.schedules)
 
     @property
     def ema_model(self) -> nn.Module | None:

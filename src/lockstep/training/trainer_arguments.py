@@ -95,7 +95,7 @@ class TrainerArguments:
             "checkpoint": None if self.checkpoint is None else list(self.checkpoint.stateful),
             "fingerprints": self.fingerprints and self.fingerprints.text,
             "scheduler_interval": ", ".join(
-                each.scheduler_interval or "step" for each in self.optimizers
+                config.scheduler_interval or "step" for config in self.optimizers
             ),
             **{f"pipeline.{name}": value for name, value in vars(self.pipeline).items()},
             **{f"compression.{name}": world().compression == name for name in ("bf16", "lossless")},

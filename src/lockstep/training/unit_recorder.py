@@ -57,7 +57,7 @@ class StepSelection:
 
     def __contains__(self, step: int) -> bool:
         """Return whether the fingerprints of a step are recorded."""
-        return any(step % each == 0 for each in self.every) or any(
+        return any(step % interval == 0 for interval in self.every) or any(
             first <= step and (last is None or step <= last) for first, last in self.ranges
         )
 
@@ -86,14 +86,14 @@ def read_selection(given: str | None) -> StepSelection | None:
             '100 to 110) and "unit:%50" (every 50th step); separate several by commas: '
             '"unit:0-9,%50"'
         )
-    found = [part for part in parts if part is not None]
+    matches = [part for part in parts if part is not None]
     ranges = [
         (int(part["first"]), int(part["last"] or part["first"]) if _has_end(part) else None)
-        for part in found
+        for part in matches
         if part["first"]
     ]
-    every = [int(part["every"]) for part in found if part["every"]]
-    return StepSelection(text, tuple(ranges), tuple(every) if found else (1,))
+    every = [int(part["every"]) for part in matches if part["every"]]
+    return StepSelection(text, tuple(ranges), tuple(every) if matches else (1,))
 
 
 def _has_end(part: re.Match[str]) -> bool:
@@ -154,9 +154,9 @@ class UnitRecorder:
         was_observed = fingerprinter.is_unfinished and fingerprinter.current.step == result.step
         if self._file is None or not was_observed:
             return
-        found = fingerprinter.commit(result.loss, "", {})
+        fingerprint = fingerprinter.commit(result.loss, "", {})
         try:
-            self._file.write("step", **encode_fingerprint(found))
+            self._file.write("step", **encode_fingerprint(fingerprint))
         except OSError as error:
             self._fail(error)
 

@@ -107,7 +107,7 @@ def _iterate_modules(values: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module
             yield name, value
         elif isinstance(value, (list, tuple)):
             yield from _iterate_modules(
-                {f"{name}[{number}]": each for number, each in enumerate(value)}
+                {f"{name}[{number}]": member for number, member in enumerate(value)}
             )
 
 
@@ -130,8 +130,8 @@ def _get_sharded() -> tuple[type, ...]:
 def _get_fsdp_class(name: str) -> tuple[type, ...]:
     """Return a class of FSDP, or () if FSDP is not imported yet: importing it takes seconds."""
     module = sys.modules.get("torch.distributed.fsdp")
-    found = getattr(module, name, None)
-    return (found,) if isinstance(found, type) else ()
+    kind = getattr(module, name, None)
+    return (kind,) if isinstance(kind, type) else ()
 
 
 def _check_buffer_rules(path: str, module: nn.Module) -> None:

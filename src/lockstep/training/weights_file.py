@@ -56,7 +56,9 @@ def save_weights(path: Path, state: Mapping[str, Any]) -> None:
 
 def _serialize(values: dict[str, Any], suffix: str) -> bytes:
     if suffix not in PICKLED:
-        return save({name: each for name, each in values.items() if isinstance(each, torch.Tensor)})
+        return save(
+            {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        )
     content = io.BytesIO()  # torch's error messages for a full disk do not name the cause
     torch.save(values, content)
     return content.getvalue()
