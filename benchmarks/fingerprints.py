@@ -40,7 +40,7 @@ PARTS = {
         ("lockstep.record.recorder.add_link", lambda line, previous: (line + b"\n", 0)),
     ],
     "unit": [
-        ("lockstep.training.unit_recorder.StepSelection.__contains__", lambda self, step: False)
+        ("lockstep.training.fingerprint_recorder.StepSelection.__contains__", lambda self, step: False)
     ],
     "digest": [("lockstep.checkpoint.writer._digest_model", lambda plain, tensors: None)],
 }

@@ -28,7 +28,7 @@ from lockstep.data_parallel.state_prefix import hide_prefix
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import is_in_backward
 from lockstep.launcher.world import world
-from lockstep.model.agreement import broadcast_weights, require_same_settings
+from lockstep.model.across_ranks import broadcast_weights, verify_across_ranks
 from lockstep.model.description import describe_tensors
 
 __all__ = ["DistributedDataParallel"]
@@ -95,7 +95,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         origin = self._origin
         self._broadcast_buffers = broadcast_buffers
         self._group = process_group
-        require_same_settings(
+        verify_across_ranks(
             "the model of a DistributedDataParallel",
             describe_tensors("model", origin),
             "build the same model on every rank",
@@ -182,7 +182,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "this DistributedDataParallel has a communication hook already; register only one"
             )
         name = getattr(hook, "__qualname__", type(hook).__qualname__)
-        require_same_settings(
+        verify_across_ranks(
             "the hook of a DistributedDataParallel",
             {"the communication hook": name},
             "register the same hook on every rank",

@@ -38,8 +38,8 @@ __all__ = [
     "count_resumes",
     "decode_fingerprint",
     "encode_fingerprint",
-    "list_unit_fingerprints",
-    "read_unit_fingerprints",
+    "list_fingerprints",
+    "read_fingerprints",
 ]
 
 FOLDER = "fingerprints"
@@ -101,14 +101,14 @@ class FingerprintFile:
 def encode_fingerprint(fingerprint: StepFingerprint) -> dict[str, Any]:
     """Return a fingerprint as JSON values, without empty fields."""
     fields: dict[str, Any] = {
-        "data": {leaf: _encode(values) for leaf, values in fingerprint.data.items()},
+        "data": {index: _encode(values) for index, values in fingerprint.data.items()},
         "calls": [
             [*position, [[kind, name, _encode(values)] for kind, name, values in calls]]
             for position, calls in fingerprint.calls.items()
         ],
         "backward": {
-            leaf: [[*key, f"{value:016x}"] for key, value in gradients.items()]
-            for leaf, gradients in fingerprint.backward.items()
+            index: [[*key, f"{value:016x}"] for key, value in gradients.items()]
+            for index, gradients in fingerprint.backward.items()
         },
         "losses": fingerprint.losses,
         "loss": fingerprint.loss,
@@ -118,7 +118,7 @@ def encode_fingerprint(fingerprint: StepFingerprint) -> dict[str, Any]:
         fields[name] = _encode_named(getattr(fingerprint, name))
     for name in BY_MICROBATCH:
         leaves = getattr(fingerprint, name).items()
-        fields[name] = {leaf: _encode_named(values) for leaf, values in leaves}
+        fields[name] = {index: _encode_named(values) for index, values in leaves}
     kept = {name: value for name, value in fields.items() if value}
     return {"trainer": fingerprint.trainer, "step": fingerprint.step} | kept
 
@@ -132,14 +132,16 @@ def decode_fingerprint(line: Mapping[str, Any]) -> StepFingerprint:
     try:
         fingerprint = StepFingerprint(int(line["trainer"]), int(line["step"]))
         fingerprint.data = {int(k): _decode(values) for k, values in line.get("data", {}).items()}
-        for leaf, stage, calls in line.get("calls", ()):
-            fingerprint.calls[int(leaf), int(stage)] = [_decode_call(*call) for call in calls]
-        for leaf, gradients in line.get("backward", {}).items():
-            fingerprint.backward[int(leaf)] = {
+        for index, stage, calls in line.get("calls", ()):
+            fingerprint.calls[int(index), int(stage)] = [_decode_call(*call) for call in calls]
+        for index, gradients in line.get("backward", {}).items():
+            fingerprint.backward[int(index)] = {
                 (str(name), int(call), int(number)): int(value, 16)
                 for name, call, number, value in gradients
             }
-        fingerprint.losses = {int(leaf): str(loss) for leaf, loss in line.get("losses", {}).items()}
+        fingerprint.losses = {
+            int(index): str(loss) for index, loss in line.get("losses", {}).items()
+        }
         fingerprint.loss = str(line.get("loss", ""))
         fingerprint.digest = str(line.get("digest", ""))
         for name in NAMED:
@@ -147,7 +149,7 @@ def decode_fingerprint(line: Mapping[str, Any]) -> StepFingerprint:
         for name in BY_MICROBATCH:
             leaves = line.get(name, {}).items()
             setattr(
-                fingerprint, name, {int(leaf): _decode_named(values) for leaf, values in leaves}
+                fingerprint, name, {int(index): _decode_named(values) for index, values in leaves}
             )
     except (KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"not a fingerprint: {error}") from None
@@ -177,7 +179,7 @@ def _decode_call(kind: str, name: str, values: list[str]) -> Call:
 # --- reading ------------------------------------------------------------------------------------
 
 
-def read_unit_fingerprints(run: Path) -> RecordedFingerprints:
+def read_fingerprints(run: Path) -> RecordedFingerprints:
     """Return the fingerprints that a run recorded; empty if it recorded none.
 
     Raises:
@@ -201,7 +203,7 @@ class FingerprintList:
     remarks: list[str]
 
 
-def list_unit_fingerprints(run: Path) -> FingerprintList:
+def list_fingerprints(run: Path) -> FingerprintList:
     """List the fingerprints that a run recorded, without parsing them.
 
     Raises:

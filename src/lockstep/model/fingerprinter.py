@@ -127,7 +127,7 @@ class Fingerprinter(StepObserver):
 
     def record_reduction(self, losses: Mapping[int, float]) -> None:
         """Record this rank's losses by micro-batch, its parameters, and the sums in `.grad`."""
-        self.current.losses = {leaf: loss.hex() for leaf, loss in losses.items()}
+        self.current.losses = {index: loss.hex() for index, loss in losses.items()}
         if not self._with_state:
             return
         held = {

@@ -54,7 +54,7 @@ def _compute_shares(step: StepContext, batch: Batch, given: Any) -> tuple[Mappin
     if parallel.loss_weight is None:
         _warn_of_ignored_targets(step, batch, given)
         return share_by_size(batch.size, batch.leaves), batch.size
-    sizes = {leaf: len(span) for leaf, span in enumerate(split_evenly(batch.size, batch.leaves))}
+    sizes = {index: len(span) for index, span in enumerate(split_evenly(batch.size, batch.leaves))}
     mine = {
         part.index: _weigh(step, part)
         for part in batch.microbatches
@@ -70,7 +70,7 @@ def _compute_shares(step: StepContext, batch: Batch, given: Any) -> tuple[Mappin
             "targets of all samples in the batch are ignored"
         )
     shares = compute_shares(weights)
-    return shares, sum(sizes[leaf] for leaf in shares)
+    return shares, sum(sizes[index] for index in shares)
 
 
 def _count_weights(
@@ -89,10 +89,10 @@ def _count_weights(
     if parallel.stages > 1 or not parallel.messages.are_many:
         return None
     is_whole = all(weight.is_integer() and 0 <= weight < LARGEST for weight in mine.values())
-    counted = [leaf for leaf, weight in mine.items() if weight]
+    counted = [index for index, weight in mine.items() if weight]
     whole = sum(map(int, mine.values())) if is_whole else 0
     total, samples, are_whole = parallel.messages.reduce(
-        [whole, sum(sizes[leaf] for leaf in counted), is_whole],
+        [whole, sum(sizes[index] for index in counted), is_whole],
         lambda left, right: [left[0] + right[0], left[1] + right[1], left[2] and right[2]],
         lambda value: json.dumps(value).encode(),
         json.loads,
@@ -101,18 +101,18 @@ def _count_weights(
     )
     if not are_whole or not 0 < total < LARGEST:
         return None
-    return {leaf: mine[leaf] / total for leaf in counted}, samples
+    return {index: mine[index] / total for index in counted}, samples
 
 
 def _gather_weights(step: StepContext, mine: Mapping[int, float]) -> dict[int, float]:
-    """Return the weights of all micro-batches, in leaf order, on every rank."""
-    text = ",".join(f"{leaf}:{weight.hex()}" for leaf, weight in mine.items())
+    """Return the weights of all micro-batches, in order, on every rank."""
+    text = ",".join(f"{index}:{weight.hex()}" for index, weight in mine.items())
     label = step.label
     messages = step.parallel.messages.gather(text.encode(), f"weighing {label.about}", label.remark)
     pairs = [
         pair.split(":") for message in messages for pair in message.decode().split(",") if pair
     ]
-    return {int(leaf): float.fromhex(weight) for leaf, weight in pairs}
+    return {int(index): float.fromhex(weight) for index, weight in pairs}
 
 
 def _weigh(step: StepContext, microbatch: Microbatch) -> float:

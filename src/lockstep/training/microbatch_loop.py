@@ -130,28 +130,28 @@ class MicrobatchLoop:
         compare = step.require_same_batch
         self.gradients.begin(batch.leaves, parallel.hosts, compare)
         for microbatch in batch.microbatches:
-            leaf = microbatch.index
-            if leaf not in step.shares:
-                self.gradients.skip(leaf)
+            index = microbatch.index
+            if index not in step.shares:
+                self.gradients.skip(index)
                 continue
-            self._current, self._place = ComputedMicrobatch(microbatch, step.shares[leaf]), None
+            self._current, self._place = ComputedMicrobatch(microbatch, step.shares[index]), None
             self.buffers.install_copies()
             for observer in step.observers:
                 observer.begin_microbatch()
-            self._units.begin_microbatch(step.number, leaf)
+            self._units.begin_microbatch(step.number, index)
             data = parallel.move_to_device(microbatch.data)
             with parallel.autocast():
                 yield data
             if not self._current.losses:
                 raise UsageError(
-                    f"{step.place(leaf)}: step.backward(loss) was not called: write it instead of "
+                    f"{step.place(index)}: step.backward(loss) was not called: write it instead of "
                     "loss.backward()"
                 )
             if step.observers:
-                step.observe_microbatch(leaf, self.gradients.current, self.buffers.current)
+                step.observe_microbatch(index, self.gradients.current, self.buffers.current)
             with step.in_phase("reduction"):
-                self.buffers.collect(leaf, microbatch.size / step.samples)
-                self.gradients.accumulate(leaf)
+                self.buffers.collect(index, microbatch.size / step.samples)
+                self.gradients.accumulate(index)
             step.computed.append(self._current)
             self._current = self._place = None
         self.gradients.launch_remaining()
@@ -203,12 +203,12 @@ class MicrobatchLoop:
         """Return a context that launches gradient buckets during this rank's last backward."""
         assert self.step.batch is not None
         assert self._current is not None
-        leaf, observers = self._current.microbatch.index, self.step.observers
-        if leaf != self.step.batch.microbatches[-1].index or not self.gradients.can_launch_early:
+        index, observers = self._current.microbatch.index, self.step.observers
+        if index != self.step.batch.microbatches[-1].index or not self.gradients.can_launch_early:
             return NOTHING
         if observers and any(observer.observes_microbatches for observer in observers):
             return NOTHING  # gradients are read after backward
-        return self.gradients.watch_backward(loss, leaf)
+        return self.gradients.watch_backward(loss, index)
 
 
 class ManualStep:

@@ -23,7 +23,7 @@ from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel.errors import DisagreementError, LayoutError, UsageError
 from lockstep.launcher.world import world
-from lockstep.model.agreement import broadcast_weights, require_same_settings
+from lockstep.model.across_ranks import broadcast_weights, verify_across_ranks
 from lockstep.model.blocks import find_block_names
 from lockstep.model.compilation import check_compilation, describe_compilation
 from lockstep.model.deferred_init import BlockLike, build, build_sequence, move_to_device
@@ -108,13 +108,11 @@ def set_up_model(
     modules = {"model": module} | parallel.other_modules()
     reject_unsupported_modules(modules)  # also those that callables built
     description = describe_compilation(called) | describe_module("model", module)
-    require_same_settings(
-        "the model of a Trainer", description, "build the same model on every rank"
-    )
+    verify_across_ranks("the model of a Trainer", description, "build the same model on every rank")
     _distribute_weights(module, parallel, partitioner, arguments.is_shared)
     optimization = Optimization(module, arguments.optimizers, arguments.ema_decay, parallel.device)
     of_optimizer = optimization.describe()
-    require_same_settings(
+    verify_across_ranks(
         "the optimizer of a Trainer",
         of_optimizer,
         "give every rank the same optimizer, groups and scheduler",

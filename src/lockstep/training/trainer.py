@@ -46,6 +46,7 @@ from lockstep.record.progress import ScriptProgress
 from lockstep.training.attempts import begin_attempts
 from lockstep.training.call_hints import explain_calls
 from lockstep.training.epoch import Epoch
+from lockstep.training.fingerprint_recorder import FingerprintRecorder, read_selection
 from lockstep.training.history import Callback, History, describe_run
 from lockstep.training.microbatch_loop import ManualStep
 from lockstep.training.model_setup import ModelSetup, set_up_model
@@ -71,7 +72,6 @@ from lockstep.training.trainer_hooks import (
     TrainerObserver,
     current_session,
 )
-from lockstep.training.unit_recorder import UnitRecorder, read_selection
 from lockstep.training.weights_file import save_from_rank0
 
 __all__ = ["Trainer"]
@@ -330,7 +330,7 @@ class Trainer:
                 say("no fingerprints are kept in an elastic run, whose ranks change")
             return None
         names = setup.partitioner.block_names
-        return UnitRecorder(
+        return FingerprintRecorder(
             arguments.fingerprints, self._observed(), names, self.history, self._run
         )
 

@@ -17,14 +17,14 @@ from lockstep.checkpoint.schedule import CheckpointConfig
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.loss_weights import WeightFunction
 from lockstep.launcher.world import world
-from lockstep.model.agreement import require_same_settings
+from lockstep.model.across_ranks import verify_across_ranks
 from lockstep.model.deferred_init import BlockLike
 from lockstep.model.description import describe, describe_environment
 from lockstep.model.forward import Metric
 from lockstep.pipeline.partitioner import PipelineConfig
+from lockstep.training.fingerprint_recorder import StepSelection
 from lockstep.training.optimizer_config import OptimizerConfig
 from lockstep.training.trainer_hooks import TrainerHooks
-from lockstep.training.unit_recorder import StepSelection
 from lockstep.training.unsupported_modules import reject_unsupported_modules
 
 __all__ = ["Model", "Storage", "TrainerArguments"]
@@ -81,7 +81,7 @@ class TrainerArguments:
         description = describe_environment()
         for name, value in compared.items():
             description |= describe(name, value)
-        require_same_settings(
+        verify_across_ranks(
             "the arguments of a Trainer",
             description,
             "give every rank the same arguments and settings",

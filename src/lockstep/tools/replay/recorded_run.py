@@ -13,7 +13,7 @@ from pathlib import Path
 from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import UsageError
 from lockstep.model.fingerprint import StepFingerprint
-from lockstep.model.fingerprint_file import read_unit_fingerprints
+from lockstep.model.fingerprint_file import read_fingerprints
 from lockstep.record.columns import as_dict
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.record.reader import Run, read_run
@@ -50,7 +50,7 @@ class RecordedRun:
     @cached_property
     def fingerprints(self) -> dict[int, list[StepFingerprint]]:
         """The recorded fingerprints of all ranks, by step."""
-        return read_unit_fingerprints(self.folder).steps
+        return read_fingerprints(self.folder).steps
 
     def read_line(self, source: str, step: int) -> str:
         """Return the source text of the line `source`, such as "train.py:31 in forward".

@@ -13,7 +13,7 @@ import orjson
 from lockstep.formatting import format_bytes, format_duration, format_quantity
 from lockstep.kernel.errors import FileError
 from lockstep.messages import escape_control
-from lockstep.model.fingerprint_file import FOLDER, list_unit_fingerprints
+from lockstep.model.fingerprint_file import FOLDER, list_fingerprints
 from lockstep.record.columns import as_dict
 from lockstep.record.reader import Run
 from lockstep.redaction import redact
@@ -73,7 +73,7 @@ def summarize_reproduction(run: Run) -> ReproductionSummary:
     if sources := as_text(run.latest("sources")):
         sentences.append(f"Copies of the program's own files are in {sources}.")
     try:
-        fingerprints = list_unit_fingerprints(run.folder)
+        fingerprints = list_fingerprints(run.folder)
         remarks = list(fingerprints.remarks)
     except FileError as error:
         fingerprints, remarks = None, [f"{error}."]

@@ -1,4 +1,4 @@
-"""Agreement: all ranks start with the same settings and weights; differences raise an error.
+"""Across ranks: all start with the same settings and weights; differences raise an error.
 
 rank           0      1      2      3          2 replicas of 2 stages
 block 0      memory   -    memory   -          rank 0 sends it to rank 2
@@ -27,7 +27,7 @@ from lockstep.kernel.errors import DisagreementError, UsageError
 from lockstep.model.deferred_init import materialize, named_tensors
 from lockstep.model.description import find_difference
 
-__all__ = ["broadcast_weights", "require_same_settings"]
+__all__ = ["broadcast_weights", "verify_across_ranks"]
 
 WITHOUT, WANTED, HELD = 0, 1, 2
 """The state of a tensor on a rank: not needed, needed but without memory, with memory."""
@@ -35,7 +35,7 @@ WITHOUT, WANTED, HELD = 0, 1, 2
 TOPIC = "comparing settings"
 
 
-def require_same_settings(
+def verify_across_ranks(
     what: str,
     description: Mapping[str, str],
     advice: str,

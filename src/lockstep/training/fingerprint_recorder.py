@@ -1,13 +1,13 @@
-"""The unit recorder: records the fingerprints of a model's units in selected steps of a run.
+"""The fingerprint recorder: records what a model's blocks compute in selected steps of a run.
 
     Trainer(fingerprints="unit")              every step
     LOCKSTEP_FINGERPRINTS=unit:100-110,%50    steps 100 to 110, and every 50th
 
 In a selected step each rank hashes, for every micro-batch that it computes: the data; the inputs,
-the outputs and the gradients of the outputs of each unit; the gradients of the parameters; the
+the outputs and the gradients of the outputs of each block; the gradients of the parameters; the
 buffers. The ranks of the first replica also hash the state before and after the step, and the
-reduced gradients. The units are the blocks of the model (`lockstep.model.blocks`), or its modules
-if it has no blocks. The hashes are the same in every layout. They are written to RUN/fingerprints
+reduced gradients. A model without blocks (`lockstep.model.blocks`) is recorded by its modules. The
+hashes are the same in every layout. They are written to RUN/fingerprints
 (`model/fingerprint_file.py`).
 """
 
@@ -35,7 +35,7 @@ from lockstep.training.history import History
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.trainer_hooks import ObservedTrainer
 
-__all__ = ["VARIABLE", "StepSelection", "UnitRecorder", "read_selection"]
+__all__ = ["VARIABLE", "FingerprintRecorder", "StepSelection", "read_selection"]
 
 VARIABLE = "LOCKSTEP_FINGERPRINTS"
 PART = re.compile(r"(?P<first>\d+)(?:(?P<range>-)(?P<last>\d+)?)?|%(?P<every>[1-9]\d*)")
@@ -100,13 +100,13 @@ def _has_end(part: re.Match[str]) -> bool:
     return not part["range"] or bool(part["last"])
 
 
-class UnitRecorder:
+class FingerprintRecorder:
     """The recording of one trainer's fingerprints on this rank.
 
     Args:
         selection: The steps to record.
         trainer: The trainer.
-        units: The names of its model's blocks.
+        blocks: The names of its model's blocks.
         history: The history, which on rank 0 has the folder of the run.
         run: The run, which has the step at which this process resumed it.
     """
@@ -117,7 +117,7 @@ class UnitRecorder:
         self,
         selection: StepSelection,
         trainer: ObservedTrainer,
-        units: Sequence[str],
+        blocks: Sequence[str],
         history: History,
         run: ResumableRun,
     ) -> None:
@@ -130,7 +130,7 @@ class UnitRecorder:
             trainer.module,
             trainer.has_whole_gradients,
             with_backward=True,
-            names=units,
+            names=blocks,
             with_state=trainer.parallel.replica == 0,
         )
         self._file: FingerprintFile | None = None

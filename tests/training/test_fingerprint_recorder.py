@@ -11,10 +11,10 @@ from lockstep.checksum import checksum
 from lockstep.kernel.errors import StateError, UsageError
 from lockstep.model.fingerprint_file import (
     FOLDER,
-    list_unit_fingerprints,
-    read_unit_fingerprints,
+    list_fingerprints,
+    read_fingerprints,
 )
-from lockstep.training.unit_recorder import VARIABLE, read_selection
+from lockstep.training.fingerprint_recorder import VARIABLE, read_selection
 
 ADAM = partial(torch.optim.AdamW, lr=0.01)
 
@@ -100,7 +100,7 @@ def test_the_hashes_are_the_same_in_every_layout_and_change_no_bit(ranks, world_
     digests = train(tmp_path / "plain", fingerprints=None)
     assert not (tmp_path / "plain" / FOLDER).exists()
     assert train(tmp_path / "whole") == digests
-    found = read_unit_fingerprints(tmp_path / "whole")
+    found = read_fingerprints(tmp_path / "whole")
     assert found.remarks == []
     assert list(found.steps) == [0, 1, 2]
     whole = {step: merged(each) for step, each in found.steps.items()}
@@ -123,7 +123,7 @@ def test_the_hashes_are_the_same_in_every_layout_and_change_no_bit(ranks, world_
         folder = tmp_path / name
         done = ranks(partial(train, folder, **options), nprocs)
         assert {*done} == {digests}, name
-        there = read_unit_fingerprints(folder)
+        there = read_fingerprints(folder)
         assert there.remarks == []
         assert len(list((folder / FOLDER).iterdir())) == nprocs
         for step, each in there.steps.items():
@@ -155,7 +155,7 @@ def test_a_model_without_blocks_has_its_modules(world_of_one, tmp_path):
             loss = nn.functional.cross_entropy(trainer.model(inputs)[0], targets)
             step.backward(loss / 2, retain_graph=True)
             step.backward(loss / 2)
-    (found,) = read_unit_fingerprints(tmp_path).steps[0]
+    (found,) = read_fingerprints(tmp_path).steps[0]
     names = [(kind, name) for kind, name, _ in found.calls[0, 0]]
     assert names[:3] == [("enter", "Branching"), ("enter", "first"), ("leave", "first")]
     assert names.count(("enter", "first")) == 2
@@ -197,8 +197,8 @@ def test_chosen_steps_of_a_run_whose_script_says_nothing(
 ):
     monkeypatch.setenv(VARIABLE, "unit:%2")
     train(tmp_path / "run", steps=5, fingerprints=None)
-    assert list(read_unit_fingerprints(tmp_path / "run").steps) == [0, 2, 4]
-    assert read_unit_fingerprints(tmp_path / "elsewhere").steps == {}
+    assert list(read_fingerprints(tmp_path / "run").steps) == [0, 2, 4]
+    assert read_fingerprints(tmp_path / "elsewhere").steps == {}
     train([], steps=2, fingerprints=None)
     assert capfd.readouterr().err.count("no fingerprints are kept, because the run is not") == 1
 
@@ -226,7 +226,7 @@ def test_a_step_that_fails_is_not_recorded_and_fails_as_without(world_of_one, tm
     with pytest.raises(StateError):
         trainer.step(batches(1)[0])
     trainer.finish("failed")
-    assert read_unit_fingerprints(tmp_path).steps == {}
+    assert read_fingerprints(tmp_path).steps == {}
     hooks = [each._forward_hooks or each._forward_pre_hooks for each in trainer.module.modules()]
     assert not any(hooks)
 
@@ -248,12 +248,12 @@ def resumable(folder, steps, resume, **options):
 def test_a_resumed_run_continues_its_files_in_another_layout(ranks, world_of_one, tmp_path):
     digest = resumable(tmp_path / "run", 5, resume=False)
     files = tmp_path / "run" / FOLDER
-    whole = read_unit_fingerprints(tmp_path / "run")
+    whole = read_fingerprints(tmp_path / "run")
     with (files / "rank-0.jsonl").open("a") as file:
         file.write('{"kind":"step","st')  # killed while it wrote a line
     (lines,) = [path.read_text().splitlines() for path in files.iterdir()]
     ranks(partial(resumable, tmp_path / "run", 4, resume=True), 2)
-    there = read_unit_fingerprints(tmp_path / "run")
+    there = read_fingerprints(tmp_path / "run")
     assert there.remarks == []
     assert list(there.steps) == [0, 1, 2, 3], "steps from 2 on were taken again"
     assert [len(each) for each in there.steps.values()] == [1, 1, 2, 2]
@@ -266,12 +266,12 @@ def test_a_resumed_run_continues_its_files_in_another_layout(ranks, world_of_one
 def test_steps_of_an_abandoned_attempt_do_not_count(world_of_one, tmp_path):
     """Also where the run is resumed without fingerprints, so that no launch follows."""
     resumable(tmp_path / "run", 5, resume=False)
-    assert list(read_unit_fingerprints(tmp_path / "run").steps) == [0, 1, 2, 3, 4]
+    assert list(read_fingerprints(tmp_path / "run").steps) == [0, 1, 2, 3, 4]
     resumable(tmp_path / "run", 4, resume=True, fingerprints=None)
-    assert list(read_unit_fingerprints(tmp_path / "run").steps) == [0, 1]
-    assert list(list_unit_fingerprints(tmp_path / "run").steps) == [0, 1]
+    assert list(read_fingerprints(tmp_path / "run").steps) == [0, 1]
+    assert list(list_fingerprints(tmp_path / "run").steps) == [0, 1]
     resumable(tmp_path / "run", 4, resume=True, fingerprints="unit:3")
-    assert list(read_unit_fingerprints(tmp_path / "run").steps) == [0, 1, 3]
+    assert list(read_fingerprints(tmp_path / "run").steps) == [0, 1, 3]
 
 
 def test_damaged_lines_of_a_file_are_skipped(world_of_one, tmp_path):
@@ -279,7 +279,7 @@ def test_damaged_lines_of_a_file_are_skipped(world_of_one, tmp_path):
     path = tmp_path / FOLDER / "rank-0.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:2], "[]\n{}\n", '{"kind":"step","step":0}\n', *lines[2:]]))
-    found = read_unit_fingerprints(tmp_path)
+    found = read_fingerprints(tmp_path)
     assert "3 lines could not be read" in found.remarks[-1]
     assert list(found.steps) == [0, 1, 2]
 
