@@ -7,8 +7,8 @@ import torch
 
 from lockstep import devices
 from lockstep.kernel.seeds import default_generator, isolated, seed_torch, torch_generators
-from lockstep.model import operator_tracer
 from lockstep.model.generator_states import state_of_torch
+from lockstep.tools.replay import operator_tracer
 from simulated import ranks as simulated
 
 CPU = torch.device("cpu")
