@@ -40,7 +40,10 @@ PARTS = {
         ("lockstep.record.recorder.add_link", lambda line, previous: (line + b"\n", 0)),
     ],
     "unit": [
-        ("lockstep.training.fingerprint_recorder.StepSelection.__contains__", lambda self, step: False)
+        (
+            "lockstep.training.fingerprint_recorder.StepSelection.__contains__",
+            lambda self, step: False,
+        )
     ],
     "digest": [("lockstep.checkpoint.writer._digest_model", lambda plain, tensors: None)],
 }

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import warm
-from lockstep.messages import escape_control, say
+from lockstep.messages import escape_control, log
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_what_is_left_prints_and_moves_nothing(text):
 
 
 def test_say_shows_them(capsys):
-    say("rank 0 is \x1b[31mred")
+    log("rank 0 is \x1b[31mred")
     assert capsys.readouterr().err == "lockstep: rank 0 is \\x1b[31mred\n"
 
 
@@ -49,5 +49,5 @@ def test_the_command_line_shows_them_in_an_error(tmp_path):
 
 def test_say_writes_nothing_to_standard_output_if_standard_error_is_closed(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
-    say("a sentence")
+    log("a sentence")
     assert capsys.readouterr().out == ""

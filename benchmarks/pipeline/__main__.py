@@ -153,19 +153,19 @@ def estimate(flags: dict[str, Any], splits: list[int], names: list[str]) -> floa
 
 
 def measured(
-    flags: dict[str, Any], splits: list[int], names: list[str], say: Progress
+    flags: dict[str, Any], splits: list[int], names: list[str], log: Progress
 ) -> list[list[Outcome]]:
     """Measure and print one number of micro-batches after another."""
     from benchmarks.pipeline import comparison, table
     from benchmarks.pipeline.case import Case
 
     everything = []
-    with comparison.start_participants(names, flags["timeout"], say) as participants:
+    with comparison.start_participants(names, flags["timeout"], log) as participants:
         for each in splits:
             case = Case(flags["model"], each, flags["batch"], flags["size"])
-            say.subject = f"{each} micro-batches: "
+            log.subject = f"{each} micro-batches: "
             running = chosen(participants, case, splits[-1])
-            found = comparison.measure_case(running, case, repeats(flags, each, splits[-1]), say)
+            found = comparison.measure_case(running, case, repeats(flags, each, splits[-1]), log)
             status("")
             click.echo("\n".join(["", table.heading(case), *table.rows(found)]))
             everything.append(found)

@@ -37,7 +37,7 @@ BLOCK = 0.3  # seconds that a block should last
 LONG = 1.0  # seconds that a step may take and still be one of several in a block
 MAX_BLOCK_CALLS = 200  # steps of a block at most
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass
@@ -71,14 +71,14 @@ class PipelineParticipant(Participant):
 
 @contextmanager
 def start_participants(
-    names: Sequence[str], timeout: float, say: Say
+    names: Sequence[str], timeout: float, log: Log
 ) -> Iterator[list[PipelineParticipant]]:
     """Start the ranks of each contender, the copies first, and end them all."""
     with ExitStack() as opened:
         participants = []
         for name in dict.fromkeys([COPIES, *names]):
             contender = CONTENDERS[name]
-            say(f"starting {contender.ranks} ranks of {name}")
+            log(f"starting {contender.ranks} ranks of {name}")
             rendezvous = opened.enter_context(closing(Rendezvous(contender.ranks, timeout)))
             runner = TorchRunner(name, rendezvous, main)
             opened.callback(runner.end)
@@ -89,7 +89,7 @@ def start_participants(
 
 
 def measure_case(
-    participants: Sequence[PipelineParticipant], case: Case, repeats: int, say: Say
+    participants: Sequence[PipelineParticipant], case: Case, repeats: int, log: Log
 ) -> list[Outcome]:
     """Measure one case on all of `participants`, `repeats` blocks each.
 
@@ -99,11 +99,11 @@ def measure_case(
         one.outcome = Outcome(one.name, case)
     for one in participants:
         if not one.alone:
-            say(f"{one.name} trains its first steps")
+            log(f"{one.name} trains its first steps")
             begin(one)
     for number, one in enumerate(rotated(participants, repeats)):
         if not one.outcome.error:
-            say(f"{one.name}, block {number + 1} of {len(participants) * repeats}")
+            log(f"{one.name}, block {number + 1} of {len(participants) * repeats}")
             one.outcome.times += one.block(one.calls)
             one.outcome.times.sort()
     for one in participants:

@@ -73,14 +73,14 @@ def command(**flags: Any) -> None:
     seconds = max(flags["seconds"], flags["rounds"] * flags["block"])
     expected = estimate(cases, names, counts, widths, seconds)
     click.echo(f"# {machine}\n# {typed}\n# {told(cases, names, counts)}: {about(expected)}")
-    say = Progress(expected)
+    log = Progress(expected)
     outcomes: list[Outcome] = []
     for ranks in counts:
-        for each in measure_cases(cases, names, ranks, flags, say):
+        for each in measure_cases(cases, names, ranks, flags, log):
             outcomes += each
         click.echo("\n" + caption(ranks))
-    costs = list(exactness(cases, counts, flags, say))
-    found = same_digests(cases, names, widths, flags, say)
+    costs = list(exactness(cases, counts, flags, log))
+    found = same_digests(cases, names, widths, flags, log)
     status("")
     write(outcomes, costs, found, flags, {"machine": machine, "command": typed})
     judge(outcomes, found)
@@ -187,7 +187,7 @@ def told(cases: list[Case], names: list[str], counts: list[int]) -> str:
 
 
 def measure_cases(
-    cases: list[Case], names: list[str], ranks: int, flags: dict[str, Any], say: Progress
+    cases: list[Case], names: list[str], ranks: int, flags: dict[str, Any], log: Progress
 ) -> Iterator[list[Outcome]]:
     """Measure and print one case after another."""
     from benchmarks.step import table
@@ -195,9 +195,9 @@ def measure_cases(
     from benchmarks.step.pairs import pair_lines
 
     for case in cases:
-        say.subject = f"{case.network}, {case.optimizer}, {ranks} ranks: "
+        log.subject = f"{case.network}, {case.optimizer}, {ranks} ranks: "
         outcomes = measure_case(
-            case, names, ranks, flags["seconds"], flags["timeout"], say,
+            case, names, ranks, flags["seconds"], flags["timeout"], log,
             rounds=flags["rounds"], block=flags["block"],
         )  # fmt: skip
         status("")
@@ -214,7 +214,7 @@ def caption(ranks: int) -> str:
 
 
 def exactness(
-    cases: list[Case], counts: list[int], flags: dict[str, Any], say: Progress
+    cases: list[Case], counts: list[int], flags: dict[str, Any], log: Progress
 ) -> Iterator[Exactness]:
     """Measure and print what the tree costs, once a model."""
     from benchmarks.step import table
@@ -223,8 +223,8 @@ def exactness(
     click.echo("\n# cost of exactness")
     for case in {case.network: case for case in cases}.values():
         for ranks in counts:
-            say.subject = f"{case.network}, {ranks} ranks: "
-            say("the gradients, along the tree and in any order")
+            log.subject = f"{case.network}, {ranks} ranks: "
+            log("the gradients, along the tree and in any order")
             cost = measure(case, ranks, flags["seconds"], flags["timeout"])
             status("")
             click.echo(table.exactness_line(cost))
@@ -232,7 +232,7 @@ def exactness(
 
 
 def same_digests(
-    cases: list[Case], names: list[str], widths: list[int], flags: dict[str, Any], say: Progress
+    cases: list[Case], names: list[str], widths: list[int], flags: dict[str, Any], log: Progress
 ) -> list[Digests]:
     """Compare and print the digests of the contenders that guarantee them."""
     from benchmarks.step import table
@@ -241,8 +241,8 @@ def same_digests(
 
     if not any(CONTENDERS[name].guaranteed for name in names):
         return []
-    say.subject = ""
-    say(f"digests on {','.join(map(str, widths))} ranks")
+    log.subject = ""
+    log(f"digests on {','.join(map(str, widths))} ranks")
     found = guarantee.digests(cases, names, widths, flags["timeout"])
     status("")
     title = f"{guarantee.SAMPLES} samples in {guarantee.MICROBATCHES} micro-batches"

@@ -33,7 +33,7 @@ MIN_CALLS = 9  # steps of a contender at least
 MIN_ROUNDS = 3  # at least
 WATCHED = 3  # steps under watch
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass
@@ -81,22 +81,22 @@ def measure_case(
     ranks: int,
     seconds: float,
     timeout: float,
-    say: Say,
+    log: Log,
     rounds: int = MIN_ROUNDS,
     block: float = BLOCK,
 ) -> list[Outcome]:
     """Measure a case with the contenders in `names`, for at least `seconds` each.
 
-    There are at least `rounds` rounds, in blocks of about `block` seconds. `say` is told
+    There are at least `rounds` rounds, in blocks of about `block` seconds. `log` is told
     what goes on. A rank that ends raises, and ends the measurement.
     """
     with ExitStack() as opened:
         rendezvous = opened.enter_context(closing(Rendezvous(ranks, timeout)))
-        say("one process, for the right answers")
+        log("one process, for the right answers")
         expected = Expected.of(case, ranks, rendezvous.folder, timeout)
         participants = []
         for name in names:
-            say(f"starting {ranks} ranks of {name}")
+            log(f"starting {ranks} ranks of {name}")
             runner = TorchRunner(name, rendezvous, main)
             opened.callback(runner.end)
             participants.append(
@@ -107,7 +107,7 @@ def measure_case(
             for one in participants
         }
         for one in participants:
-            say(f"building {one.contender.name}")
+            log(f"building {one.contender.name}")
             begin(one, expected, rendezvous.folder, block)
             one.least_rounds = rounds
         first = [one for one in participants if one.contender.name == COPIES]
@@ -117,10 +117,10 @@ def measure_case(
                 0,
                 StepParticipant(alone, one.contender, one.runner, alone=True, least_rounds=rounds),
             )
-        take_turns(participants, seconds, say)
+        take_turns(participants, seconds, log)
         for one in participants:
             if not one.outcome.error:
-                say(f"memory of {one.outcome.name}")
+                log(f"memory of {one.outcome.name}")
                 watch(one, before[one.contender.name])
     return [one.outcome for one in participants]
 
@@ -138,7 +138,7 @@ def begin(one: StepParticipant, expected: Expected, folder: str, block: float) -
         one.calls = max(1, min(MAX_BLOCK_CALLS, round(block / statistics.median(times))))
 
 
-def take_turns(participants: list[StepParticipant], seconds: float, say: Say) -> None:
+def take_turns(participants: list[StepParticipant], seconds: float, log: Log) -> None:
     """Run blocks until each contender has had its time."""
     for number in rotate(len(participants)):
         left = [one for one in participants if not one.is_done(seconds)]
@@ -147,7 +147,7 @@ def take_turns(participants: list[StepParticipant], seconds: float, say: Say) ->
         one = participants[number]
         if one not in left:
             continue
-        say(f"{one.outcome.name}, {len(left)} of {len(participants)} go on")
+        log(f"{one.outcome.name}, {len(left)} of {len(participants)} go on")
         if times := one.block(one.calls):
             one.outcome.times += times
             one.outcome.blocks.append(statistics.median(times))

@@ -48,8 +48,8 @@ with _ExitingOnInterrupt():
         discard_if_lost,
         escape_control,
         keep_printing,
+        log,
         open_missing_streams,
-        say,
     )
 
 COMMANDS = {
@@ -135,7 +135,7 @@ def _run(command: click.Command) -> int:
             traceback.print_exception(error)
         for note in getattr(error, "__notes__", ()):  # a rank's traceback
             click.echo(escape_control(note), err=True)
-        say(str(error))
+        log(str(error))
         return error.exit_status
     return status if isinstance(status, int) else 0  # of --help, for example
 
@@ -147,7 +147,7 @@ def _explain_lost_stream(error: OSError) -> int:
         OSError: The error is another one.
     """
     if error.filename == os.devnull:
-        say(f"{os.devnull} cannot be opened ({error.strerror}): mount /dev")
+        log(f"{os.devnull} cannot be opened ({error.strerror}): mount /dev")
         return 1
     if error.errno not in LOST or error.filename is not None:
         raise error
@@ -158,5 +158,5 @@ def _explain_lost_stream(error: OSError) -> int:
             discard_if_lost(stream, again)
     if isinstance(error, BrokenPipeError):  # as in: lockstep runs | head -1
         return 128 + signal.SIGPIPE
-    say(f"the output cannot be written: {error.strerror}")
+    log(f"the output cannot be written: {error.strerror}")
     return 1

@@ -20,8 +20,8 @@ __all__ = [
     "discard_if_lost",
     "escape_control",
     "keep_printing",
+    "log",
     "open_missing_streams",
-    "say",
 ]
 
 JSON_HELP = "Print one JSON object as the last line of stdout; text goes to stderr."
@@ -44,7 +44,7 @@ def escape_control(text: str) -> str:
     return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
-def say(sentence: str) -> None:
+def log(sentence: str) -> None:
     """Print one sentence on standard error; do nothing if it is closed or its reader is gone."""
     if sys.stderr is None:  # closed before Python started; print would write to standard output
         return

@@ -312,7 +312,7 @@ def test_waiting_for_a_slow_disk_is_said(tmp_path, monkeypatch, capfd):
     writer.save(state(1), 1, 1)
     said = threading.Event()
 
-    def say(sentence):
+    def log(sentence):
         assert sentence == (
             f"still writing a checkpoint to {tmp_path}; check that the disk is reachable and not "
             "too slow"
@@ -320,7 +320,7 @@ def test_waiting_for_a_slow_disk_is_said(tmp_path, monkeypatch, capfd):
         said.set()
         gate.opened.set()
 
-    monkeypatch.setattr(writer_module, "say", say)
+    monkeypatch.setattr(writer_module, "log", log)
     writer.wait()
     assert said.is_set()
     assert verify(tmp_path / "step-1") == ""

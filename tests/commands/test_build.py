@@ -143,7 +143,7 @@ def test_a_self_test_ends_with_what_went_wrong(working, tmp_path, monkeypatch):
 
 def test_two_builds_at_once_compile_once(recorder, cache, trusting, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr(command, "say", said.append)
+    monkeypatch.setattr(command, "log", said.append)
     second = threading.Thread(target=command._build, args=(cache, False))
     with lock_folder(cache, PATIENCE):
         second.start()

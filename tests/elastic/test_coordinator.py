@@ -28,7 +28,7 @@ from lockstep.launcher.failure_attribution import Outcome
 from lockstep.launcher.fork_server import get_fork_server_pid
 from lockstep.launcher.launch_script import Interrupted
 from lockstep.launcher.supervisor import RankSupervisor
-from lockstep.messages import say
+from lockstep.messages import log
 from lockstep.tools.commands.run import command, make_config
 from members import CLI, write_script
 from processes import alive, restoring_handlers, until
@@ -57,7 +57,7 @@ def run(tmp_path, monkeypatch, capfd):
                 with restoring_handlers():  # a program that was interrupted ignores further signals
                     status = launch_elastic(config, watch)
             except LockstepError as error:
-                say(str(error))
+                log(str(error))
                 status = error.exit_status
             except Interrupted as interruption:
                 status = interruption.exit_status

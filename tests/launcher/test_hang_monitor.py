@@ -506,7 +506,7 @@ def test_long_computations_and_slow_ranks_are_not_reported(backend, policy, capf
 def test_sigusr1_to_the_launcher_prints_where_the_ranks_are(monkeypatch, tmp_path):
     said, done = [], tmp_path / "done"
 
-    def say(sentence):
+    def log(sentence):
         said.append(sentence)
         done.touch()
 
@@ -519,7 +519,7 @@ def test_sigusr1_to_the_launcher_prints_where_the_ranks_are(monkeypatch, tmp_pat
             time.sleep(0.01)
         return done.exists()
 
-    monkeypatch.setattr(hang_monitor, "say", say)
+    monkeypatch.setattr(hang_monitor, "log", log)
     before = signal.getsignal(signal.SIGUSR1)
     context = ls.launch(wait_until_printed, (os.getpid(),), nprocs=2, join=False, timeout=60)
     assert context.join() == [True, True]

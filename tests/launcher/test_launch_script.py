@@ -393,12 +393,12 @@ with open("child", "w") as file: file.write(str(subprocess.Popen(["sleep", "1000
 
 
 def test_a_stopped_rank_is_named(run, capfdbinary, monkeypatch):
-    def say_and_let_it_go_on(sentence: str) -> None:
-        say(sentence)
+    def log_and_go_on(sentence: str) -> None:
+        log(sentence)
         os.kill(int(re.search(r"process (\d+)", sentence)[1]), signal.SIGCONT)
 
-    say = hang_monitor.say
-    monkeypatch.setattr(hang_monitor, "say", say_and_let_it_go_on)
+    log = hang_monitor.log
+    monkeypatch.setattr(hang_monitor, "log", log_and_go_on)
     monkeypatch.setattr(hang_monitor, "REMARK_INTERVAL", 0.1)
     source = """
 import os, signal

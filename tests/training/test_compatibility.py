@@ -8,8 +8,8 @@ from lockstep.kernel.errors import UsageError
 from lockstep.training.compatibility import (
     describe_sources,
     find_differences,
+    log_resumed,
     require_same_training,
-    say_resumed,
 )
 
 SETTINGS = {
@@ -152,7 +152,7 @@ def test_sources_are_those_of_the_user(tmp_path, monkeypatch):
 
 def test_the_first_differences_are_printed(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    say_resumed(tmp_path / "runs" / "x", 7, [f"difference {number}" for number in range(7)])
+    log_resumed(tmp_path / "runs" / "x", 7, [f"difference {number}" for number in range(7)])
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "lockstep: resumed after step 7 from runs/x"
     assert lines[1:6] == [f"lockstep: difference {number}" for number in range(5)]

@@ -39,7 +39,7 @@ from lockstep.files import (
     sync_folder,
 )
 from lockstep.kernel.errors import UsageError, WorkError
-from lockstep.messages import say
+from lockstep.messages import log
 
 __all__ = ["CheckpointWriter", "SavedCheckpoint"]
 
@@ -146,7 +146,7 @@ class CheckpointWriter:
             return
         self._thread.join(REMARK_AFTER)
         while self._thread.is_alive():
-            say(
+            log(
                 f"still writing a checkpoint to {self.folder}; check that the disk is reachable "
                 "and not too slow"
             )

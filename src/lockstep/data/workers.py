@@ -20,7 +20,7 @@ from lockstep.data.microbatch import align_tensors, map_tensors
 from lockstep.data.shared_batch import remedy, share_batch
 from lockstep.kernel.errors import SampleError
 from lockstep.kernel.seeds import isolated
-from lockstep.messages import say
+from lockstep.messages import log
 
 __all__ = ["Items", "load_in_process", "load_in_workers", "load_isolated"]
 
@@ -102,7 +102,7 @@ def load_in_workers(
         ended = next(_exit(worker) for worker in workers_found if worker.exitcode)
     finally:
         cast(Any, items)._shutdown_workers()
-    say(f"loader worker {ended}; its rank loads the remaining batches of the epoch itself")
+    log(f"loader worker {ended}; its rank loads the remaining batches of the epoch itself")
     yield from load_isolated(_remaining(source, numbers, count), pin_memory)
 
 

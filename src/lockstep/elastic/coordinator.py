@@ -64,7 +64,7 @@ from lockstep.launcher.environment import RankEnvironment
 from lockstep.launcher.fork_server import check_open_files
 from lockstep.launcher.run_folder import RESUME
 from lockstep.launcher.supervisor import RankSupervisor
-from lockstep.messages import say
+from lockstep.messages import log
 
 __all__ = ["ElasticCoordinator"]
 
@@ -213,11 +213,11 @@ class ElasticCoordinator:
         try:
             check_open_files(max(0, wanted - len(self._exits.alive)))
         except UsageError as error:
-            say(f"lockstep scale: {error}")
+            log(f"lockstep scale: {error}")
             return
         self._wanted = max(wanted, self._at_least)
         self._newcomers.permit()
-        say(f"the run gets {format_quantity(self._wanted, 'rank')} at its next safe point")
+        log(f"the run gets {format_quantity(self._wanted, 'rank')} at its next safe point")
 
     # --- the next round -----------------------------------------------------------------------
 
@@ -316,7 +316,7 @@ class ElasticCoordinator:
             self._ranks.outcomes[member].is_outside = False
             pids = [self._ranks.find_pid(other, member) for other in members]
             self._ranks.send(member, {**message, "rank": rank, "pids": pids})
-        say(f"round {self.number}: {plan.describe()}")
+        log(f"round {self.number}: {plan.describe()}")
 
     def _fail(self, reason: str) -> None:
         self._error = RankError(f"round {self.number}: {reason}")
@@ -390,7 +390,7 @@ class ElasticCoordinator:
         self._round.begin_next(())
         variables = {RESUME: "1"} if self._folder is not None else {}
         size = len(source.joined)
-        say(f"round {self.number}: {format_quantity(size, 'rank')}, in new processes")
+        log(f"round {self.number}: {format_quantity(size, 'rank')}, in new processes")
         self._start_members(size, {**variables, **source.variables()})
 
     def _start_members(self, count: int, variables: dict[str, str]) -> None:

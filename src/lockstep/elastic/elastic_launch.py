@@ -35,7 +35,7 @@ from lockstep.launcher.launch_script import (
 from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.run_secret import make_secret
 from lockstep.launcher.supervisor import RankSupervisor
-from lockstep.messages import say
+from lockstep.messages import log
 from lockstep.transport.listener import MessageListener
 from lockstep.transport.secret import SECRET_SIZE
 
@@ -132,7 +132,7 @@ def _open_hosts(config: LaunchConfig, folder: RunFolder) -> HostSupervisor:
     return HostSupervisor(
         open_channel(config),
         make_hang_policy(config, folder),
-        MessageListener(listening, _find_secret(config), PURPOSE, say),
+        MessageListener(listening, _find_secret(config), PURPOSE, log),
         nnodes=config.nnodes,
         silence=config.host_timeout,
         folder=folder.path,

@@ -20,7 +20,7 @@ from lockstep.launcher.failure_attribution import STOPPED, signal_name
 from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.late_ranks import LongWait
 from lockstep.launcher.supervisor import STOP_GRACE, TICK, RankSupervisor
-from lockstep.messages import escape_control, say
+from lockstep.messages import escape_control, log
 from lockstep.transport.message_connection import connect_to
 
 __all__ = ["HostAgent", "RunEnded", "StartMember"]
@@ -96,7 +96,7 @@ class HostAgent(RankSupervisor):
         while self._end is None and not self._lost:
             if is_stop_requested() and not self._has_asked_to_leave:
                 self._has_asked_to_leave = True
-                say("SIGTERM: this host leaves the run")
+                log("SIGTERM: this host leaves the run")
                 self._post({"kind": "leave"})
             self._answer_request()
             if hang := self.hang_monitor.check():
@@ -147,7 +147,7 @@ class HostAgent(RankSupervisor):
                     f"{target} did not let this host join within {wait.waited:.0f} s: {reason}"
                 )
             if wait.is_note_due():
-                say(f"{wait.describe(own, target)}: {reason}")
+                log(f"{wait.describe(own, target)}: {reason}")
             self.process_events(TICK)
         return False
 

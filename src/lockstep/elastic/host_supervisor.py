@@ -29,7 +29,7 @@ from lockstep.launcher.failure_attribution import Outcome
 from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy
 from lockstep.launcher.late_ranks import LongWait
 from lockstep.launcher.supervisor import STOP_GRACE, TICK, RankSupervisor
-from lockstep.messages import escape_control, say
+from lockstep.messages import escape_control, log
 from lockstep.transport.listener import MessageListener
 
 __all__ = ["HostSupervisor"]
@@ -219,7 +219,7 @@ class HostSupervisor(RankSupervisor):
                     f"{self._listener.port} of this host"
                 )
             if wait.is_note_due():
-                say(wait.describe("host 0", f"{who} of {self._nnodes}"))
+                log(wait.describe("host 0", f"{who} of {self._nnodes}"))
             self.process_events(TICK)
         return True
 
@@ -272,7 +272,7 @@ class HostSupervisor(RankSupervisor):
         name = f"host {index} ({escape_control(message['name'])[:255]})"
         self._hosts[index] = host = AgentHost(index, name, connection)
         self.readers.add(connection.fileno(), partial(self._on_agent, host))
-        say(f"{name} joined")
+        log(f"{name} joined")
 
     def _find_obstacle(self, message: Message) -> tuple[str, bool]:
         """Return why a host cannot take part, and whether that cannot change; ("", _) if it can."""
@@ -341,7 +341,7 @@ class HostSupervisor(RankSupervisor):
         host.is_leaving = True
         members = self._list_running(host)
         what = f", with {format_numbered('member', members)}" if members else ""
-        say(f"{host.name} was asked to stop and leaves{what}")
+        log(f"{host.name} was asked to stop and leaves{what}")
         for member in members:
             self.outcomes[member].lost_with = host.name
             self.send_signal(member, signal.SIGKILL)
@@ -357,7 +357,7 @@ class HostSupervisor(RankSupervisor):
         verb = "is" if len(members) == 1 else "are"
         what = f": {format_numbered('member', members)} {verb} lost" if members else ""
         if not host.is_leaving:
-            say(f"{host.name} {how}{what}")
+            log(f"{host.name} {how}{what}")
         for member in members:
             self._lose_member(member, host.name)
 

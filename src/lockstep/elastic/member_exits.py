@@ -14,7 +14,7 @@ from lockstep.elastic.current_round import CurrentRound
 from lockstep.elastic.newcomers import Newcomers
 from lockstep.launcher.failure_attribution import Outcome, describe_end, is_consequence
 from lockstep.launcher.supervisor import RankSupervisor
-from lockstep.messages import say
+from lockstep.messages import log
 
 __all__ = ["SETTLE", "MemberExits"]
 
@@ -81,7 +81,7 @@ class MemberExits:
     def _lose(self, member: int, outcome: Outcome, number: int) -> None:
         self._round.lose(member, number)
         if number and not outcome.lost_with:
-            say(f"member {member} {describe_end(outcome)}")
+            log(f"member {member} {describe_end(outcome)}")
         self._ranks.release(member)
         self.tell_lost(member, self.alive)
 
@@ -108,7 +108,7 @@ class MemberExits:
     def _kill_stuck_members(self) -> None:
         read_activity = self._ranks.probes.read_activity
         for member, lost in self._round.find_stuck(self.alive, read_activity):
-            say(f"member {member} still waits for member {lost}: it is replaced")
+            log(f"member {member} still waits for member {lost}: it is replaced")
             self._ranks.send_signal(member, signal.SIGKILL)
 
     def dismiss(self, members: Iterable[int]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from lockstep.launcher.failure_attribution import Outcome, describe_end
-from lockstep.messages import say
+from lockstep.messages import log
 
 __all__ = ["Newcomers"]
 
@@ -86,4 +86,4 @@ class Newcomers:
         elif self._deaths >= MAX_DEATHS:
             what += f", as {MAX_DEATHS - 1} before it"
         is_last = self._deaths >= MAX_DEATHS
-        say(f"{what}; no more are started until you run: lockstep scale" if is_last else what)
+        log(f"{what}; no more are started until you run: lockstep scale" if is_last else what)

@@ -28,7 +28,7 @@ from typing import Any
 from lockstep.files import make_folder, remove_tree
 from lockstep.launcher.environment import HANDOVER, MIRROR, ROUND
 from lockstep.launcher.run_folder import CHECKPOINTS
-from lockstep.messages import say
+from lockstep.messages import log
 
 __all__ = ["RestartSource", "StateFolder", "find_mirror", "find_restart_source"]
 
@@ -149,10 +149,10 @@ class StateFolder:
             except OSError as error:
                 remove_tree(copy)
                 if not path.exists():
-                    say(f"{path} cannot be written: {error.strerror or error}")
+                    log(f"{path} cannot be written: {error.strerror or error}")
             else:
                 steps = state.name.removeprefix("step-")
-                say(f"the state after step {steps} is saved: {os.path.relpath(path)}")
+                log(f"the state after step {steps} is saved: {os.path.relpath(path)}")
 
     def discard(self) -> None:
         """Remove the state that was handed over, once it was read or is given up."""

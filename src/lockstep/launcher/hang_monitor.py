@@ -34,7 +34,7 @@ from lockstep.launcher.stacks import (
     parse_frames,
     shorten_path,
 )
-from lockstep.messages import escape_control, say
+from lockstep.messages import escape_control, log
 
 __all__ = [
     "Hang",
@@ -348,7 +348,7 @@ class HangMonitor:
             if hang is not None:
                 error = self._report(hang, snapshots, stacks)
         if hang is None and before is not None:
-            say("the ranks continue: none of them hangs any more")
+            log("the ranks continue: none of them hangs any more")
         self._hang = hang
         return error
 
@@ -366,7 +366,7 @@ class HangMonitor:
             if rank not in self._remarked and self._probes.is_stopped(rank):
                 self._remarked.add(rank)
                 pid, name = self._ranks.pids[rank], self._ranks.outcomes[rank].name
-                say(f"{name} (process {pid}) is stopped; continue it with kill -CONT {pid}")
+                log(f"{name} (process {pid}) is stopped; continue it with kill -CONT {pid}")
 
     def _returned(self) -> list[int]:
         return [
@@ -428,7 +428,7 @@ class HangMonitor:
     ) -> RankError | None:
         table = format_report(snapshots, stacks, hang.returned)
         report = f"{hang}; {hang.advice}\n{table}"
-        say(report)
+        log(report)
         self._write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}\n\n")
         if not self._policy.ends_launch:
             return None
@@ -458,7 +458,7 @@ class HangMonitor:
     def print_places(self) -> None:
         """Print where every rank is."""
         snapshots, stacks = self._locate_all()
-        say(f"where the ranks are:\n{format_report(snapshots, stacks, self._returned())}")
+        log(f"where the ranks are:\n{format_report(snapshots, stacks, self._returned())}")
 
     def _locate_all(self) -> tuple[list[RankSnapshot], dict[int, str]]:
         snapshots = self._view()
@@ -499,7 +499,7 @@ class HangMonitor:
             with replace_file(path) as file:
                 file.write(escape_control(self._reports).encode(errors="replace"))
         except OSError as error:
-            say(f"the report cannot be written to {path}: {error.strerror}")
+            log(f"the report cannot be written to {path}: {error.strerror}")
 
 
 @dataclass(frozen=True)

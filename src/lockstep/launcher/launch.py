@@ -31,7 +31,7 @@ from lockstep.launcher.rank_process import get_launch_number, set_launch_number
 from lockstep.launcher.signals import receiving
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.launcher.target import check_working_directory
-from lockstep.messages import say
+from lockstep.messages import log
 
 __all__ = [
     "ProcessContext",
@@ -144,10 +144,10 @@ class ProcessContext:
             if error is None and self._ranks.has_stopped and STOPPED in self.exitcodes:
                 requests.clear()
                 self.terminate()
-                say("stopped on request")
+                log("stopped on request")
                 raise SystemExit(STOPPED)
             if requests and error is not None:
-                say(str(error))
+                log(str(error))
         return error
 
     def terminate(self) -> None:
@@ -182,7 +182,7 @@ class ProcessContext:
             return
         error = self._ranks.wait(self._deadline)
         if error is not None:
-            say(str(error))
+            log(str(error))
 
 
 class _Terminated(BaseException):

@@ -63,7 +63,7 @@ from lockstep.launcher.run_secret import make_secret, warn_without_secret
 from lockstep.launcher.signals import receiving, reports_on_request
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.launcher.target import check_target, find_source
-from lockstep.messages import say
+from lockstep.messages import log
 
 __all__ = [
     "Interrupted",
@@ -116,7 +116,7 @@ class RunFolder:
         try:
             write_description(self.path, description)
         except OSError as error:
-            say(f"{self.path}/launch.json cannot be written: {error.strerror}")
+            log(f"{self.path}/launch.json cannot be written: {error.strerror}")
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that describe the folder to the ranks."""
@@ -168,10 +168,10 @@ def launch_script(
         if folder.path is not None:
             release_run(folder.path)
         if has_stopped:
-            say(_describe_stop(config, folder))
+            log(_describe_stop(config, folder))
     if not has_stopped and folder.path is not None:
         linked = ", ".join(map(str, find_linked_runs(folder.path)))
-        say(f"the run is in {folder.path}" + (f", its record in {linked}" if linked else ""))
+        log(f"the run is in {folder.path}" + (f", its record in {linked}" if linked else ""))
     return status
 
 
@@ -188,13 +188,13 @@ def _launch(
                 grace=config.grace, is_stop_requested=lambda: signal.SIGTERM in requests
             )
         except BrokenPipeError:  # as in: lockstep run train.py | head
-            say(f"SIGPIPE: ending {format_numbered(ranks.noun, ranks.running)}")
+            log(f"SIGPIPE: ending {format_numbered(ranks.noun, ranks.running)}")
             raise Interrupted(signal.SIGPIPE) from None
         except Interrupted as interruption:
             if interruption.number == signal.SIGINT and sys.stderr.isatty():
                 print(file=sys.stderr)  # the terminal has just shown ^C
             if ranks.running:
-                say(f"{interruption}: ending {format_numbered(ranks.noun, ranks.running)}")
+                log(f"{interruption}: ending {format_numbered(ranks.noun, ranks.running)}")
             _terminate(ranks, requests)
             interruption.has_stopped = ranks.has_stopped
             raise
@@ -209,7 +209,7 @@ def _launch(
         return STOPPED
     if ranks.was_asked_to_stop:
         if error is not None:
-            say(str(error))
+            log(str(error))
         raise Interrupted(signal.SIGTERM)
     if error is not None:
         raise error
@@ -248,12 +248,12 @@ def _open_run_folder(config: LaunchConfig) -> RunFolder:
         if path is not None:
             wait_until_free(path)
         if config.resumes_newest:
-            say(f"--resume auto: {parent} has no run of this command to continue; a new one starts")
+            log(f"--resume auto: {parent} has no run of this command to continue; a new one starts")
         return RunFolder(path, description=description)
     if is_link_to_sibling(resumed):  # such as "latest", which is not this launch's to remove
         resumed = locate_renamed(resumed)
     if config.resumes_newest:
-        say(f"--resume auto: continuing {resumed}")
+        log(f"--resume auto: continuing {resumed}")
     # Several hosts may share the folder; host 0 writes.
     own = description if config.node_rank == 0 else None
     return RunFolder(resumed, is_resumed=True, description=own)
@@ -271,10 +271,10 @@ def _make_log_folder(config: LaunchConfig) -> Path | None:
             raise FileError(
                 f"--log-dir {config.log_dir} cannot be used: {error.strerror}"
             ) from None
-        say(f"no logs are written: {parent}/{name} cannot be created ({error.strerror})")
+        log(f"no logs are written: {parent}/{name} cannot be created ({error.strerror})")
         return None
     if config.name not in (None, path.name):
-        say(f"{parent / name} holds an earlier run: this one is in {path}")
+        log(f"{parent / name} holds an earlier run: this one is in {path}")
     return path
 
 
@@ -331,7 +331,7 @@ def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:
             config.master_addr, port, is_single_host=is_single_host, secret=secret
         )
         if not is_single_host and secret is None:
-            say(warn_without_secret(config.master_addr, port))
+            log(warn_without_secret(config.master_addr, port))
     return RankEnvironment(
         nprocs=config.nprocs,
         master_addr=config.master_addr,
@@ -378,17 +378,17 @@ def _open_output(config: LaunchConfig, local_rank: int, rank: int, folder: RunFo
         console.buffer if config.shows(local_rank, stream) else None
         for stream, console in ((STDOUT, sys.stdout), (STDERR, sys.stderr))
     ]
-    log = None if folder.path is None else folder.path / f"rank-{rank}.log"
+    log_file = None if folder.path is None else folder.path / f"rank-{rank}.log"
     prefixed = config.nprocs * config.nnodes > 1 or config.is_elastic
     separator = None
     if folder.is_resumed:
         separator = f"--- resumed at {datetime.datetime.now():%Y-%m-%d %H:%M:%S} ---"
     try:
         return RankOutput(
-            rank, log, (consoles[0], consoles[1]), prefixed=prefixed, separator=separator
+            rank, log_file, (consoles[0], consoles[1]), prefixed=prefixed, separator=separator
         )
     except OSError as error:
-        raise FileError(f"{log} cannot be written: {error.strerror}") from None
+        raise FileError(f"{log_file} cannot be written: {error.strerror}") from None
 
 
 def _script_task(config: LaunchConfig, variables: dict[str, str]) -> Message:
@@ -461,7 +461,7 @@ def _show_last_lines(ranks: RankSupervisor, rank: int) -> None:
     """Show the failed rank's last lines again if there are other ranks."""
     lines = list(ranks.outputs[rank].last_lines)[-TAIL:]
     if len(ranks.outcomes) > 1 and lines:
-        say(f"the last lines of {ranks.noun} {rank}:")
+        log(f"the last lines of {ranks.noun} {rank}:")
         sys.stderr.flush()
         with contextlib.suppress(OSError):  # a full disk
             sys.stderr.buffer.write(b"".join(b"    " + line + b"\n" for line in lines))
@@ -473,19 +473,19 @@ def _show_other_errors(outcomes: list[Outcome], same: list[Outcome]) -> None:
     for outcome in outcomes:
         is_own = outcome.error is not None and outcome.error["plain"]
         if is_own and outcome not in same and not is_consequence(outcome):
-            say(describe_own_failure(outcomes, outcome))
+            log(describe_own_failure(outcomes, outcome))
 
 
 def _describe_log(ranks: RankSupervisor, sentence: str, rank: int, same: list[Outcome]) -> str:
-    log = ranks.outputs[rank].log
-    if log is None:
+    log_file = ranks.outputs[rank].log
+    if log_file is None:
         return ""
-    folder = locate_renamed(log.parent)
+    folder = locate_renamed(log_file.parent)
     if len(same) < 2:
         named = re.search(rf"\b{ranks.noun} (\d+)\b", sentence)
         is_named = named is not None and int(named[1]) == rank
         whose = "its log" if is_named else f"the log of {ranks.noun} {rank}"
-        return f"; {whose}: {folder / log.name}"
+        return f"; {whose}: {folder / log_file.name}"
     who = format_numbered(ranks.noun, [outcome.rank for outcome in same])
     return f"; {who} raised this, see {folder}/rank-*.log"
 
@@ -493,4 +493,4 @@ def _describe_log(ranks: RankSupervisor, sentence: str, rank: int, same: list[Ou
 def _report_log_errors(ranks: RankSupervisor) -> None:
     for output in ranks.outputs.values():
         if output.log_error is not None:
-            say(output.log_error)
+            log(output.log_error)

@@ -26,7 +26,7 @@ from typing import BinaryIO
 
 from lockstep.files import create_file, open_or_create
 from lockstep.formatting import format_numbered
-from lockstep.messages import discard_if_lost, say
+from lockstep.messages import discard_if_lost, log
 
 __all__ = ["LineSplitter", "RankOutput", "Stream", "close_outputs"]
 
@@ -98,7 +98,7 @@ class RankOutput:
 
     Args:
         rank: The rank, for the prefix and its colour.
-        log: File to write to, or None.
+        log_file: File to write to, or None.
         consoles: Where stdout and stderr are shown; None if they are not.
         prefixed: Whether each line begins with the rank.
         separator: A line to write before appending to an existing log; None if the log must be
@@ -111,17 +111,17 @@ class RankOutput:
     def __init__(
         self,
         rank: int,
-        log: Path | None,
+        log_file: Path | None,
         consoles: tuple[BinaryIO | None, BinaryIO | None],
         *,
         prefixed: bool = True,
         separator: str | None = None,
     ) -> None:
-        self.log = log
+        self.log = log_file
         self.last_lines: deque[bytes] = deque(maxlen=LAST_LINES)
         self._rank = rank
         self._prefixed = prefixed
-        self._file = None if log is None else _open_log(log, separator)
+        self._file = None if log_file is None else _open_log(log_file, separator)
         self.streams = [_open_stream(console) for console in consoles]
         self.log_error: str | None = None
 
@@ -189,7 +189,7 @@ class RankOutput:
             if error.errno != errno.EIO:  # a closed terminal, which shows no sentence either
                 name = "standard output" if stream is self.streams[0] else "standard error"
                 rest = "" if self.log is None else "; the logs are complete"
-                say(
+                log(
                     f"{name} cannot be written ({error.strerror}), and is dropped from now on{rest}"
                 )
 
@@ -205,16 +205,16 @@ class RankOutput:
 def close_outputs(outputs: Mapping[int, RankOutput], noun: str) -> None:
     """Close the outputs of ranks that have exited, and name those that a process still holds."""
     if held := [rank for rank, output in outputs.items() if output.close()]:
-        say(
+        log(
             f"{format_numbered(noun, held)} ended, but a process started there still runs and "
             "holds the output: its further output is lost"
         )
 
 
-def _open_log(log: Path, separator: str | None) -> BinaryIO:
+def _open_log(log_file: Path, separator: str | None) -> BinaryIO:
     if separator is None:
-        return os.fdopen(create_file(log, os.O_APPEND), "ab", 0)
-    file = os.fdopen(open_or_create(log, os.O_WRONLY | os.O_APPEND), "ab", 0)
+        return os.fdopen(create_file(log_file, os.O_APPEND), "ab", 0)
+    file = os.fdopen(open_or_create(log_file, os.O_WRONLY | os.O_APPEND), "ab", 0)
     if os.fstat(file.fileno()).st_size:
         with contextlib.suppress(OSError):  # a full disk, which the next write reports
             file.write(f"\n{separator}\n".encode())

@@ -49,7 +49,7 @@ from lockstep.launcher.tracebacks import (
     format_user_frames,
     is_own_error,
 )
-from lockstep.messages import open_missing_streams, say
+from lockstep.messages import log, open_missing_streams
 from lockstep.native.binding_folder import get_cache_folder
 
 __all__ = [
@@ -150,7 +150,7 @@ def serve_store(listening: int, message: Message) -> int:
     if "secret" in message:
         from lockstep.launcher.store_server import StoreServer
 
-        server = StoreServer(socket.socket(fileno=listening), bytes.fromhex(message["secret"]), say)
+        server = StoreServer(socket.socket(fileno=listening), bytes.fromhex(message["secret"]), log)
     else:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -175,7 +175,7 @@ def exec_program(message: Message) -> int:
     try:
         os.execvpe(message["target"], [message["target"], *message["argv"]], message["environ"])
     except OSError as error:
-        say(f"cannot execute {message['target']!r}: {error.strerror}")
+        log(f"cannot execute {message['target']!r}: {error.strerror}")
         return 127
 
 
@@ -345,7 +345,7 @@ def _skip_breakpoint(*args: Any, **kwargs: Any) -> None:
     """Handle `breakpoint()` in a rank without input: print a note the first time, and continue."""
     sys.breakpointhook = lambda *args, **kwargs: None
     caller = sys._getframe(1)
-    say(
+    log(
         f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}: breakpoint() is skipped "
         f"on rank {os.environ['RANK']}: only rank 0 has the terminal's input; write "
         f"`if ls.rank() == 0: breakpoint()`"

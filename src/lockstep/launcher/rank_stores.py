@@ -8,7 +8,7 @@ import socket
 from lockstep.launcher.channel import Channel, Message
 from lockstep.launcher.listening_socket import find_obstacle, get_connectable_address, listen
 from lockstep.launcher.local_rendezvous import create_store
-from lockstep.messages import say
+from lockstep.messages import log
 
 __all__ = ["RankStores"]
 
@@ -54,7 +54,7 @@ class RankStores:
             self._channel.send({**message, "secret": secret.hex()}, [listening.fileno()])
             return
         if reason := find_obstacle(listening, is_accepted=is_single_host):
-            say(f"{reason}; torch.distributed.init_process_group cannot connect the ranks")
+            log(f"{reason}; torch.distributed.init_process_group cannot connect the ranks")
             return
         address = get_connectable_address(listening), int(listening.getsockname()[1])
         message |= {"host": address[0], "port": address[1]}

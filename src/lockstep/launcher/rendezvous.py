@@ -62,7 +62,7 @@ from lockstep.launcher.rank_process import get_exit_code
 from lockstep.launcher.run_secret import SECRET_FILE, read_secret, warn_without_secret
 from lockstep.launcher.secret_store import SecretStore
 from lockstep.launcher.store_server import StoreServer
-from lockstep.messages import say
+from lockstep.messages import log
 from lockstep.transport.handshake import Refused, Status
 from lockstep.transport.message_connection import requires_secret
 
@@ -239,7 +239,7 @@ def _open_store(rank_info: RankInfo, deadline: float) -> Store:
     is_served = _launcher_serves()
     if rank_info.rank == 0 and not is_served:
         if not rank_info.is_loopback:
-            say(warn_without_secret(address, port))
+            log(warn_without_secret(address, port))
         return _serve(listen(address, port, is_single_host=rank_info.is_single_host), deadline)
     return _connect(rank_info, address, port, deadline)
 
@@ -270,7 +270,7 @@ def _open_secret_store(
 
 
 def _serve_secret_store(address: str, port: int, secret: bytes) -> int:
-    ProcessState.server = StoreServer(listen(address, port, is_single_host=False), secret, say)
+    ProcessState.server = StoreServer(listen(address, port, is_single_host=False), secret, log)
     return ProcessState.server.port
 
 
@@ -323,7 +323,7 @@ def _connect(
                 f"MASTER_PORT) within {wait.waited:.0f} s: {store}; {advice}"
             )
         if is_speaker(rank_info) and wait.is_note_due():
-            say(
+            log(
                 f"rank {rank_info.rank}: no answer from {address}:{port} (MASTER_ADDR, "
                 f"MASTER_PORT) for {wait.waited:.0f} s (since {wait.start}): {store}; waiting "
                 f"{wait.left:.0f} s more; {advice}"
@@ -462,7 +462,7 @@ def _open_local_store(rank_info: RankInfo, deadline: float) -> Store:
                 f"that it was started on this host by the same {rank_info.launcher}"
             )
         if is_speaker(rank_info) and wait.is_note_due():
-            say(wait.describe(own, "rank 0"))
+            log(wait.describe(own, "rank 0"))
         time.sleep(RETRY)
     return store
 

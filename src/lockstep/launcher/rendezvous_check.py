@@ -43,7 +43,7 @@ from lockstep.launcher.late_ranks import LongWait, advise, describe_ranks
 from lockstep.launcher.listening_socket import is_loopback
 from lockstep.launcher.network_interface import ALONE, UNKNOWN, describe_network
 from lockstep.launcher.rank_process import report_to_launcher
-from lockstep.messages import escape_control, say
+from lockstep.messages import escape_control, log
 
 __all__ = ["check_ranks", "get_host_identity", "number_hosts", "place_rank", "read_layout"]
 
@@ -307,7 +307,7 @@ def _wait(store: Store, rank_info: RankInfo, deadline: float) -> None:
             if missing:
                 what = describe_ranks(missing, rank_info)
                 advice = advise(missing, rank_info)
-                say(f"{wait.describe(f'rank {rank_info.rank}', what)}; {advice}")
+                log(f"{wait.describe(f'rank {rank_info.rank}', what)}; {advice}")
     report_to_launcher({"kind": "waiting", "ranks": []})
     value: bytes = store.get("complete")
     if value != ALL_HERE.encode():

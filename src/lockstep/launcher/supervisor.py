@@ -34,7 +34,7 @@ from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy
 from lockstep.launcher.rank_probes import group_exists
 from lockstep.launcher.rank_processes import RankProcesses
 from lockstep.launcher.signals import reports_on_request, take_request
-from lockstep.messages import say
+from lockstep.messages import log
 
 __all__ = ["GRACE", "STOP_GRACE", "TICK", "RankSupervisor"]
 
@@ -193,7 +193,7 @@ class RankSupervisor(RankProcesses):
 
     def _ask_to_stop(self, grace: float) -> None:
         self.was_asked_to_stop = True
-        say(f"SIGTERM: waiting up to {grace:g} s for the ranks to save a checkpoint and stop")
+        log(f"SIGTERM: waiting up to {grace:g} s for the ranks to save a checkpoint and stop")
         for rank in self.running:
             self.outcomes[rank].was_terminated = True
             self.send_signal(rank, signal.SIGTERM, group=False)
@@ -203,7 +203,7 @@ class RankSupervisor(RankProcesses):
         late = self.running
         verb = "was" if len(late) == 1 else "were"
         how = "killed" if self.was_asked_to_stop else "ended"
-        say(f"{format_numbered(self.noun, late)} did not stop within {grace:g} s and {verb} {how}")
+        log(f"{format_numbered(self.noun, late)} did not stop within {grace:g} s and {verb} {how}")
         self.terminate(grace=0.0 if self.was_asked_to_stop else None)
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ from lockstep.launcher.group_connections import GroupConnections
 from lockstep.launcher.malloc import keep_freed_memory
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.launcher.signals import print_stack_on_signal
-from lockstep.messages import escape_control, say
+from lockstep.messages import escape_control, log
 
 __all__ = [
     "World",
@@ -252,7 +252,7 @@ def _agree_on_backend(store: Store, rank_info: RankInfo, is_requested: bool) -> 
 def _explain(choice: BackendChoice) -> None:
     """Print why a slower backend is used, if one is; only once per process."""
     if choice.is_slower:
-        say(f"using the backend {choice.name}, {choice.reason}")
+        log(f"using the backend {choice.name}, {choice.reason}")
 
 
 def _explain_compression(world: World) -> None:
@@ -265,7 +265,7 @@ def _explain_compression(world: World) -> None:
             f"has the backend '{world.backend}': leave compression out, or choose that backend"
         )
     if world.compression == "bf16" and world.rank == 0 and comm.host_group_of(None) is not None:
-        say(
+        log(
             "compression='bf16' rounds the sums of gradients between hosts: results are "
             "reproducible on the same placement of ranks on hosts, and differ from those of one "
             "host or of another placement"

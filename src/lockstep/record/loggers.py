@@ -39,7 +39,7 @@ from typing import Any, Protocol
 from lockstep.files import replace_file
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import RUN, is_resuming
-from lockstep.messages import say
+from lockstep.messages import log
 
 __all__ = ["LOGGER_NAMES", "DashboardLogger", "Logger", "MLflow", "TensorBoard", "WandB"]
 __all__ += ["collect_scalars", "create_logger"]
@@ -142,7 +142,7 @@ class DashboardLogger(abc.ABC):
                 f"{type(self).__name__} failed and is disabled, the training continues "
                 f"({type(error).__name__}: {error})"
             )
-            say(self.failure)
+            log(self.failure)
 
     def close(self) -> None:
         """Close the dashboard's run, as interrupted if there was no line "end"."""

@@ -38,7 +38,7 @@ from lockstep.files import create_file, make_folder
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.launch import calls_in_this_process
 from lockstep.launcher.run_folder import is_resuming
-from lockstep.messages import say
+from lockstep.messages import log
 from lockstep.record.rank_summary import STATISTICS
 from lockstep.record.sources import SourceFolder
 from lockstep.redaction import redact
@@ -201,7 +201,7 @@ class Recorder:
             else:
                 self._sources.add()
         except OSError as error:
-            say(f"the sources of the program cannot be copied to {self.folder}: {error.strerror}")
+            log(f"the sources of the program cannot be copied to {self.folder}: {error.strerror}")
             self._sources = None
             return {}
         if self._sources.name is None:
@@ -219,7 +219,7 @@ class Recorder:
         )
         self.close()
         with contextlib.suppress(OSError, ValueError):
-            say(self.failure)
+            log(self.failure)
 
 
 def _round_rows(rows: Iterable[Iterable[float]]) -> list[list[float]]:

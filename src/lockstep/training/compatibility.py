@@ -22,16 +22,16 @@ from lockstep.elastic.restart_source import RestartSource, find_mirror
 from lockstep.formatting import format_numbered
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import CHECKPOINTS, find_launch_folder
-from lockstep.messages import say
+from lockstep.messages import log
 from lockstep.record.environment import describe_environment
 from lockstep.record.sources import find_sources
 
 __all__ = [
     "describe_training",
     "find_differences",
+    "log_continued",
+    "log_resumed",
     "require_same_training",
-    "say_continued",
-    "say_resumed",
 ]
 
 # Settings without effect on the bits.
@@ -133,7 +133,7 @@ def _is_structure(entry: str) -> bool:
     return re.match(r"model\b", entry) is not None and not is_attribute
 
 
-def say_continued(
+def log_continued(
     origin: RestartSource, path: Path | None, steps: int, has_checkpoints: bool
 ) -> None:
     """Print from where the processes of a new round continue.
@@ -155,7 +155,7 @@ def say_continued(
         mirror = find_mirror()
         is_mirror = mirror is not None and path.is_relative_to(mirror)
         source = f"the {'mirror' if is_mirror else 'checkpoint'} of step {steps}"
-    say(f"round {origin.round} continues from {source}")
+    log(f"round {origin.round} continues from {source}")
 
 
 def _has_other_state(origin: RestartSource) -> bool:
@@ -166,13 +166,13 @@ def _has_other_state(origin: RestartSource) -> bool:
     return origin.state is not None or any(map(find_checkpoints, folders))
 
 
-def say_resumed(path: Path | None, steps: int, differences: Sequence[str]) -> None:
+def log_resumed(path: Path | None, steps: int, differences: Sequence[str]) -> None:
     """Print from where a run is resumed, and the differences."""
     if path is None:
-        say("the run has not saved a checkpoint: it starts from the beginning")
+        log("the run has not saved a checkpoint: it starts from the beginning")
         return
-    say(f"resumed after step {steps} from {os.path.relpath(path)}")
+    log(f"resumed after step {steps} from {os.path.relpath(path)}")
     for difference in differences[:SHOWN]:
-        say(difference)
+        log(difference)
     if len(differences) > SHOWN:
-        say(f"and {len(differences) - SHOWN} more differences; the record has all")
+        log(f"and {len(differences) - SHOWN} more differences; the record has all")

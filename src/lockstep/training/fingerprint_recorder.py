@@ -24,7 +24,7 @@ from pathlib import Path
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.kernel.step_hooks import StepResult
-from lockstep.messages import say
+from lockstep.messages import log
 from lockstep.model.fingerprint_file import (
     FingerprintFile,
     count_resumes,
@@ -189,7 +189,7 @@ class FingerprintRecorder:
         """
         folder = self._history.find_run_folder()
         if folder is None:
-            say(
+            log(
                 "no fingerprints are kept, because the run is not recorded: pass "
                 "loggers='runs/NAME' to the trainer, or start it with `lockstep run`"
             )
@@ -197,12 +197,12 @@ class FingerprintRecorder:
         try:
             return f"{secrets.token_hex(8)} {count_resumes(folder)} {folder}"
         except FileError as error:
-            say(f"{error}; the training continues without fingerprints")
+            log(f"{error}; the training continues without fingerprints")
             return ""
 
     def _fail(self, error: OSError) -> None:
         path = self._file.path if self._file is not None else "fingerprints"
-        say(
+        log(
             f"rank {self._parallel.rank}: {path} cannot be written ({error.strerror}); the "
             "training continues without fingerprints of this rank"
         )

@@ -26,7 +26,7 @@ from torch import nn
 
 from lockstep.checkpoint.tensor_file import DTYPES
 from lockstep.kernel.errors import UsageError
-from lockstep.messages import say
+from lockstep.messages import log
 from lockstep.model.description import (
     PLAIN,
     describe_value,
@@ -150,7 +150,7 @@ class ModuleSettings:
                 self._set(owners, path, name, value)
         for path, text in (self._hooks | state["hooks"]).items():
             if hooks.get(path, text) != text and dist.get_rank() == 0:
-                say(
+                log(
                     f"{path} has the hooks [{hooks[path]}], and had [{text}] when the state was "
                     "saved: register hooks before the loop, whose body a resumed script does not "
                     "execute again"

@@ -29,7 +29,7 @@ from lockstep.checksum import checksum
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.seeds import isolated, seed_all
 from lockstep.launcher.world import world
-from lockstep.messages import say
+from lockstep.messages import log
 from lockstep.model.generator_states import state_of_others, state_of_torch
 
 __all__ = [
@@ -123,7 +123,7 @@ def require_complete_state(
             trial = _Trial(optimizer, names, sparse, device)
         except Exception as error:  # of any kind: a real step may work, or will raise it
             if world().rank == 0:
-                say(
+                log(
                     f"cannot check that state_dict() of {kind} is complete, because a copy of it "
                     f"raised {type(error).__name__}: {error}"
                 )

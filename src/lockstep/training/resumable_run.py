@@ -29,7 +29,7 @@ from lockstep.launcher.run_folder import is_resuming
 from lockstep.model.generator_states import global_states
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.call_journal import OpenEpoch
-from lockstep.training.compatibility import say_continued, say_resumed
+from lockstep.training.compatibility import log_continued, log_resumed
 from lockstep.training.history import History
 from lockstep.training.last_safe_state import read_newest_state
 from lockstep.training.repeated_work import measure_repeated_work
@@ -121,7 +121,7 @@ class ResumableRun:
         self._position.resumed_from = steps
         checkpoints.open_loggers()
         if self._parallel.rank == 0:
-            say_resumed(path, steps, differences)
+            log_resumed(path, steps, differences)
             self._history.write_missing(backlog)
         self._history.write(
             "resume",
@@ -163,7 +163,7 @@ class ResumableRun:
         elif self._parallel.rank == 0:
             self._record.open_replaced(number)
         if self._parallel.rank == 0:
-            say_continued(origin, path, steps, checkpoints is not None)
+            log_continued(origin, path, steps, checkpoints is not None)
             self._history.write_missing((state or {}).get("backlog", ()))
         if self._member is not None:
             self._record.agree_on_folder(self._parallel.group)

@@ -46,7 +46,7 @@ from lockstep.elastic.restart_source import find_mirror
 from lockstep.files import make_folder
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.run_folder import hold_run, is_resuming, wait_until_free
-from lockstep.messages import say
+from lockstep.messages import log
 from lockstep.model.generator_states import global_states, set_global_states
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.history import History
@@ -251,7 +251,7 @@ class RunCheckpoints:
         if is_due and self._due_since is None:
             self._due_since = steps
         if self._due_since is not None and steps - self._due_since == 200:
-            say(
+            log(
                 f"no checkpoint could be saved since step {self._due_since}: a loop over "
                 "trainer.batches(...) was begun and has not asked for its next batch; checkpoints "
                 "are saved between its batches"
@@ -405,7 +405,7 @@ class RunCheckpoints:
             rank = next((r for r, hashes in enumerate(said) if hashes[name] != value), None)
             if rank is not None and name not in self._told and self._parallel.rank == 0:
                 self._told.add(name)
-                say(
+                log(
                     f"stateful[{name!r}] has a different state on rank {rank} than on rank 0: a "
                     "checkpoint holds rank 0's, for every rank"
                 )
@@ -418,7 +418,7 @@ class RunCheckpoints:
                     f"no checkpoint after step {saved.step} ({saved.failure}); training continues, "
                     f"and the previous one is kept in {saved.path.parent}"
                 )
-                say(f"rank {self._parallel.rank}: {message}")
+                log(f"rank {self._parallel.rank}: {message}")
                 history.write("warning", rank=self._parallel.rank, message=message)
             elif self._parallel.rank == 0:
                 history.write(
@@ -480,7 +480,7 @@ class RunCheckpoints:
             return str(path.absolute())
         newest, problems = find_newest_valid(folder)
         for problem in problems:
-            say(f"{problem}; the one before it is used")
+            log(f"{problem}; the one before it is used")
         if newest is None and problems:
             raise FileError(
                 f"every checkpoint in {folder} is damaged; the first one: {problems[0]}"
@@ -508,7 +508,7 @@ class RunCheckpoints:
             return
         renamed = set_aside_newer(self.folder, used, steps)
         if renamed:
-            say(
+            log(
                 f"the run continues from before {len(renamed)} of its checkpoints: renamed to "
                 f"{', '.join(path.name for path in renamed)}; remove them if you do not need them"
             )
@@ -569,7 +569,7 @@ def restore_objects(
             with refusing_misfits(f"the state of stateful[{name!r}] in the checkpoint"):
                 registered.load_state_dict(state["stateful"][name])
         elif dist.get_rank() == 0:
-            say(
+            log(
                 f"the checkpoint has no state of stateful[{name!r}]; it starts from its initial "
                 "state"
             )

@@ -43,7 +43,7 @@ from lockstep.launcher.run_folder import (
     link_launch_folder,
     rename_launch_folder,
 )
-from lockstep.messages import say
+from lockstep.messages import log
 from lockstep.record.loggers import DashboardLogger, Logger
 from lockstep.record.program import REPLAYABLE, describe_program
 from lockstep.record.recorder import RECORD_FILE, Recorder
@@ -162,7 +162,7 @@ class RunRecord:
             return None
         if (self.path / RECORD_FILE).exists():
             if is_resuming() and not _uses:
-                say(
+                log(
                     f"{self.path} is resumed, but its trainer has no checkpoints: it starts from "
                     "the beginning, and is not recorded; pass checkpoint=ls.CheckpointConfig()"
                 )
@@ -173,7 +173,7 @@ class RunRecord:
         except UsageError:  # another process was faster
             return None
         except FileError as error:
-            say(f"nothing is recorded: {error}")
+            log(f"nothing is recorded: {error}")
             return None
 
     def _require_no_checkpoints(self) -> None:
@@ -379,7 +379,7 @@ def _begin_named(base: Path, is_recorded: bool) -> tuple[Path, Recorder | None]:
                     continue
                 raise
         if number > 1:
-            say(f"{_shorten(base)} holds an earlier run: this one is in {_shorten(folder)}")
+            log(f"{_shorten(base)} holds an earlier run: this one is in {_shorten(folder)}")
         if launch is not None and not is_renamed:
             link_launch_folder(folder)
         return folder, recorder

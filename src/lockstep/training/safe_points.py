@@ -20,7 +20,7 @@ from lockstep.checkpoint.writer import SavedCheckpoint
 from lockstep.elastic.membership import Membership
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.rank_process import report_to_launcher
-from lockstep.messages import say
+from lockstep.messages import log
 from lockstep.training.call_journal import OpenEpoch
 from lockstep.training.history import History
 from lockstep.training.last_safe_state import LastSafeState
@@ -118,7 +118,7 @@ class SafePoints:
             message = f"stopped on request after step {steps}"
             if saved is not None:
                 message += f"; checkpoint: {os.path.relpath(saved.path)}"
-                say(message)
+                log(message)
             raise StoppedOnRequest(message)
 
     def save_to(self, checkpoints: RunCheckpoints, path: Path) -> None:
@@ -222,7 +222,7 @@ class SafePoints:
             common = self._position.describe() | {"backlog": self._history.backlog}
             self._safe_state.write(folder, common, self._position.state.part, is_now)
         except (FileError, UsageError) as error:
-            say(f"the state cannot be handed over: {error}")
+            log(f"the state cannot be handed over: {error}")
         else:
             checkpoints = self._checkpoints
             place = str(checkpoints.folder) if checkpoints and checkpoints.is_open else ""

@@ -32,7 +32,7 @@ from lockstep.kernel.step import OptimizerStep
 from lockstep.kernel.step_context import StepLabel
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.launcher.world import world
-from lockstep.messages import say
+from lockstep.messages import log
 from lockstep.model.batch_norm import BatchNormCheck
 from lockstep.model.deferred_init import BlockLike
 from lockstep.model.evaluation import Evaluation
@@ -327,7 +327,7 @@ class Trainer:
             return None
         if member is not None:
             if world().rank == 0:
-                say("no fingerprints are kept in an elastic run, whose ranks change")
+                log("no fingerprints are kept in an elastic run, whose ranks change")
             return None
         names = setup.partitioner.block_names
         return FingerprintRecorder(

@@ -15,7 +15,7 @@ from lockstep.comm.collectives import broadcast_bytes
 from lockstep.files import replace_file
 from lockstep.kernel.errors import FileError
 from lockstep.launcher.run_folder import RUNS, create_run_folder
-from lockstep.messages import say
+from lockstep.messages import log
 
 __all__ = ["save_from_rank0", "save_last_good", "save_weights"]
 
@@ -74,7 +74,7 @@ def save_from_rank0(path: Path, state: Mapping[str, Any], group: dist.ProcessGro
         try:
             save_weights(path, state)
             if path.suffix not in (SAFETENSORS, *PICKLED):
-                say(f"{path} is written as safetensors; for torch.load use the suffix .pt")
+                log(f"{path} is written as safetensors; for torch.load use the suffix .pt")
         except FileError as error:
             failure = str(error).encode()
         except Exception as error:  # any error: the other ranks wait for the outcome

@@ -17,7 +17,7 @@ from lockstep.files import write_output
 from lockstep.formatting import format_size, parse_sizes
 from lockstep.kernel.errors import UsageError, WorkError
 from lockstep.launcher.signals import exiting_on_sigterm
-from lockstep.messages import say
+from lockstep.messages import log
 from lockstep.tools.bench.collectives import COLLECTIVES, COPY, Collective
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def default_backend() -> str:
     name = cpu_backend()
     reason = reason_unavailable()
     if name != "lockstep" and reason is not None:
-        say(f"the reference is {name}, because the backend 'lockstep' is not available: {reason}")
+        log(f"the reference is {name}, because the backend 'lockstep' is not available: {reason}")
     return name
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.kernel.errors import UsageError
-from lockstep.messages import JSON_HELP, escape_control, say
+from lockstep.messages import JSON_HELP, escape_control, log
 from lockstep.tools.commands.replay import ReplayProgress
 from lockstep.tools.commands.report import find_run
 
@@ -59,7 +59,7 @@ def command(
 
     a, b = map(read_recorded_run, places, runs)
     with ReplayProgress() as progress:
-        bisection = bisect_runs(a, b, progress.show, say, timeout)
+        bisection = bisect_runs(a, b, progress.show, log, timeout)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         print_text(bisection)
     if as_json:

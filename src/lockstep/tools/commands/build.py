@@ -12,7 +12,7 @@ import click
 from lockstep.formatting import format_bytes, format_duration
 from lockstep.kernel.errors import FileError, UsageError, WorkError
 from lockstep.launcher.signals import exiting_on_sigterm
-from lockstep.messages import say
+from lockstep.messages import log
 from lockstep.native.binding import BindingError, find_bindings
 from lockstep.native.binding_folder import (
     empty_folder,
@@ -73,11 +73,11 @@ def command(clean: bool, verbose: bool) -> None:
 
 def _clean(cache: Path) -> None:
     if not cache.is_dir():
-        say(f"there are no bindings in {cache}")
+        log(f"there are no bindings in {cache}")
         return
-    with lock_folder(cache, LOCK_TIMEOUT, _say_waiting):
+    with lock_folder(cache, LOCK_TIMEOUT, _log_waiting):
         size = empty_folder(cache)
-    say(f"removed the bindings in {cache} ({format_bytes(size)})")
+    log(f"removed the bindings in {cache} ({format_bytes(size)})")
 
 
 def _build(cache: Path, verbose: bool) -> None:
@@ -87,18 +87,18 @@ def _build(cache: Path, verbose: bool) -> None:
         raise UsageError(f"build: torch cannot be imported ({error}): install it first") from None
     module, _ = _find_working()
     if module is None:
-        with lock_folder(cache, LOCK_TIMEOUT, _say_waiting):
+        with lock_folder(cache, LOCK_TIMEOUT, _log_waiting):
             module, reason = _find_working()  # the build that this one waited for may suffice
             if reason is not None:
-                say(f"{reason}: building it again")
+                log(f"{reason}: building it again")
             if module is None:
                 begin = time.monotonic()
                 module = _compile(cache, abi, verbose)
                 size = format_bytes(module.stat().st_size)
                 seconds = format_duration(time.monotonic() - begin)
-                say(f"built for torch {abi.torch} in {seconds}, and tested: {module} ({size})")
+                log(f"built for torch {abi.torch} in {seconds}, and tested: {module} ({size})")
                 return
-    say(
+    log(
         f"nothing to build: {module} ({format_bytes(module.stat().st_size)}) was built for torch "
         f"{abi.torch}, and it works"
     )
@@ -118,18 +118,18 @@ def _find_working() -> tuple[Path | None, str | None]:
 
 
 def _compile(cache: Path, abi: ExtensionABI, verbose: bool) -> Path:
-    log = cache / LOG
+    log_file = cache / LOG
     try:
-        return build_binding(cache, abi, log, _show_progress, _verify)
+        return build_binding(cache, abi, log_file, _show_progress, _verify)
     except CompilationError as error:
-        if verbose and log.exists():
-            click.echo(log.read_text(errors="replace"), err=True)
-        what = f" (all output: {log})" if log.exists() else ""
+        if verbose and log_file.exists():
+            click.echo(log_file.read_text(errors="replace"), err=True)
+        what = f" (all output: {log_file})" if log_file.exists() else ""
         raise WorkError(f"build: {error}{what}: {_advise(str(error))}") from None
     except SelfTestError as error:
         raise WorkError(
             f"build: the new binding does not work ({error}), so it is not used: set CXX to "
-            f"another compiler, or report it with {log}"
+            f"another compiler, or report it with {log_file}"
         ) from None
 
 
@@ -157,6 +157,6 @@ def _verify(module: Path) -> None:
     run_self_test(module)
 
 
-def _say_waiting(process: int) -> None:
+def _log_waiting(process: int) -> None:
     who = f"process {process}" if process else "another process"
-    say(f"another build is running ({who}): waiting for it")
+    log(f"another build is running ({who}): waiting for it")

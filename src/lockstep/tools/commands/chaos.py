@@ -14,7 +14,7 @@ import click
 
 from lockstep.formatting import format_duration, format_quantity
 from lockstep.kernel.errors import UsageError
-from lockstep.messages import JSON_HELP, escape_control, say
+from lockstep.messages import JSON_HELP, escape_control, log
 
 if TYPE_CHECKING:
     from lockstep.launcher.launch_config import LaunchConfig
@@ -75,10 +75,10 @@ def command(
         raise UsageError("-n 1: no rank is left when the only one is killed; use -n 2 or more")
     config = make_config(target, arguments, nprocs, runs)
     try:
-        say(f"training {target} undisturbed on {nprocs} ranks")
-        baseline = train_undisturbed(_name_run(config, "undisturbed"), say)
-        say(describe_baseline(baseline))
-        result = disturb(_name_run(config, "chaos"), baseline, kills, seed, say)
+        log(f"training {target} undisturbed on {nprocs} ranks")
+        baseline = train_undisturbed(_name_run(config, "undisturbed"), log)
+        log(describe_baseline(baseline))
+        result = disturb(_name_run(config, "chaos"), baseline, kills, seed, log)
     except Interrupted as interruption:
         sys.exit(interruption.exit_status)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():

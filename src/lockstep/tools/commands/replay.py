@@ -18,7 +18,7 @@ import click
 
 from lockstep.formatting import format_duration
 from lockstep.kernel.errors import LayoutError, UsageError
-from lockstep.messages import JSON_HELP, discard_if_lost, escape_control, say
+from lockstep.messages import JSON_HELP, discard_if_lost, escape_control, log
 from lockstep.tools.commands.report import find_run
 
 if TYPE_CHECKING:
@@ -116,14 +116,14 @@ def command(
         raise UsageError(f"--dump {dump}: this is not an empty folder; give the name of a new one")
     recording = read_run(find_run(run, folder))
     for remark in recording.remarks:
-        say(remark)
+        log(remark)
     steps = {obstacle.step: obstacle for obstacle in read_step_fingerprints(recording.folder)}
     recorded = find_recorded(recording, steps, step)
     _require_step(recording, recorded, max(steps, default=-1) + 1, step)
     _require_microbatch(recording, recorded, microbatch, step)
     program, base = read_program(recording, step), find_base(recording, step)
     for obstacle in find_obstacles(recording, step, program, base):
-        say(obstacle)
+        log(obstacle)
     schedule = "1f1b" if stages > 1 else None
     layout = Layout(nprocs, stages=stages, schedule=schedule)
     request = ReplayRequest(
@@ -212,7 +212,7 @@ def _append_replay(folder: Path, result: Comparison) -> None:
         with open(descriptor, "wb") as file:
             file.write(f"{line}\n".encode())
     except OSError as error:
-        say(f"{path} cannot be written: {error.strerror}")
+        log(f"{path} cannot be written: {error.strerror}")
 
 
 def _print(result: Comparison, state: str) -> None:

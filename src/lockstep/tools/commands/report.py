@@ -12,7 +12,7 @@ import click
 
 from lockstep.files import make_folder, open_for_write, replace_file
 from lockstep.kernel.errors import FileError, UsageError
-from lockstep.messages import escape_control, say
+from lockstep.messages import escape_control, log
 
 if TYPE_CHECKING:
     from lockstep.record.reader import Run
@@ -53,7 +53,7 @@ def command(
 
     recording = read_run(find_run(run, folder))
     for remark in recording.remarks:
-        say(remark)
+        log(remark)
     if trace is not None:
         save(_trace(recording), trace)
         return

@@ -12,7 +12,7 @@ from lockstep.elastic.scale_request import request_ranks
 from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.run_folder import RUNS, find_run, read_description
-from lockstep.messages import say
+from lockstep.messages import log
 
 __all__ = ["command"]
 
@@ -46,7 +46,7 @@ def command(run: str, ranks: int, parent: str) -> None:
             request.unlink(missing_ok=True)
             raise UsageError(f"{folder} is not running: no launcher has answered in {TIMEOUT:g} s")
         time.sleep(POLL)
-    say(f"{folder} gets {format_quantity(ranks, 'rank')} at its next safe point")
+    log(f"{folder} gets {format_quantity(ranks, 'rank')} at its next safe point")
     sys.exit(0)
 
 

@@ -16,7 +16,7 @@ from lockstep.files import replace_file
 from lockstep.kernel.errors import FileError, LayoutError, UsageError
 from lockstep.launcher.environment import read_rank_info
 from lockstep.launcher.rank_process import get_task
-from lockstep.messages import JSON_HELP, say
+from lockstep.messages import JSON_HELP, log
 from lockstep.pipeline.schedules import NAMES as SCHEDULES
 from lockstep.record.loggers import LOGGER_NAMES
 from lockstep.tools.commands.recorded_options import (
@@ -286,7 +286,7 @@ def command(
         summary = launch(_rank, (recipe, given, str(folder), resumed is not None), nprocs)[0]
     except SystemExit as stop:
         if stop.code == STOPPED:
-            say(f"continue with: {shlex.join(['lockstep', 'train', '--resume', str(folder)])}")
+            log(f"continue with: {shlex.join(['lockstep', 'train', '--resume', str(folder)])}")
         raise
     print_summary(summary, given["quiet"], as_json)
 

@@ -17,7 +17,7 @@ import threading
 from functools import partial
 
 from lockstep.kernel.errors import RendezvousError, UsageError
-from lockstep.messages import say
+from lockstep.messages import log
 from lockstep.tools.remote.connection import Connection, Message, connect_to_driver
 from lockstep.tools.remote.host_workers import HostWorkers
 from lockstep.tools.remote.output_forwarder import StreamName
@@ -65,7 +65,7 @@ class NodeAgent:
                 self._changed.wait_for(lambda: self._welcome or self._is_over, self._timeout)
             if self._welcome:
                 workers = "1 worker" if self._nprocs == 1 else f"{self._nprocs} workers"
-                say(f"serving the driver at {self._driver} with {workers}")
+                log(f"serving the driver at {self._driver} with {workers}")
                 self._run_workers(self._welcome)
         finally:
             self._workers.close(waits=self._is_ended)

@@ -35,7 +35,7 @@ from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import is_in_backward
 from lockstep.kernel.step_context import StepContext, StepObserver
 from lockstep.launcher.stacks import is_user_code
-from lockstep.messages import say
+from lockstep.messages import log
 from lockstep.model.deferred_init import named_tensors
 from lockstep.model.fingerprinter import hookable_modules
 from lockstep.tools.replay.result import ReplayRequest
@@ -295,7 +295,7 @@ def debugging(called: nn.Module, describe_samples: Callable[[], str]) -> Iterato
     def stop(module: nn.Module, args: Any) -> None:
         handle.remove()
         if sentence := describe_samples():
-            say(sentence)
+            log(sentence)
         debugger.set_trace(sys._getframe())
 
     handle = called.register_forward_pre_hook(stop)
