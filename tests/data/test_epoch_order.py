@@ -24,33 +24,6 @@ def test_partition_sizes_lose_nothing_and_round_each_quota(total: int, parts: li
         assert math.floor(total * fraction - 1e-6) <= size <= math.ceil(total * fraction + 1e-6)
 
 
-@given(st.integers(0, 10_000), weights)
-def test_the_largest_remainders_are_rounded_up(total: int, parts: list[int]) -> None:
-    whole = sum(parts)
-    sizes = partition_sizes(total, [part / whole for part in parts])
-    remainders = [total * part % whole / whole for part in parts]
-    up = [r for r, s, p in zip(remainders, sizes, parts, strict=True) if s > total * p // whole]
-    down = [r for r, s, p in zip(remainders, sizes, parts, strict=True) if s <= total * p // whole]
-    assert not up or not down or min(up) >= max(down) - 1e-6
-
-
-@pytest.mark.parametrize(
-    ("total", "fractions", "sizes"),
-    [
-        (10, [0.7, 0.2, 0.1], [7, 2, 1]),
-        (11, [0.5, 0.5], [6, 5]),
-        (10, [1 / 3, 1 / 3, 1 / 3], [4, 3, 3]),
-        (5, [0.1] * 10, [1] * 5 + [0] * 5),
-        (1797, [0.8, 0.2], [1438, 359]),
-        (3, [1.0, 0.0], [3, 0]),
-        (0, [0.5, 0.5], [0, 0]),
-        (10**9, [0.5 + 4e-7, 0.5 + 4e-7], [5 * 10**8, 5 * 10**8]),
-    ],
-)
-def test_partition_sizes_by_example(total: int, fractions: list[float], sizes: list[int]) -> None:
-    assert partition_sizes(total, fractions) == sizes
-
-
 @pytest.mark.parametrize(
     ("fractions", "words"),
     [

@@ -145,17 +145,6 @@ def test_tensors_in_memory_have_the_bits_of_collated_samples() -> None:
             assert torch.equal(mine, theirs)
 
 
-def test_tensors_in_memory_are_not_asked_sample_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Any, index: int) -> Any:
-        raise AssertionError("asked for a sample")
-
-    dataset = Subset(TensorDataset(torch.arange(10)), range(8))
-    monkeypatch.setattr(TensorDataset, "__getitem__", refuse)
-    assert sum(batch.size for batch in Batches(dataset, 3)) == 8
-    with pytest.raises(SampleError, match="asked for a sample"):
-        list(Batches(dataset, 3, collate_fn=default_collate))
-
-
 def test_a_tensor_dataset_of_ones_own_is_asked() -> None:
     class Doubled(TensorDataset):
         def __getitem__(self, index: int) -> Any:
