@@ -152,22 +152,6 @@ def test_freed_memory_is_not_taken_for_memory_that_was_never_written():
 # --- where it was called -----------------------------------------------------------------------
 
 
-class Square(torch.autograd.Function):
-    """A function with a backward of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        """Return the square."""
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        """Return the gradient."""
-        (x,) = ctx.saved_tensors
-        return gradients[0] * 2 * x
-
-
 def test_hooks_and_the_sum_of_gradients_belong_to_their_parameter():
     network, data = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)
 
