@@ -35,9 +35,6 @@ POSITIVE = click.IntRange(min=1)
 )  # fmt: skip
 @click.option("--repeats", default=11, show_default=True, type=POSITIVE, help="Calls per size.")
 @click.option("--train", is_flag=True, help="Time training steps in place of calls.")
-@click.option(
-    "--compressions", default="", help="Further compressions for --train: lossless,bf16.",
-)  # fmt: skip
 @click.option("--width", default=1024, show_default=True, type=POSITIVE, help="Width of the model.")
 @click.option("--steps", default=12, show_default=True, type=POSITIVE, help="Steps per launch.")
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write results.")
@@ -86,24 +83,18 @@ def measure_calls(
 def measure_training(
     placement: str, rate: float | None, _sizes: list[int], flags: dict[str, Any], network: Any
 ) -> list[dict[str, Any]]:
-    """Return a row per backend and compression, of two launches each, by turns."""
-    extra = [each for each in flags["compressions"].split(",") if each]
-    contenders = [("gloo", None), ("lockstep", None), *(("lockstep", each) for each in extra)]
+    """Return a row per backend, of two launches each, by turns."""
     rows: dict[str, dict[str, Any]] = {}
     for _ in range(2):
-        for backend, compression in contenders:
-            name = backend if compression is None else f"{backend}, {compression}"
-            options = {
-                "backend": backend, "compression": compression,
-                "width": flags["width"], "steps": flags["steps"],
-            }  # fmt: skip
-            row = measure("train", placement, rate, options, network) | {"contender": name}
-            known = rows.setdefault(name, row)
+        for backend in ("gloo", "lockstep"):
+            options = {"backend": backend, "width": flags["width"], "steps": flags["steps"]}
+            row = measure("train", placement, rate, options, network) | {"contender": backend}
+            known = rows.setdefault(backend, row)
             if known is not row:
                 known["times"] += row["times"]
                 known["sent"] += row["sent"]
-            if compression != "bf16" and row["digest"] != rows["gloo"]["digest"]:
-                raise WorkError(f"{name}, {placement}: the digest differs from that of gloo")
+            if row["digest"] != rows["gloo"]["digest"]:
+                raise WorkError(f"{backend}, {placement}: the digest differs from that of gloo")
     return list(rows.values())
 
 

@@ -165,7 +165,7 @@ class BucketSum:
 
 def train(options: dict[str, Any]) -> dict[str, Any]:
     """Return the times of steps of a small model, and its digest."""
-    ls.init(backend=options["backend"], compression=options["compression"], threads=1)
+    ls.init(backend=options["backend"], threads=1)
     torch.manual_seed(0)
     width = options["width"]
     model = torch.nn.Sequential(

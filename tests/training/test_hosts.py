@@ -127,9 +127,9 @@ def test_a_host_computes_neighboring_microbatches():
     assert run(microbatches_here, "abab") == [[0, 1], [4, 5], [2, 3], [6, 7]]
 
 
-def sent_in_a_step(placement, compression=None):
-    """Return the bytes sent to other hosts in a step, relative to the gradients, and the digest."""
-    group = join(placement, compression=compression)
+def sent_in_a_step(placement):
+    """Return the bytes sent to other hosts in a step, relative to the gradients."""
+    group = join(placement)
     model = nn.Linear(1000, 1000, bias=False)
     trainer = ls.Trainer(model, nn.MSELoss(), partial(torch.optim.SGD, lr=0.1))
     generator = torch.Generator().manual_seed(0)
@@ -139,31 +139,15 @@ def sent_in_a_step(placement, compression=None):
         before = sum(group.between.sent.values())
         trainer.step(batch)
     sent = sum(group.between.sent.values()) - before
-    return sent / model.weight.nbytes, trainer.digest()
+    return sent / model.weight.nbytes
 
 
 @pytest.mark.parametrize("placement", ["aabb", "abab"])
 def test_a_host_sends_the_gradients_once(placement):
     found = run(sent_in_a_step, placement)
     for host in "ab":
-        of_host = [sent for where, (sent, _) in zip(placement, found, strict=True) if where == host]
+        of_host = [sent for where, sent in zip(placement, found, strict=True) if where == host]
         assert 1.0 <= sum(of_host) < 1.02
-
-
-def test_bf16_halves_the_bytes_and_all_ranks_have_the_same_bits():
-    exact, found = run(sent_in_a_step, "aabb"), run(sent_in_a_step, "aabb", "bf16")
-    assert 0.5 <= found[0][0] + found[1][0] < 0.52
-    (digest,) = {digest for _, digest in found}
-    assert digest != exact[0][1]
-    # The same on another assignment of the ranks to hosts of the same sizes, and in every run.
-    assert {digest for _, digest in run(sent_in_a_step, "abab", "bf16")} == {digest}
-
-
-def test_lossless_compression_keeps_the_bits():
-    pytest.importorskip("zstandard", reason="the extra 'compression' is not installed")
-    exact, found = run(sent_in_a_step, "aabb"), run(sent_in_a_step, "aabb", "lossless")
-    assert {digest for _, digest in found} == {exact[0][1]}
-    assert found[0][0] + found[1][0] < 0.95
 
 
 def refuse_shared_storage(placement):

@@ -36,7 +36,6 @@ def make_all_reduce(
     group: dist.ProcessGroup | None = None,
     divisor: int = 1,
     cuts: Sequence[int] = (),
-    compression: str | None = None,
 ) -> ReproducibleAllReduce:
     """Return the reproducible all-reduce of a bucket.
 
@@ -50,8 +49,6 @@ def make_all_reduce(
         divisor: The number by which the sum is divided before it is gathered.
         cuts: The bounds of the ranks' slices. If given, nothing is gathered, and a rank has only
             the sums of its own slice (backend "lockstep" only).
-        compression: How sums are compressed between hosts, on the backend "lockstep"; see
-            `lockstep.comm.hosts.compression`.
     """
     options = divisor, cuts or None, bool(cuts)
     native = native_backend(device, bucket.dtype, group)
@@ -65,6 +62,6 @@ def make_all_reduce(
         return made
     hosts = backend.host_group_of(group) if is_supported(device, bucket.dtype) else None
     if hosts is not None:
-        return HostAllReduce(hosts, bucket, nodes_by_rank, leaves, *options, compression)
+        return HostAllReduce(hosts, bucket, nodes_by_rank, leaves, *options)
     assert not cuts
     return PortableAllReduce(bucket, nodes_by_rank, leaves, device, group, divisor)

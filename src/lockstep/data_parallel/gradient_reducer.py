@@ -70,7 +70,6 @@ class GradientReducer:
         shards: The pieces of the parameters, whose sums each rank gets; None for whole gradients.
         modules: Modules whose backward hooks may read `.grad`.
         sparse: The parameters whose gradients may be sparse; empty with `shards`.
-        compression: How sums are compressed between hosts; None if they are not.
     """
 
     def __init__(
@@ -80,11 +79,10 @@ class GradientReducer:
         shards: Shards | None = None,
         modules: Iterable[torch.nn.Module] = (),
         sparse: Collection[torch.Tensor] = (),
-        compression: str | None = None,
     ) -> None:
         self._parameters = list(parameters)
         self._sparse = {n for n, (_, parameter) in enumerate(parameters) if parameter in sparse}
-        self._planner = BucketPlanner(self._parameters, group, shards, compression)
+        self._planner = BucketPlanner(self._parameters, group, shards)
         is_native = native_module.reason_unavailable() is None
         self._add_natively = native_module.load().accumulate_gradients if is_native else None
         self._may_have_view = {*range(len(self._parameters))} if is_native else set[int]()

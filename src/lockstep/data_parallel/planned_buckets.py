@@ -49,7 +49,6 @@ class BucketPlanner:
         parameters: Names and parameters.
         group: The ranks that add; None for the default group.
         shards: The pieces of the parameters, whose sums each rank gets; None for whole gradients.
-        compression: How sums are compressed between hosts; None if they are not.
     """
 
     def __init__(
@@ -57,10 +56,8 @@ class BucketPlanner:
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         group: dist.ProcessGroup | None,
         shards: Shards | None,
-        compression: str | None,
     ) -> None:
         self.parameters, self.group, self.shards = parameters, group, shards
-        self._compression = compression
 
     def can_overlap(self, indices: Sequence[int]) -> bool:
         """Return whether the exchange of these gradients may run beside a backward pass.
@@ -100,7 +97,6 @@ class BucketPlanner:
                 self.parameters[bucket.members[0].index][1].device,
                 self.group,
                 cuts=[] if shards is None else shards.find_cuts(bucket),
-                compression=self._compression,
             )
             for bucket in buckets
         ]

@@ -23,7 +23,6 @@ import torch.utils.deterministic
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from lockstep.comm import backend as comm
-from lockstep.comm.hosts.compression import check_compression
 from lockstep.comm.hosts.identity import declare_world
 from lockstep.kernel.errors import RendezvousError, UsageError
 from lockstep.launcher import rendezvous
@@ -70,7 +69,6 @@ class World:
         device: The device that this rank computes on.
         backend: The backend of `torch.distributed`: "lockstep", "gloo", or for
             accelerators two of them, such as "cpu:gloo,cuda:nccl".
-        compression: How sums of gradients are compressed between hosts; None if they are not.
     """
 
     rank: int
@@ -80,7 +78,6 @@ class World:
     host: int
     device: torch.device
     backend: str
-    compression: str | None = None
 
 
 JOIN_TIMEOUT = 10.0  # seconds to connect the ranks of a new round, all of which are alive
@@ -99,7 +96,6 @@ def init(
     timeout: float = 300.0,
     threads: int = 1,
     device: str | torch.device | None = None,
-    compression: str | None = None,
 ) -> World:
     """Join the world that the environment describes, and return this rank's view of it.
 
@@ -117,10 +113,6 @@ def init(
             on every rank.
         device: The device of this rank. None: the accelerator with its local rank if there is
             one, else the CPU.
-        compression: How the backend "lockstep" compresses the sums of a trainer's gradients that
-            hosts send to each other. None: not at all. "lossless": the same bits in fewer bytes
-            (needs the extra `compression`). "bf16": float32 is rounded to bfloat16, which halves
-            the bytes and changes the bits. Without effect on one host.
 
     Raises:
         LaunchEnvironmentError: The environment variables contradict each other.
@@ -128,9 +120,7 @@ def init(
         RendezvousError: The other ranks did not join before the timeout.
     """
     global _current, _arguments
-    arguments = (
-        backend, timeout, threads, None if device is None else str(device), compression
-    )  # fmt: skip
+    arguments = backend, timeout, threads, None if device is None else str(device)
     if _current is not None and dist.is_initialized():
         if arguments != _arguments:
             raise UsageError(
@@ -139,7 +129,6 @@ def init(
                 f"once, or call lockstep.shutdown() in between"
             )
         return _current
-    check_compression(compression)
     rank_info, store = read_rank_info(os.environ), None
     if rank_info.unknown and not dist.is_initialized():
         # Which device and backend are used depends on the ranks of this host.
@@ -168,8 +157,6 @@ def init(
             _unset_variables()
             raise
     _current, _arguments = _describe_world(rank_info, chosen), arguments
-    _current = replace(_current, compression=compression)
-    _explain_compression(_current)
     if os.environ.get(JOIN):
         # The rank that it will have, so that a script does not take it for rank 0.
         _current = replace(
@@ -253,23 +240,6 @@ def _explain(choice: BackendChoice) -> None:
     """Print why a slower backend is used, if one is; only once per process."""
     if choice.is_slower:
         log(f"using the backend {choice.name}, {choice.reason}")
-
-
-def _explain_compression(world: World) -> None:
-    """Print what a compression changes; raise UsageError if the backend has none."""
-    if world.compression is None:
-        return
-    if world.backend != "lockstep":
-        raise UsageError(
-            f"compression={world.compression!r} is done by the backend 'lockstep', and this world "
-            f"has the backend '{world.backend}': leave compression out, or choose that backend"
-        )
-    if world.compression == "bf16" and world.rank == 0 and comm.host_group_of(None) is not None:
-        log(
-            "compression='bf16' rounds the sums of gradients between hosts: results are "
-            "reproducible on the same placement of ranks on hosts, and differ from those of one "
-            "host or of another placement"
-        )
 
 
 def world() -> World:
@@ -429,7 +399,7 @@ def _ranks() -> World | RankInfo:
 
 
 def _format_arguments(arguments: tuple[object, ...]) -> str:
-    names = ("backend", "timeout", "threads", "device", "compression")
+    names = ("backend", "timeout", "threads", "device")
     return ", ".join(f"{name}={value}" for name, value in zip(names, arguments, strict=True))
 
 

@@ -51,7 +51,6 @@ class ParallelContext:
     hosts: Hosts
     messages: Messages
     make_buffer_exchange: Callable[[], BufferExchange]
-    compression: str | None = None
     extra_modules: tuple[nn.Module, ...] = ()
     activation_checkpointing: bool = False
     loss_scale: LossScale | None = None

@@ -184,7 +184,6 @@ class PipelineExecutor:
                     [(name, parameters[name]) for name in parameters if owners[name] == number],
                     parallel.peers,
                     sparse=sparse,
-                    compression=parallel.compression,
                 ),
                 parallel.make_checkpointing(blocks[number]),
                 parallel.device,

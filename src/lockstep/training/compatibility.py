@@ -34,10 +34,10 @@ __all__ = [
     "require_same_training",
 ]
 
-# Settings without effect on the bits.
+# Settings without effect on the bits; the last one was saved by version 0.1.
 FREE = (
-    *("pipeline.", "storage", "checkpoint", "fingerprints", "compression.lossless"),
-    "restore_schedule",
+    *("pipeline.", "storage", "checkpoint", "fingerprints", "restore_schedule"),
+    "compression.lossless",
 )
 SHOWN = 5  # differences that are printed
 
@@ -98,8 +98,11 @@ def find_differences(
         before, now = saved["environment"].get(name), here["environment"].get(name)
         if before != now:
             differences.append(f"{name} is {now}, it was {before}: the bits may differ from now on")
-    for entry in {**saved["settings"], **here["settings"]}:
-        before, now = saved["settings"].get(entry), here["settings"].get(entry)
+    # Version 0.1 could round the sums between hosts to bfloat16.
+    here_settings = {"compression.bf16": "False", **here["settings"]}
+    saved_settings = {"compression.bf16": "False", **saved["settings"]}
+    for entry in {**saved_settings, **here_settings}:
+        before, now = saved_settings.get(entry), here_settings.get(entry)
         is_derived = re.match(r"scheduler(\[\d+\])?\._", entry)
         if before != now and not entry.startswith(FREE) and not is_derived:
             restored = " (the checkpoint's is used)" if used.get(entry) == before else ""

@@ -337,7 +337,6 @@ def describe_run(
             "backend": world.backend,
             "device": str(world.device),
             "storage": "replicated" if optimization.sharded is None else "shared",
-            **({} if world.compression is None else {"compression": world.compression}),
         },
         "environment": describe_environment(),
         "model": {

@@ -251,7 +251,6 @@ def _build_executor(
             parallel.group,
             modules=called,
             sparse=sparse,
-            compression=parallel.compression,
         )
     modules = parallel.modules_with(module)
     held = HeldParameters(

@@ -70,7 +70,6 @@ def make_parallel_context(
         messages=GroupMessages(None),
         make_buffer_exchange=partial(GroupExchange, peers),
         hosts=find_hosts(world.world_size, stages),
-        compression=world.compression,
         extra_modules=tuple(extra_modules),
         activation_checkpointing=activation_checkpointing,
         loss_scale=LossScale() if autocast_dtype == torch.float16 else None,

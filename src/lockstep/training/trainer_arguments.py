@@ -16,7 +16,6 @@ from torch import nn
 from lockstep.checkpoint.schedule import CheckpointConfig
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.loss_weights import WeightFunction
-from lockstep.launcher.world import world
 from lockstep.model.across_ranks import verify_across_ranks
 from lockstep.model.deferred_init import BlockLike
 from lockstep.model.description import describe, describe_environment
@@ -98,7 +97,6 @@ class TrainerArguments:
                 config.scheduler_interval or "step" for config in self.optimizers
             ),
             **{f"pipeline.{name}": value for name, value in vars(self.pipeline).items()},
-            **{f"compression.{name}": world().compression == name for name in ("bf16", "lossless")},
         }
         del values["optimizers"], values["pipeline"]  # optimizers are compared once they are made
         return values

@@ -20,7 +20,6 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions
 
 from lockstep.comm.bucket import Bucket
-from lockstep.comm.hosts.compression import make_codec
 from lockstep.comm.hosts.fingerprint import (
     FINGERPRINT_BYTES,
     CollectiveFingerprint,
@@ -46,7 +45,6 @@ class HostAllReduce(NativeAllReduce):
     Args:
         group: The group.
         bucket, nodes_by_rank, leaves, divisor, cuts, scatter: As for `NativeAllReduce`.
-        compression: How data between hosts is compressed; see `lockstep.comm.hosts.compression`.
     """
 
     def __init__(
@@ -58,13 +56,11 @@ class HostAllReduce(NativeAllReduce):
         divisor: int,
         cuts: Sequence[int] | None = None,
         scatter: bool = False,
-        compression: str | None = None,
     ) -> None:
         super().__init__(
             group.local, bucket, nodes_by_rank, leaves, group.rank, divisor, cuts, scatter
         )
         self._group, self._divisor, self._is_scattered = group, divisor, scatter
-        self._codec = make_codec(compression, bucket.dtype)
         self._sum_plan = plan_reduction(group.map, nodes_by_rank, leaves, scatter=scatter)
         self._counts = [len(nodes) for nodes in nodes_by_rank]
         # The row of this rank for the other ranks of the host: fingerprint, handle, flags.
@@ -102,7 +98,7 @@ class HostAllReduce(NativeAllReduce):
         )
         Pipeline(
             group.reducer, self._sum_plan, values, bucket.dtype, self._divisor, sizes, chunk,
-            self._codec, (term_tag, result_tag), lambda: self._compare(own, exchange.wait()),
+            (term_tag, result_tag), lambda: self._compare(own, exchange.wait()),
         ).run()  # fmt: skip
         for member, is_new in enumerate(presence.find_new()):
             self._present[member] = is_new

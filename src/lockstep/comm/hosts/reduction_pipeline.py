@@ -20,7 +20,6 @@ import torch
 
 from lockstep.comm import native_module
 from lockstep.comm.bucket import round_up
-from lockstep.comm.hosts.compression import Codec
 from lockstep.comm.hosts.packed_values import PackedValues
 from lockstep.comm.hosts.reduction import HostReducer
 from lockstep.comm.hosts.reduction_plan import ReductionPlan, Term
@@ -40,33 +39,6 @@ AHEAD = 2
 that it shares with data, and the sender waits for that."""
 
 
-class Receipt:
-    """Values that are being received.
-
-    Args:
-        work: The work that receives the message.
-        values: Where the values are, in the end.
-        message: The memory of the compressed message.
-        codec: The codec that reads it; None if the values themselves are received.
-    """
-
-    def __init__(
-        self,
-        work: Any,
-        values: torch.Tensor,
-        message: torch.Tensor | None = None,
-        codec: Codec | None = None,
-    ) -> None:
-        self._work, self._values, self._message, self._codec = work, values, message, codec
-
-    def wait(self) -> torch.Tensor:
-        """Wait for the message; return the values."""
-        self._work.wait()
-        if self._codec is not None and self._message is not None:
-            self._codec.decode(self._message, self._values)
-        return self._values
-
-
 class Pipeline:
     """The messages of one sum.
 
@@ -78,7 +50,6 @@ class Pipeline:
         divisor: The number by which the sum is divided.
         sizes: The number of elements of each slice.
         chunk: The number of elements of a chunk of a slice.
-        codec: How messages are compressed; None if they are not.
         tags: The tags of terms and of results.
         check: Compares the call with those of other hosts, and raises an error if they differ. It
             is called when the first messages have been sent.
@@ -93,23 +64,21 @@ class Pipeline:
         divisor: float,
         sizes: Sequence[int],
         chunk: int,
-        codec: Codec | None,
         tags: tuple[int, int],
         check: Callable[[], object],
     ) -> None:
         self._term_tag, self._result_tag = tags
         self._check = check
         self._reducer, self._plan, self._dtype, self._divisor = reducer, plan, dtype, divisor
-        self._codec = codec
-        self._rounding = None if codec is None or codec.is_lossless else codec
         self._values, self._sizes, self._chunk = values, sizes, chunk
         self._handled = plan.handled(reducer.rank)
         self._others = [host for host in range(len(plan.map.hosts)) if host != reducer.host]
-        # By chunk: works that send, and (slice, works) that receive terms and results.
+        # Works that send, by chunk; (work, values, term) that are received, by chunk and slice;
+        # (slice, work) of the results that are received, by chunk.
         self._sends: dict[int, list[Any]] = {}
-        self._terms: dict[tuple[int, int], list[tuple[Receipt, Term]]] = {}  # by slice, too
-        self._results: dict[int, list[tuple[int, Receipt]]] = {}
-        # In an exchange, the term of this host by chunk and slice, as the other host receives it.
+        self._terms: dict[tuple[int, int], list[tuple[Any, torch.Tensor, Term]]] = {}
+        self._results: dict[int, list[tuple[int, Any]]] = {}
+        # In an exchange, the term of this host by chunk and slice.
         self._exchanged: dict[tuple[int, int], torch.Tensor] = {}
 
     def run(self) -> None:
@@ -148,12 +117,10 @@ class Pipeline:
             if not size or not receivers:
                 continue
             for n, term in enumerate(plan.terms[reducer.host]):
-                name = f"term {slice_} {n}"
-                value = self._term(term, name, slice_, chunk, size)
-                message = self._encode(value, name, chunk)
+                value = self._term(term, f"term {slice_} {n}", slice_, chunk, size)
                 if plan.is_exchange:
-                    self._exchanged[chunk, slice_] = self._as_received(value, message, name, chunk)
-                sends += [reducer.send(message, rank, self._term_tag) for rank in receivers]
+                    self._exchanged[chunk, slice_] = value
+                sends += [reducer.send(value, rank, self._term_tag) for rank in receivers]
 
     def _receive_chunk(self, chunk: int) -> None:
         """Start to receive the terms that this rank adds, and the results of other slices."""
@@ -170,30 +137,11 @@ class Pipeline:
                         name = f"received {slice_} {host} {n}"
                         buffer = reducer.buffer(name, chunk % SLOTS, size, self._dtype)
                         handler = plan.handler(slice_, host)
-                        receives.append(
-                            (self._receive(buffer, handler, self._term_tag, name, chunk), term)
-                        )
+                        work = reducer.receive(buffer, handler, self._term_tag)
+                        receives.append((work, buffer, term))
             elif plan.returns:
                 target = self._values.result(slice_, chunk)
-                receipt = self._receive(target, slice_, self._result_tag, f"result {slice_}", chunk)
-                results.append((slice_, receipt))
-
-    def _receive(self, target: torch.Tensor, rank: int, tag: int, name: str, chunk: int) -> Receipt:
-        """Start to receive values, compressed or not."""
-        if self._codec is None:
-            return Receipt(self._reducer.receive(target, rank, tag), target)
-        size = self._codec.bound(target.numel())
-        message = self._reducer.buffer(f"coded {name}", chunk % SLOTS, size, torch.uint8)
-        work = self._reducer.receive(message, rank, tag)
-        return Receipt(work, target, message, self._codec)
-
-    def _encode(self, values: torch.Tensor, name: str, chunk: int) -> torch.Tensor:
-        """Return the message with these values, compressed or not."""
-        if self._codec is None:
-            return values
-        size = self._codec.bound(values.numel())
-        buffer = self._reducer.buffer(f"coded {name}", chunk % SLOTS, size, torch.uint8)
-        return self._codec.encode(values, buffer)
+                results.append((slice_, reducer.receive(target, slice_, self._result_tag)))
 
     def _inputs(self, term: Term, slice_: int, chunk: int) -> list[torch.Tensor]:
         return [self._values.read(rank, n, slice_, chunk) for rank, n in term.inputs]
@@ -211,17 +159,6 @@ class Pipeline:
             add_nodes(parts, term.nodes, term.leaves, present, 1.0, buffer[part])
         return buffer
 
-    def _as_received(
-        self, value: torch.Tensor, message: torch.Tensor, name: str, chunk: int
-    ) -> torch.Tensor:
-        """Return the value of a term of this host, as the other hosts receive its message."""
-        if self._rounding is None:
-            return value
-        size, dtype = value.numel(), value.dtype
-        buffer = self._reducer.buffer(f"rounded {name}", chunk % SLOTS, size, dtype)
-        self._rounding.decode(message, buffer)
-        return buffer
-
     def _reduce(self, chunk: int) -> None:
         """Reduce a chunk of the slices that this rank reduces; send a result that is returned."""
         reducer, plan, add_nodes = self._reducer, self._plan, native_module.load().add_nodes
@@ -233,21 +170,16 @@ class Pipeline:
             nodes: list[Node] = []
             keys: list[Sequence[tuple[int, int]]] = []
             terms: list[tuple[torch.Tensor, Term]] = []
-            for number, term in enumerate(plan.terms[reducer.host]):
+            for term in plan.terms[reducer.host]:
                 if plan.is_exchange:
                     terms.append((self._exchanged.pop((chunk, slice_)), term))
-                elif self._rounding is not None:
-                    # Rounded as those of the other hosts are, so that the owner does not matter.
-                    name = f"own {number}"
-                    value = self._term(term, name, slice_, chunk, size)
-                    message = self._encode(value, name, chunk)
-                    terms.append((self._as_received(value, message, name, chunk), term))
                 else:
                     keys += [[key] for key in term.inputs]
                     inputs += self._inputs(term, slice_, chunk)
                     nodes += [(term.node[0] + a, term.node[0] + b) for a, b in term.nodes]
-            received = self._terms.pop((chunk, slice_))
-            terms += [(receipt.wait(), term) for receipt, term in received]
+            for work, values, term in self._terms.pop((chunk, slice_)):
+                work.wait()
+                terms.append((values, term))
             for value, term in terms:
                 keys.append(term.inputs)
                 inputs.append(value)
@@ -257,19 +189,16 @@ class Pipeline:
                 parts = [values[part] for values in inputs]
                 add_nodes(parts, nodes, plan.leaves, present, self._divisor, result[part])
             if plan.returns:
-                message = self._encode(result, "own result", chunk)
-                if self._rounding is not None:
-                    self._rounding.decode(message, result)  # as the other hosts will have it
                 for host in self._others:
                     handler = plan.handler(slice_, host)
-                    work = reducer.send(message, handler, self._result_tag)
+                    work = reducer.send(result, handler, self._result_tag)
                     self._sends[chunk].append(work)
             self._values.spread(slice_, chunk)
 
     def _finish(self, chunk: int) -> None:
         """Wait for the messages of a chunk."""
-        for slice_, receipt in self._results.pop(chunk):
-            receipt.wait()
+        for slice_, work in self._results.pop(chunk):
+            work.wait()
             self._values.spread(slice_, chunk)
         for work in self._sends.pop(chunk):
             work.wait()
