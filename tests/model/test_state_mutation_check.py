@@ -245,25 +245,6 @@ def test_what_begins_in_a_later_step_is_found_in_that_step(act):
     assert effects.failure.startswith(f"{name} was ")
 
 
-def test_weights_that_differ_between_ranks_are_found_in_every_step(ranks):
-    def train():
-        torch.manual_seed(1)
-        model = nn.Linear(6, 4)
-        trainer = ls.Trainer(model, F.cross_entropy, SGD)
-        for step in range(7):
-            if step == 5 and ls.rank() == 1:
-                model.bias.data[3] += 1
-            trainer.step(batch())
-
-    def refused():
-        with pytest.raises(DisagreementError) as raised:
-            train()
-        return str(raised.value)
-
-    for said in ranks(refused, 2):
-        assert said.startswith("bias has other values on rank 1 than on rank 0 in step 5 ")
-
-
 class Recurrent(nn.Module):
     """Keeps its hidden state in an attribute, alone or in a container, and activations."""
 
@@ -322,23 +303,14 @@ def test_what_is_read_after_it_was_replaced_is_no_state(monkeypatch):
         assert not effects.warnings
 
 
-def test_graphs_are_read_in_the_first_steps_and_in_some_later_ones():
-    effects = StateMutationCheck({"": nn.Linear(1, 1)})
-    steps = []
-    for step in range(61):
-        effects.compare_before(step)
-        steps += [step] if effects.reads_graphs else []
-        effects.compare_after()
-    assert steps == [0, 1, 2, 20, 40, 60]
-
-
 @pytest.mark.parametrize("over", [{}, {"pipeline": ls.PipelineConfig(stages=2, balance=[1, 1])}])
 def test_weights_that_one_rank_changed_by_itself_are_named(ranks, over):
     def train():
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
         trainer = ls.Trainer(model, F.cross_entropy, SGD, **over)
-        trainer.step(batch())
+        for _ in range(1 if over else 5):  # trained weights are compared in every step
+            trainer.step(batch())
         if ls.rank() == 3:
             if not over:
                 model[0].bias.data[2] += 1
@@ -353,4 +325,5 @@ def test_weights_that_one_rank_changed_by_itself_are_named(ranks, over):
     said = set(ranks(train, 4))
     assert len(said) == 1
     name = "1.running_mean" if over else "0.bias"
-    assert f"{name} has other values on rank 3 than on rank {1 if over else 0}" in said.pop()
+    words = f"{name} has other values on rank 3 than on rank {1 if over else 0} in step "
+    assert words in said.pop()

@@ -1,7 +1,5 @@
 """The history: steps become epochs, and everybody is told once."""
 
-import json
-
 from lockstep.model.evaluation import Evaluation
 from lockstep.record.rank_summary import RankTimes, RankUsage
 from lockstep.training.history import History, StepResult
@@ -65,29 +63,6 @@ def test_the_line_of_an_epoch_waits_for_its_evaluation():
     assert writer.lines[1][1]["memory_bytes"] == [5]
     assert "message" not in writer.lines[-1][1]
     assert writer.closed == 1
-
-
-def test_an_open_epoch_goes_on_where_it_was_saved():
-    whole, first, second = (History([]) for _ in range(3))
-    results = [
-        result(step, loss=0.1 * step + 1 / 3, samples=step + 1, hit=0.7) for step in range(6)
-    ]
-    for each in results:
-        whole.step(each)
-    for each in results[:4]:
-        first.step(each)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for each in results[4:]:
-        second.step(each)
-    assert second.end_epoch(0) == whole.end_epoch(0)
-
-
-def test_a_broken_off_epoch_is_forgotten():
-    history = History([])
-    history.step(result(0, loss=100.0))
-    history.begin_epoch(0, None)
-    history.step(result(1, loss=1.0))
-    assert history.end_epoch(0).loss == 1.0
 
 
 def test_a_warning_is_written_once_wherever_it_comes_from():

@@ -120,41 +120,35 @@ def test_sparse_and_dense_gradients_are_those_of_plain_pytorch(ranks):
     assert of_state == ls.digest(state)
 
 
-def test_refused_configurations(ranks):
-    def check():
-        def refused(optimizer, **options):
-            with pytest.raises((UsageError, LayoutError)) as raised:
-                trainer_of(optimizer, **options)
-            return str(raised.value)
+@pytest.mark.usefixtures("world_of_one")
+def test_refused_configurations():
+    def refused(optimizer, **options):
+        with pytest.raises((UsageError, LayoutError)) as raised:
+            trainer_of(optimizer, **options)
+        return str(raised.value)
 
-        rest = ls.OptimizerConfig(SGD)
-        biases = ls.OptimizerConfig(SGD, parameters=lambda name, _: name.endswith("bias"))
-        first = ls.OptimizerConfig(SGD, parameters=lambda name, _: name.startswith("0."))
-        none = ls.OptimizerConfig(SGD, parameters=lambda *_: False)
-        assert "0.bias is updated by optimizer 0 and optimizer 1" in refused([biases, first])
-        assert "0.weight is updated by no optimizer" in refused([biases])
-        assert "optimizer 0 of 2 has no parameters=" in refused([rest, biases])
-        assert "parameters= of optimizer 1 of 3 returns True for no" in refused(
-            [biases, none, rest]
-        )
-        assert "optimizer[1] is of type partial" in refused([biases, SGD])
-        assert "is empty" in refused([])
-        assert "of type list" in refused(lambda parameters: [SGD(parameters)])
-        assert "shape (8, 6) that is not a parameter" in refused(
-            lambda _: SGD(small().parameters())
-        )
-        assert "LBFGS" in (text := refused(optim.LBFGS))
-        assert "AdamW" in text
-        assert "steps one optimizer, and this trainer has 2" in refused(
-            [biases, rest], storage="shared"
-        )
-        trainer = trainer_of([biases, rest])
-        with pytest.raises(UsageError, match=r"write trainer\.schedulers\[number\] instead"):
-            print(trainer.scheduler)
-        with pytest.raises(UsageError, match=r"would step it once more"):
-            trainer.optimizers[1].step()
-
-    ranks(check, 1)
+    rest = ls.OptimizerConfig(SGD)
+    biases = ls.OptimizerConfig(SGD, parameters=lambda name, _: name.endswith("bias"))
+    first = ls.OptimizerConfig(SGD, parameters=lambda name, _: name.startswith("0."))
+    none = ls.OptimizerConfig(SGD, parameters=lambda *_: False)
+    assert "0.bias is updated by optimizer 0 and optimizer 1" in refused([biases, first])
+    assert "0.weight is updated by no optimizer" in refused([biases])
+    assert "optimizer 0 of 2 has no parameters=" in refused([rest, biases])
+    assert "parameters= of optimizer 1 of 3 returns True for no" in refused([biases, none, rest])
+    assert "optimizer[1] is of type partial" in refused([biases, SGD])
+    assert "is empty" in refused([])
+    assert "of type list" in refused(lambda parameters: [SGD(parameters)])
+    assert "shape (8, 6) that is not a parameter" in refused(lambda _: SGD(small().parameters()))
+    assert "LBFGS" in (text := refused(optim.LBFGS))
+    assert "AdamW" in text
+    assert "steps one optimizer, and this trainer has 2" in refused(
+        [biases, rest], storage="shared"
+    )
+    trainer = trainer_of([biases, rest])
+    with pytest.raises(UsageError, match=r"write trainer\.schedulers\[number\] instead"):
+        print(trainer.scheduler)
+    with pytest.raises(UsageError, match=r"would step it once more"):
+        trainer.optimizers[1].step()
 
 
 # --- probes --------------------------------------------------------------------------------------
@@ -479,28 +473,26 @@ LONGER = {
 }
 
 
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("kind", LONGER)
-def test_a_longer_schedule_after_a_resume(ranks, kind):
-    def check():
-        def train(total, steps, state=None, restore=True):
-            scheduler = LONGER[kind](total)
-            config = ls.OptimizerConfig(SGD, scheduler=scheduler, restore_schedule=restore)
-            trainer = trainer_of(config)
-            if state is not None:
-                trainer.load_state_dict(state)
-            rates = []
-            for step in range(trainer.steps, steps):
-                trainer.step(batch(step))
-                rates.append(trainer.optimizer.param_groups[0]["lr"])
-            return rates, copy.deepcopy(trainer.state_dict())
+def test_a_longer_schedule_after_a_resume(kind):
+    def train(total, steps, state=None, restore=True):
+        scheduler = LONGER[kind](total)
+        config = ls.OptimizerConfig(SGD, scheduler=scheduler, restore_schedule=restore)
+        trainer = trainer_of(config)
+        if state is not None:
+            trainer.load_state_dict(state)
+        rates = []
+        for step in range(trainer.steps, steps):
+            trainer.step(batch(step))
+            rates.append(trainer.optimizer.param_groups[0]["lr"])
+        return rates, copy.deepcopy(trainer.state_dict())
 
-        _, state = train(8, 6)
-        longer, _ = train(16, 14)
-        assert train(16, 14, state, restore=False)[0] == longer[6:]
-        if kind != "lambda":  # whose function is not a part of the state
-            assert train(16, 7, state)[0] == train(8, 7)[0][6:]
-
-    ranks(check, 1)
+    _, state = train(8, 6)
+    longer, _ = train(16, 14)
+    assert train(16, 14, state, restore=False)[0] == longer[6:]
+    if kind != "lambda":  # whose function is not a part of the state
+        assert train(16, 7, state)[0] == train(8, 7)[0][6:]
 
 
 @pytest.mark.parametrize(("before", "after"), [("cosine", "one cycle"), (None, "lambda")])
@@ -533,31 +525,27 @@ def test_another_scheduler_after_a_resume(ranks, tmp_path, before, after):
         assert ranks(train, 1, after, 5) == ranks(alone, 1, 2)
 
 
-def test_a_schedule_that_has_ended(ranks):
-    def check():
-        trainer = trainer_of(ls.OptimizerConfig(SGD, scheduler=LONGER["one cycle"](3)))
-        for step in range(3):
-            trainer.step(batch(step))
-        with pytest.raises(UsageError, match=r"OneCycleLR cannot take another .*restore_schedule"):
-            trainer.step(batch(3))
-
-    ranks(check, 1)
+@pytest.mark.usefixtures("world_of_one")
+def test_a_schedule_that_has_ended():
+    trainer = trainer_of(ls.OptimizerConfig(SGD, scheduler=LONGER["one cycle"](3)))
+    for step in range(3):
+        trainer.step(batch(step))
+    with pytest.raises(UsageError, match=r"OneCycleLR cannot take another .*restore_schedule"):
+        trainer.step(batch(3))
 
 
-def test_a_rate_of_the_script_instead_of_the_saved_one(ranks):
-    def check():
-        trainer = trainer_of(ls.OptimizerConfig(SGD))
-        trainer.step(batch(0))
-        state = copy.deepcopy(trainer.state_dict())
-        other = ls.OptimizerConfig(partial(SGD, lr=0.01, momentum=0.5), restore_schedule=False)
-        trainer = trainer_of(other)
-        trainer.load_state_dict(state)
-        group = trainer.optimizer.param_groups[0]
-        assert (group["lr"], group["momentum"]) == (0.01, 0.9)
-        plateau = ls.OptimizerConfig(
-            SGD, scheduler=schedulers.ReduceLROnPlateau, restore_schedule=False
-        )
-        with pytest.raises(UsageError, match="ReduceLROnPlateau depend on losses"):
-            trainer_of(plateau)
-
-    ranks(check, 1)
+@pytest.mark.usefixtures("world_of_one")
+def test_a_rate_of_the_script_instead_of_the_saved_one():
+    trainer = trainer_of(ls.OptimizerConfig(SGD))
+    trainer.step(batch(0))
+    state = copy.deepcopy(trainer.state_dict())
+    other = ls.OptimizerConfig(partial(SGD, lr=0.01, momentum=0.5), restore_schedule=False)
+    trainer = trainer_of(other)
+    trainer.load_state_dict(state)
+    group = trainer.optimizer.param_groups[0]
+    assert (group["lr"], group["momentum"]) == (0.01, 0.9)
+    plateau = ls.OptimizerConfig(
+        SGD, scheduler=schedulers.ReduceLROnPlateau, restore_schedule=False
+    )
+    with pytest.raises(UsageError, match="ReduceLROnPlateau depend on losses"):
+        trainer_of(plateau)

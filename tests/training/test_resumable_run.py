@@ -120,9 +120,6 @@ def test_an_object_that_differs_between_ranks_is_named(tmp_path, ranks, capfd):
 def test_what_cannot_be_resumed_is_named_on_every_rank(ranks, tmp_path):
     ranks(lambda: train(build(tmp_path / "run", resume=False), 1), 1)
 
-    def raw(trainer):
-        trainer.step(next(iter(data(16))))
-
     def evaluate_first(trainer):
         trainer.evaluate(data(16), 16)
 
@@ -140,17 +137,11 @@ def test_what_cannot_be_resumed_is_named_on_every_rank(ranks, tmp_path):
 
     adam = partial(torch.optim.Adam, lr=0.1)
     cases: dict[str, tuple[Any, str]] = {
-        "seed": (lambda f: build(f, seed=1), "UsageError: the checkpoint was saved with seed=0"),
-        "microbatches": (lambda f: build(f, microbatches=4), "with microbatches=8, this trainer"),
-        "model": (lambda f: build(f, model=network(9)), "in the checkpoint it is"),
         "optimizer": (lambda f: build(f, optimizer=adam), "optimizer is torch.optim.adam.Adam"),
-        "average": (lambda f: build(f, ema_decay=0.9), "ema_decay is 0.9, in the checkpoint"),
         "other call": (
             lambda f: evaluate_first(build(f)),
             "the script evaluates on 16 samples where the interrupted run iterates over batches",
         ),
-        "raw": (lambda f: raw(build(f)), "the script calls trainer.step(batch) with its own"),
-        "other batches": (lambda f: train(build(f), size=8), "had batch size 16, these batches"),
         "too early": (lambda f: build(f).finish(), "UsageError: the script ended before the point"),
         "late": (resume_late, "UsageError: resume before the first call of batches()"),
         "nowhere": (lambda f: build(f, place="no/where"), "there is no run and no checkpoint at"),

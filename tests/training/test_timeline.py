@@ -3,15 +3,12 @@
 import time
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.kernel.rank_status import DETAILED_RANKS
-from lockstep.kernel.step_context import Attempt, Span, StepContext
 from lockstep.kernel.step_hooks import take_part
 from lockstep.pipeline.schedule_executor import ScheduleExecutor
 from lockstep.pipeline.schedules import Action, one_f_one_b
@@ -19,44 +16,13 @@ from lockstep.record.reader import read_run
 from lockstep.record.timeline import read_timelines
 from lockstep.tools.report.trace import find_transfers
 from lockstep.training.history import History
-from lockstep.training.step_trace import StepTrace, make_span_row, make_timeline_rows
-
-
-class Place(NamedTuple):
-    """A layout, as far as a trace knows."""
-
-    rank: int
+from lockstep.training.step_trace import StepTrace
 
 
 def test_the_first_ten_steps_and_every_hundredth_are_traced():
     trace = StepTrace(0.0, History())
     traced = [step for step in range(350) if take_part([trace], step)]
     assert traced == [*range(10), 100, 200, 300]
-
-
-def test_a_span_begins_when_its_waiting_is_over():
-    waiting = Span("forward", 1, 5, 50.25, 51.0, 0.5, 3, 1024)
-    alone = Span("backward", 1, 5, 51.0, 52.0, 0.0, -1, 0)
-    assert make_span_row(waiting, 50.0) == ["forward", 1, 5, 0.75, 1.0, 0.5, 3, 1024]
-    assert make_span_row(alone, 50.0) == ["backward", 1, 5, 1.0, 2.0, 0.0, None, 0]
-
-
-def test_times_are_by_the_clock_of_rank_0():
-    step = StepContext(Attempt(0, 0, 0), Place(3), spans=[])
-    step.times.begun = 50.0
-    assert StepTrace(1000.0, History()).status(step) == [(1050.0, [])]
-    step = StepContext(Attempt(0, 0, 0), Place(DETAILED_RANKS), spans=[])
-    assert StepTrace(1000.0, History()).status(step) == []
-
-
-def test_the_update_ends_together_on_all_ranks():
-    row = make_span_row(Span("forward", 0, 0, 7, 8, 0, -1, 0), 6.0)
-    first, second = make_timeline_rows([(6.0, [row]), (6.5, [row])], (9.0, 10.0, 11.0))
-    assert [work[:5] for work in first["works"][1:]] == [
-        ["reduce", None, None, 3, 4],
-        ["update", None, None, 4, 5],
-    ]
-    assert [work[3:5] for work in second["works"][1:]] == [[2.5, 3.5], [3.5, 4.5]]
 
 
 def recorded(folder):
