@@ -339,18 +339,18 @@ def test_errors_of_others_are_left_as_they_are():
         assert type(caught.value) is RuntimeError
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_a_model_without_blocks_is_refused():
     class Opaque(nn.Linear):
         pass
 
     compiled = torch.compile(nn.Sequential(nn.Linear(6, 6)), backend="eager")
-    ls.init()
-    try:
-        for model, said in [
-            (Opaque(6, 6), "Opaque does not name its blocks"),
-            (compiled, "a compiled model is a single block"),
-        ]:
-            with pytest.raises(LayoutError, match=said):
-                ls.Trainer(model, nn.CrossEntropyLoss(), SGD, activation_checkpointing=True)
-    finally:
-        ls.shutdown()
+    in_place = nn.Sequential(nn.Linear(6, 6))
+    in_place.compile(backend="eager")
+    for model, said in [
+        (Opaque(6, 6), "Opaque does not name its blocks"),
+        (compiled, "a compiled model is a single block"),
+        (in_place, "a compiled model is a single block"),
+    ]:
+        with pytest.raises(LayoutError, match=said):
+            ls.Trainer(model, nn.CrossEntropyLoss(), SGD, activation_checkpointing=True)

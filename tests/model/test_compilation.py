@@ -184,13 +184,6 @@ def test_a_part_of_a_compiled_module_is_no_block():
         check_blocks_of(model, ["1._orig_mod.0"])
 
 
-def test_a_model_compiled_in_place_is_a_single_block(world_of_one):
-    model = nn.Sequential(nn.Linear(6, 4))
-    model.compile(backend=compiler)
-    with pytest.raises(LayoutError, match="a compiled model is a single block"):
-        ls.Trainer(model, F.cross_entropy, SGD, activation_checkpointing=True)
-
-
 def test_modules_are_counted_where_they_are_compiled():
     assert count_compiled(nn.Sequential(nn.Linear(2, 2))) == 0
     block = nn.Sequential(Block(2, 2), Block(2, 2))

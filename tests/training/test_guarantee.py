@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import digests
 import lockstep as ls
 import models
 import pytest_lockstep
@@ -39,15 +40,6 @@ def prepared(case):
     return model(), batches(sizes), loss()
 
 
-def optimizer_state(optimizer, model):
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    return {
-        f"{names[parameter]}/{entry}": value
-        for parameter, state in optimizer.state.items()
-        for entry, value in state.items()
-    }
-
-
 def plain_digests():
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
@@ -61,7 +53,7 @@ def plain_digests():
             return made[-1]
 
         losses = spec.train(model, loss, optimizer, batches, seed=11, clip=clip)
-        state = optimizer_state(made[0], model)
+        state = digests.optimizer_state(made[0], model)
         found[case, name] = losses, ls.digest(model.state_dict()), ls.digest(state)
     return found
 

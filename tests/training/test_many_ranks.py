@@ -125,21 +125,21 @@ def test_the_culprits_are_named_on_all_ranks(ranks):
         trainer.step((torch.zeros(6, 1), torch.zeros(6, 1)))
 
     def calls(trainer, rank):
+        batch = torch.zeros(6, 1), torch.zeros(6, 1)
         if rank == 2:
-            trainer.evaluate(
-                torch.utils.data.TensorDataset(torch.zeros(6, 1), torch.zeros(6, 1)), 6
-            )
+            trainer.evaluate(torch.utils.data.TensorDataset(*batch), 6)
         else:
-            trainer.step((torch.zeros(6, 1), torch.zeros(6, 1)))
+            trainer.step(batch)
 
-    for kind, act, expected in (
+    faults = [
         (LossError, non_finite, "rank 2, step 0, micro-batch 4: the loss is nan"),
         (DisagreementError, batches, "rank 1 got a different batch than rank 0"),
         (DisagreementError, learning_rates, "rank 2"),
         (DisagreementError, calls, "rank 2 is beginning an evaluation while rank 0 is in step 0"),
-    ):
-        messages = ranks(lambda kind=kind, act=act: raised(kind, act), 3)
-        assert all(expected in each for each in messages), messages
+    ]
+    for messages in ranks(lambda: [raised(kind, act) for kind, act, _ in faults], 3):
+        for message, (_, _, expected) in zip(messages, faults, strict=True):
+            assert expected in message
 
 
 def test_a_rank_that_dies_is_named(ranks):

@@ -103,29 +103,26 @@ def test_a_script_under_plain_python_ends_its_run(tmp_path):
         assert [line["step"] for line in run.checkpoints] == [1]
 
 
+@pytest.mark.usefixtures("world_of_one")
 def test_a_trainer_that_is_dropped_ends_its_run(tmp_path):
-    ls.init()
-    try:
-        first = build(tmp_path / "first")
-        with pytest.raises(LossError):
-            first.step((BATCH[0] * float("nan"), BATCH[1]))
-        second = build(tmp_path / "second")
-        third = build(tmp_path / "third")
-        del first, second
-        gc.collect()
-        assert read_run(tmp_path / "first").state == "failed"
-        assert "the loss is nan" in read_run(tmp_path / "first").end["message"]
-        assert read_run(tmp_path / "second").state == "done"
-        del third
-        gc.collect()
-        assert read_run(tmp_path / "third").state == "running"  # kept, for its digests
-        run_end._end_all()
-        assert len(read_run(tmp_path / "third").end["digest"]) == 64
-        fourth = build(tmp_path / "fourth")
-        fourth.finish("stopped")
-        run_end._end_all()
-        assert read_run(tmp_path / "fourth").state == "stopped"
-        assert os.getpid() == run_end._owner
-        assert run_end._newest is None
-    finally:
-        ls.shutdown()
+    first = build(tmp_path / "first")
+    with pytest.raises(LossError):
+        first.step((BATCH[0] * float("nan"), BATCH[1]))
+    second = build(tmp_path / "second")
+    third = build(tmp_path / "third")
+    del first, second
+    gc.collect()
+    assert read_run(tmp_path / "first").state == "failed"
+    assert "the loss is nan" in read_run(tmp_path / "first").end["message"]
+    assert read_run(tmp_path / "second").state == "done"
+    del third
+    gc.collect()
+    assert read_run(tmp_path / "third").state == "running"  # kept, for its digests
+    run_end._end_all()
+    assert len(read_run(tmp_path / "third").end["digest"]) == 64
+    fourth = build(tmp_path / "fourth")
+    fourth.finish("stopped")
+    run_end._end_all()
+    assert read_run(tmp_path / "fourth").state == "stopped"
+    assert os.getpid() == run_end._owner
+    assert run_end._newest is None

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +21,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import lockstep as ls
 from lockstep.kernel.errors import (
-    DisagreementError,
     FileError,
     LayoutError,
     LossError,
@@ -426,37 +424,6 @@ def test_the_average_is_the_exponential_moving_average():
     assert trainer.ema_model.weight.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_training_goes_on_at_another_width_from_any_batch(ranks, tmp_path):
-    def start(stop):
-        trainer = classifier(optimizer=partial(torch.optim.AdamW, lr=0.01), ema_decay=0.9)
-        batches = trainer.batches(rows(), 10, seed=2)
-        for number, batch in enumerate(batches):
-            trainer.step(batch)
-            if number == stop:
-                if dist.get_rank() == 0:
-                    state = {"trainer": trainer.state_dict(), "batches": batches.state_dict()}
-                    torch.save(state, tmp_path / "state.pt")
-                return None
-        return trainer.digest(), trainer.optimizer_digest(), trainer.steps
-
-    def resume():
-        state = torch.load(tmp_path / "state.pt", weights_only=True)
-        torch.manual_seed(99)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 3))
-        trainer = classifier(model, partial(torch.optim.AdamW, lr=0.5), ema_decay=0.9)
-        trainer.load_state_dict(state["trainer"])
-        batches = trainer.batches(rows(), 10, seed=2)
-        batches.load_state_dict(state["batches"])
-        for batch in batches:
-            trainer.step(batch)
-        return trainer.digest(), trainer.optimizer_digest(), trainer.steps
-
-    (expected,) = ranks(start, 1, None)
-    ranks(start, 3, 1)
-    assert ranks(resume, 2) == [expected, expected]
-    assert ranks(resume, 1) == [expected]
-
-
 @pytest.mark.usefixtures("world_of_one")
 def test_epochs_without_a_number_follow_each_other():
     def make():
@@ -608,52 +575,31 @@ def test_rank_0_shows_its_progress(monkeypatch, capsys):
 
 
 def test_a_loss_that_is_not_a_number_stops_all_ranks_with_the_last_good_weights(ranks, tmp_path):
-    def train():
-        trainer = classifier(loggers=tmp_path / "run")
+    def train(storage):
+        trainer = classifier(loggers=tmp_path / storage, storage=storage)
         trainer.step(rows(40).tensors)
         good = trainer.digest()
         inputs = rows(40).tensors[0].clone()
         inputs[27, 0] = math.inf
-        try:
+        with pytest.raises(
+            LossError, match="rank 1, step 1, micro-batch 5: the loss is nan"
+        ) as raised:
             trainer.step((inputs, rows(40).tensors[1]))
-        except LossError as error:
-            return str(error), good, trainer.digest()
+        assert trainer.digest() == good
+        return str(raised.value), good
 
-    for message, good, after in ranks(train, 3):
-        assert "rank 1, step 1, micro-batch 5: the loss is nan" in message
-        assert str(tmp_path / "run" / "last-good.safetensors") in message
-        assert after == good
-        assert ls.digest(load_file(tmp_path / "run" / "last-good.safetensors")) == good
+    storages = ("replicated", "shared")
+    for found in ranks(lambda: [*map(train, storages)], 3):
+        for storage, (message, good) in zip(storages, found, strict=True):
+            path = tmp_path / storage / "last-good.safetensors"
+            assert "rank 1, step 1, micro-batch 5: the loss is nan" in message
+            assert str(path) in message
+            assert ls.digest(load_file(path)) == good
 
 
 def test_more_replicas_than_microbatches_is_said_at_once(ranks):
     with pytest.raises(RankError, match="3 replicas share 2 micro-batches"):
         ranks(lambda: classifier(microbatches=2), 3)
-
-
-def test_ranks_with_different_data_are_told_apart(ranks):
-    def train():
-        trainer = classifier()
-        try:
-            for batch in trainer.batches(rows(45 - dist.get_rank()), 16):
-                trainer.step(batch)
-        except DisagreementError as error:
-            return str(error)
-
-    for message in ranks(train, 2):
-        assert "rank 1 has a dataset of 44 samples, rank 0 one of 45" in message
-
-
-def test_every_rank_begins_with_rank_zeros_weights(ranks):
-    def build():
-        torch.manual_seed(dist.get_rank())
-        model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
-        model[1].running_mean += dist.get_rank()
-        return ls.digest(model.state_dict()), ls.Trainer(model, None, SGD).digest()
-
-    (first, agreed), (second, also) = ranks(build, 2)
-    assert first != second
-    assert agreed == also == first
 
 
 def test_without_init_the_trainer_says_so():
