@@ -298,8 +298,10 @@ def alone(ranks):
 
 def test_recomputing_changes_no_bit(ranks, alone):
     schedule = "zero-bubble"
-    for results in ranks(partial(trained, activation_checkpointing=True), 2, 2, (schedule,)):
-        assert results == {(name, schedule): alone[name, None] for name in MODELS}
+    names = ("tied, cast", "transformer", "repeated", "recomputed")
+    recompute = partial(trained, names=names, activation_checkpointing=True)
+    for results in ranks(recompute, 2, 2, (schedule,)):
+        assert results == {(name, schedule): alone[name, None] for name in names}
 
 
 class Hidden(nn.Module):
