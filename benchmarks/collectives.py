@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.formatting import format_size
-from lockstep.record.environment import describe_environment
+from lockstep.record.run_environment import describe_environment
 
 HERE = Path(__file__).parent
 RANKS = (2, 4)

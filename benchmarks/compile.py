@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep as ls
-from lockstep.record.environment import describe_environment
+from lockstep.record.run_environment import describe_environment
 
 TURNS, STEPS = 5, 2
 MICROBATCHES = 8

@@ -33,7 +33,7 @@ from lockstep.data.image_transforms import MEAN, STD, random_crop_box
 from lockstep.data.images import ImageDataset
 from lockstep.data.loader import Batches
 from lockstep.launcher.malloc import keep_freed_memory
-from lockstep.record.environment import describe_environment
+from lockstep.record.run_environment import describe_environment
 
 SIZES = (64, 224)  # pixels
 EPOCH = 768  # images

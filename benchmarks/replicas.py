@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.record.environment import describe_environment
+from lockstep.record.run_environment import describe_environment
 
 MIN_ROUNDS, WARM_UP, STEPS = 5, 3, 12
 BATCH, MICROBATCHES = 64, 8

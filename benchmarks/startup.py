@@ -25,7 +25,7 @@ import click
 from lockstep.files import write_output
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.launch import launch
-from lockstep.record.environment import count_usable_cores, processor_name
+from lockstep.record.run_environment import count_usable_cores, processor_name
 from lockstep.tools.commands.bench import RANKS_HELP, parse_rank_counts
 
 __all__ = ["command"]

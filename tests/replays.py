@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from lockstep.record.reader import read_run
-from lockstep.tools.replay.program import find_base, read_program
+from lockstep.tools.replay.recorded_program import find_base, read_program
+from lockstep.tools.replay.replay_runner import Report, run_program
 from lockstep.tools.replay.result import Replay, ReplayRequest
-from lockstep.tools.replay.runner import Report, run_program
 
 
 def run_replay(request: ReplayRequest, report: Report | None = None) -> Replay:

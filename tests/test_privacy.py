@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import records
 import warm
 from lockstep.cli import cli
-from lockstep.record.environment import recorded_variables
+from lockstep.record.run_environment import recorded_variables
 from lockstep.tools.report import doctor
 from lockstep.tools.report.checks import Requirements, good
 

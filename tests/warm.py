@@ -53,7 +53,7 @@ PRELOADED = (
     "lockstep.launcher.world",
     "lockstep.native.binding",
     "lockstep.training.trainer",
-    "lockstep.tools.replay.session",
+    "lockstep.tools.replay.replay_session",
     "lockstep.launcher.pickling",
     "encodings.idna",
     "functorch.compile",

@@ -22,7 +22,7 @@ from benchmarks.feed import Feed
 from benchmarks.pipeline.case import Case
 from benchmarks.pipeline.contenders import CONTENDERS, Contender, Driven, Training, driver
 from examples.rpc_pipeline import joined
-from lockstep.tools.bench.worker import START_BARRIER, answer_requests
+from lockstep.tools.bench.bench_worker import START_BARRIER, answer_requests
 from lockstep.tools.bench.workload import StartBarrier
 
 __all__ = ["main"]

@@ -166,7 +166,7 @@ def estimate(
     cases: list[Case], names: list[str], counts: list[int], widths: list[int], seconds: float
 ) -> float:
     """Return about how long all of it takes, in seconds."""
-    from lockstep.record.environment import count_usable_cores
+    from lockstep.record.run_environment import count_usable_cores
 
     whole = 10.0
     for case in cases:

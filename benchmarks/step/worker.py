@@ -17,7 +17,7 @@ import lockstep
 from benchmarks.feed import Feed
 from benchmarks.step.answers import CHECKED, write
 from benchmarks.step.contenders import CONTENDERS, Case, Contender, Training
-from lockstep.tools.bench.worker import START_BARRIER, answer_requests
+from lockstep.tools.bench.bench_worker import START_BARRIER, answer_requests
 from lockstep.tools.bench.workload import StartBarrier
 
 __all__ = ["main"]

@@ -14,10 +14,10 @@ TYPE_CHECKING = False  # without importing typing, which a command would wait fo
 if TYPE_CHECKING:
     from typing import Any
 
-    from lockstep.checkpoint.schedule import CheckpointConfig as CheckpointConfig
+    from lockstep.checkpoint.save_schedule import CheckpointConfig as CheckpointConfig
     from lockstep.checksum import digest as digest
     from lockstep.comm.shared_memory import empty_shared as empty_shared
-    from lockstep.data.partition import partition as partition
+    from lockstep.data.dataset_partition import partition as partition
     from lockstep.data_parallel.distributed import (
         DistributedDataParallel as DistributedDataParallel,
     )
@@ -48,12 +48,12 @@ PUBLIC = {
     "world_size": "launcher.world",
     "local_rank": "launcher.world",
     "shutdown": "launcher.world",
-    "partition": "data.partition",
+    "partition": "data.dataset_partition",
     "empty_shared": "comm.shared_memory",
     "Trainer": "training.trainer",
     "OptimizerConfig": "training.optimizer_config",
     "PipelineConfig": "pipeline.partitioner",
-    "CheckpointConfig": "checkpoint.schedule",
+    "CheckpointConfig": "checkpoint.save_schedule",
     "loggers": "record.loggers",
     "accuracy": "model.forward",
     "target_weight": "model.target_weights",

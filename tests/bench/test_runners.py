@@ -15,9 +15,9 @@ import pytest
 
 from lockstep.kernel.errors import RankError, UsageError, WorkError
 from lockstep.launcher.world import cpu_backend
-from lockstep.record.environment import count_usable_cores
+from lockstep.record.run_environment import count_usable_cores
 from lockstep.tools.bench import runners
-from lockstep.tools.bench.collectives import COLLECTIVES
+from lockstep.tools.bench.measured_collectives import COLLECTIVES
 from lockstep.tools.bench.runners import (
     MpiRunner,
     Rendezvous,

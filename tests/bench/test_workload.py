@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep.tools.bench.collectives import Part
+from lockstep.tools.bench.measured_collectives import Part
 from lockstep.tools.bench.mpi_library import MpiLibrary
 from lockstep.tools.bench.torch_library import TorchLibrary
 from lockstep.tools.bench.workload import (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.tools.bench.collectives import Part
+from lockstep.tools.bench.measured_collectives import Part
 from lockstep.tools.bench.workload import OPS, PERIOD, expected_block, itemsize
 
 RANKS = st.integers(1, 64)

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 from lockstep.comm import backend
 from lockstep.kernel.errors import UsageError, WorkError
-from lockstep.tools.bench.collectives import COLLECTIVES
 from lockstep.tools.bench.interleaved import Contender, Result
+from lockstep.tools.bench.measured_collectives import COLLECTIVES
 from lockstep.tools.bench.workload import Workload
 from lockstep.tools.commands import bench
 

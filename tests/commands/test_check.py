@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import warm
 from lockstep.cli import cli
 from lockstep.kernel.errors import UsageError
-from lockstep.tools.check import comparison
+from lockstep.tools.check import layout_comparison
 from lockstep.tools.check.layouts import Layout, layouts
 
 PLAIN = [Layout(1, "lockstep"), Layout(2, "lockstep"), Layout(3, "gloo")]
@@ -51,7 +51,7 @@ def check(tmp_path, monkeypatch):
 
     def run(source, *arguments, layouts=PLAIN[:2], as_json=True):
         chosen = layouts if callable(layouts) else lambda backends, ranks: layouts
-        monkeypatch.setattr(comparison, "layouts", chosen)
+        monkeypatch.setattr(layout_comparison, "layouts", chosen)
         Path("train.py").write_text(HEAD + source)
         words = ["check", "train.py", "--steps", "2", *(["--json"] if as_json else []), *arguments]
         result = CliRunner().invoke(cli, words, catch_exceptions=False)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.data.dataset_partition import partition_sizes
 from lockstep.data.epoch_order import EpochOrder, epoch_permutation
-from lockstep.data.partition import partition_sizes
 from lockstep.kernel.errors import DatasetError
 from lockstep.kernel.seeds import key
 

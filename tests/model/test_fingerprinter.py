@@ -12,9 +12,9 @@ import lockstep as ls
 from lockstep.checksum import checksum
 from lockstep.model.fingerprint import StepFingerprint
 from lockstep.model.fingerprinter import checksums, hookable_modules
+from lockstep.tools.check.check_session import CheckSession
 from lockstep.tools.check.difference import RankFingerprint
 from lockstep.tools.check.layouts import Layout
-from lockstep.tools.check.session import CheckSession
 from lockstep.training.trainer_hooks import SessionComplete, open_session
 
 

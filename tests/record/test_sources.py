@@ -11,7 +11,7 @@ from lockstep.record import sources
 from lockstep.record.reader import read_run
 from lockstep.record.recorder import Recorder
 from lockstep.record.sources import find_named_variables, find_sources, locate_stored
-from lockstep.tools.replay.program import read_program
+from lockstep.tools.replay.recorded_program import read_program
 
 WIDTH = "_".join(["MADE", "UP", "WIDTH"])  # not named in this file, which is one of the program
 

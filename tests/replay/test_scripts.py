@@ -22,7 +22,7 @@ from lockstep.kernel.errors import UsageError
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.record.reader import read_run
 from lockstep.tools.check.layouts import Layout
-from lockstep.tools.replay.program import find_base, find_obstacles, read_program
+from lockstep.tools.replay.recorded_program import find_base, find_obstacles, read_program
 from lockstep.tools.replay.result import Replay, ReplayRequest
 from replays import run_replay
 

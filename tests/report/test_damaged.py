@@ -12,7 +12,7 @@ from checkpoints import draw_damage
 from lockstep.cli import cli
 from lockstep.kernel.errors import LockstepError
 from lockstep.record.reader import read_run
-from lockstep.tools.replay.program import find_base, find_obstacles, read_program
+from lockstep.tools.replay.recorded_program import find_base, find_obstacles, read_program
 from lockstep.tools.replay.recorded_run import read_recorded_run
 
 PROGRAM = {

@@ -7,7 +7,7 @@ from playwright.sync_api import sync_playwright
 
 import records
 from lockstep.record.reader import read_run
-from lockstep.tools.report.comparison import compare_runs, comparison_html
+from lockstep.tools.report.run_comparison import compare_runs, comparison_html
 from lockstep.tools.report.run_report import report_html
 from tools.pictures import find_browser
 

@@ -34,8 +34,8 @@ from lockstep.elastic.membership import Membership, membership
 from lockstep.launcher import world as world_module
 from lockstep.kernel.buffers import Buffers
 from lockstep.record.recorder import Recorder
-from lockstep.training import rounds as rounds_module
-from lockstep.training.rounds import RoundEntry
+from lockstep.training import round_entry
+from lockstep.training.round_entry import RoundEntry
 
 PLAN = json.loads(os.environ.get("PLAN", "[]"))
 FULL, WORKERS, FORM = int(os.environ["FULL"]), int(os.environ["WORKERS"]), os.environ["FORM"]
@@ -99,7 +99,7 @@ patch(Membership, "pass_barrier", "prepared", "passed")
 patch(Recorder, "write", "record")
 patch(Buffers, "merge", "merge", "merged")
 patch(RoundEntry, "_share_state", "sharing", "shared")
-patch(rounds_module, "send_tensors", "sending")
+patch(round_entry, "send_tensors", "sending")
 patch(membership_module, "rejoin", "joining")
 world_module.JOIN_TIMEOUT = 600.0
 

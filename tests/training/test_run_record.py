@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from lockstep.checkpoint.folder import MANIFEST
-from lockstep.checkpoint.schedule import CheckpointConfig
+from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import (
     CHECKPOINTS,

@@ -29,8 +29,8 @@ from lockstep.kernel.errors import (
 )
 from lockstep.record import progress as progress_module
 from lockstep.record.recorder import Recorder
+from lockstep.tools.check.check_session import CheckSession
 from lockstep.tools.check.layouts import Layout
-from lockstep.tools.check.session import CheckSession
 from lockstep.training.trainer_hooks import open_session
 from outcomes import Trainings
 

@@ -19,8 +19,8 @@ import numpy
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
+from lockstep.data.dataset_partition import partition_sizes
 from lockstep.data.epoch_order import epoch_permutation
-from lockstep.data.partition import partition_sizes
 from lockstep.kernel.errors import DatasetError
 
 __all__ = ["ImageFiles", "read_image_folder"]

@@ -80,7 +80,7 @@ FROM_MEMBER: Forms = {
         "plain": bool,
     },
 }
-"""What an agent passes on (`rounds.py`, `rank_process.describe_error`)."""
+"""What an agent passes on (`coordinator.py`, `rank_process.describe_error`)."""
 
 
 def is_well_formed(message: Mapping[str, Any], forms: Forms) -> bool:

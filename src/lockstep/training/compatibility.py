@@ -23,7 +23,7 @@ from lockstep.formatting import format_numbered
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import CHECKPOINTS, find_launch_folder
 from lockstep.messages import log
-from lockstep.record.environment import describe_environment
+from lockstep.record.run_environment import describe_environment
 from lockstep.record.sources import find_sources
 
 __all__ = [

@@ -25,7 +25,7 @@ import torch
 
 from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.folder import find_checkpoints, read_checkpoint
-from lockstep.checkpoint.schedule import Stateful
+from lockstep.checkpoint.save_schedule import Stateful
 from lockstep.checkpoint.writer import CheckpointWriter
 from lockstep.elastic.membership import Membership
 from lockstep.elastic.restart_source import RestartSource

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.folder import read_checkpoint
-from lockstep.checkpoint.schedule import Stateful
+from lockstep.checkpoint.save_schedule import Stateful
 from lockstep.data.content_hash import hash_content
 from lockstep.data.loader import Batches
 from lockstep.elastic.membership import Membership

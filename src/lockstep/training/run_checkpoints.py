@@ -36,7 +36,7 @@ from lockstep.checkpoint.folder import (
     set_aside_newer,
     verify,
 )
-from lockstep.checkpoint.schedule import CheckpointConfig, CheckpointSchedule, Stateful
+from lockstep.checkpoint.save_schedule import CheckpointConfig, CheckpointSchedule, Stateful
 from lockstep.checkpoint.stop_request import StopRequest
 from lockstep.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 from lockstep.checksum import checksum

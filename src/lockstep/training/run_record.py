@@ -29,7 +29,7 @@ import orjson
 import torch.distributed as dist
 
 from lockstep.checkpoint.folder import find_checkpoints, locate_checkpoint
-from lockstep.checkpoint.schedule import CheckpointConfig
+from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.comm.collectives import broadcast_bytes
 from lockstep.elastic.restart_source import find_restart_source
 from lockstep.kernel.errors import FileError, UsageError

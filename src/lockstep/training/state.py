@@ -17,12 +17,12 @@ from lockstep.kernel.step_context import Attempt
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_state
 from lockstep.pipeline.partition import Placement
-from lockstep.training.executor import TrainerExecutor
 from lockstep.training.history import History
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.learning_rate_schedule import SCHEDULED
 from lockstep.training.module_settings import ModuleSettings
 from lockstep.training.optimization import Optimization
+from lockstep.training.trainer_executor import TrainerExecutor
 
 __all__ = ["Position", "TrainingState"]
 

@@ -23,13 +23,13 @@ from lockstep.kernel.step_hooks import CommittedStep
 from lockstep.launcher.failure_attribution import is_lost_peer
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.training.executor import TrainerExecutor
 from lockstep.training.history import History
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.microbatch_loop import ManualStep, MicrobatchLoop
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.run_record import RunRecord
 from lockstep.training.state import TrainingState
+from lockstep.training.trainer_executor import TrainerExecutor
 from lockstep.training.weights_file import save_last_good
 
 __all__ = ["StepOperation"]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.checkpoint.schedule import CheckpointConfig
+from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.checkpoint.stop_request import stopping
 from lockstep.comm.clock_offset import clock_offset
 from lockstep.comm.collectives import broadcast_bytes
@@ -53,7 +53,7 @@ from lockstep.training.model_setup import ModelSetup, set_up_model
 from lockstep.training.optimization import OptimizerHookCheck
 from lockstep.training.optimizer_config import OptimizerConfig, OptimizerFactory, list_configs
 from lockstep.training.resumable_run import ResumableRun
-from lockstep.training.rounds import RoundEntry
+from lockstep.training.round_entry import RoundEntry
 from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.run_end import RunEnd
 from lockstep.training.run_hooks import CheckpointRequests, JoinRequests, ManualStepLog

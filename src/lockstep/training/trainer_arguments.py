@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from lockstep.checkpoint.schedule import CheckpointConfig
+from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.loss_weights import WeightFunction
 from lockstep.model.across_ranks import verify_across_ranks

@@ -10,7 +10,7 @@ from lockstep.comm import backend as native
 from lockstep.comm.bucket import plan
 from lockstep.comm.hosts import reduction
 from lockstep.comm.hosts.all_reduce import HostAllReduce
-from lockstep.comm.hosts.fingerprint import FINGERPRINT_TAG, CollectiveFingerprint
+from lockstep.comm.hosts.bucket_fingerprint import FINGERPRINT_TAG, CollectiveFingerprint
 from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.tree import TreeAccumulator, nodes_of, total
 from placed import simulated_hosts

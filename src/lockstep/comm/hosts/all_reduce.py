@@ -20,7 +20,7 @@ import torch
 from torch._C._distributed_c10d import AllgatherOptions
 
 from lockstep.comm.bucket import Bucket
-from lockstep.comm.hosts.fingerprint import (
+from lockstep.comm.hosts.bucket_fingerprint import (
     FINGERPRINT_BYTES,
     CollectiveFingerprint,
     FingerprintExchange,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from lockstep.tools.bench.collectives import COLLECTIVES, COPY
+from lockstep.tools.bench.measured_collectives import COLLECTIVES, COPY
 from lockstep.tools.bench.results import Contender, Result
 from lockstep.tools.bench.workload import Workload
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep.tools.bench.collectives import ROOT, partner
+from lockstep.tools.bench.measured_collectives import ROOT, partner
 from lockstep.tools.bench.torch_library import TorchLibrary
 from lockstep.tools.bench.workload import UnsupportedError, Workload
 

@@ -19,7 +19,7 @@ import numpy as np
 from lockstep.files import write_output
 from lockstep.formatting import format_bytes, format_duration, format_size
 from lockstep.kernel.errors import UsageError
-from lockstep.tools.bench.collectives import COLLECTIVES
+from lockstep.tools.bench.measured_collectives import COLLECTIVES
 from lockstep.tools.bench.results import Result
 from lockstep.tools.report.chart import Axis, log_axis
 from lockstep.tools.report.picture import Dot, Label, Line, Picture, Point, text_width

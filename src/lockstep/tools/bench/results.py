@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.tools.bench.collectives import COLLECTIVES
+from lockstep.tools.bench.measured_collectives import COLLECTIVES
 from lockstep.tools.bench.runners import Runner
 from lockstep.tools.bench.workload import Workload
 

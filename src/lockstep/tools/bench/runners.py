@@ -25,7 +25,7 @@ from typing import IO, Any, Protocol
 
 from lockstep.kernel.errors import LockstepError, RankError, UsageError, WorkError
 from lockstep.launcher.launch import launch
-from lockstep.tools.bench.worker import SOCKET, START_BARRIER, torch_main
+from lockstep.tools.bench.bench_worker import SOCKET, START_BARRIER, torch_main
 from lockstep.tools.bench.workload import StartBarrier
 
 __all__ = ["MpiRunner", "Rendezvous", "Runner", "TorchRunner", "find_mpiexec"]
@@ -213,7 +213,7 @@ class MpiRunner(ProcessRunner):
         super().__init__("mpi", rendezvous)
         code = (
             f"import sys; sys.path.append({PACKAGES!r}); "
-            "from lockstep.tools.bench.worker import mpi_main; mpi_main()"
+            "from lockstep.tools.bench.bench_worker import mpi_main; mpi_main()"
         )
         ranks, timeout = str(rendezvous.ranks), str(rendezvous.timeout)
         program = [sys.executable, "-c", code, ranks, rendezvous.folder, self._key, timeout]

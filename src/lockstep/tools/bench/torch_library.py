@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from lockstep.tools.bench.collectives import ROOT, partner
+from lockstep.tools.bench.measured_collectives import ROOT, partner
 from lockstep.tools.bench.workload import UnsupportedError, Values, Workload
 
 __all__ = ["TorchLibrary"]

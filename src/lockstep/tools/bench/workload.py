@@ -26,8 +26,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.record.environment import count_usable_cores
-from lockstep.tools.bench.collectives import Contents, Part, find
+from lockstep.record.run_environment import count_usable_cores
+from lockstep.tools.bench.measured_collectives import Contents, Part, find
 
 __all__ = [
     "OPS",

@@ -18,7 +18,7 @@ from lockstep.formatting import format_size, parse_sizes
 from lockstep.kernel.errors import UsageError, WorkError
 from lockstep.launcher.signals import exiting_on_sigterm
 from lockstep.messages import log
-from lockstep.tools.bench.collectives import COLLECTIVES, COPY, Collective
+from lockstep.tools.bench.measured_collectives import COLLECTIVES, COPY, Collective
 
 if TYPE_CHECKING:
     from lockstep.tools.bench.results import Contender, Result
@@ -284,7 +284,7 @@ def parse_rank_counts(text: str) -> list[int]:
 
 def describe_machine() -> str:
     """Return the machine in one line."""
-    from lockstep.record.environment import count_usable_cores, processor_name
+    from lockstep.record.run_environment import count_usable_cores, processor_name
 
     count, load = count_usable_cores(), os.getloadavg()[0]
     return (

@@ -12,8 +12,8 @@ import click
 from lockstep.messages import JSON_HELP, escape_control
 
 if TYPE_CHECKING:
-    from lockstep.tools.check.comparison import Comparison, Verdict
     from lockstep.tools.check.difference import Difference
+    from lockstep.tools.check.layout_comparison import Comparison, Verdict
 
 __all__ = ["command"]
 
@@ -115,7 +115,7 @@ def command(
 
     Exit status: 0 all layouts agree, 1 a layout differs or fails, 2 usage error.
     """
-    from lockstep.tools.check.comparison import compare_layouts
+    from lockstep.tools.check.layout_comparison import compare_layouts
 
     comparison = compare_layouts(script, arguments, steps, ranks, timeout, _report)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():

@@ -16,7 +16,7 @@ from lockstep.messages import JSON_HELP, escape_control
 from lockstep.tools.commands.report import find_run, format_of, open_in_browser, save
 
 if TYPE_CHECKING:
-    from lockstep.tools.report.comparison import Comparison
+    from lockstep.tools.report.run_comparison import Comparison
 
 __all__ = ["command"]
 
@@ -57,13 +57,18 @@ def command(
     if len(runs) < 2:
         raise UsageError(f"compare needs two or more runs, but only {runs[0]} was given")
     from lockstep.record.reader import read_run
-    from lockstep.tools.report import comparison
+    from lockstep.tools.report.run_comparison import (
+        compare_runs,
+        comparison_html,
+        comparison_json,
+        comparison_markdown,
+    )
 
-    result = comparison.compare_runs([read_run(find_run(run, folder)) for run in runs])
+    result = compare_runs([read_run(find_run(run, folder)) for run in runs])
     if as_json:
         with contextlib.redirect_stdout(sys.stderr):
             print_text(result)
-        click.echo(json.dumps(comparison.comparison_json(result)))
+        click.echo(json.dumps(comparison_json(result)))
         return
     kind = kind or ("html" if opened or (output and format_of(output) == "html") else "text")
     if kind == "text" and output is None:
@@ -74,9 +79,9 @@ def command(
             print_text(result)
         text = printed.getvalue()
     elif kind == "html":
-        text = comparison.comparison_html(result)
+        text = comparison_html(result)
     else:
-        text = comparison.comparison_markdown(result)
+        text = comparison_markdown(result)
     path = save(text.encode(), output, Path("compare.html" if kind == "html" else "compare.md"))
     if opened and path is not None:
         open_in_browser(path)
@@ -84,7 +89,7 @@ def command(
 
 def print_text(result: Comparison) -> None:
     """Print the comparison on the terminal."""
-    from lockstep.tools.report.comparison import comparison_table
+    from lockstep.tools.report.run_comparison import comparison_table
     from lockstep.tools.report.terminal import print_table, wrap
 
     for pair in result.pairs:

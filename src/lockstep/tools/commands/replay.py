@@ -23,7 +23,7 @@ from lockstep.tools.commands.report import find_run
 
 if TYPE_CHECKING:
     from lockstep.record.reader import Run
-    from lockstep.tools.replay.comparison import Comparison, Recorded
+    from lockstep.tools.replay.replay_comparison import Comparison, Recorded
 
 __all__ = ["ReplayProgress", "command"]
 
@@ -101,10 +101,10 @@ def command(
     from lockstep.record.fingerprints import read_step_fingerprints
     from lockstep.record.reader import read_run
     from lockstep.tools.check.layouts import Layout
-    from lockstep.tools.replay.comparison import compare, find_recorded
-    from lockstep.tools.replay.program import find_base, find_obstacles, read_program
+    from lockstep.tools.replay.recorded_program import find_base, find_obstacles, read_program
+    from lockstep.tools.replay.replay_comparison import compare, find_recorded
+    from lockstep.tools.replay.replay_runner import run_program
     from lockstep.tools.replay.result import ReplayRequest
-    from lockstep.tools.replay.runner import run_program
 
     if nprocs % stages:
         raise LayoutError(f"-n {nprocs} must be a multiple of --stages {stages}")

@@ -187,7 +187,7 @@ def print_plans(
 ) -> None:
     """Print the timeline of each plan, the legend, and a table."""
     from lockstep.tools.report.terminal import print_table, wrap
-    from lockstep.tools.report.timeline import print_timeline, text_legend, text_scale
+    from lockstep.tools.report.timeline_rendering import print_timeline, text_legend, text_scale
 
     scale = text_scale(drawn)
     for one in drawn:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from lockstep.checkpoint.schedule import CheckpointConfig
+from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.kernel.errors import FileError
 from lockstep.launcher.world import init
 from lockstep.launcher.world import world as current_world

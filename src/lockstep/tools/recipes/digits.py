@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.data.dataset_partition import partition
 from lockstep.data.datasets import digits
-from lockstep.data.partition import partition
 from lockstep.tools.recipes.classification import Data, Options, Recipe
 
 __all__ = ["DIGITS", "HEAD", "digit_network", "make_network"]

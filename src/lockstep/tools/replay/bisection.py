@@ -30,7 +30,6 @@ from lockstep.tools.replay.divergence import (
 )
 from lockstep.tools.replay.element_difference import first_element_difference
 from lockstep.tools.replay.operator_difference import first_operator_difference
-from lockstep.tools.replay.program import Base, Program, find_base, find_obstacles, read_program
 from lockstep.tools.replay.record_difference import (
     RecordDifference,
     SearchWindow,
@@ -38,9 +37,16 @@ from lockstep.tools.replay.record_difference import (
     first_record_difference,
     step_differences,
 )
+from lockstep.tools.replay.recorded_program import (
+    Base,
+    Program,
+    find_base,
+    find_obstacles,
+    read_program,
+)
 from lockstep.tools.replay.recorded_run import RecordedRun, require_comparable
+from lockstep.tools.replay.replay_runner import run_program
 from lockstep.tools.replay.result import Level, Replay, ReplayRequest
-from lockstep.tools.replay.runner import run_program
 
 __all__ = ["Bisection", "Compared", "Reproduction", "bisect_runs", "group_by_rank"]
 

@@ -15,7 +15,7 @@ from lockstep.tools.replay.bisection import Bisection, Reproduction
 from lockstep.tools.replay.divergence import Divergence
 from lockstep.tools.replay.operator_call import OperatorCall
 from lockstep.tools.replay.recorded_run import RecordedRun, find_source_differences
-from lockstep.tools.report.comparison import find_setting_differences, settings_sentences
+from lockstep.tools.report.run_comparison import find_setting_differences, settings_sentences
 
 __all__ = [
     "bisection_json",

@@ -17,8 +17,8 @@ from lockstep.model.fingerprint_file import read_fingerprints
 from lockstep.record.columns import as_dict
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.record.reader import Run, read_run
-from lockstep.tools.replay.comparison import find_recorded
 from lockstep.tools.replay.record_difference import RecordDifference, Stop
+from lockstep.tools.replay.replay_comparison import find_recorded
 
 __all__ = [
     "RecordedRun",

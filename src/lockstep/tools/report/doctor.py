@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.messages import escape_control
-from lockstep.record.environment import recorded_variables
+from lockstep.record.run_environment import recorded_variables
 from lockstep.redaction import redact
 from lockstep.tools.report.checks import (
     CheckResult,

@@ -56,7 +56,7 @@ from lockstep.tools.report.summary_text import (
     timing_sentences,
     warning_sentence,
 )
-from lockstep.tools.report.timeline import layout_timelines
+from lockstep.tools.report.timeline_rendering import layout_timelines
 from lockstep.version import VERSION
 
 __all__ = ["report_html", "report_markdown"]

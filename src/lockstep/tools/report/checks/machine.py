@@ -17,7 +17,7 @@ from lockstep.formatting import (
     format_quantity,
 )
 from lockstep.kernel.errors import LockstepError
-from lockstep.record.environment import count_usable_cores, processor_name
+from lockstep.record.run_environment import count_usable_cores, processor_name
 from lockstep.tools.report.checks import CheckResult, Requirements, bad, good, note
 
 __all__ = ["check_cores", "check_disk", "check_memory", "check_open_files"]

@@ -29,7 +29,7 @@ from lockstep.launcher.run_folder import RESUME, RUN
 from lockstep.launcher.signals import exiting_on_sigterm
 from lockstep.record.program import select_variables
 from lockstep.record.sources import find_named_variables
-from lockstep.tools.check.runner import (
+from lockstep.tools.check.layout_runner import (
     describe_failure,
     is_refusal,
     log_of,
@@ -37,7 +37,7 @@ from lockstep.tools.check.runner import (
     record_of,
     redirect_output,
 )
-from lockstep.tools.replay.program import Base, Program
+from lockstep.tools.replay.recorded_program import Base, Program
 from lockstep.tools.replay.result import Replay, ReplayedStep, ReplayRequest
 from lockstep.tools.replay.stored_sources import StoredSources
 
@@ -128,7 +128,7 @@ def _run_in_terminal(order: tuple[Program, Base, ReplayRequest, str], folder: Pa
     file.write_bytes(pickle.dumps(order))
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; "
-        "from lockstep.tools.replay.runner import run_order; "
+        "from lockstep.tools.replay.replay_runner import run_order; "
         f"run_order({os.fspath(file)!r})"
     )
     # Only the debugger handles Ctrl-C.
@@ -149,7 +149,7 @@ def _run_in_terminal(order: tuple[Program, Base, ReplayRequest, str], folder: Pa
 
 def run_order(file: str) -> None:
     """Run one rank as `_run_in_terminal` asks, in a new interpreter."""
-    from lockstep.tools.replay.microbatch import DebuggerLeft
+    from lockstep.tools.replay.single_microbatch import DebuggerLeft
 
     program, base, request, folder = pickle.loads(Path(file).read_bytes())
     try:
@@ -187,7 +187,7 @@ def _environment(program: Program) -> Iterator[bool]:
 
 def _run_rank(rank: int, program: Program, base: Base, request: ReplayRequest, name: str) -> None:
     """Run the program in this process, and record the wanted steps."""
-    from lockstep.tools.replay.session import ReplaySession
+    from lockstep.tools.replay.replay_session import ReplaySession
     from lockstep.training.trainer_hooks import SessionComplete, open_session
 
     folder = Path(name)

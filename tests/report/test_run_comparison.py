@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 import records
 from lockstep.kernel.errors import FileError
 from lockstep.record.reader import read_run
-from lockstep.tools.report import comparison
-from lockstep.tools.report.comparison import (
+from lockstep.tools.report import run_comparison
+from lockstep.tools.report.run_comparison import (
     common_weights_file,
     compare_runs,
     first_weights_difference,
@@ -101,7 +101,9 @@ def test_runs_that_differ_in_their_learning_rate_say_so(tmp_path):
             f"0.1 to 0.005, other values from step 7: 0.06 instead of {falling[7]!r}",
         ]
     }
-    assert comparison.comparison_html(compare_runs([schedule, other])).count("<h3>Learning") == 1
+    assert (
+        run_comparison.comparison_html(compare_runs([schedule, other])).count("<h3>Learning") == 1
+    )
     assert compare_runs([schedule, write("e", falling)]).settings == {}
 
 
@@ -126,12 +128,12 @@ def test_speeds_of_equal_runs_seldom_differ_and_others_do(memory):
             values.append(mean * np.exp(noise))
         return np.array(values)
 
-    equal = [comparison.compare_speeds(cost(1.0), cost(1.0)) for _ in range(100)]
+    equal = [run_comparison.compare_speeds(cost(1.0), cost(1.0)) for _ in range(100)]
     assert sum(one.is_significant for one in equal) <= 16
-    for one in (comparison.compare_speeds(cost(1.5), cost(1.0)) for _ in range(20)):
+    for one in (run_comparison.compare_speeds(cost(1.5), cost(1.0)) for _ in range(20)):
         assert one.is_significant
         assert one.low < 1.5 < one.high or one.ratio == pytest.approx(1.5, rel=0.2)
-    assert not comparison.compare_speeds(cost(1.0)[:5], cost(2.0)).is_known
+    assert not run_comparison.compare_speeds(cost(1.0)[:5], cost(2.0)).is_known
 
 
 def test_a_run_with_few_steps_has_no_verdict(tmp_path):
@@ -207,8 +209,8 @@ def test_differing_settings_are_listed(run):
 
 def test_all_formats_have_the_sentences(run):
     found = compare_runs([run("a"), run("b"), run("c", seconds=0.02)])
-    page, text = comparison.comparison_html(found), comparison.comparison_markdown(found)
-    plain = json.loads(json.dumps(comparison.comparison_json(found)))
+    page, text = run_comparison.comparison_html(found), run_comparison.comparison_markdown(found)
+    plain = json.loads(json.dumps(run_comparison.comparison_json(found)))
     for one, listed in zip(found.pairs, plain["against"], strict=True):
         for sentence in one.sentences:
             assert sentence in page
@@ -320,7 +322,7 @@ def test_resumptions_are_differences_in_settings(tmp_path):
     found = compare_runs(list(map(read_run, runs)))
     assert found.settings == {"resumed from step": ["", "12, 16"]}, "the last layout counts"
     assert found.pairs[0].same_digest
-    assert found.pairs[0].losses == comparison.LossDifference(20)
+    assert found.pairs[0].losses == run_comparison.LossDifference(20)
 
 
 def test_runs_that_differ_point_to_bisect(run):

@@ -15,10 +15,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.tools.replay.microbatch import DebuggerLeft
-from lockstep.tools.replay.program import Base
+from lockstep.tools.replay.recorded_program import Base
+from lockstep.tools.replay.replay_session import ReplaySession
 from lockstep.tools.replay.result import ReplayedStep, ReplayRequest
-from lockstep.tools.replay.session import ReplaySession
+from lockstep.tools.replay.single_microbatch import DebuggerLeft
 from lockstep.training.trainer_hooks import SessionComplete, open_session
 
 pytestmark = pytest.mark.usefixtures("world_of_one")

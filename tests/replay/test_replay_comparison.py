@@ -11,7 +11,7 @@ from lockstep.record.columns import concatenate_steps
 from lockstep.record.fingerprints import RecordedStep
 from lockstep.record.reader import Run
 from lockstep.redaction import redact
-from lockstep.tools.replay.comparison import Recorded, compare, find_recorded
+from lockstep.tools.replay.replay_comparison import Recorded, compare, find_recorded
 from lockstep.tools.replay.result import Replay, ReplayedStep, ReplayRequest
 
 STEP = RecordedStep(7, 1, 0.5, 2.0, (0.25, 0.75, None), "ab")

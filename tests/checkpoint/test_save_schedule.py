@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.checkpoint.schedule import CheckpointConfig, CheckpointSchedule
+from lockstep.checkpoint.save_schedule import CheckpointConfig, CheckpointSchedule
 from lockstep.kernel.errors import UsageError
 
 

@@ -143,7 +143,7 @@ def _run_rank(
     rank: int, script: str, arguments: Sequence[str], layout: Layout, steps: int, folder: str
 ) -> None:
     """Run the script in this process as `python SCRIPT` would, and record what it computes."""
-    from lockstep.tools.check.session import CheckSession
+    from lockstep.tools.check.check_session import CheckSession
     from lockstep.training.trainer_hooks import SessionComplete, open_session
 
     redirect_output(log_of(Path(folder), rank))

@@ -18,9 +18,9 @@ import lockstep as ls
 from lockstep.launcher.launch import launch_in_this_process
 from lockstep.tools.replay.operator_difference import first_operator_difference
 from lockstep.tools.replay.operator_tracer import OperatorTracer
-from lockstep.tools.replay.program import Base
+from lockstep.tools.replay.recorded_program import Base
+from lockstep.tools.replay.replay_session import ReplaySession
 from lockstep.tools.replay.result import Level, ReplayedStep, ReplayRequest
-from lockstep.tools.replay.session import ReplaySession
 from lockstep.training.trainer_hooks import SessionComplete, open_session
 from models import Branches, Words, blocks, picture_batches, pictures, row_batches, word_batches
 

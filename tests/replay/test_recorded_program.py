@@ -11,9 +11,9 @@ import pytest
 from checkpoints import complete
 from lockstep.checkpoint.writer import CheckpointWriter
 from lockstep.kernel.errors import UsageError
-from lockstep.record.environment import describe_environment
 from lockstep.record.reader import read_run
-from lockstep.tools.replay.program import Base, find_base, find_obstacles, read_program
+from lockstep.record.run_environment import describe_environment
+from lockstep.tools.replay.recorded_program import Base, find_base, find_obstacles, read_program
 
 SCRIPT = {
     "kind": "script",

@@ -11,8 +11,8 @@ from typing import Any
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.target import check_target
 from lockstep.tools.check.difference import Difference, first_difference
+from lockstep.tools.check.layout_runner import Run, run_layout
 from lockstep.tools.check.layouts import Layout, layouts
-from lockstep.tools.check.runner import Run, run_layout
 
 __all__ = ["Comparison", "Verdict", "compare_layouts"]
 

@@ -14,8 +14,8 @@ from lockstep.checksum import checksum
 from lockstep.cli import cli
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.tools.check.layouts import Layout
-from lockstep.tools.replay import runner
-from lockstep.tools.replay.program import Base, Program
+from lockstep.tools.replay import replay_runner
+from lockstep.tools.replay.recorded_program import Base, Program
 from lockstep.tools.replay.result import Replay, ReplayRequest
 from replays import run_replay
 
@@ -102,12 +102,14 @@ def test_sigterm_leaves_no_files_behind(tmp_path, monkeypatch):
         assert len(list(tmp_path.iterdir())) == 1
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(runner, "_launch", interrupted)
+    monkeypatch.setattr(replay_runner, "_launch", interrupted)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         with pytest.raises(SystemExit) as raised:
-            runner.run_program(Program("script", "train.py"), Base(), ReplayRequest(tmp_path, 0, 0))
+            replay_runner.run_program(
+                Program("script", "train.py"), Base(), ReplayRequest(tmp_path, 0, 0)
+            )
         assert raised.value.code == 128 + signal.SIGTERM
         assert not list(tmp_path.iterdir())
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.tools.bench.collectives import COLLECTIVES, Part
+from lockstep.tools.bench.measured_collectives import COLLECTIVES, Part
 
 RANKS = st.integers(1, 64)
 NAMES = st.sampled_from(list(COLLECTIVES))

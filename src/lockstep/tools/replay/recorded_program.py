@@ -17,9 +17,9 @@ from lockstep.checkpoint.folder import MANIFEST, find_checkpoints, verify
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import CHECKPOINTS
 from lockstep.record.columns import as_dict, as_float
-from lockstep.record.environment import describe_environment
 from lockstep.record.program import REPLAYABLE
 from lockstep.record.reader import Run
+from lockstep.record.run_environment import describe_environment
 from lockstep.redaction import MARK
 
 __all__ = ["Base", "Program", "find_base", "find_obstacles", "read_program"]

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from lockstep.record.timeline import Span, Timeline
-from lockstep.tools.report.timeline import (
+from lockstep.tools.report.timeline_rendering import (
     HTML_WIDTH,
     MAX_LANES,
     layout_timelines,

@@ -23,12 +23,12 @@ from lockstep.data.loader import Batches
 from lockstep.elastic.membership import Membership, Round
 from lockstep.kernel.step_context import Attempt
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.training.executor import TrainerExecutor
 from lockstep.training.history import History
 from lockstep.training.optimization import Optimization
 from lockstep.training.parallel_setup import find_hosts
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.state import Position
+from lockstep.training.trainer_executor import TrainerExecutor
 from lockstep.training.whole_model import WholeModelExecutor
 
 __all__ = ["RoundEntry"]
