@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lockstep.launcher.standard_streams import StandardStreams
+from lockstep.launcher.rank_processes import StandardStreams
 
 
 @contextmanager

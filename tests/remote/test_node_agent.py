@@ -20,9 +20,9 @@ import torch.distributed as dist
 import lockstep as ls
 import warm
 from lockstep.kernel.errors import RankError, RendezvousError
-from lockstep.tools.remote.credentials import KEY_VARIABLE, make_key
 from lockstep.transport.listener import REPORT_INTERVAL
 from lockstep.transport.message_connection import requires_secret
+from lockstep.transport.secret import KEY_VARIABLE, make_key
 
 WORKER = [*warm.LOCKSTEP, "worker"]
 PATIENCE = 60.0

@@ -21,7 +21,7 @@ import processes
 import warm
 from lockstep.kernel.errors import RankError, UsageError
 from lockstep.tools.remote.connection import connect_to_driver
-from lockstep.tools.remote.credentials import make_key
+from lockstep.transport.secret import make_key
 from processes import alive
 
 PATIENCE = 60.0

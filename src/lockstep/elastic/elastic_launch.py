@@ -18,7 +18,6 @@ from lockstep.elastic.host_connection import PURPOSE
 from lockstep.elastic.host_plan import RankPlace
 from lockstep.elastic.host_supervisor import HostSupervisor
 from lockstep.kernel.errors import LockstepError
-from lockstep.launcher.environment import SECRET_FILE
 from lockstep.launcher.failure_attribution import STOPPED
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import (
@@ -33,11 +32,10 @@ from lockstep.launcher.launch_script import (
     terminating,
 )
 from lockstep.launcher.listening_socket import listen
-from lockstep.launcher.run_secret import make_secret
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.messages import log
 from lockstep.transport.listener import MessageListener
-from lockstep.transport.secret import SECRET_SIZE
+from lockstep.transport.secret import SECRET_FILE, SECRET_SIZE, make_secret
 
 __all__ = ["Watch", "launch_elastic"]
 

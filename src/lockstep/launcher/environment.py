@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from lockstep.kernel.errors import LaunchEnvironmentError
 from lockstep.launcher import slurm
 from lockstep.launcher.listening_socket import strip_brackets
+from lockstep.transport.secret import SECRET_FILE
 
 __all__ = ["RankEnvironment", "RankInfo", "read_rank_info"]
 
@@ -36,8 +37,6 @@ LAUNCHER = "LOCKSTEP_LAUNCHER"
 # Set on a single host: "ADDRESS PORT PID FD INODE", the private store (PID FD INODE) to use
 # instead of the store at ADDRESS and PORT. It is ignored if a script sets another address.
 STORE = "LOCKSTEP_STORE"
-# The file with the secret of a run that spans hosts.
-SECRET_FILE = "LOCKSTEP_SECRET_FILE"
 
 # Set in the ranks of an elastic run (`lockstep.elastic`):
 #     ELASTIC    1 in every rank
@@ -413,7 +412,7 @@ class RankEnvironment:
         node_rank: Index of this host, from 0.
         role: Value of ROLE_NAME.
         store: Address of the private store; empty if there is none.
-        secret_file: File with the secret of the run (`run_secret.py`); None if there is none.
+        secret_file: File with the secret of the run (`transport/secret.py`); None if there is none.
     """
 
     nprocs: int

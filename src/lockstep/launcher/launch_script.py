@@ -59,11 +59,11 @@ from lockstep.launcher.run_folder import (
     wait_until_free,
     write_description,
 )
-from lockstep.launcher.run_secret import make_secret, warn_without_secret
 from lockstep.launcher.signals import receiving, reports_on_request
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.launcher.target import check_target, find_source
 from lockstep.messages import log
+from lockstep.transport.secret import make_secret, warn_without_secret
 
 __all__ = [
     "Interrupted",

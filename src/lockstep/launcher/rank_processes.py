@@ -9,10 +9,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import select
+import selectors
 import signal
+import stat
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from lockstep.launcher.channel import Channel, Message, open_pair, read_memfd
@@ -26,12 +30,10 @@ from lockstep.launcher.failure_attribution import (
 from lockstep.launcher.output import RankOutput, close_outputs
 from lockstep.launcher.rank_probes import RankProbes
 from lockstep.launcher.rank_stores import RankStores
-from lockstep.launcher.readers import Readers
 from lockstep.launcher.stacks import STACK_SIGNAL
-from lockstep.launcher.standard_streams import StandardStreams
 from lockstep.launcher.tracebacks import BACKEND_ERRORS, is_full
 
-__all__ = ["RankProcesses"]
+__all__ = ["RankProcesses", "StandardStreams"]
 
 
 class RankProcesses:
@@ -297,3 +299,85 @@ class RankProcesses:
             self.outputs[rank].hide_stderr(f"lost the connection to another rank{where}")
         elif report["plain"]:
             self.outputs[rank].hide_stderr()
+
+
+class Readers:
+    """The descriptors that a process waits for, and what it calls when one is readable."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._outputs: set[int] = set()
+
+    def add(
+        self, descriptor: int, callback: Callable[[], bool], *, is_output: bool = False
+    ) -> None:
+        """Call `callback` whenever `descriptor` is readable, until it returns False.
+
+        Args:
+            descriptor: The descriptor.
+            callback: Reads from it.
+            is_output: Whether it comes after the others: a report decides how to show what was
+                printed after it.
+        """
+        self._selector.register(descriptor, selectors.EVENT_READ, callback)
+        if is_output:
+            self._outputs.add(descriptor)
+
+    def remove(self, descriptor: int) -> None:
+        """Forget a descriptor, before it is closed."""
+        self._outputs.discard(descriptor)
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(descriptor)
+
+    def process(self, timeout: float) -> None:
+        """Wait until a descriptor is readable, at most `timeout` s, and call what belongs to it."""
+        events = self._selector.select(timeout)
+        for key, _ in sorted(events, key=lambda event: event[0].fd in self._outputs):
+            # A callback for an earlier event may have closed this one's descriptor.
+            if self._selector.get_map().get(key.fd) is key and not key.data():
+                self.remove(key.fd)
+
+    def close(self) -> None:
+        """Forget all descriptors."""
+        self._selector.close()
+
+
+class StandardStreams:
+    """The standard streams of this process, which ranks inherit.
+
+    Rank 0 inherits the standard input; the standard input of the others is empty. If a new process
+    of rank 0 begins the script again, it reads an input file from where the first process began.
+    Input from a terminal or a pipe cannot be read again.
+    """
+
+    def __init__(self) -> None:
+        self._begin: int | None = None  # offset in the input file; None before rank 0's start
+
+    @contextlib.contextmanager
+    def inherit(self, has_input: bool) -> Iterator[list[int]]:
+        """Yield the descriptors of stdin, stdout and stderr for one process.
+
+        Args:
+            has_input: Whether the process inherits the standard input.
+        """
+        with contextlib.ExitStack() as opened:
+            null = os.open(os.devnull, os.O_RDWR)
+            opened.callback(os.close, null)
+            streams = [number if _is_open(number) else null for number in range(3)]
+            if not has_input:
+                streams[0] = null
+            elif stat.S_ISREG(os.fstat(streams[0]).st_mode):
+                # To where the first process began; no earlier process reads it now.
+                if self._begin is None:
+                    self._begin = os.lseek(streams[0], 0, os.SEEK_CUR)
+                os.lseek(streams[0], self._begin, os.SEEK_SET)
+            yield streams
+
+
+def _is_open(descriptor: int) -> bool:
+    """Return whether a stream is open; if Python found it closed, another file has its number."""
+    if (sys.__stdin__, sys.__stdout__, sys.__stderr__)[descriptor] is None:
+        return False
+    with contextlib.suppress(OSError):
+        return bool(os.fstat(descriptor))
+    return False

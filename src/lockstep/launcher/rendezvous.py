@@ -59,12 +59,12 @@ from lockstep.launcher.network_interface import (
     find_served_address,
 )
 from lockstep.launcher.rank_process import get_exit_code
-from lockstep.launcher.run_secret import SECRET_FILE, read_secret, warn_without_secret
 from lockstep.launcher.secret_store import SecretStore
 from lockstep.launcher.store_server import StoreServer
 from lockstep.messages import log
 from lockstep.transport.handshake import Refused, Status
 from lockstep.transport.message_connection import requires_secret
+from lockstep.transport.secret import SECRET_FILE, read_secret, warn_without_secret
 
 __all__ = [
     "choose_interface",

@@ -2,21 +2,59 @@
 
 A secret is passed in a file that only its owner can read, or in an environment variable. It is
 never on a command line, which every user of a machine can read.
+
+The secret of a run that spans hosts: only processes that have it can join the run.
+
+    lockstep run --secret-file FILE      host 0 creates the file, the others need a copy
+    LOCKSTEP_SECRET_FILE                 the same for other launchers
+    LOCKSTEP_SECRET                      the secret itself
+
+Ranks on one host need none: their store cannot be reached by other users
+(`launcher/local_rendezvous.py`).
+
+The driver's key, which a driver and its workers share. Anyone who has it can run any code in the
+driver and its workers.
+
+    workers that the driver starts        get the key through an anonymous file
+    `lockstep worker` on another host     from LOCKSTEP_DRIVER_KEY or --key-file
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import re
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.files import create_file
 from lockstep.kernel.errors import FileError, UsageError
 
-__all__ = ["SECRET_SIZE", "create_secret_file", "parse_secret", "read_secret_file"]
+__all__ = [
+    "KEY_SOURCE",
+    "KEY_VARIABLE",
+    "SECRET",
+    "SECRET_FILE",
+    "SECRET_SIZE",
+    "create_secret_file",
+    "derive_store_secret",
+    "give_secret",
+    "make_key",
+    "make_secret",
+    "read_key",
+    "read_secret",
+    "read_secret_file",
+    "warn_without_secret",
+]
 
 SECRET_SIZE = 32  # bytes
+SECRET, SECRET_FILE = "LOCKSTEP_SECRET", "LOCKSTEP_SECRET_FILE"
+KEY_VARIABLE = "LOCKSTEP_DRIVER_KEY"
+KEY_SOURCE = f"a key file or {KEY_VARIABLE}"
+RUN_SECRET, DRIVER_KEY = "secret of a run", "driver key"  # their names in messages
+
+_given: list[bytes] = []
 
 
 def create_secret_file(path: Path, noun: str) -> bytes:
@@ -62,3 +100,96 @@ def parse_secret(text: str, source: str, noun: str) -> bytes:
     if not re.fullmatch(r"[0-9a-fA-F]{64}", text.strip()):
         raise UsageError(f"{source} contains no {noun}: {2 * SECRET_SIZE} hexadecimal digits")
     return bytes.fromhex(text.strip())
+
+
+# --- the secret of a run -------------------------------------------------------------------
+
+
+def give_secret(secret: bytes) -> None:
+    """Give this process a secret that is in no file and no variable: that of its driver."""
+    _given[:] = [secret]
+
+
+def read_secret(environ: Mapping[str, str]) -> bytes | None:
+    """Return this process's secret, else the one that `environ` names; None if there is none.
+
+    Raises:
+        FileError: The file cannot be read.
+        UsageError: Other users can read the file, or the file or variable contains no secret.
+    """
+    if _given:
+        return _given[0]
+    if file := environ.get(SECRET_FILE):
+        return read_secret_file(Path(file), RUN_SECRET)
+    if text := environ.get(SECRET):
+        return parse_secret(text, SECRET, RUN_SECRET)
+    return None
+
+
+def make_secret(file: str | None, node_rank: int, environ: Mapping[str, str]) -> bytes | None:
+    """Return the secret in `file`, which host 0 creates; without a file that of `environ`.
+
+    Raises:
+        FileError: The file cannot be read or written.
+        UsageError: It is missing on another host, other users can read it, or it contains no
+            secret.
+    """
+    if file is None:
+        return read_secret(environ)
+    path = Path(file)
+    if node_rank == 0:
+        return create_secret_file(path, RUN_SECRET)
+    if not path.exists():
+        raise UsageError(
+            f"--secret-file {file}: there is no such file here; host 0 creates it: copy it from "
+            f"there, readable by its owner only"
+        )
+    return read_secret_file(path, RUN_SECRET)
+
+
+def warn_without_secret(address: str, port: int) -> str:
+    """Return the warning that a store on the network admits anybody."""
+    return (
+        f"anyone who can reach {address}:{port} can join or disturb this run, because it has no "
+        f"secret: use a private network, or give every host the same --secret-file "
+        f"({SECRET_FILE})"
+    )
+
+
+# --- the key of a driver --------------------------------------------------------------------
+
+
+def make_key(file: str | Path | None) -> bytes:
+    """Return the driver's key: from `file`, from the environment, or a new one.
+
+    A file that does not exist is created with a new key, readable by its owner only.
+    """
+    if file is not None:
+        return create_secret_file(Path(file), DRIVER_KEY)
+    text = os.environ.get(KEY_VARIABLE)
+    if text is None:
+        return secrets.token_bytes(SECRET_SIZE)
+    return parse_secret(text, KEY_VARIABLE, DRIVER_KEY)
+
+
+def read_key(file: str | Path | None) -> bytes:
+    """Return the key that a worker was given.
+
+    Raises:
+        UsageError: There is none, or other users can read it.
+        FileError: The file cannot be read.
+    """
+    if file is not None:
+        return read_secret_file(Path(file), DRIVER_KEY)
+    text = os.environ.get(KEY_VARIABLE)
+    if text is None:
+        raise UsageError(
+            f"a worker needs its driver's key: copy the driver's key file to this host and pass "
+            f"it with --key-file, or set {KEY_VARIABLE}"
+        )
+    return parse_secret(text, KEY_VARIABLE, DRIVER_KEY)
+
+
+def derive_store_secret(key: bytes) -> bytes:
+    """Return the secret of the store in which the driver's workers meet."""
+    return hmac.digest(key, b"store of the workers", "sha256")

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from lockstep.comm import native_module
 from lockstep.comm.hosts.group import GLOO_MARGIN, HostGroup
 from lockstep.comm.native_module import ArgumentError
-from lockstep.comm.python_process_group import ProcessGroup, PythonProcessGroup
 
 __all__ = ["HostProcessGroup"]
 
@@ -53,7 +52,11 @@ FAILURES = ("gloo/transport", "timed out")
 """In Gloo's messages about connections and timeouts; the others are about arguments of a call."""
 
 
-class HostProcessGroup(PythonProcessGroup):
+# torch's types leave out constructors and overloads that its process groups in Python need.
+ProcessGroup: Any = dist.ProcessGroup
+
+
+class HostProcessGroup(ProcessGroup):  # type: ignore[misc]
     """A process group of ranks on several hosts.
 
     Args:
@@ -64,23 +67,66 @@ class HostProcessGroup(PythonProcessGroup):
         host_group: The group.
     """
 
+    supports_splitting = supports_coalescing = False
+
     def __init__(self, group: HostGroup, store: Any) -> None:
-        super().__init__(group.rank, group.map.size, store, "lockstep", group.timeout)
-        self.host_group = group
+        super().__init__(group.rank, group.map.size)
+        self._rank, self._store, self.host_group = group.rank, store, group
+        # The name and the description are in torch's C++ backends, of which this group has none.
+        self._name = self._description = ""
+        self._calls = 0
         cpu, kind = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
         self._gloo = ProcessGroup(store, group.rank, group.map.size)
         self._gloo._register_backend(cpu, kind, group.gloo)
         self._gloo._set_default_backend(kind)
 
+    def name(self) -> str:
+        """Return the name of the backend."""
+        return "lockstep"
+
+    getBackendName = name  # what torch's C++ calls
+
+    def setGroupName(self, name: str) -> None:  # noqa: D102
+        self._name = name
+
     def setGroupDesc(self, description: str) -> None:  # noqa: D102
-        super().setGroupDesc(description)
+        self._description = description
         if description not in ("", "undefined", "default_pg"):
             self.host_group.name = description
 
+    def getGroupName(self) -> str:  # noqa: D102
+        return self._name
+
+    def getGroupDesc(self) -> str:  # noqa: D102
+        return self._description
+
+    def get_group_store(self) -> Any:
+        """Return the store of the group."""
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> HostProcessGroup:
+        return self
+
+    def _has_hooks(self) -> bool:
+        return False
+
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        super()._set_default_timeout(timeout)
         self.host_group.set_timeout(timeout.total_seconds())
         self.host_group.gloo._set_default_timeout(timeout + GLOO_MARGIN)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of the operations that follow."""
+        self._set_default_timeout(timeout)
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._calls
 
     def shutdown(self) -> None:
         """Leave the group."""

@@ -13,7 +13,7 @@ import click
 
 from lockstep.elastic.elastic_launch import launch_elastic
 from lockstep.kernel.errors import UsageError
-from lockstep.launcher.environment import SECRET_FILE, RankInfo, read_rank_info
+from lockstep.launcher.environment import RankInfo, read_rank_info
 from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.launch_config import HOST_TIMEOUT, LaunchConfig
 from lockstep.launcher.launch_script import Interrupted, launch_script
@@ -26,6 +26,7 @@ from lockstep.launcher.listening_socket import (
 )
 from lockstep.launcher.run_folder import RUNS, find_run, read_description
 from lockstep.launcher.supervisor import STOP_GRACE
+from lockstep.transport.secret import SECRET_FILE
 
 __all__ = ["command"]
 

@@ -17,8 +17,8 @@ from lockstep.launcher.launch import function_task
 from lockstep.launcher.output import RankOutput
 from lockstep.launcher.pickling import dumps
 from lockstep.launcher.supervisor import GRACE, TICK, RankSupervisor
-from lockstep.tools.remote.credentials import KEY_VARIABLE
 from lockstep.tools.remote.output_forwarder import ForwardedStream, StreamName
+from lockstep.transport.secret import KEY_VARIABLE
 
 __all__ = ["HostWorkers"]
 

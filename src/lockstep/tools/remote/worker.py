@@ -27,12 +27,11 @@ from functools import partial
 from types import TracebackType
 
 from lockstep.launcher.rank_process import describe_error
-from lockstep.launcher.run_secret import give_secret
 from lockstep.launcher.world import init, shutdown
 from lockstep.tools.remote.connection import Connection, Message, connect_to_driver
-from lockstep.tools.remote.credentials import derive_store_secret
 from lockstep.tools.remote.hang_recovery import is_in_collective
 from lockstep.tools.remote.serialization import deserialize, serialize
+from lockstep.transport.secret import derive_store_secret, give_secret
 
 __all__ = ["run_worker"]
 

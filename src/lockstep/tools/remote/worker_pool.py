@@ -26,7 +26,6 @@ from lockstep.kernel.errors import LockstepError, RankError, RendezvousError, Us
 from lockstep.launcher.listening_socket import listen
 from lockstep.tools.remote.calls import Calls, make_lost_outcome
 from lockstep.tools.remote.connection import MAX_PAYLOAD, PURPOSE, Connection, Message
-from lockstep.tools.remote.credentials import derive_store_secret
 from lockstep.tools.remote.future import SETTLE, Future, gather
 from lockstep.tools.remote.hang_recovery import HangRecovery
 from lockstep.tools.remote.host_workers import HostWorkers
@@ -35,6 +34,7 @@ from lockstep.tools.remote.roster import Roster, WorkerHandle
 from lockstep.transport.listener import MessageListener
 from lockstep.transport.message_codec import ForgedMessage
 from lockstep.transport.message_connection import MessageConnection
+from lockstep.transport.secret import derive_store_secret
 
 __all__ = ["WorkerPool"]
 

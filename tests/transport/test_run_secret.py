@@ -13,8 +13,8 @@ import pytest
 
 import warm
 from lockstep.kernel.errors import FileError, UsageError
-from lockstep.launcher import run_secret
-from lockstep.launcher.run_secret import SECRET, SECRET_FILE, make_secret, read_secret
+from lockstep.transport import secret as run_secret
+from lockstep.transport.secret import SECRET, SECRET_FILE, make_secret, read_secret
 
 TEXT = "5ec7e7" * 10 + "5ec7"
 PATIENCE = 60.0
