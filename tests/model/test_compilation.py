@@ -147,11 +147,6 @@ def test_inductor_has_the_same_bits_in_every_layout(ranks, tmp_path, compiled):
     assert len({*train_in(1, "first", **half), *train_in(2, "first", **half)}) == 1
 
 
-def test_too_many_shapes_are_an_error_and_not_a_fall_back_to_eager(ranks):
-    with pytest.raises(RankError, match=r"met more different shapes than torch\.compile keeps"):
-        ranks(train, 1, range(8, 84, 4), "whole")
-
-
 @pytest.mark.parametrize("in_place", [False, True])
 def test_dynamic_graphs_are_refused_by_name(in_place):
     part = nn.Linear(6, 9)

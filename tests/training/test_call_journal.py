@@ -147,29 +147,6 @@ def test_of_zipped_iterations_each_continues_at_the_same_batch(step):
     assert not third.log.is_replaying
 
 
-def test_steps_on_raw_batches_are_answered_one_by_one():
-    first = Script()
-    for batch in "abc":
-        first.raw_step(batch)
-    first.call("evaluation", samples=3, result={"loss": 2.0})
-    first.raw_step("d")
-    second = first.resume()
-    log = second.log
-    assert [log.answer_step(batch) for batch in "abc"] == [(0.125, 1), (0.25, 2), (0.375, 3)]
-    assert log.answer("evaluation", samples=3)["steps"] == 3
-    assert log.answer_step("d") == (0.5, 4)
-    assert log.answer_step("e") is None
-    second.steps = first.steps
-    for script in (first, second):
-        script.raw_step("e")
-        script.raw_step("f")
-    assert second.log.state_dict(6) == first.log.state_dict(6)
-    third = second.resume()
-    assert [third.log.answer_step(batch) for batch in "abc"][-1] == (0.375, 3)
-    assert third.log.answer("evaluation", samples=3)
-    assert [third.log.answer_step(batch)[1] for batch in "def"] == [4, 5, 6]
-
-
 @pytest.mark.parametrize("batches", ["acb", "aab", "abd"])
 def test_raw_batches_in_another_order_are_refused(batches):
     first = Script()
@@ -200,23 +177,6 @@ def test_a_manual_step_outside_of_a_loop_is_not_forgotten():
     inside.log.record_manual_step(2)
     inside.log.end_epoch(opened, 2)
     assert [each["kind"] for each in inside.log.state_dict(2)["entries"]] == ["epoch"]
-
-
-def test_digests_are_answered_where_they_were_asked_for():
-    first = Script()
-    first.log.record_digest("digest", "start", 0)
-    first.train(0)
-    first.log.record_digest("digest", "after 0", 4)
-    first.log.record_digest("optimizer_digest", "moments", 4)
-    first.train(1)
-    first.log.record_digest("digest", "after 1", 8)
-    log = (second := first.resume()).log
-    assert log.answer_digest("digest", 0) == "start"
-    second.begin(0)
-    assert log.answer_digest("digest", 4) == "after 0"
-    assert log.answer_digest("optimizer_digest", 4) == "moments"
-    second.begin(1)
-    assert log.answer_digest("digest", 8) is None  # the state is restored: it is computed again
 
 
 def trained():
