@@ -209,15 +209,13 @@ def optimizer_groups(over):
 def test_parameter_groups_that_are_added_later(ranks):
     """A parameter beside the model got this rank's part of its gradient, and kept it."""
     digests = set()
-    for n, over in ((1, {}), (2, {})):
-        for own, stranger in ranks(optimizer_groups, n, over):
+    for n in (1, 2):
+        for (own, stranger), shared in ranks(lambda: [*map(optimizer_groups, ({}, SHARED))], n):
             digests.add(own)
             assert "param_groups[1] of the optimizer has a parameter of shape (3,)" in stranger
+            assert "trainer.optimizer got a parameter group after the Trainer" in shared[0]
+            assert shared[0] == shared[1]
     assert len(digests) == 1
-    for n in (1, 2):
-        for own, stranger in ranks(optimizer_groups, n, SHARED):
-            assert "trainer.optimizer got a parameter group after the Trainer was made" in own
-            assert own == stranger
 
 
 def test_views_of_weights_are_refused_where_they_would_be_left_behind(ranks):
@@ -271,8 +269,8 @@ def test_one_rank_may_write_shared_parameters(ranks):
                 trainer.load_state_dict(state)
         return trainer.digest()
 
-    for writes in ("one", "the trainer"):
-        assert len({*ranks(train, 1, writes), *ranks(train, 2, writes)}) == 1
+    (alone,), together = (ranks(lambda: [train("one"), train("the trainer")], n) for n in (1, 2))
+    assert together == [alone, alone]
 
 
 def test_a_model_that_another_trainer_trains_may_change(ranks):

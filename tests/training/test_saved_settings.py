@@ -16,11 +16,11 @@ from lockstep.kernel.errors import UsageError
 from processes import restoring_handlers
 
 ADAM = partial(torch.optim.Adam, lr=0.02)
-LAYOUTS = [
-    (2, {}),
-    (2, {"storage": "shared"}),
-    (2, {"pipeline": ls.PipelineConfig(stages=2, balance=[3, 3])}),
-    (2, {"pipeline": ls.PipelineConfig(stages=2)}),
+LAYOUTS = [  # of two ranks
+    {},
+    {"storage": "shared"},
+    {"pipeline": ls.PipelineConfig(stages=2, balance=[3, 3])},
+    {"pipeline": ls.PipelineConfig(stages=2)},
 ]
 
 
@@ -153,18 +153,20 @@ def test_what_the_body_changed_is_restored_in_other_layouts(ranks, tmp_path):
 
     ((expected, _),) = ranks(train, 1, tmp_path / "whole", change)
 
-    def begin(folder, layout):
-        try:
-            train(folder, change, end=5, **layout)
-        except Interrupted:
-            return True
+    def begin():
+        for number, layout in enumerate(LAYOUTS):
+            with pytest.raises(Interrupted):
+                train(tmp_path / str(number), change, end=5, **layout)
 
-    for number, (n, layout) in enumerate(LAYOUTS):
-        folder = tmp_path / f"run-{number}"
-        assert all(ranks(begin, n, folder, layout))
-        other = LAYOUTS[(number + 1) % len(LAYOUTS)][1]
-        resumed = ranks(partial(train, folder, change, resume=True, **other), n)
-        assert [digest for digest, _ in resumed] == [expected] * n, (layout, other)
+    def resume():
+        others = [*LAYOUTS[1:], LAYOUTS[0]]
+        return [
+            train(tmp_path / str(number), change, resume=True, **other)[0]
+            for number, other in enumerate(others)
+        ]
+
+    ranks(begin, 2)
+    assert ranks(resume, 2) == [[expected] * len(LAYOUTS)] * 2
 
 
 @pytest.mark.usefixtures("world_of_one")
