@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.errors import DatasetError
-from lockstep.kernel.splitting import ReplicaShare, count_microbatches, split_evenly
+from lockstep.kernel.splitting import ReplicaShare, split_evenly
 
 __all__ = [
     "Batch",
@@ -48,6 +48,10 @@ def split_batch(batch: Any, share: ReplicaShare, epoch: int = 0) -> Batch:
     Raises:
         DatasetError: The first dimensions differ, are 0, or do not exist.
     """
+    if (size := _count_rows(batch)) is not None:  # the usual case, in a third of the time
+        spans = [span for _, span in share.pieces(size)]
+        columns = [_copied_spans(tensor, spans) for tensor in batch]
+        return _make_batch(size, share, epoch, [*map(type(batch), zip(*columns, strict=True))])
     sizes: dict[str, int] = {}
     uncut: dict[str, int] = {}
     _collect_sizes(batch, "batch", sizes, uncut)
@@ -70,17 +74,32 @@ def split_batch(batch: Any, share: ReplicaShare, epoch: int = 0) -> Batch:
             "and mappings are split into micro-batches: pass its tensors in one of these, or load "
             "them with trainer.batches(dataset, collate_fn=...)"
         )
-    own = share.pieces(size)
-    parts = _cut(batch, [span for _, span in own], {})
-    return Batch(
-        size=size,
-        leaves=count_microbatches(size, share.microbatches),
-        microbatches=tuple(
-            Microbatch(index, len(span), part)
-            for (index, span), part in zip(own, parts, strict=True)
-        ),
-        epoch=epoch,
+    return _make_batch(
+        size, share, epoch, _cut(batch, [span for _, span in share.pieces(size)], {})
     )
+
+
+def _count_rows(batch: Any) -> int | None:
+    """Return the samples of a tuple or list of different tensors with as many rows each.
+
+    Returns:
+        None for any other batch.
+    """
+    if type(batch) not in (tuple, list) or {*map(type, batch)} != {torch.Tensor}:
+        return None
+    shapes = {tensor.shape[:1] for tensor in batch}
+    if len(shapes) > 1 or len({*map(id, batch)}) < len(batch):
+        return None
+    return sum(shapes.pop()) or None  # no samples, or tensors without rows
+
+
+def _make_batch(size: int, share: ReplicaShare, epoch: int, parts: Sequence[Any]) -> Batch:
+    """Return the batch of `size` samples whose micro-batches on a replica are `parts`."""
+    microbatches = tuple(
+        Microbatch(index, len(span), part)
+        for (index, span), part in zip(share.pieces(size), parts, strict=True)
+    )
+    return Batch(size, min(size, share.microbatches), microbatches, epoch)
 
 
 def halve_samples(data: Any, size: int) -> list[Any]:
@@ -245,7 +264,7 @@ def _copied_spans(
     data: torch.Tensor | numpy.ndarray[Any, Any], spans: Sequence[range]
 ) -> list[Any]:
     """Return a copy of each span of a column; copies of a value without a first dimension."""
-    if not _is_column(data):
+    if not data.ndim:
         return [_copied(data) for _ in spans]
     if isinstance(data, torch.Tensor) and len(spans) > 1 and _have_aligned_cuts(data, spans):
         # One copy for all. The parts are no views for autograd: each has a version of its own.

@@ -78,6 +78,3 @@ class StepLayout(Protocol):
 
     def weigh(self, microbatch: Microbatch, place: str) -> float:
         """Return what `loss_weight` returns for a micro-batch; `place` is for messages."""
-
-    def place(self, step: int, microbatch: int) -> str:
-        """Return the rank, the step and the micro-batch, for messages."""

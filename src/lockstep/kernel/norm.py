@@ -28,7 +28,6 @@ __all__ = [
     "compute_squares",
     "in_memory_order",
     "is_dense",
-    "stored_values",
 ]
 
 BLOCK = 1 << 16
@@ -59,11 +58,6 @@ def in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous() or not is_dense(tensor):
         return tensor.reshape(-1)
     return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def stored_values(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the elements that a gradient stores: all, or the rows of a sparse gradient."""
-    return gradient._values() if gradient.is_sparse else gradient
 
 
 @torch.no_grad()
@@ -141,11 +135,11 @@ def compute_norm(squares: Iterable[float]) -> float:
 
 
 @torch.no_grad()
-def clip_gradients_(gradients: Iterable[torch.Tensor], norm: float, max_norm: float | None) -> None:
+def clip_gradients_(gradients: Iterable[torch.Tensor], norm: float, max_norm: float) -> None:
     """Scale gradients in place, from the total norm `norm` to at most `max_norm`.
 
-    Nothing is scaled if `max_norm` is None or the norm is not finite.
+    Nothing is scaled if the norm is not finite.
     """
-    if max_norm is not None and max_norm < norm < math.inf:
+    if max_norm < norm < math.inf:
         for gradient in gradients:
             gradient.mul_(max_norm / norm)

@@ -21,16 +21,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from lockstep.kernel.seeds import PlainSeeder, Seeder, default_generator, pack_key, remembered
+from lockstep.kernel.seeds import PlainSeeder, Seeder, pack_key, torch_generators
 
-__all__ = ["BEFORE", "RngScopes", "ScopeCalls", "find_scopes", "hook_calls", "is_in_backward"]
+__all__ = [
+    "BEFORE",
+    "AroundCalls",
+    "ModuleHooks",
+    "RngScopes",
+    "ScopeCalls",
+    "WatchedModule",
+    "find_scopes",
+    "is_in_backward",
+]
 
 BEFORE = -1
 """The scope number of the random numbers that a manual step draws before the model."""
+
+NO_BACKWARD = -1
+"""The number of the running backward pass while none runs."""
 
 
 def find_scopes(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
@@ -47,28 +62,45 @@ class ScopeCalls:
     last: int = 0  # the number of the last call of the first scope, so of the model
 
 
-Interceptor = Callable[
-    [nn.Module, Callable[[], None] | None, Callable[[], None] | None], Callable[[], None]
-]
+WatchedModule = tuple[nn.Module, Callable[[], None] | None, Callable[[], None] | None]
+"""A module, and the functions to call before and after each of its calls."""
 
 
-def hook_calls(
-    module: nn.Module,
-    before: Callable[[], None] | None = None,
-    after: Callable[[], None] | None = None,
-) -> Callable[[], None]:
-    """Call `before` and `after` around every call of a module, until the result is called."""
-    handles = []
-    if before is not None:
-        handles.append(module.register_forward_pre_hook(lambda *_: before(), prepend=True))
-    if after is not None:
-        handles.append(module.register_forward_hook(lambda *_: after()))
+class AroundCalls(Protocol):
+    """Calls the functions of some watched modules while they are installed."""
 
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
+    def install(self) -> None:
+        """Begin to call the functions."""
 
-    return remove
+    def remove(self) -> None:
+        """Stop calling them."""
+
+
+class ModuleHooks:
+    """Calls the functions of watched modules by torch's hooks; others may only be faster."""
+
+    def __init__(self, watched: Sequence[WatchedModule]) -> None:
+        self._watched = watched
+        self._handles: list[RemovableHandle] = []
+
+    def install(self) -> None:
+        """Begin to call the functions."""
+        for module, before, after in self._watched:
+            if before is not None:
+                hook = partial(_ignore_arguments, before)
+                self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
+            if after is not None:
+                hook = partial(_ignore_arguments, after)
+                self._handles.append(module.register_forward_hook(hook))
+
+    def remove(self) -> None:
+        """Stop calling them."""
+        while self._handles:
+            self._handles.pop().remove()
+
+
+def _ignore_arguments(function: Callable[[], None], *_: object) -> None:
+    function()
 
 
 class RngScopes:
@@ -82,7 +114,7 @@ class RngScopes:
         before: The number of calls of each scope in earlier stages.
         seeder: Seeds the generators that the CPU has; None for a `PlainSeeder`.
         announce: A function that is called with the micro-batch that begins, in words.
-        intercept: A function like `hook_calls`, whose calls take less time.
+        watch: A function that returns what calls the functions of watched modules.
     """
 
     def __init__(
@@ -94,55 +126,45 @@ class RngScopes:
         before: Sequence[int] | None = None,
         seeder: Seeder | None = None,
         announce: Callable[[str], object] = lambda text: None,
-        intercept: Interceptor = hook_calls,
+        watch: Callable[[Sequence[WatchedModule]], AroundCalls] = ModuleHooks,
     ) -> None:
         self.modules = list(modules)
-        self._model, self._seed, self._device = model, seed, device
-        generator = default_generator(device)
-        self._accelerator = None if generator is torch.default_generator else generator
+        self._seed, self._announce = seed, announce
+        _, *self._accelerators = self._generators = [*torch_generators(device).values()]
         self._seeder = seeder or PlainSeeder()
-        self._announce, self._intercept = announce, intercept
-        self._before_here = list(before or [0] * len(self.modules))
+        self._seed_call = self._seed_all if self._accelerators else self._seeder.seed
         self._now: ScopeCalls | None = None
+        watched: list[WatchedModule] = [
+            (module, self._make_seed_hook(number, before[number] if before else 0), None)
+            for number, module in enumerate(self.modules)
+            if module is not None
+        ]
+        if model is not None:
+            watched.append((model, None, self.begin_loss))
+        self._around_calls = watch(watched)
 
     @contextmanager
     def seed_calls(self) -> Iterator[None]:
         """Seed every call of a scope in the body; restore the generators afterwards."""
-        restore = remembered(self._device)
+        states = [generator.get_state() for generator in self._generators]
         restore_others = self._seeder.remember_others()
-        remove = self._install_hooks()
-        try:
-            yield
-        finally:
-            remove()
-            restore()
-            restore_others()
+        with self.install_hooks():
+            try:
+                yield
+            finally:
+                for generator, state in zip(self._generators, states, strict=True):
+                    generator.set_state(state)
+                restore_others()
 
     @contextmanager
     def install_hooks(self) -> Iterator[None]:
         """Seed every call of a scope in the body."""
-        remove = self._install_hooks()
+        self._around_calls.install()
         try:
             yield
         finally:
-            remove()
-
-    def _install_hooks(self) -> Callable[[], None]:
-        """Seed every call of a scope, until the result is called."""
-        removals = [
-            self._intercept(module, self._make_seed_hook(number), None)
-            for number, module in enumerate(self.modules)
-            if module is not None
-        ]
-        if self._model is not None:
-            removals.append(self._intercept(self._model, None, self.begin_loss))
-
-        def remove() -> None:
             self._now = None
-            for undo in reversed(removals):
-                undo()
-
-        return remove
+            self._around_calls.remove()
 
     @property
     def last_call(self) -> int:
@@ -161,7 +183,7 @@ class RngScopes:
         self._announce(f"micro-batch {microbatch} of {about}")
         prefix = pack_key(self._seed, step, microbatch)
         self._now = ScopeCalls(prefix, [[] for _ in self.modules], last_call)
-        self._seeder.seed_others(self._seed_scope(BEFORE))
+        self._seeder.seed_others(self._seed_call(prefix, BEFORE, 0))
 
     def begin_loss(self, last_call: int | None = None) -> None:
         """Seed the generators for the loss, after the given call of the first scope.
@@ -169,8 +191,9 @@ class RngScopes:
         Each call of the model gets its own seed here. Otherwise every call of a scope could begin
         with the same generator state, by which a recomputation finds the call that it repeats.
         """
-        if self._now is not None:
-            self._seed_scope(len(self.modules), self._now.last if last_call is None else last_call)
+        if (now := self._now) is not None:
+            call = now.last if last_call is None else last_call
+            self._seed_call(now.prefix, len(self.modules), call)
 
     def pause(self) -> ScopeCalls | None:
         """Return the calls of the current micro-batch so far, so that another one can start."""
@@ -181,27 +204,24 @@ class RngScopes:
         """Continue a micro-batch that was paused."""
         self._now = calls
 
-    def _seed_scope(self, scope: int, call: int = 0) -> int:
-        """Seed torch's generators for a call of a scope, and return the seed."""
-        assert self._now is not None
-        seed = self._seeder.seed(self._now.prefix, scope, call)
-        if self._accelerator is not None:
-            self._accelerator.manual_seed(seed)
+    def _seed_all(self, prefix: bytes, scope: int, call: int, /) -> int:
+        """Seed the generators of the CPU and of the accelerator, and return the seed."""
+        seed = self._seeder.seed(prefix, scope, call)
+        for generator in self._accelerators:
+            generator.manual_seed(seed)
         return seed
 
-    def _make_seed_hook(self, scope: int) -> Callable[[], None]:
-        before = self._before_here[scope]
-
+    def _make_seed_hook(self, scope: int, before: int) -> Callable[[], None]:
         def seed() -> None:
             now = self._now
             if now is None:
                 return
             states, call = now.states[scope], before
-            if states or is_in_backward():
+            if states or torch._C._current_graph_task_id() != NO_BACKWARD:
                 call += self._call_number(states)
             else:  # the first call needs no state: a repetition that matches none repeats it
                 states.append(b"")
-            self._seed_scope(scope, call)
+            self._seed_call(now.prefix, scope, call)
             if scope == 0:
                 now.last = call
 
@@ -220,4 +240,4 @@ class RngScopes:
 
 def is_in_backward() -> bool:
     """Return whether autograd is running, so that a forward is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return torch._C._current_graph_task_id() != NO_BACKWARD

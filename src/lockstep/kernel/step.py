@@ -34,7 +34,7 @@ from lockstep.kernel import norm as gradient_norm
 from lockstep.kernel.errors import GradientError, UsageError
 from lockstep.kernel.exact_sum import compute_partial_sums, merge_partial_sums
 from lockstep.kernel.layout import StepLayout
-from lockstep.kernel.parts import Executor, Update
+from lockstep.kernel.parts import Executor, Part, Update
 from lockstep.kernel.rank_status import (
     RankStatus,
     StatusPlace,
@@ -46,6 +46,7 @@ from lockstep.kernel.splitting import assign_nodes
 from lockstep.kernel.step_checks import raise_failure, raise_own_error, refuse_buffers
 from lockstep.kernel.step_context import StepContext, StepLabel
 from lockstep.kernel.step_hooks import CommittedStep, StepHook, StepResult, take_part
+from lockstep.kernel.tree import Node
 
 __all__ = ["OptimizerStep", "PreparedStep"]
 
@@ -138,15 +139,17 @@ class OptimizerStep:
         """
         sharded = self.optimization.sharded
         try:
-            status = self._make_status(step)
-            summary, messages = self._exchange(step, status)
-            self._check(step, summary)
+            parts = self.executor.parts()
+            status = self._make_status(step, parts)
+            summary, messages = self._exchange(step, status, parts)
+            self._check(step, summary, parts)
             if self.is_repeatable:
-                self._keep_buffers()
+                self._keep_buffers(parts)
+            nodes = assign_nodes(summary.leaves, self.parallel.hosts)
             with step.in_phase("reduction"):
-                self._reduce(step, status, summary, messages)
+                self._reduce(step, status, summary, parts, nodes, messages)
                 norm = self._clip(step)
-                self._merge_buffers(summary)
+                self._merge_buffers(summary, parts, nodes)
             step.times.reduced = step.times.updated = time.perf_counter()
             prepared = PreparedStep(step, summary, norm)
             if sharded is not None:
@@ -217,7 +220,7 @@ class OptimizerStep:
 
     # --- (2) exchange --------------------------------------------------------------------------
 
-    def _make_status(self, step: StepContext) -> RankStatus:
+    def _make_status(self, step: StepContext, parts: Sequence[Part]) -> RankStatus:
         """Return the status of this rank: its micro-batches, or its failure."""
         if not step.is_stopped and (step.batch is None or not self.executor.is_complete):
             raise UsageError(
@@ -226,10 +229,10 @@ class OptimizerStep:
             )
         step.times.computed = time.perf_counter()
         values = {hook.name: hook.status(step) for hook in self._active if "status" in hook.events}
-        return make_status(step, self.executor.parts(), values)
+        return make_status(step, parts, values)
 
     def _exchange(
-        self, step: StepContext, status: RankStatus
+        self, step: StepContext, status: RankStatus, parts: Sequence[Part]
     ) -> tuple[StatusSummary, Sequence[bytes]]:
         """Return the summary of the statuses of all ranks, and the messages with gradients."""
         parallel = self.parallel
@@ -245,7 +248,7 @@ class OptimizerStep:
             gradients = b""
             # Fewer ranks add than exchange statuses if there are stages.
             if parallel.stages == 1 and not step.is_stopped:
-                gradients = b"".join(part.pack() for part, _ in self.executor.parts())
+                gradients = b"".join(sums.pack() for sums, _ in parts)
             hooks = {hook.name: hook for hook in self._active if hook.name in status.hooks}
             summary, messages = self.exchange_statuses(summary, hooks, step.label, gradients)
         step.times.exchanged = time.perf_counter()
@@ -254,7 +257,7 @@ class OptimizerStep:
 
     # --- (3) check -----------------------------------------------------------------------------
 
-    def _check(self, step: StepContext, summary: StatusSummary) -> None:
+    def _check(self, step: StepContext, summary: StatusSummary, parts: Sequence[Part]) -> None:
         """Raise, on every rank, the error that prevents the step, if there is one."""
         if summary.batch is None:
             step.require_same_batch()
@@ -263,7 +266,7 @@ class OptimizerStep:
             if "check" in hook.events:
                 hook.check(step, summary)
         raise_failure(step, summary)
-        refuse_buffers(step, self.executor.parts(), summary)
+        refuse_buffers(step, parts, summary)
 
     # --- (4) reduce and (5) clip ---------------------------------------------------------------
 
@@ -272,12 +275,13 @@ class OptimizerStep:
         step: StepContext,
         status: RankStatus,
         summary: StatusSummary,
+        parts: Sequence[Part],
+        nodes: Sequence[Sequence[Node]],
         messages: Sequence[bytes],
     ) -> None:
         """Reduce the gradients to sums over all micro-batches, in `.grad`."""
-        nodes = assign_nodes(summary.leaves, self.parallel.hosts)
         masks = summary.gradients[str(self.parallel.position)]
-        for (gradients, _), mask in zip(self.executor.parts(), masks, strict=True):
+        for (gradients, _), mask in zip(parts, masks, strict=True):
             gradients.reduce(nodes, mask, messages)
         if self.parallel.stages > 1:
             self.executor.broadcast_tied_gradients(step.attempt.number)
@@ -295,7 +299,8 @@ class OptimizerStep:
         if scale is not None:
             scale.unscale_(present)
         norm = self._compute_norm(step, present)
-        gradient_norm.clip_gradients_(present, norm, self.max_grad_norm)
+        if self.max_grad_norm is not None:
+            gradient_norm.clip_gradients_(present, norm, self.max_grad_norm)
         if not math.isfinite(norm) and (scale is None or not scale.can_decrease):
             at_scale = "" if scale is None else f" with a loss scale of {scale.value:g}"
             raise GradientError(f"step {step.number}: the norm of the gradient is {norm}{at_scale}")
@@ -324,11 +329,12 @@ class OptimizerStep:
 
     # --- (6) merge, (7) update and (8) commit --------------------------------------------------
 
-    def _merge_buffers(self, summary: StatusSummary) -> None:
-        nodes = assign_nodes(summary.leaves, self.parallel.hosts)
+    def _merge_buffers(
+        self, summary: StatusSummary, parts: Sequence[Part], nodes: Sequence[Sequence[Node]]
+    ) -> None:
         reports = summary.buffers[str(self.parallel.position)]
-        exchange = self.parallel.make_buffer_exchange() if len(nodes) > 1 else None
-        for (_, buffers), report in zip(self.executor.parts(), reports, strict=True):
+        for (_, buffers), report in zip(parts, reports, strict=True):
+            exchange = self.parallel.make_buffer_exchange() if len(nodes) > 1 else None
             if report.hashes:  # none without buffers, or if nothing was computed
                 buffers.merge(report, nodes, summary.leaves, exchange)
 
@@ -351,14 +357,12 @@ class OptimizerStep:
                 fields |= hook.measure(prepared.step, prepared.summary.hooks[hook.name])
         return fields
 
-    def _keep_buffers(self) -> None:
+    def _keep_buffers(self, parts: Sequence[Part]) -> None:
         """Copy the buffers, since the step can still be undone after they are merged."""
         if self.optimization.sharded is not None:
             self.optimization.sharded.is_committed = False
         self._kept_buffers = [
-            (tensor, tensor.clone())
-            for _, buffers in self.executor.parts()
-            for tensor in buffers.tensors()
+            (tensor, tensor.clone()) for _, buffers in parts for tensor in buffers.tensors()
         ]
 
     def _restore_buffers(self) -> None:
@@ -371,4 +375,4 @@ class OptimizerStep:
 def _stored_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
     """Return the stored elements of the existing gradients."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [gradient_norm.stored_values(gradient) for gradient in gradients]
+    return [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]

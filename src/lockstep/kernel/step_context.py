@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 
-NOTHING = nullcontext()
+NOTHING: AbstractContextManager[None] = nullcontext()
 """A context without an effect, which every micro-batch enters several times."""
 
 Phase = Literal["data", "forward", "backward", "reduction", "optimizer"]
@@ -357,7 +357,7 @@ class StepContext:
 
     def place(self, microbatch: int) -> str:
         """Return the rank, the step and the micro-batch, for messages."""
-        return self.parallel.place(self.number, microbatch)
+        return f"rank {self.parallel.rank}, step {self.number}, micro-batch {microbatch}"
 
     def observe_microbatch(
         self,

@@ -31,6 +31,7 @@ from lockstep.model.compilation import is_compiled
 __all__ = [
     "BatchNormCheck",
     "freeze_batch_norm",
+    "has_batch_norm",
 ]
 
 ADVICE = (
@@ -162,6 +163,11 @@ def freeze_batch_norm(modules: Iterable[nn.Module]) -> Iterator[None]:
     finally:
         for norm in changed:
             norm.training = True
+
+
+def has_batch_norm(modules: Iterable[nn.Module]) -> bool:
+    """Return whether a batch norm of torch is among some modules, or inside of one."""
+    return any(isinstance(part, _BatchNorm) for module in modules for part in module.modules())
 
 
 def _normalizes_by_batch(module: nn.Module) -> bool:

@@ -106,7 +106,8 @@ def compute_loss(
             f"{place}: the loss {loss_name(loss)} failed on outputs {_describe(outputs)} and "
             f"targets {_describe(targets)}: {type(error).__name__}: {_first_line(error)}"
         ) from error
-    value = _find_loss(value, place)
+    if not isinstance(value, torch.Tensor):
+        value = _find_loss(value, place)
     is_tensor = isinstance(value, torch.Tensor)  # asked first: it is by far the fastest question
     if not is_tensor and (value is None or isinstance(value, (tuple, list, Mapping))):
         advice = "return the loss first, or alone"

@@ -29,7 +29,8 @@ def check_scalar(loss: object, place: str) -> None:
 
 def record_loss(step: StepContext, loss: torch.Tensor, place: str) -> None:
     """Show a loss to the observers; raise LossError unless backward can start from it."""
-    check_scalar(loss, place)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        check_scalar(loss, place)
     for observer in step.observers:
         observer.record_loss(loss)
     if not loss.requires_grad:

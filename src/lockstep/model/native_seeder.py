@@ -27,7 +27,7 @@ from lockstep.comm import native_module
 from lockstep.comm.activity import publish
 from lockstep.kernel.rng_scopes import BEFORE, RngScopes
 from lockstep.kernel.seeds import PlainSeeder, Seeder, remember_numpy
-from lockstep.model.call_interception import intercept_calls
+from lockstep.model.call_interception import InterceptedCalls
 
 __all__ = ["NativeSeeder", "make_rng_scopes"]
 
@@ -48,7 +48,7 @@ def make_rng_scopes(
     seeder: Seeder = PlainSeeder()
     if is_native:
         seeder = NativeSeeder([BEFORE, *called, len(modules)])
-    return RngScopes(modules, model, seed, device, before, seeder, publish, intercept_calls)
+    return RngScopes(modules, model, seed, device, before, seeder, publish, InterceptedCalls)
 
 
 class NativeSeeder:
@@ -76,7 +76,13 @@ class NativeSeeder:
 
     def remember_others(self) -> Callable[[], None]:
         """Return a function that restores the present states of Python's and numpy's generators."""
-        restore_random, restore_numpy = _remember_random(), _remember_numpy()
+        memory, numpy_memory = _find_random_memory(), _find_numpy_memory()
+        restore_random: Callable[[], object]
+        if memory is None:
+            restore_random = partial(random.setstate, random.getstate())
+        else:
+            restore_random = memory.remember()
+        restore_numpy = remember_numpy() if numpy_memory is None else numpy_memory.remember()
 
         def restore() -> None:
             restore_random()
@@ -129,12 +135,6 @@ def _find_random_memory() -> _RandomMemory | None:
     known = _RandomMemory(generator)
     position, *words = struct.unpack("=i624I", known.read())
     return known if (*words, position) == generator.getstate()[1] else None
-
-
-def _remember_random() -> Callable[[], None]:
-    """Return a function that restores the present state of Python's global generator."""
-    memory = _find_random_memory()
-    return partial(random.setstate, random.getstate()) if memory is None else memory.remember()
 
 
 class _NumpyMemory:
@@ -192,13 +192,6 @@ def _find_numpy_memory() -> _NumpyMemory | None:
 @functools.lru_cache(maxsize=1)
 def _make_numpy_memory(generator: Any) -> _NumpyMemory:
     return _NumpyMemory(generator)
-
-
-def _remember_numpy() -> Callable[[], None]:
-    """Return a function that restores the present state of numpy's global generator."""
-    if (memory := _find_numpy_memory()) is not None:
-        return memory.remember()
-    return remember_numpy()
 
 
 @functools.cache

@@ -32,7 +32,8 @@ class ParallelContext:
 
     All parts of a trainer hold the same object. `loss_scale` changes between steps, equally on all
     ranks. `is_recorded` is set while steps are recorded or replayed: batches are hashed then. The
-    layout changes only in `enter`, at the beginning of a round of an elastic run.
+    layout changes only in `enter`, at the beginning of a round of an elastic run. `share` is this
+    rank's part of a batch.
     """
 
     microbatches: int
@@ -59,7 +60,7 @@ class ParallelContext:
     def __post_init__(self) -> None:
         """Keep what every step or micro-batch asks for."""
         self._device_type = self.device.type
-        self._share: ReplicaShare | None = None
+        self.share = ReplicaShare(self.microbatches, self.hosts, self.replica)
 
     def enter(self, rank: int, hosts: Hosts) -> None:
         """Apply the layout of another round; only possible without stages.
@@ -71,18 +72,11 @@ class ParallelContext:
         assert self.stages == 1, "stages are replaced, not continued in place"
         self.rank = self.replica = rank
         self.replicas, self.hosts = sum(map(len, hosts)), hosts
-        self._share = None
+        self.share = ReplicaShare(self.microbatches, hosts, rank)
 
     def make_checkpointing(self, blocks: Mapping[str, nn.Module]) -> ActivationCheckpointing:
         """Return the activation checkpointing of these blocks, or of none if it is disabled."""
         return ActivationCheckpointing(blocks if self.activation_checkpointing else {}, self.device)
-
-    @property
-    def share(self) -> ReplicaShare:
-        """This rank's part of a batch."""
-        if self._share is None:
-            self._share = ReplicaShare(self.microbatches, self.hosts, self.replica)
-        return self._share
 
     def loader_options(self) -> dict[str, Any]:
         """Return the arguments that determine this rank's part of a batch in the loader."""
@@ -131,10 +125,6 @@ class ParallelContext:
         assert self.loss_weight is not None
         with CollectiveCallGuard(lambda: place):
             return float(self.loss_weight(microbatch.data))
-
-    def place(self, step: int, microbatch: int) -> str:
-        """Return the rank, the step and the micro-batch, for messages."""
-        return f"rank {self.rank}, step {step}, micro-batch {microbatch}"
 
     def autocast(self) -> Any:
         """Return the autocast context for `autocast_dtype`.

@@ -74,25 +74,31 @@ class CollectedGradients(GradientSums, Protocol):
 
 
 class MicrobatchLoop:
-    """The loop of one step; use it as `ManualStep` describes."""
+    """The loop of one step; use it as `ManualStep` describes.
+
+    Attributes:
+        result: The result of the step; None before it is committed.
+        place: The rank, the step and the micro-batch, for messages.
+    """
 
     def __init__(
         self,
         step: StepContext,
         parallel: ParallelContext,
-        units: RngScopes,
+        scopes: RngScopes,
         buffers: Buffers,
         gradients: CollectedGradients,
-        checkpointing: ActivationCheckpointing,
+        roots: LossRoot,
+        checkpointing: ActivationCheckpointing | None,
     ) -> None:
         self.step, self._parallel = step, parallel
         self.result: StepResult | None = None
         self.buffers, self.gradients = buffers, gradients
-        self._units, self._checkpointing = units, checkpointing
-        self._roots = LossRoot(step.parallel.loss_scale)
+        self._scopes, self._roots, self._checkpointing = scopes, roots, checkpointing
         self._iteration: Iterator[Any] | None = None
         self._current: ComputedMicrobatch | None = None
-        self._place: str | None = None
+        self._watched = -1  # the micro-batch in whose backward buckets are launched
+        self.place = step.place(0)
 
     @property
     def is_complete(self) -> bool:
@@ -110,13 +116,6 @@ class MicrobatchLoop:
         assert self._current is not None
         return self._current.microbatch
 
-    @property
-    def place(self) -> str:
-        """Rank, step and micro-batch, for messages."""
-        if self._place is None:
-            self._place = self.step.place(self._current.microbatch.index if self._current else 0)
-        return self._place
-
     def microbatches(self, batch: Any) -> Iterator[Any]:
         """Yield the data of this rank's micro-batches of a batch, one after another."""
         if self._iteration is not None:
@@ -125,35 +124,41 @@ class MicrobatchLoop:
         return self._iteration
 
     def _microbatches(self, batch: Any) -> Iterator[Any]:
-        step, parallel = self.step, self._parallel
+        step, parallel, has_buffers = self.step, self._parallel, bool(self.buffers.slots)
+        first, autocast = self.place, parallel.autocast()
         batch = start_batch(step, batch)
-        compare = step.require_same_batch
-        self.gradients.begin(batch.leaves, parallel.hosts, compare)
+        self.gradients.begin(batch.leaves, parallel.hosts, step.require_same_batch)
+        is_read = any(observer.observes_microbatches for observer in step.observers)
+        if batch.microbatches and self.gradients.can_launch_early and not is_read:
+            self._watched = batch.microbatches[-1].index
         for microbatch in batch.microbatches:
             index = microbatch.index
             if index not in step.shares:
                 self.gradients.skip(index)
                 continue
-            self._current, self._place = ComputedMicrobatch(microbatch, step.shares[index]), None
-            self.buffers.install_copies()
+            self._current = ComputedMicrobatch(microbatch, step.shares[index])
+            self.place = step.place(index)
+            if has_buffers:
+                self.buffers.install_copies()
             for observer in step.observers:
                 observer.begin_microbatch()
-            self._units.begin_microbatch(step.number, index)
+            self._scopes.begin_microbatch(step.number, index)
             data = parallel.move_to_device(microbatch.data)
-            with parallel.autocast():
+            with autocast:
                 yield data
             if not self._current.losses:
                 raise UsageError(
-                    f"{step.place(index)}: step.backward(loss) was not called: write it instead of "
+                    f"{self.place}: step.backward(loss) was not called: write it instead of "
                     "loss.backward()"
                 )
             if step.observers:
                 step.observe_microbatch(index, self.gradients.current, self.buffers.current)
             with step.in_phase("reduction"):
-                self.buffers.collect(index, microbatch.size / step.samples)
+                if has_buffers:
+                    self.buffers.collect(index, microbatch.size / step.samples)
                 self.gradients.accumulate(index)
             step.computed.append(self._current)
-            self._current = self._place = None
+            self._current, self.place = None, first
         self.gradients.launch_remaining()
 
     def backward(
@@ -165,20 +170,26 @@ class MicrobatchLoop:
         final: bool = False,
     ) -> None:
         """Run backward from the loss of the current micro-batch."""
-        if self._current is None:
+        step, current = self.step, self._current
+        if current is None:
             raise UsageError(
                 "call step.backward(loss) inside the loop over step.microbatches(batch)"
             )
-        record_loss(self.step, loss, self.place)
-        for observer in self.step.observers:
-            observer.record_graph(loss, (self.step.number, self._current.microbatch.index))
-        self._current.losses.append(loss.detach())
+        index = current.microbatch.index
+        record_loss(step, loss, self.place)
+        for observer in step.observers:
+            observer.record_graph(loss, (step.number, index))
+        current.losses.append(loss.detach())
         if metrics:
-            self._current.metrics.update(metrics)
+            current.metrics.update(metrics)
         with self._parallel.without_autocast():
-            root, gradient = self._roots.find(loss, self._current.share)
-            watched = self._watch_backward(root) if final else NOTHING
-            with watched, self._checkpointing.explain_errors():
+            root, gradient = self._roots.find(loss, current.share)
+            watched, explained = NOTHING, NOTHING
+            if final and index == self._watched:
+                watched = self.gradients.watch_backward(root, index)
+            if self._checkpointing is not None:
+                explained = self._checkpointing.explain_errors()
+            with watched, explained:
                 run_backward(root, gradient, retain_graph)
 
     def close(self, error: BaseException | None) -> None:
@@ -198,17 +209,6 @@ class MicrobatchLoop:
             raise explained from error
         if "micro-batch" not in str(error):
             error.add_note(f"in {self.place}")
-
-    def _watch_backward(self, loss: torch.Tensor) -> AbstractContextManager[None]:
-        """Return a context that launches gradient buckets during this rank's last backward."""
-        assert self.step.batch is not None
-        assert self._current is not None
-        index, observers = self._current.microbatch.index, self.step.observers
-        if index != self.step.batch.microbatches[-1].index or not self.gradients.can_launch_early:
-            return NOTHING
-        if observers and any(observer.observes_microbatches for observer in observers):
-            return NOTHING  # gradients are read after backward
-        return self.gradients.watch_backward(loss, index)
 
 
 class ManualStep:

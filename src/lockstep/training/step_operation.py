@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -78,19 +79,22 @@ class StepOperation:
     def take(self, batch: Any) -> float:
         """Take one step on a batch, and return its loss."""
         self.require_closed("step()")
-
-        def prepare() -> PreparedStep:
-            step = self._begin()
-            with self._noting_failure(step):
-                given = batch if self._executor.is_ready else self._partition(step, batch)
-                return self._optimizer_step.compute(step, given)
-
         if self._member is None:
-            committed = self._commit(prepare())
+            committed = self._commit(self._prepare(batch))
         else:
+            prepare = partial(self._prepare, batch)
             committed = self._member.run(prepare, self._commit, self._optimizer_step.undo)
         self._report(committed)
         return committed.result.loss
+
+    def _prepare(self, batch: Any) -> PreparedStep:
+        step = self._begin()
+        try:
+            given = batch if self._executor.is_ready else self._partition(step, batch)
+            return self._optimizer_step.compute(step, given)
+        except BaseException as error:
+            self._note_failure(step, error)
+            raise
 
     def _partition(self, step: StepContext, batch: Any) -> Any:
         """Partition the model into stages with the first batch; return this rank's part of it."""
@@ -145,10 +149,13 @@ class StepOperation:
             step, prepared, decision = self._begin(), None, None
             begun = time.monotonic()
             try:
-                with self._noting_failure(step):
+                try:
                     with self._optimizer_step.computing(step) as loop:
                         yield loop
                     prepared = self._optimizer_step.prepare(step)
+                except BaseException as error:
+                    self._note_failure(step, error)
+                    raise
                 if member is not None:
                     member.pass_barrier()
             except Exception as error:
@@ -174,38 +181,42 @@ class StepOperation:
         return StepContext(position.attempt, self._parallel)
 
     def _commit(self, prepared: PreparedStep) -> CommittedStep:
-        with self._noting_failure(prepared.step):
+        try:
             committed = self._optimizer_step.commit(prepared)
-            self._position.steps += 1
+        except BaseException as error:
+            self._note_failure(prepared.step, error)
+            raise
+        self._position.steps += 1
         return committed
 
     def _report(self, committed: CommittedStep) -> None:
-        with self._noting_failure(committed.step):
+        try:
             self._optimizer_step.report(committed)
+        except BaseException as error:
+            self._note_failure(committed.step, error)
+            raise
 
-    @contextmanager
-    def _noting_failure(self, step: StepContext) -> Iterator[None]:
+    def _note_failure(self, step: StepContext, error: BaseException) -> None:
         """Note the failure of an attempt, unless it is repeated because a rank was lost.
 
-        If all ranks stop because of a non-finite loss or gradient, they save the weights.
+        Raises:
+            LossError: The same error after all ranks have saved the weights, because all of them
+                stop for a loss that is not finite; GradientError if a gradient is the reason.
         """
-        try:
-            yield
-        except (LossError, GradientError) as error:
-            self._fail(step.attempt, error)
-            own = None if step.failure is None else step.failure.error
-            if error is own or not step.attempt.is_agreed:
-                raise  # an error of this rank alone: saving is a collective call
-            microbatch = getattr(error, "microbatch", None)
-            advice = self._record.describe_replay(self._position.steps, microbatch)
-            saved = save_last_good(
-                self._record.path, self._state.model_state(), self._parallel.group, advice
-            )
-            raise type(error)(f"{error}; training stopped, {saved}") from None
-        except BaseException as error:
-            if self._member is None or not is_lost_peer(error):
-                self._fail(step.attempt, error)
-            raise
+        if self._member is not None and is_lost_peer(error):
+            return
+        self._fail(step.attempt, error)
+        own = None if step.failure is None else step.failure.error
+        if not isinstance(error, (LossError, GradientError)):
+            return
+        if error is own or not step.attempt.is_agreed:
+            return  # an error of this rank alone: saving is a collective call
+        microbatch = getattr(error, "microbatch", None)
+        advice = self._record.describe_replay(self._position.steps, microbatch)
+        saved = save_last_good(
+            self._record.path, self._state.model_state(), self._parallel.group, advice
+        )
+        raise type(error)(f"{error}; training stopped, {saved}") from None
 
     def _fail(self, attempt: Attempt, error: BaseException) -> None:
         self._run.safe_points.abandon()

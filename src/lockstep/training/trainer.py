@@ -33,7 +33,7 @@ from lockstep.kernel.step_context import StepLabel
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.launcher.world import world
 from lockstep.messages import log
-from lockstep.model.batch_norm import BatchNormCheck
+from lockstep.model.batch_norm import BatchNormCheck, has_batch_norm
 from lockstep.model.deferred_init import BlockLike
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import Metric
@@ -288,7 +288,8 @@ class Trainer:
         hooks.append(setup.state_check)
         if optimization.is_split:
             hooks.append(OptimizerHookCheck(optimization))
-        hooks.append(BatchNormCheck(modules, executor.position, has_weights))
+        if has_batch_norm(modules.values()):
+            hooks.append(BatchNormCheck(modules, executor.position, has_weights))
         hooks.append(TimeFirstWarning(self.model, executor.position))
         if parallel.loss is not None:
             hooks.append(LossCheckHook(modules))

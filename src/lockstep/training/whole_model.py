@@ -11,9 +11,11 @@ from torch import nn
 from lockstep.kernel.batch import Batch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.rng_scopes import find_scopes
-from lockstep.kernel.step_context import StepContext
+from lockstep.kernel.step_context import NOTHING, StepContext
+from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.evaluation import Evaluation, evaluate
 from lockstep.model.forward import Metric, forward
+from lockstep.model.loss_root import LossRoot
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.microbatch_loop import CollectedGradients, MicrobatchLoop
@@ -44,13 +46,16 @@ class WholeModelExecutor:
         metrics: Mapping[str, Metric],
         seed: int,
     ) -> None:
-        self._parallel, self._called, self._module = parallel, called, module
+        self._parallel, self._called = parallel, called
         self._gradients, self._blocks = gradients, blocks
         self._metrics, self._seed = metrics, seed
-        self._units = make_rng_scopes(find_scopes(called, blocks), called, seed, parallel.device)
-        self._checkpointing = parallel.make_checkpointing(
-            {name: called.get_submodule(name) for name in blocks}
-        )
+        self._modules = parallel.modules_with(module)
+        self._scopes = make_rng_scopes(find_scopes(called, blocks), called, seed, parallel.device)
+        self._roots = LossRoot(parallel.loss_scale)
+        self._checkpointing: ActivationCheckpointing | None = None
+        if parallel.activation_checkpointing:
+            modules = {name: called.get_submodule(name) for name in blocks}
+            self._checkpointing = ActivationCheckpointing(modules, parallel.device)
         self._loop: MicrobatchLoop | None = None
         self.parameters = list(module.parameters())
         self.owned_parameters = self.parameters
@@ -74,17 +79,21 @@ class WholeModelExecutor:
     def open(self, step: StepContext) -> Iterator[MicrobatchLoop]:
         """Seed the generators while the body computes a step."""
         self._loop = None
-        buffers = Buffers(self._parallel.modules_with(self._module))
+        buffers = Buffers(self._modules)
         loop = MicrobatchLoop(
             step,
             self._parallel,
-            self._units,
+            self._scopes,
             buffers,
             self._gradients,
+            self._roots,
             self._checkpointing,
         )
         self._loop = loop
-        with self._checkpointing.enable(buffers), self._units.seed_calls():
+        recomputing = NOTHING
+        if self._checkpointing is not None:
+            recomputing = self._checkpointing.enable(buffers)
+        with recomputing, self._scopes.seed_calls():
             try:
                 yield loop
             except BaseException as error:
