@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from copy import copy
 from itertools import pairwise
@@ -49,9 +49,10 @@ def split_batch(batch: Any, share: ReplicaShare, epoch: int = 0) -> Batch:
         DatasetError: The first dimensions differ, are 0, or do not exist.
     """
     if (size := _count_rows(batch)) is not None:  # the usual case, in a third of the time
-        spans = [span for _, span in share.pieces(size)]
-        columns = [_copied_spans(tensor, spans) for tensor in batch]
-        return _make_batch(size, share, epoch, [*map(type(batch), zip(*columns, strict=True))])
+        own = share.pieces(size)
+        columns = [_copied_spans(tensor, [span for _, span in own]) for tensor in batch]
+        parts = map(type(batch), zip(*columns, strict=True))
+        return _make_batch(size, share, epoch, own, parts)
     sizes: dict[str, int] = {}
     uncut: dict[str, int] = {}
     _collect_sizes(batch, "batch", sizes, uncut)
@@ -74,9 +75,8 @@ def split_batch(batch: Any, share: ReplicaShare, epoch: int = 0) -> Batch:
             "and mappings are split into micro-batches: pass its tensors in one of these, or load "
             "them with trainer.batches(dataset, collate_fn=...)"
         )
-    return _make_batch(
-        size, share, epoch, _cut(batch, [span for _, span in share.pieces(size)], {})
-    )
+    own = share.pieces(size)
+    return _make_batch(size, share, epoch, own, _cut(batch, [span for _, span in own], {}))
 
 
 def _count_rows(batch: Any) -> int | None:
@@ -93,11 +93,16 @@ def _count_rows(batch: Any) -> int | None:
     return sum(shapes.pop()) or None  # no samples, or tensors without rows
 
 
-def _make_batch(size: int, share: ReplicaShare, epoch: int, parts: Sequence[Any]) -> Batch:
-    """Return the batch of `size` samples whose micro-batches on a replica are `parts`."""
+def _make_batch(
+    size: int,
+    share: ReplicaShare,
+    epoch: int,
+    own: Sequence[tuple[int, range]],
+    parts: Iterable[Any],
+) -> Batch:
+    """Return the batch of `size` samples whose micro-batches `own` hold `parts`."""
     microbatches = tuple(
-        Microbatch(index, len(span), part)
-        for (index, span), part in zip(share.pieces(size), parts, strict=True)
+        Microbatch(index, len(span), part) for (index, span), part in zip(own, parts, strict=True)
     )
     return Batch(size, min(size, share.microbatches), microbatches, epoch)
 

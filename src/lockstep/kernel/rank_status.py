@@ -209,6 +209,8 @@ class StatusSummary(NamedTuple):
         The losses of the micro-batches, times their shares, are added in float64 along the tree.
         Micro-batches that were not computed add 0.
         """
+        if len(self.nodes) == 1 and self.nodes[0][:2] == (0, self.leaves):
+            return self.nodes[0][2]
         fold: TreeAccumulator[float] = TreeAccumulator(self.leaves, add)
         begin = 0
         for lo, hi, value in [*sorted(self.nodes), (self.leaves, self.leaves, 0.0)]:

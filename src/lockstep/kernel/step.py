@@ -179,6 +179,10 @@ class OptimizerStep:
             self.executor.reset()
             raise
         step.times.updated += time.perf_counter() - started
+        measured: dict[str, Any] = {}
+        for hook in self._active:
+            if "measure" in hook.events:
+                measured |= hook.measure(step, summary.hooks[hook.name])
         step.attempt.is_agreed = False
         self._kept_buffers = []
         assert step.batch is not None
@@ -194,7 +198,7 @@ class OptimizerStep:
             is_skipped=None if scale is None else is_skipped,
             losses=summary.list_losses(),
             batch=step.batch.identity.samples or step.batch.identity.checksum or None,
-            **self._measure(prepared),
+            **measured,
         )
         if scale is not None:
             scale.update(is_skipped)
@@ -222,7 +226,8 @@ class OptimizerStep:
 
     def _make_status(self, step: StepContext, parts: Sequence[Part]) -> RankStatus:
         """Return the status of this rank: its micro-batches, or its failure."""
-        if not step.is_stopped and (step.batch is None or not self.executor.is_complete):
+        is_complete = step.batch is not None and self.executor.is_complete
+        if not is_complete and not step.is_stopped:
             raise UsageError(
                 "the step was left before its last micro-batch: iterate over all of "
                 "step.microbatches(batch) inside `with trainer.manual_step() as step`"
@@ -261,11 +266,13 @@ class OptimizerStep:
         """Raise, on every rank, the error that prevents the step, if there is one."""
         if summary.batch is None:
             step.require_same_batch()
-        raise_own_error(step)
+        if step.failure is not None:
+            raise_own_error(step)
         for hook in self._active:
             if "check" in hook.events:
                 hook.check(step, summary)
-        raise_failure(step, summary)
+        if summary.failure is not None or summary.non_finite is not None:
+            raise_failure(step, summary)
         refuse_buffers(step, parts, summary)
 
     # --- (4) reduce and (5) clip ---------------------------------------------------------------
@@ -348,14 +355,6 @@ class OptimizerStep:
     def _is_skipped(self, norm: float) -> bool:
         """Return whether float16 gradients overflowed."""
         return self.parallel.loss_scale is not None and not math.isfinite(norm)
-
-    def _measure(self, prepared: PreparedStep) -> dict[str, Any]:
-        """Return the fields of the result that hooks have measured."""
-        fields: dict[str, Any] = {}
-        for hook in self._active:
-            if "measure" in hook.events:
-                fields |= hook.measure(prepared.step, prepared.summary.hooks[hook.name])
-        return fields
 
     def _keep_buffers(self, parts: Sequence[Part]) -> None:
         """Copy the buffers, since the step can still be undone after they are merged."""

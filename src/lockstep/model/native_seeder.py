@@ -102,23 +102,20 @@ class _RandomMemory:
 
     def __init__(self, generator: Any) -> None:
         self._generator = generator
-        self._address = id(generator) + object.__basicsize__  # after the header of the object
-
-    def read(self) -> bytes:
-        """Return a copy: the position in the words, and the words."""
-        return ctypes.string_at(self._address, MEMORY_BYTES)
+        self.address = id(generator) + object.__basicsize__  # after the header of the object
 
     def seed(self, seeder: Any) -> None:
         """Seed the generator, as `random.seed` does."""
-        seeder.seed_python(self._address)
+        seeder.seed_python(self.address)
         self._generator.gauss_next = None
 
     def remember(self) -> Callable[[], None]:
         """Return a function that restores the present state."""
-        memory, second = self.read(), self._generator.gauss_next
+        memory = ctypes.string_at(self.address, MEMORY_BYTES)
+        second = self._generator.gauss_next
 
         def restore() -> None:
-            ctypes.memmove(self._address, memory, MEMORY_BYTES)
+            ctypes.memmove(self.address, memory, MEMORY_BYTES)
             self._generator.gauss_next = second
 
         return restore
@@ -133,7 +130,7 @@ def _find_random_memory() -> _RandomMemory | None:
     if _random.Random.__basicsize__ < object.__basicsize__ + MEMORY_BYTES:
         return None
     known = _RandomMemory(generator)
-    position, *words = struct.unpack("=i624I", known.read())
+    position, *words = struct.unpack("=i624I", ctypes.string_at(known.address, MEMORY_BYTES))
     return known if (*words, position) == generator.getstate()[1] else None
 
 

@@ -91,7 +91,7 @@ class RankUsage(NamedTuple):
     @classmethod
     def of(cls, row: RankTimes, ranks: int) -> RankUsage:
         """Return the usage of one rank of a step of `ranks` ranks."""
-        arrival = row.busy + row.idle
+        arrival = row.compute + row.data + row.idle
         if ranks <= DETAILED_RANKS:
             return cls([row], latest=arrival)
         times = (row.compute, row.data, row.busy)

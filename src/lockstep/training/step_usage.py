@@ -45,7 +45,7 @@ class StepUsage(StepHook):
     def measure(self, step: StepContext, value: RankUsage) -> dict[str, Any]:
         """Return the duration of the step, and the times of the ranks."""
         times = step.times
-        if value.ranks == 1:  # it waits for no other rank
+        if step.parallel.replicas * step.parallel.stages == 1:  # it waits for no other rank
             row = value.rows[0]
             compute, data = row.compute + times.updated - times.reduced, row.data
             seconds = row.compute + row.idle + data + times.updated - times.arrived
