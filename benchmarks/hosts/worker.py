@@ -19,7 +19,7 @@ import torch.distributed as dist
 import lockstep as ls
 from lockstep.comm.bucket import plan
 from lockstep.comm.make_all_reduce import make_all_reduce
-from lockstep.kernel.splitting import Hosts, assign_microbatches, on_one_host
+from lockstep.data.assignment import Hosts, assign_microbatches, on_one_host
 from lockstep.kernel.tree import nodes_of, total
 
 __all__ = ["main"]

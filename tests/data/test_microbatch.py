@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
+from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.data.microbatch import ALIGNMENT, align_tensors, map_tensors, split_batch
 from lockstep.kernel.errors import DatasetError, UsageError
-from lockstep.kernel.splitting import ReplicaShare, on_one_host
 
 WHOLE = {m: ReplicaShare(m, on_one_host(1), 0) for m in (2, 4)}
 

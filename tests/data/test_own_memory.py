@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.data.loader import Batches
 from lockstep.data.microbatch import clone_tensors, map_tensors, split_batch
-from lockstep.kernel.splitting import ReplicaShare, on_one_host
 
 Pair = namedtuple("Pair", "inputs targets")
 

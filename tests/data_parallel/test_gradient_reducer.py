@@ -14,10 +14,10 @@ import pytest_lockstep
 from lockstep.comm import backend as native
 from lockstep.comm.native_all_reduce import NativeAllReduce
 from lockstep.comm.shared_memory import is_shared
+from lockstep.data.assignment import on_one_host
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.local_sums import LocalSums
 from lockstep.kernel.errors import GradientError, LockstepError
-from lockstep.kernel.splitting import on_one_host
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 needs_native = pytest.mark.skipif(not native.available(), reason="not built")

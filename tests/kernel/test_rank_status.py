@@ -3,6 +3,7 @@
 import math
 from functools import partial, reduce
 from operator import add
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -17,7 +18,6 @@ from lockstep.kernel.rank_status import (
     LISTED_WARNINGS,
     NonFiniteLoss,
     RankStatus,
-    StatusPlace,
     summarize,
 )
 from lockstep.kernel.splitting import split_evenly
@@ -50,6 +50,17 @@ def status(*results, **fields):
     return RankStatus(list(results), **fields)
 
 
+def make_layout(rank, ranks, stages=1):
+    """Return what a summary needs of the layout."""
+    return SimpleNamespace(
+        rank=rank,
+        replicas=ranks // stages,
+        stages=stages,
+        replica=rank // stages,
+        position=rank % stages,
+    )
+
+
 def merge(left, right):
     return left.merge(right, HOOKS)
 
@@ -57,7 +68,7 @@ def merge(left, right):
 def summaries(statuses, leaves, stages=1, ranks=None):
     count = len(statuses) if ranks is None else ranks
     return [
-        summarize(each, StatusPlace(rank, count, rank // stages, rank % stages, leaves))
+        summarize(each, make_layout(rank, count, stages), leaves)
         for rank, each in enumerate(statuses)
     ]
 
@@ -75,9 +86,10 @@ def swap(threshold):
         results = [MicrobatchResult(rank, 3, 0.1, values[rank], {"é": 1e300 / 7})]
         long = [f"rank {rank}: {'x' * 5000}"] if rank == 1 else []
         mine = RankStatus(results if rank != 2 else [], batch="b", warnings=long)
-        place = StatusPlace(rank, 4, rank, 0, 4)
         label = StepLabel(1, "in step 1", "", "")
-        return exchange_statuses(summarize(mine, place), {}, label, GroupMessages(None))[0]
+        return exchange_statuses(
+            summarize(mine, make_layout(rank, 4), 4), {}, label, GroupMessages(None)
+        )[0]
     finally:
         collectives.ALL_GATHER_RANKS = 64
 
@@ -124,7 +136,7 @@ def test_the_first_non_finite_loss_is_found_with_its_rank(value):
         [status(good), status(bad, warnings=ignoring), status(later)],
     ):
         found = merged(statuses, 5).non_finite
-        assert found == NonFiniteLoss(3, 1, found.loss, True)
+        assert found == NonFiniteLoss(3, 1, found.loss)
         assert found.loss == value or math.isnan(value)
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "require_same_batch",
     "require_same_epoch",
     "require_same_samples",
+    "unpack_identity",
 ]
 
 DIFFERENCES = {
@@ -136,10 +137,22 @@ def require_same_batch(everyone: Sequence[str], step: int) -> None:
         return
     rank, theirs = next((r, line) for r, line in enumerate(everyone) if line != common)
     other = everyone.index(common)
-    difference = _batch_difference(
-        BatchIdentity.unpack(theirs), BatchIdentity.unpack(common), rank, other
-    )
+    difference = _batch_difference(unpack_identity(theirs), unpack_identity(common), rank, other)
     raise DisagreementError(f"in step {step}, {difference}")
+
+
+def unpack_identity(line: str) -> BatchIdentity:
+    """Return the identity from the result of `BatchIdentity.pack`, without `samples`."""
+    epoch, position, order, checksum = line.split(" ")
+    return BatchIdentity(int(epoch), int(position), order.strip("-"), checksum.strip("-"))
+
+
+def _describe(batch: BatchIdentity) -> str:
+    if batch.checksum:
+        return f"a batch with checksum {batch.checksum}"
+    if batch.position < 0:
+        return "a batch from a driver"
+    return f"batch {batch.position} of epoch {batch.epoch} from trainer.batches"
 
 
 def _batch_difference(theirs: BatchIdentity, ours: BatchIdentity, rank: int, other: int) -> str:
@@ -153,10 +166,11 @@ def _batch_difference(theirs: BatchIdentity, ours: BatchIdentity, rank: int, oth
         )
     if (theirs.epoch, theirs.position) != (ours.epoch, ours.position):
         return (
-            f"rank {rank} trains on {theirs} while rank {other} trains on {ours}: pass the same "
-            "batches to trainer.step on every rank, and skip a batch on all ranks or on none"
+            f"rank {rank} trains on {_describe(theirs)} while rank {other} trains on "
+            f"{_describe(ours)}: pass the same batches to trainer.step on every rank, and skip a "
+            "batch on all ranks or on none"
         )
     return (
-        f"rank {rank} trains on {theirs} with a different order of the samples than rank {other}: "
-        "pass the same dataset, seed and sampler to trainer.batches on every rank"
+        f"rank {rank} trains on {_describe(theirs)} with a different order of the samples than "
+        f"rank {other}: pass the same dataset, seed and sampler to trainer.batches on every rank"
     )

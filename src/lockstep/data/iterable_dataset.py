@@ -20,6 +20,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
+from lockstep.data.assignment import ReplicaShare
 from lockstep.data.map_dataset import (
     Collate,
     Item,
@@ -31,7 +32,6 @@ from lockstep.data.map_dataset import (
 from lockstep.data.repeatability import collate_and_check, describe_sample, select_positions
 from lockstep.kernel.errors import DatasetError
 from lockstep.kernel.seeds import key, seed_all
-from lockstep.kernel.splitting import ReplicaShare
 
 __all__ = ["IterableSource"]
 

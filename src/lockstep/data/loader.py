@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 
+from lockstep.data.assignment import Hosts, ReplicaShare, on_one_host
 from lockstep.data.consistency import (
     BatchIdentity,
     EpochSummary,
@@ -43,7 +44,7 @@ from lockstep.devices import find_accelerator
 from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import DatasetError
 from lockstep.kernel.seeds import key
-from lockstep.kernel.splitting import Hosts, ReplicaShare, count_microbatches, on_one_host
+from lockstep.kernel.splitting import count_microbatches
 
 __all__ = ["Batches", "GatherFn"]
 

@@ -25,6 +25,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 from torch.utils.data._utils import worker as torch_worker
 
+from lockstep.data.assignment import ReplicaShare
 from lockstep.data.epoch_order import EpochOrder
 from lockstep.data.microbatch import clone_tensors
 from lockstep.data.repeatability import (
@@ -35,7 +36,6 @@ from lockstep.data.repeatability import (
 )
 from lockstep.kernel.errors import DatasetError, LockstepError, SampleError
 from lockstep.kernel.seeds import key, seed_all
-from lockstep.kernel.splitting import ReplicaShare
 
 __all__ = [
     "Collate",

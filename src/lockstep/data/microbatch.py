@@ -1,6 +1,7 @@
 """Batches and micro-batches as data: cut, copied, aligned and joined.
 
-`lockstep.kernel.splitting` decides which samples are a micro-batch and which replica computes it.
+`lockstep.kernel.splitting` decides which samples are a micro-batch, and `lockstep.data.assignment`
+which replica computes it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import numpy
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
+from lockstep.data.assignment import ReplicaShare
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.errors import DatasetError
-from lockstep.kernel.splitting import ReplicaShare, split_evenly
+from lockstep.kernel.splitting import split_evenly
 
 __all__ = [
     "Batch",

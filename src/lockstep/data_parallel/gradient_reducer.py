@@ -40,12 +40,12 @@ from lockstep.comm import native_module
 from lockstep.comm.memory_format import in_layout_of
 from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce, reproducible_all_reduce
 from lockstep.comm.sparse_gradients import sum_sparse_gradients
+from lockstep.data.assignment import Hosts, assign_nodes
 from lockstep.data_parallel.bucket_ready_tracker import BucketReadyTracker, GradientState
 from lockstep.data_parallel.gradient_streams import GradientStreams
 from lockstep.data_parallel.local_sums import LocalSums
 from lockstep.data_parallel.planned_buckets import BucketPlanner, PlannedBuckets, StepTree
 from lockstep.data_parallel.shards import Shards
-from lockstep.kernel.splitting import Hosts, assign_nodes
 from lockstep.kernel.tree import Node
 
 __all__ = ["GradientReducer"]

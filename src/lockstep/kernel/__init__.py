@@ -1,6 +1,6 @@
 """The determinism guarantee, readable alone: its rules as files, in this order.
 
-    splitting       rule 1: a batch is split into M micro-batches, and these over the replicas
+    splitting       rule 1: a batch is split into M micro-batches
     loss_weights    rule 2: the share of a micro-batch in the loss of the batch
     seeds           rule 3: the seed of every random number is a key of what is computed
     rng_scopes      rule 3: which parts of a model have a seed of their own

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from lockstep.kernel.errors import UsageError
-from lockstep.kernel.splitting import ReplicaShare, split_evenly
+from lockstep.kernel.splitting import split_evenly
 
 __all__ = ["Batch", "BatchIdentity", "Microbatch"]
 
@@ -36,20 +36,6 @@ class BatchIdentity:
     def pack(self) -> str:
         """Return the fields that ranks compare, as one line."""
         return f"{self.epoch} {self.position} {self.order or '-'} {self.checksum or '-'}"
-
-    @classmethod
-    def unpack(cls, line: str) -> BatchIdentity:
-        """Return the identity from the result of `pack`, without `samples`."""
-        epoch, position, order, checksum = line.split(" ")
-        return cls(int(epoch), int(position), order.strip("-"), checksum.strip("-"))
-
-    def __str__(self) -> str:
-        """Return a description for error messages."""
-        if self.checksum:
-            return f"a batch with checksum {self.checksum}"
-        if self.position < 0:
-            return "a batch from a driver"
-        return f"batch {self.position} of epoch {self.epoch} from trainer.batches"
 
 
 @dataclass(frozen=True)
@@ -89,12 +75,12 @@ class Batch:
     identity: BatchIdentity = field(default_factory=BatchIdentity)
     single_sample: str = ""
     indices: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    share: ReplicaShare | None = field(default=None, compare=False, repr=False)
-    load: Callable[[ReplicaShare], tuple[Microbatch, ...]] | None = field(
+    share: object | None = field(default=None, compare=False, repr=False)
+    load: Callable[[Any], tuple[Microbatch, ...]] | None = field(
         default=None, compare=False, repr=False
     )
 
-    def for_share(self, share: ReplicaShare) -> Batch:
+    def for_share(self, share: object) -> Batch:
         """Return the batch with the micro-batches of a share; load them if this has others."""
         if self.load is None or self.share == share:
             return self

@@ -5,7 +5,7 @@ The engine implements these protocols; the kernel imports none of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import BufferExchange
 from lockstep.kernel.loss_scale import LossScale
-from lockstep.kernel.splitting import Hosts
+from lockstep.kernel.tree import Node
 
 __all__ = ["Messages", "StepLayout"]
 
@@ -58,7 +58,6 @@ class StepLayout(Protocol):
     replicas: int
     stages: int
     position: int
-    hosts: Hosts
     device: torch.device
     threads: int
     loss: Callable[..., Any] | None
@@ -75,6 +74,9 @@ class StepLayout(Protocol):
 
     def split(self, batch: Any) -> Batch:
         """Return this rank's part of a batch from a loader, or of a whole batch."""
+
+    def assign_nodes(self, leaves: int) -> Sequence[Sequence[Node]]:
+        """Return, for each replica, the nodes of the tree that cover its micro-batches."""
 
     def weigh(self, microbatch: Microbatch, place: str) -> float:
         """Return what `loss_weight` returns for a micro-batch; `place` is for messages."""

@@ -29,13 +29,9 @@ from lockstep.kernel.exact_sum import (
     merge_partial_sums,
     round_sum,
 )
+from lockstep.kernel.layout import StepLayout
 from lockstep.kernel.parts import Part
-from lockstep.kernel.step_context import (
-    IGNORED_TARGETS,
-    NOT_ADDITIVE,
-    MicrobatchResult,
-    StepContext,
-)
+from lockstep.kernel.step_context import MicrobatchResult, StepContext
 from lockstep.kernel.tree import TreeAccumulator
 
 __all__ = [
@@ -43,7 +39,6 @@ __all__ = [
     "NonFiniteLoss",
     "RankStatus",
     "StatusHook",
-    "StatusPlace",
     "StatusSummary",
     "make_status",
     "merge_by_name",
@@ -87,24 +82,6 @@ MetricSum = tuple[int, PartialSums]
 """The samples of a metric, and the exact sum of its values times their samples."""
 
 
-class StatusPlace(NamedTuple):
-    """The place of a status among those of all ranks.
-
-    Attributes:
-        rank: The rank.
-        ranks: The number of ranks.
-        replica: The replica of the rank.
-        position: The place of the rank in its replica, from 0 to the number of stages.
-        leaves: The number of micro-batches of the batch.
-    """
-
-    rank: int
-    ranks: int
-    replica: int
-    position: int
-    leaves: int
-
-
 class NonFiniteLoss(NamedTuple):
     """A loss that is NaN or infinite.
 
@@ -112,13 +89,11 @@ class NonFiniteLoss(NamedTuple):
         leaf: The index of its micro-batch.
         rank: The rank that computed it.
         loss: The loss.
-        ignores_targets: Whether the rank warned that the loss ignores some targets.
     """
 
     leaf: int
     rank: int
     loss: float
-    ignores_targets: bool
 
 
 class StatusHook(Protocol):
@@ -262,23 +237,23 @@ def make_status(step: StepContext, parts: Sequence[Part], values: Mapping[str, A
     )
 
 
-def summarize(status: RankStatus, place: StatusPlace) -> StatusSummary:
-    """Return the summary of the status of one rank."""
-    results, rank, position = status.microbatches, place.rank, str(place.position)
-    is_detailed = place.ranks <= DETAILED_RANKS
+def summarize(status: RankStatus, parallel: StepLayout, leaves: int) -> StatusSummary:
+    """Return the summary of the status of this rank, for a batch of `leaves` micro-batches."""
+    results, rank, position = status.microbatches, parallel.rank, str(parallel.position)
+    ranks = parallel.replicas * parallel.stages
     terms = [(each.leaf, each.leaf + 1, each.loss * each.share) for each in results]
     terms += [(leaf, leaf + 1, 0.0) for leaf in status.skipped]
     warnings = {_sentence(message): (rank, message) for message in reversed(status.warnings)}
     return StatusSummary(
-        leaves=place.leaves,
-        ranks=place.ranks,
+        leaves=leaves,
+        ranks=ranks,
         batch=status.batch,
         failure=None if status.failure is None else (rank, *status.failure),
         non_finite=_find_non_finite(status, rank),
         gradients={position: status.gradients},
-        buffers={position: [each.of_replica(place.replica) for each in status.buffers]},
-        nodes=_add_nodes((), terms, place.leaves),
-        losses=[(each.leaf, each.loss) for each in results] if is_detailed else [],
+        buffers={position: [each.of_replica(parallel.replica) for each in status.buffers]},
+        nodes=_add_nodes((), terms, leaves),
+        losses=[(each.leaf, each.loss) for each in results] if ranks <= DETAILED_RANKS else [],
         metrics=_sum_metrics(results),
         warnings=list(reversed(warnings.values())),
         hooks=status.hooks,
@@ -291,9 +266,7 @@ def _find_non_finite(status: RankStatus, rank: int) -> NonFiniteLoss | None:
     if not lost:
         return None
     first = min(lost, key=lambda result: result.leaf)
-    marks = IGNORED_TARGETS, NOT_ADDITIVE
-    ignores = any(mark in warning for warning in status.warnings for mark in marks)
-    return NonFiniteLoss(first.leaf, rank, first.loss, ignores)
+    return NonFiniteLoss(first.leaf, rank, first.loss)
 
 
 def merge_by_name(

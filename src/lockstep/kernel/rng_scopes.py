@@ -87,11 +87,10 @@ class ModuleHooks:
         """Begin to call the functions."""
         for module, before, after in self._watched:
             if before is not None:
-                hook = partial(_ignore_arguments, before)
+                hook = partial(_call, before)
                 self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
             if after is not None:
-                hook = partial(_ignore_arguments, after)
-                self._handles.append(module.register_forward_hook(hook))
+                self._handles.append(module.register_forward_hook(partial(_call, after)))
 
     def remove(self) -> None:
         """Stop calling them."""
@@ -99,7 +98,7 @@ class ModuleHooks:
             self._handles.pop().remove()
 
 
-def _ignore_arguments(function: Callable[[], None], *_: object) -> None:
+def _call(function: Callable[[], None], *_: object) -> None:
     function()
 
 

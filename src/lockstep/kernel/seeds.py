@@ -15,7 +15,6 @@ and numpy's global one if the process has loaded numpy.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import random
 import struct
@@ -48,11 +47,6 @@ def key(*parts: int) -> int:
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
 
 
-@functools.lru_cache(1 << 12)
-def _pack(*parts: int) -> bytes:
-    return struct.pack(f"<{len(parts)}q", *parts)
-
-
 def pack_key(*parts: int) -> bytes:
     """Return the first parts of a key, for a `Seeder`."""
     return struct.pack(f"<{len(parts)}q", *parts)
@@ -82,7 +76,7 @@ class PlainSeeder:
 
     def seed(self, prefix: bytes, scope: int, call: int, /) -> int:
         """Seed torch's default generator with the key of a call; return the seed."""
-        last = _pack(scope, call) if call else _pack(scope)
+        last = pack_key(scope, call) if call else pack_key(scope)
         digest = hashlib.blake2b(prefix + last, digest_size=8).digest()
         seed = int.from_bytes(digest, "little")
         torch.default_generator.manual_seed(seed)

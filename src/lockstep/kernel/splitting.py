@@ -7,37 +7,15 @@
 Both splits follow the same rule: parts are contiguous, their sizes differ by at most one, and
 larger parts come first. A batch of fewer than M samples has fewer micro-batches, none of which is
 empty. M is part of the contract and never depends on the number of ranks, so neither do the
-micro-batches: ranks only divide them among themselves.
-
-Micro-batches follow hosts: replicas on one host compute neighboring micro-batches, so that the host
-has whole subtrees of the tree and sends fewer sums to other hosts:
-
-    replicas 0, 2 on host A, 1, 3 on host B      replica 0 | replica 2 | replica 1 | replica 3
-    M = 8                                        m = 0, 1  | m = 2, 3  | m = 4, 5  | m = 6, 7
-
-Which replica computes a micro-batch changes no bit. The functions are pure and do not depend on
-processes.
+micro-batches: ranks only divide them among themselves (`lockstep.data.assignment`). Which replica
+computes a micro-batch changes no bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 
-from lockstep.kernel.errors import LayoutError
-from lockstep.kernel.tree import Node, nodes_of
-
-__all__ = [
-    "Hosts",
-    "ReplicaShare",
-    "assign_microbatches",
-    "assign_nodes",
-    "count_microbatches",
-    "on_one_host",
-    "split_evenly",
-]
+__all__ = ["count_microbatches", "split_evenly"]
 
 
 def split_evenly(total: int, parts: int) -> list[range]:
@@ -55,116 +33,3 @@ def split_evenly(total: int, parts: int) -> list[range]:
 def count_microbatches(samples: int, microbatches: int) -> int:
     """Return the number of non-empty micro-batches of a batch: the leaves of its tree."""
     return min(samples, microbatches)
-
-
-Hosts = tuple[tuple[int, ...], ...]
-"""The replicas of each host."""
-
-
-def on_one_host(replicas: int) -> Hosts:
-    """Return the hosts of replicas that are all on one host."""
-    return (tuple(range(replicas)),)
-
-
-@lru_cache(maxsize=64)
-def assign_microbatches(leaves: int, hosts: Hosts) -> tuple[range, ...]:
-    """Assign `leaves` micro-batches to replicas; return the micro-batches of each replica.
-
-    Each host gets a contiguous range, and each of its replicas a part of it. The numbers of
-    micro-batches of any two replicas differ by at most one. Of all such ranges, those are chosen
-    that have the fewest nodes of the tree: one per host, where the numbers allow it.
-    """
-    replicas = sum(map(len, hosts))
-    small, larger = divmod(leaves, replicas)
-    assigned = [range(0)] * replicas
-    start = 0
-    for ranks, extra in zip(hosts, _spread(leaves, small, larger, hosts), strict=True):
-        stop = start + len(ranks) * small + extra
-        for replica, span in zip(ranks, split_evenly(stop - start, len(ranks)), strict=True):
-            assigned[replica] = range(start + span.start, start + span.stop)
-        start = stop
-    return tuple(assigned)
-
-
-@lru_cache(maxsize=16)
-def assign_nodes(leaves: int, hosts: Hosts) -> Sequence[Sequence[Node]]:
-    """Return, for each replica, the nodes of the tree that cover its micro-batches.
-
-    The result is kept, because every step needs it and it is as long as the number of replicas.
-    """
-    return tuple(tuple(nodes_of(span, leaves)) for span in assign_microbatches(leaves, hosts))
-
-
-def _spread(leaves: int, small: int, larger: int, hosts: Hosts) -> list[int]:
-    """Return how many replicas of each host compute `small + 1` micro-batches, `larger` in total.
-
-    A dynamic program over the hosts. It considers cuts near the even ones only, so that its time is
-    linear in the number of hosts.
-    """
-    replicas, widest = sum(map(len, hosts)), max(map(len, hosts))
-    if len(hosts) == 1 or not larger:
-        return [larger] + [0] * (len(hosts) - 1)
-    # For each number of larger replicas so far: nodes, distance from the even cuts, the choices.
-    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
-    before = 0
-    for ranks in hosts:
-        count = before + len(ranks)
-        even = larger * count // replicas
-        lowest = max(0, larger - (replicas - count), even - widest)
-        highest = min(larger, count, even + widest)
-        options: dict[int, tuple[int, int, list[int]]] = {}
-        for total in range(lowest, highest + 1):
-            for extra in range(len(ranks) + 1):
-                if total - extra not in best:
-                    continue
-                nodes, distance, chosen = best[total - extra]
-                span = range(before * small + total - extra, count * small + total)
-                cost = nodes + len(nodes_of(span, leaves))
-                option = (cost, distance + abs(total - even), [*chosen, extra])
-                options[total] = min(options.get(total, option), option)
-        best, before = options, count
-    return best[larger][2]
-
-
-@dataclass(frozen=True)
-class ReplicaShare:
-    """The micro-batches of one replica.
-
-    Attributes:
-        microbatches: The number of micro-batches of a batch.
-        hosts: The replicas of each host.
-        replica: The replica.
-    """
-
-    microbatches: int
-    hosts: Hosts
-    replica: int
-
-    def __post_init__(self) -> None:
-        """Raise LayoutError if the replica has no micro-batches, or does not exist."""
-        if not 0 <= self.replica < self.replicas:
-            raise LayoutError(f"replica {self.replica} of {self.replicas} does not exist")
-        if self.replicas > self.microbatches:
-            raise LayoutError(
-                f"{self.replicas} replicas cannot share {self.microbatches} micro-batches; "
-                f"use at least {self.replicas} micro-batches, or fewer replicas"
-            )
-
-    @property
-    def replicas(self) -> int:
-        """The number of replicas."""
-        return sum(map(len, self.hosts))
-
-    def pieces(self, samples: int) -> tuple[tuple[int, range], ...]:
-        """Return (index, positions) of this replica's micro-batches in a batch of `samples`."""
-        return _pieces(samples, self)
-
-
-@lru_cache(maxsize=256)
-def _pieces(samples: int, share: ReplicaShare) -> tuple[tuple[int, range], ...]:
-    if samples == 0:
-        return ()
-    leaves = count_microbatches(samples, share.microbatches)
-    cuts = split_evenly(samples, leaves)
-    owned = assign_microbatches(leaves, share.hosts)[share.replica]
-    return tuple((index, cuts[index]) for index in owned)

@@ -35,14 +35,7 @@ from lockstep.kernel.errors import GradientError, UsageError
 from lockstep.kernel.exact_sum import compute_partial_sums, merge_partial_sums
 from lockstep.kernel.layout import StepLayout
 from lockstep.kernel.parts import Executor, Part, Update
-from lockstep.kernel.rank_status import (
-    RankStatus,
-    StatusPlace,
-    StatusSummary,
-    make_status,
-    summarize,
-)
-from lockstep.kernel.splitting import assign_nodes
+from lockstep.kernel.rank_status import RankStatus, StatusSummary, make_status, summarize
 from lockstep.kernel.step_checks import raise_failure, raise_own_error, refuse_buffers
 from lockstep.kernel.step_context import StepContext, StepLabel
 from lockstep.kernel.step_hooks import CommittedStep, StepHook, StepResult, take_part
@@ -145,7 +138,7 @@ class OptimizerStep:
             self._check(step, summary, parts)
             if self.is_repeatable:
                 self._keep_buffers(parts)
-            nodes = assign_nodes(summary.leaves, self.parallel.hosts)
+            nodes = self.parallel.assign_nodes(summary.leaves)
             with step.in_phase("reduction"):
                 self._reduce(step, status, summary, parts, nodes, messages)
                 norm = self._clip(step)
@@ -243,10 +236,7 @@ class OptimizerStep:
         parallel = self.parallel
         ranks = parallel.replicas * parallel.stages
         assert step.batch is not None
-        place = StatusPlace(
-            parallel.rank, ranks, parallel.replica, parallel.position, step.batch.leaves
-        )
-        summary = summarize(status, place)
+        summary = summarize(status, parallel, step.batch.leaves)
         messages: Sequence[bytes] = ()
         step.times.arrived = time.perf_counter()
         if ranks > 1:

@@ -15,7 +15,7 @@ from lockstep.kernel.errors import (
 )
 from lockstep.kernel.parts import Part
 from lockstep.kernel.rank_status import NonFiniteLoss, StatusSummary
-from lockstep.kernel.step_context import StepContext
+from lockstep.kernel.step_context import IGNORED_TARGETS, NOT_ADDITIVE, StepContext
 
 __all__ = ["raise_failure", "raise_own_error", "refuse_buffers"]
 
@@ -37,13 +37,17 @@ def raise_failure(step: StepContext, summary: StatusSummary) -> None:
             f"rank {rank}, step {step.number}: {sentence}"
         )
     if summary.non_finite is not None:
-        raise _explain_loss(step, summary.non_finite)
+        raise _explain_loss(step, summary.non_finite, summary.warnings)
 
 
-def _explain_loss(step: StepContext, lost: NonFiniteLoss) -> LossError:
+def _explain_loss(
+    step: StepContext, lost: NonFiniteLoss, warnings: Sequence[tuple[int, str]]
+) -> LossError:
     place = f"rank {lost.rank}, step {step.number}, micro-batch {lost.leaf}"
     advice = ""
-    if math.isnan(lost.loss) and lost.ignores_targets:
+    marks = IGNORED_TARGETS, NOT_ADDITIVE
+    ignores_targets = any(mark in warning for _, warning in warnings for mark in marks)
+    if math.isnan(lost.loss) and ignores_targets:
         loss = "torch.nn.CrossEntropyLoss()" if step.parallel.loss is None else "loss"
         advice = (
             " (if it ignores all targets of the micro-batch, pass loss_weight="

@@ -38,7 +38,6 @@ __all__ = [
     "MicrobatchResult",
     "Phase",
     "Position",
-    "Span",
     "StepContext",
     "StepFailure",
     "StepLabel",
@@ -152,30 +151,6 @@ class ComputedMicrobatch:
         metrics = {name: float(value) for name, value in self.metrics.items()}
         index, size = self.microbatch.index, self.microbatch.size
         return MicrobatchResult(index, size, self.share, loss, metrics)
-
-
-class Span(NamedTuple):
-    """One action of a pipeline stage, for the timeline.
-
-    Attributes:
-        kind: "forward", "backward", "input" or "weight".
-        stage: The number of the stage.
-        microbatch: The number of the micro-batch.
-        begin: The start by `time.perf_counter`, in seconds, including the waiting.
-        end: The end by the same clock.
-        waited: Seconds after `begin` that it waited for another rank.
-        source: The rank that it waited for; -1 for none.
-        received: The bytes received from that rank.
-    """
-
-    kind: str
-    stage: int
-    microbatch: int
-    begin: float
-    end: float
-    waited: float
-    source: int
-    received: int
 
 
 class StepObserver:
@@ -306,7 +281,7 @@ class StepContext:
     shares: Mapping[int, float] = field(default_factory=dict)
     samples: int = 0
     computed: list[ComputedMicrobatch] = field(default_factory=list)
-    spans: list[Span] | None = None
+    spans: list[Any] | None = None
     warnings: list[str] = field(default_factory=list)
     times: StepTimes = field(default_factory=StepTimes)
     failure: StepFailure | None = None

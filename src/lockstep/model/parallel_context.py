@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lockstep.data.assignment import Hosts, ReplicaShare, assign_nodes
 from lockstep.data.content_hash import hash_content
 from lockstep.data.microbatch import map_tensors, split_batch
 from lockstep.kernel.batch import Batch, BatchIdentity, Microbatch
@@ -18,8 +19,8 @@ from lockstep.kernel.buffers import BufferExchange
 from lockstep.kernel.layout import Messages
 from lockstep.kernel.loss_scale import LossScale
 from lockstep.kernel.loss_weights import WeightFunction
-from lockstep.kernel.splitting import Hosts, ReplicaShare
 from lockstep.kernel.step_context import NOTHING
+from lockstep.kernel.tree import Node
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.collective_calls import CollectiveCallGuard
 
@@ -99,6 +100,10 @@ class ParallelContext:
         if self.replicas * self.stages == 1 and not self.is_recorded:
             return part
         return replace(part, identity=BatchIdentity(checksum=hash_content(batch)))
+
+    def assign_nodes(self, leaves: int) -> Sequence[Sequence[Node]]:
+        """Return, for each replica, the nodes of the tree that cover its micro-batches."""
+        return assign_nodes(leaves, self.hosts)
 
     def other_modules(self) -> dict[str, nn.Module]:
         """Return the other modules that a step calls, by the names of the Trainer's arguments."""

@@ -17,7 +17,7 @@ import torch
 from lockstep.data.microbatch import Microbatch
 from lockstep.kernel.errors import LayoutError, LostError, StoppedError
 from lockstep.kernel.seeds import isolated
-from lockstep.kernel.step_context import ComputedMicrobatch, Span, StepContext, StepFailure
+from lockstep.kernel.step_context import ComputedMicrobatch, StepContext, StepFailure
 from lockstep.model.forward import Metric, compute_loss, extract_loss, split_targets
 from lockstep.model.loss_root import record_loss, scale_loss
 from lockstep.model.loss_shares import start_batch
@@ -30,6 +30,7 @@ from lockstep.pipeline.schedules import Action
 from lockstep.pipeline.split_backward import GraphInput
 from lockstep.pipeline.stage import Stage, StageInput, make_first_input
 from lockstep.pipeline.stage_buffers import StageBuffers
+from lockstep.pipeline.stage_span import StageSpan
 from lockstep.pipeline.tied_weights import disable_hooks
 
 __all__ = ["ScheduleExecutor"]
@@ -148,7 +149,7 @@ class ScheduleExecutor:
                 self._finish_microbatch(stage, microbatch)
         if self.step.spans is not None:
             self.step.spans.append(
-                Span(
+                StageSpan(
                     action.kind, stage.number, microbatch.index, self._begun, time.perf_counter(),
                     self._waited, self._source, self._bytes,
                 )

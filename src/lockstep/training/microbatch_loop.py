@@ -22,12 +22,12 @@ from typing import Any, Protocol
 
 import torch
 
+from lockstep.data.assignment import Hosts
 from lockstep.kernel.batch import Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.parts import GradientSums
 from lockstep.kernel.rng_scopes import RngScopes
-from lockstep.kernel.splitting import Hosts
 from lockstep.kernel.step_context import NOTHING, ComputedMicrobatch, StepContext, StepFailure
 from lockstep.kernel.step_hooks import StepResult
 from lockstep.model.activation_checkpointing import ActivationCheckpointing

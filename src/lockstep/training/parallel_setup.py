@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm import backend
+from lockstep.data.assignment import Hosts, on_one_host
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.loss_scale import LossScale
 from lockstep.kernel.loss_weights import WeightFunction
-from lockstep.kernel.splitting import Hosts, on_one_host
 from lockstep.launcher.world import World
 from lockstep.model.buffer_exchange import GroupExchange
 from lockstep.model.collective_calls import wrap_collective_calls

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.kernel.rank_status import DETAILED_RANKS
-from lockstep.kernel.step_context import Span, StepContext
+from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import CommittedStep, StepHook
+from lockstep.pipeline.stage_span import StageSpan
 from lockstep.training.history import History
 
 __all__ = ["StepTrace", "make_span_row", "make_timeline_rows"]
@@ -59,7 +60,7 @@ class StepTrace(StepHook):
             self._history.write("timeline", step=step.number, ranks=rows)
 
 
-def make_span_row(span: Span, begun: float) -> list[Any]:
+def make_span_row(span: StageSpan, begun: float) -> list[Any]:
     """Return a span as a row of the record; it begins when the waiting is over."""
     begin = span.begin + span.waited - begun
     rounded = [round(seconds, DIGITS) for seconds in (begin, span.end - begun, span.waited)]
