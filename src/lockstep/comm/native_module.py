@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
@@ -16,7 +16,7 @@ __all__ = [
     "ArgumentError",
     "callers",
     "choose_again",
-    "compute_norms",
+    "find_compute_norms",
     "load",
     "reason_unavailable",
     "refusal",
@@ -83,12 +83,16 @@ def reason_unavailable() -> str | None:
     return None
 
 
-def compute_norms(vectors: Sequence[Any]) -> list[float] | None:
-    """Return the 2-norm of each tensor in a fifth of torch's time; None if torch has to do it."""
+def find_compute_norms() -> Callable[[Sequence[Any]], list[float] | None] | None:
+    """Return a function that returns the 2-norm of each tensor, in a fifth of torch's time.
+
+    Returns:
+        The function, whose result is None if torch has to do it; None without the native module.
+    """
     if reason_unavailable() is not None:
         return None
-    norms: list[float] | None = load().compute_norms(vectors)
-    return norms
+    function: Callable[[Sequence[Any]], list[float] | None] = load().compute_norms
+    return function
 
 
 def refuse_calls(reason: str) -> None:

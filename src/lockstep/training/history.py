@@ -163,10 +163,6 @@ class History(StepHook):
         """The number of steps in the record."""
         return 0 if self.last is None else self.last.step + 1
 
-    @property
-    def _has_readers(self) -> bool:
-        return bool(self.loggers) or self._backlog is not None
-
     def report(self, committed: CommittedStep) -> None:
         """Write the warnings and the result of a step."""
         summary, own = committed.summary, committed.step.parallel.rank
@@ -183,7 +179,7 @@ class History(StepHook):
         self._open.add(result)
         self.samples += result.samples
         self.last = result
-        if self._has_readers:
+        if self.loggers or self._backlog is not None:
             self.write("step", **describe_step(result))
         if self.progress is not None:
             self.progress.step(**vars(result))
@@ -270,7 +266,7 @@ class History(StepHook):
         if pending is None:
             return
         self.epochs += 1
-        if self._has_readers:
+        if self.loggers or self._backlog is not None:
             self.write("epoch", **_without_none(asdict(pending)), **_describe_memory(self._usage))
 
     def warn(self, rank: int, message: str, show: bool) -> None:

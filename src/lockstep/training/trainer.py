@@ -19,9 +19,9 @@ from torch import nn
 
 from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.checkpoint.stop_request import stopping
+from lockstep.comm import native_module
 from lockstep.comm.clock_offset import clock_offset
 from lockstep.comm.collectives import broadcast_bytes
-from lockstep.comm.native_module import compute_norms
 from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Batches, GatherFn
 from lockstep.data.samplers import keep_sampler
@@ -242,7 +242,7 @@ class Trainer:
             [*hooks, CollectiveCallCheck(self._executor.position)],
             max_grad_norm,
             is_repeatable=is_sharded or member is not None,
-            measure=compute_norms,
+            measure=native_module.find_compute_norms(),
         )
         self._steps = StepOperation(
             optimizer_step,
