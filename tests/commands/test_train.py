@@ -90,7 +90,6 @@ def test_the_digests_are_among_the_last_lines(tmp_path):
     )
     assert "lr" not in header["optimizer"], "it is part of every step"
     assert header["layout"]["storage"] == "replicated"
-    assert header["model"]["gradient_bytes"] == 4 * 21840
 
 
 def launched(folder, *arguments):

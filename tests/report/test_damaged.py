@@ -31,7 +31,6 @@ COMMANDS = [
 OTHER_FILES = [
     "launch.json",
     "recipe.json",
-    "replays.jsonl",
     "fingerprints/rank-0.jsonl",
 ]
 BAD_TEXTS = [b"", b"{}", b"[]", b"null", b"[" * 100_000, b"\xff", b'{"a": ' * 100_000, b"1e999"]

@@ -64,13 +64,6 @@ def shown(request, tmp_path, monkeypatch):
     """Return (the form, what is shown in it)."""
     monkeypatch.chdir(tmp_path)
     records.write(tmp_path / "runs" / "night", hostile())
-    replay = {"kind": "replay", "step": HARM, "microbatch": HARM, "replayed": HARM}
-    replay |= {
-        "layout": {"replicas": HARM, "backend": HARM},
-        "differences": [HARM],
-        "failure": HARM,
-    }
-    (tmp_path / "runs" / "night" / "replays.jsonl").write_text(json.dumps(replay) + "\n")
     records.write(tmp_path / "runs" / "plain", records.whole())
     records.write(tmp_path / "runs" / f"a\x1b[2J{chr(0xDCFF)}b", records.whole(name=None))
     for run, value in (("night", 1.0), ("plain", 2.0)):

@@ -1,6 +1,5 @@
-"""What a report says of checkpoints, sources, fingerprints and replays."""
+"""What a report says of checkpoints, sources and fingerprints."""
 
-import json
 import tracemalloc
 
 import records
@@ -9,19 +8,6 @@ from lockstep.model.fingerprint_file import FingerprintFile, encode_fingerprint
 from lockstep.record.reader import read_run
 from lockstep.tools.report.reproduction import checkpoint_table, summarize_reproduction
 from lockstep.tools.report.run_report import report_html, report_markdown
-
-
-def replay(step, **fields):
-    return {
-        "kind": "replay", "replayed": "2026-11-22T09:00:00+00:00", "step": step, "equal": True,
-        "microbatch": None, "differences": [], "failure": None,
-        "layout": {"world_size": 1, "replicas": 1, "stages": 1},
-    } | fields  # fmt: skip
-
-
-def write_replays(folder, lines, tail=""):
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    (folder / "replays.jsonl").write_text(text + tail)
 
 
 def write_fingerprints(folder, rank, steps, launch="a"):
@@ -55,45 +41,21 @@ def test_checkpoints_are_listed_with_their_digests(tmp_path):
     assert [rows[0][0], rows[-1][0]] == ["0", "99"]
 
 
-def test_fingerprints_sources_and_replays_are_shown(tmp_path):
+def test_fingerprints_and_sources_are_shown(tmp_path):
     folder = checkpointed(tmp_path)
     for rank in range(2):
         write_fingerprints(folder, rank, range(0, 20, 5))
-    write_replays(folder, [replay(5), replay(7, microbatch=3)])
     run = read_run(folder)
     found = summarize_reproduction(run)
     assert found.remarks == []
     assert found.sentences == [
         "Copies of the program's own files are in sources-2.",
         "Hashes of what each unit computed in 4 steps (0 to 15, 2 ranks) are in fingerprints.",
-        "2 replays of its steps, all with the same bits.",
-    ]
-    assert found.replays == [
-        ["5", "2026-11-22T09:00:00+00:00", "1 replica", "the same bits"],
-        ["7, micro-batch 3", "2026-11-22T09:00:00+00:00", "1 replica", "the same bits"],
     ]
     page, text = report_html(run), report_markdown(run)
-    assert '<table id="replays">' in page
     for sentence in found.sentences[1:]:
         assert sentence in page
         assert f"- {sentence}" in text
-    assert "| 7, micro-batch 3 | 2026-11-22T09:00:00+00:00 | 1 replica | the same bits |" in text
-
-
-def test_replays_that_differ_or_failed_say_why(tmp_path):
-    folder = checkpointed(tmp_path)
-    lines = [
-        replay(5), replay(6, equal=False, differences=["loss 0.5 instead of 0.25", "norm"]),
-        replay(7, equal=False, failure="rank 0 failed: KeyError"), replay(None, equal=False),
-        {"kind": "other"}, [1],
-    ]  # fmt: skip
-    write_replays(folder, lines, tail='{"kind": "rep')
-    found = summarize_reproduction(read_run(folder))
-    assert found.sentences[-1] == "4 replays of its steps, 1 with the same bits."
-    assert [row[-1] for row in found.replays] == [
-        "the same bits", "loss 0.5 instead of 0.25; norm", "rank 0 failed: KeyError", "other bits",
-    ]  # fmt: skip
-    assert found.replays[-1][0] == "?"
 
 
 def test_a_report_reads_fingerprints_one_line_at_a_time(tmp_path):
@@ -116,6 +78,4 @@ def test_a_report_reads_fingerprints_one_line_at_a_time(tmp_path):
 def test_a_run_that_left_nothing_shows_nothing(tmp_path):
     run = read_run(records.write(tmp_path, records.whole()))
     found = summarize_reproduction(run)
-    assert (found.sentences, found.replays, found.remarks) == ([], [], [])
-    assert 'id="replays"' not in report_html(run)
-    assert "replay" not in report_markdown(run)
+    assert (found.sentences, found.remarks) == ([], [])

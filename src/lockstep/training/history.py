@@ -339,9 +339,6 @@ def describe_run(
             "class": type(module).__name__,
             "parameters": sum(parameter.numel() for parameter in module.parameters()),
             "buffers": sum(buffer.numel() for buffer in module.buffers()),
-            "gradient_bytes": sum(
-                parameter.nbytes for parameter in module.parameters() if parameter.requires_grad
-            ),
         },
         "optimizer": optimization.options(),
     }

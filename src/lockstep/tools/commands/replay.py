@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
-import os
 import re
 import sys
 import time
@@ -151,8 +149,6 @@ def command(
             f"{run} cannot be replayed with {option} {count}: {reason}; replay it with {option} 1"
         )
     result = compare(request, recorded, replay)
-    if not replay.is_left:
-        _append_replay(recording.folder, result)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         _print(result, recording.state)
         if dump is not None and dump.is_dir() and any(dump.iterdir()):
@@ -197,22 +193,6 @@ def _require_microbatch(run: Run, recorded: Recorded, microbatch: int | None, st
             f"--microbatch {microbatch}: step {step} has {count} micro-batches; the last one is "
             f"{count - 1}"
         )
-
-
-def _append_replay(folder: Path, result: Comparison) -> None:
-    """Add a line about a replay to RUN/replays.jsonl; if that fails, only print a message."""
-    from lockstep.files import open_or_create
-    from lockstep.tools.report.reproduction import REPLAYS_FILE
-
-    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    line = json.dumps({"kind": "replay", "replayed": now, **result.plain()})
-    try:
-        path = folder / REPLAYS_FILE
-        descriptor = open_or_create(path, os.O_WRONLY | os.O_APPEND)
-        with open(descriptor, "wb") as file:
-            file.write(f"{line}\n".encode())
-    except OSError as error:
-        log(f"{path} cannot be written: {error.strerror}")
 
 
 def _print(result: Comparison, state: str) -> None:

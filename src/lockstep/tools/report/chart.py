@@ -208,9 +208,9 @@ class Series:
 class Chart:
     """A chart of curves over the steps.
 
-    `log` is the logarithmic axis, None if the chart has none. `marks` are positions of events on
-    the axis of the steps, and `mark_name` is the kind of event. `y_name` is the name of the values;
-    the labels of the ticks include the unit.
+    `log` is the logarithmic axis, None if the chart has none. `marks` are the positions at
+    which the run was resumed, on the axis of the steps. `y_name` is the name of the values; the
+    labels of the ticks include the unit.
     """
 
     key: str
@@ -222,7 +222,6 @@ class Chart:
     label: Callable[[float], str]
     y_name: str = ""
     marks: tuple[Tick, ...] = ()
-    mark_name: str = "resumed"
 
 
 def run_charts(run: Run) -> list[Chart]:

@@ -62,7 +62,6 @@ class Panel:
     scales: tuple[Scale, ...]
     legend: tuple[Series, ...]
     marks: tuple[Tick, ...]
-    mark_name: str
     data: str
 
 
@@ -78,7 +77,6 @@ def draw_panel(chart: Chart) -> Panel:
         scales=tuple(scales),
         legend=chart.series,
         marks=chart.marks,
-        mark_name=chart.mark_name,
         data=_hover_data(chart),
     )
 

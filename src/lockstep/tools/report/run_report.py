@@ -37,7 +37,6 @@ from lockstep.tools.report.page import draw_panel, render_template
 from lockstep.tools.report.rank_spread import spread_table
 from lockstep.tools.report.reproduction import (
     CHECKPOINT_COLUMNS,
-    REPLAY_COLUMNS,
     checkpoint_table,
     summarize_reproduction,
 )
@@ -103,7 +102,6 @@ def report_html(run: Run) -> str:
         num_hidden_warnings=max(0, len(run.warnings) - MAX_WARNINGS),
         command=command_line(run),
         reproduction=repeated,
-        replay_columns=REPLAY_COLUMNS,
         settings=settings_groups(run),
         version=VERSION,
         path=str(Path(run.folder.name) / RECORD_FILE),
@@ -163,7 +161,6 @@ def report_markdown(run: Run) -> str:
         lines += ["", "### Command", "", *fenced_block(command)]
     if repeated.sentences:
         lines += ["", *(f"- {escape_markdown(sentence)}" for sentence in repeated.sentences)]
-    lines += _table(REPLAY_COLUMNS, repeated.replays)
     for group in settings_groups(run):
         lines += ["", f"<details><summary>{group.name}</summary>", ""]
         lines += [*markdown_table(("", ""), list(group.values.items())), "", "</details>"]
