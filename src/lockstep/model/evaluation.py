@@ -157,14 +157,14 @@ def evaluate(
         names: The names of the model's blocks.
     """
     rows: list[MicrobatchScores] = []
-    units = make_rng_scopes(find_scopes(model, names), model, seed, parallel.device)
+    scopes = make_rng_scopes(find_scopes(model, names), model, seed, parallel.device)
     buffers = Buffers(parallel.modules_with(model))
     place = ""
-    with evaluation_mode(model), units.seed_calls(), CollectiveCallGuard(lambda: place):
+    with evaluation_mode(model), scopes.seed_calls(), CollectiveCallGuard(lambda: place):
         for number, batch in enumerate(batches):
             for microbatch in batch.microbatches:
                 # Negative steps, so that no training step has the same seeds.
-                units.begin_microbatch(-1 - number, microbatch.index)
+                scopes.begin_microbatch(-1 - number, microbatch.index)
                 data = parallel.move_to_device(microbatch.data)
                 place = f"rank {parallel.rank}, evaluation batch {number}, {microbatch.index}"
                 # Modules may write buffers even in evaluation mode, so they get copies.

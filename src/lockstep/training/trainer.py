@@ -136,7 +136,7 @@ class Trainer:
         progress: Whether rank 0 shows its progress, as a live display on a terminal, and
             as occasional lines elsewhere. None: yes, unless the progress of another trainer of
             the script is shown.
-        fingerprints: "unit" records hashes of the results of every unit in every step;
+        fingerprints: "unit" records hashes of the results of every block in every step;
             "unit:100-110" and "unit:%50" do so in some steps. None: the environment variable
             LOCKSTEP_FINGERPRINTS decides. See the guide on monitoring.
 
