@@ -46,7 +46,7 @@ START = 3.0  # seconds until a contender's ranks are there, about
 )  # fmt: skip
 @click.option("--timeout", default=120.0, show_default=True, help="Longest wait, seconds.")
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write results.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw a .svg.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw a .svg or a .png.")
 def command(**flags: Any) -> None:
     """Measure ResNet-50 in two stages of one thread: Lockstep's and the peers'.
 

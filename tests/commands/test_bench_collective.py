@@ -60,7 +60,7 @@ def test_every_collective_is_a_command_with_its_description():
             "AVG needs a floating-point dtype, not int32",
         ),
         (["all_reduce", "--seconds", "0"], "--seconds and --timeout"),
-        (["all_reduce", "--plot", "a.pdf"], "the suffix must be .svg"),
+        (["all_reduce", "--plot", "a.pdf"], "the suffix must be .svg or .png"),
         (["all_reduce", "--json", "nowhere/a.json"], "no such folder: nowhere"),
         (["all_reduce", "--backend", "gloo", "--sizes", "900G"], "of memory"),
     ],

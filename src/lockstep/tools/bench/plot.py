@@ -60,14 +60,14 @@ class Panel:
 
 
 def check_format(path: Path) -> None:
-    """Raise UsageError unless the suffix is .svg."""
-    if path.suffix != ".svg":
-        raise UsageError(f"--plot {path}: the suffix must be .svg")
+    """Raise UsageError unless the suffix is .svg or .png."""
+    if path.suffix not in (".svg", ".png"):
+        raise UsageError(f"--plot {path}: the suffix must be .svg or .png")
 
 
 def save(picture: Picture, path: Path) -> None:
-    """Write the plot."""
-    write_output(path, picture.svg())
+    """Write the plot in the format of the suffix."""
+    write_output(path, picture.png() if path.suffix == ".png" else picture.svg())
 
 
 def draw(results: list[Result], machine: str, command: str) -> Picture:

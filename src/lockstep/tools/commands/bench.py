@@ -97,7 +97,7 @@ def options(collective: Collective) -> list[Any]:
         click.option(
             "--plot",
             type=click.Path(path_type=Path),
-            help="Write a plot to this .svg file.",
+            help="Write a plot to this .svg or .png file.",
         ),
     ]
     if collective.name != "barrier":
