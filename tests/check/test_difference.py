@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
-from lockstep.tools.check.difference import Difference, RankFingerprint, first_difference
+from lockstep.tools.check.difference import LayoutDifference, RankFingerprint, first_difference
 
 MICROBATCHES = 4
 CALLS = [
@@ -100,7 +100,7 @@ def test_an_output_names_its_module():
     other = replicas(2)
     set_call(other[1].steps[1], 3, "leave", "body.0")
     found = first_difference(replicas(1), other)
-    assert found == Difference("body.0", None, "output", microbatch=3, step=1)
+    assert found == LayoutDifference("body.0", None, "output", microbatch=3, step=1)
 
 
 def test_an_input_that_a_module_made_itself_names_that_module():
@@ -108,14 +108,14 @@ def test_an_input_that_a_module_made_itself_names_that_module():
     set_call(other[1].steps[0], 2, "enter", "body.0")
     set_call(other[1].steps[0], 2, "leave", "body.0")
     found = first_difference(replicas(1), other)
-    assert found == Difference("body", None, "forward", microbatch=2)
+    assert found == LayoutDifference("body", None, "forward", microbatch=2)
 
 
 def test_an_input_that_crossed_a_boundary_names_the_module_that_got_it():
     other = stages()
     set_call(other[1].steps[0], 0, "enter", "head")
     found = first_difference(replicas(1), other)
-    assert found == Difference("head", None, "input", microbatch=0)
+    assert found == LayoutDifference("head", None, "input", microbatch=0)
 
 
 def test_a_later_call_of_a_module_is_compared_with_the_same_call():
@@ -124,7 +124,7 @@ def test_a_later_call_of_a_module_is_compared_with_the_same_call():
         ranks[0].steps[0].calls[0, 0] += [("enter", "body", (4,)), ("leave", "body", (11,))]
     other[0].steps[0].calls[0, 0][-1] = ("leave", "body", (12,))
     found = first_difference(reference, other)
-    assert found == Difference("body", None, "output", microbatch=0)
+    assert found == LayoutDifference("body", None, "output", microbatch=0)
 
 
 def test_modules_that_only_one_layout_calls_are_not_compared():
@@ -138,7 +138,7 @@ def test_data_come_before_modules_and_the_lowest_microbatch_first():
     set_call(other[0].steps[0], 0, "leave", "body.0")
     other[1].steps[0].data[3] = other[1].steps[0].data[2] = (99,)
     found = first_difference(replicas(1), other)
-    assert found == Difference("data", None, "data", microbatch=2, rank=1)
+    assert found == LayoutDifference("data", None, "data", microbatch=2, rank=1)
 
 
 def test_parameters_that_changed_between_steps_come_before_what_modules_make_of_them():
@@ -146,7 +146,7 @@ def test_parameters_that_changed_between_steps_come_before_what_modules_make_of_
     other[1].steps[1].before["head.weight"] = 99
     set_call(other[1].steps[1], 3, "leave", "head")
     found = first_difference(replicas(1), other)
-    assert found == Difference("head", "head.weight", "between", rank=1, step=1)
+    assert found == LayoutDifference("head", "head.weight", "between", rank=1, step=1)
 
 
 def test_a_module_of_a_later_microbatch_comes_after_the_loss_of_an_earlier_one():
@@ -154,21 +154,21 @@ def test_a_module_of_a_later_microbatch_comes_after_the_loss_of_an_earlier_one()
     set_call(other[0].steps[0], 2, "leave", "body.0")
     other[0].steps[0].losses[1] = (0.25).hex()
     found = first_difference(replicas(1), other)
-    assert found == Difference("loss", None, "loss", microbatch=1)
+    assert found == LayoutDifference("loss", None, "loss", microbatch=1)
 
 
 def test_gradients_are_named_in_backward_order():
     other = replicas(2)
     other[1].steps[0].gradients.update({"body.0.weight": 1, "body.0.bias": 1})
     found = first_difference(replicas(1), other)
-    assert found == Difference("body.0", "body.0.bias", "gradient", rank=1)
+    assert found == LayoutDifference("body.0", "body.0.bias", "gradient", rank=1)
 
 
 def test_a_gradient_that_only_one_layout_has_differs():
     other = replicas(1)
     other[0].steps[0].gradients["head.weight"] = 0
     found = first_difference(replicas(1), other)
-    assert found == Difference("head", "head.weight", "gradient", rank=0)
+    assert found == LayoutDifference("head", "head.weight", "gradient", rank=0)
 
 
 def test_gradients_that_no_rank_has_whole_are_not_compared():
@@ -182,14 +182,14 @@ def test_gradients_that_no_rank_has_whole_are_not_compared():
 @pytest.mark.parametrize(
     ("entry", "name", "expected"),
     [
-        ("before", "body.mean", Difference("body", "body.mean", "between", rank=1)),
-        ("parameters", "body.0.bias", Difference("body.0", "body.0.bias", "written", rank=1)),
-        ("state", "head.weight", Difference("optimizer", "head.weight", "update", rank=1)),
-        ("state", "body.mean", Difference("body", "body.mean", "buffer", rank=1)),
+        ("before", "body.mean", LayoutDifference("body", "body.mean", "between", rank=1)),
+        ("parameters", "body.0.bias", LayoutDifference("body.0", "body.0.bias", "written", rank=1)),
+        ("state", "head.weight", LayoutDifference("optimizer", "head.weight", "update", rank=1)),
+        ("state", "body.mean", LayoutDifference("body", "body.mean", "buffer", rank=1)),
         (
             "optimizer",
             "body.0.bias/momentum_buffer",
-            Difference("optimizer", "body.0.bias", "state", rank=1),
+            LayoutDifference("optimizer", "body.0.bias", "state", rank=1),
         ),
     ],
 )
@@ -203,7 +203,7 @@ def test_the_ranks_of_the_first_layout_are_compared_with_each_other():
     reference = replicas(2)
     reference[1].steps[0].state["head.weight"] = 99
     found = first_difference(reference, replicas(1))
-    assert found == Difference("optimizer", "head.weight", "update", rank=None)
+    assert found == LayoutDifference("optimizer", "head.weight", "update", rank=None)
 
 
 def test_the_initial_state_comes_first():
@@ -211,7 +211,7 @@ def test_the_initial_state_comes_first():
     other[0].trainers[0].initial["head.weight"] = 99
     other[0].steps[0].data[0] = (99,)
     found = first_difference(replicas(1), other)
-    assert found == Difference("head", "head.weight", "initial", rank=0)
+    assert found == LayoutDifference("head", "head.weight", "initial", rank=0)
 
 
 def test_a_parameter_of_the_model_itself_is_of_its_class():
@@ -219,18 +219,18 @@ def test_a_parameter_of_the_model_itself_is_of_its_class():
     for value, ranks in enumerate((reference, other)):
         ranks[0].trainers[0].initial["scale"] = value
     found = first_difference(reference, other)
-    assert found == Difference("Net", "scale", "initial", rank=0)
+    assert found == LayoutDifference("Net", "scale", "initial", rank=0)
 
 
 def test_steps_that_only_one_layout_took_are_a_difference():
     found = first_difference(replicas(1, steps=3), replicas(2, steps=2))
-    assert found == Difference("script", None, "steps", step=2)
+    assert found == LayoutDifference("script", None, "steps", step=2)
 
 
 def test_other_trainers_are_a_difference():
     other = replicas(1)
     other[0].trainers.append(trainer())
-    assert first_difference(replicas(1), other) == Difference("script", None, "steps")
+    assert first_difference(replicas(1), other) == LayoutDifference("script", None, "steps")
 
 
 def test_of_a_run_that_failed_what_is_there_is_compared():
@@ -239,7 +239,7 @@ def test_of_a_run_that_failed_what_is_there_is_compared():
     assert first_difference(replicas(1), other, is_complete=False) is None
     other[1].steps[0].state["head.weight"] = 99
     found = first_difference(replicas(1), other, is_complete=False)
-    assert found == Difference("optimizer", "head.weight", "update", rank=1)
+    assert found == LayoutDifference("optimizer", "head.weight", "update", rank=1)
 
 
 def test_a_step_that_was_not_finished_has_no_outcome():
@@ -251,7 +251,7 @@ def test_a_step_that_was_not_finished_has_no_outcome():
     assert first_difference(replicas(1), other, is_complete=False) is None
     other[1].steps[1].data[2] = (99,)
     found = first_difference(replicas(1), other, is_complete=False)
-    assert found == Difference("data", None, "data", microbatch=2, rank=1, step=1)
+    assert found == LayoutDifference("data", None, "data", microbatch=2, rank=1, step=1)
 
 
 def test_a_rank_that_never_began_is_not_compared():
@@ -263,7 +263,7 @@ def test_what_is_left_is_the_loss_and_the_digest(what, module):
     other = replicas(2)
     setattr(other[1].steps[1], what, "other")
     found = first_difference(replicas(1), other)
-    assert found == Difference(module, None, what, rank=1, step=1)
+    assert found == LayoutDifference(module, None, what, rank=1, step=1)
 
 
 @given(

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.clock_offset import Round, clock_offset, estimate
+from lockstep.comm.clock_offset import RoundTrip, clock_offset, estimate
 
 delay = st.floats(0, 1e-2)
 
@@ -16,7 +16,7 @@ delay = st.floats(0, 1e-2)
 def test_the_estimate_is_off_by_at_most_the_shortest_round_trip(offset, ways):
     """Ways there and back may differ as they like."""
     rounds = [
-        Round(10.0 * turn, 10.0 * turn + there + offset, 10.0 * turn + there + back)
+        RoundTrip(10.0 * turn, 10.0 * turn + there + offset, 10.0 * turn + there + back)
         for turn, (there, back) in enumerate(ways)
     ]
     shortest = min(there + back for there, back in ways)
@@ -24,13 +24,13 @@ def test_the_estimate_is_off_by_at_most_the_shortest_round_trip(offset, ways):
 
 
 def test_the_round_with_the_shortest_way_counts():
-    assert estimate([Round(0, 900, 800), Round(1000, 1505, 1002)]) == 504
-    assert estimate([Round(0, 505, 2), Round(1000, 1700, 1400)]) == 504
+    assert estimate([RoundTrip(0, 900, 800), RoundTrip(1000, 1505, 1002)]) == 504
+    assert estimate([RoundTrip(0, 505, 2), RoundTrip(1000, 1700, 1400)]) == 504
 
 
 def test_clocks_that_may_be_the_same_are_the_same():
-    assert estimate([Round(10, 10.9, 11)]) == 0
-    assert estimate([Round(10, 11.1, 11)]) == pytest.approx(0.6)
+    assert estimate([RoundTrip(10, 10.9, 11)]) == 0
+    assert estimate([RoundTrip(10, 11.1, 11)]) == pytest.approx(0.6)
 
 
 def offsets():

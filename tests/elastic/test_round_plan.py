@@ -13,7 +13,7 @@ from lockstep.elastic.round_plan import (
     Continue,
     Report,
     Restart,
-    Transfer,
+    RestartTransfer,
     choose_world_size,
     plan_round,
 )
@@ -152,7 +152,7 @@ def test_members_of_the_next_round(world):
         assert plan.world_size % stages == 0
         assert plan.world_size >= stages
         assert plan.world_size <= max(wanted, stages) < plan.world_size + stages
-        if isinstance(plan, Transfer):
+        if isinstance(plan, RestartTransfer):
             assert len(plan.writers) == stages
             for position, writers in enumerate(plan.writers):
                 assert writers

@@ -12,7 +12,7 @@ from lockstep.pipeline.simulation import (
     measure_costs,
     simulate,
 )
-from lockstep.record.timeline import Span, Timeline
+from lockstep.record.timeline import Timeline, TimelineSpan
 
 COST = st.integers(0, 9).map(float)
 
@@ -93,7 +93,7 @@ def test_costs_that_do_not_fit_are_refused(fields, sentence) -> None:
 
 
 def test_measured_costs_are_medians():
-    spans = [Span(0, "forward", 0, end, 0, j) for j, end in enumerate((1, 2, 9))]
-    parts = [Span(0, "input", 0, 3, 0, 0), Span(0, "weight", 3, 7, 0, 0)]
+    spans = [TimelineSpan(0, "forward", 0, end, 0, j) for j, end in enumerate((1, 2, 9))]
+    parts = [TimelineSpan(0, "input", 0, 3, 0, 0), TimelineSpan(0, "weight", 3, 7, 0, 0)]
     found = measure_costs(Timeline("", 1, (*spans, *parts)))
     assert found == Costs((2,), (3,), (4,), backward=(7,))

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import records
 from lockstep.record.reader import read_run
 from lockstep.record.timeline import (
-    Span,
     Timeline,
+    TimelineSpan,
     parse_timeline,
     read_timelines,
     sum_steps,
@@ -21,7 +21,7 @@ from lockstep.record.timeline import (
 
 def by_hand(*rows, ranks=2):
     """Return a timeline of (rank, kind, begin, end, stage, micro-batch)."""
-    return Timeline("by hand", ranks, tuple(Span(*row) for row in rows))
+    return Timeline("by hand", ranks, tuple(TimelineSpan(*row) for row in rows))
 
 
 TWO = by_hand(

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from lockstep.record.timeline import Span, Timeline
+from lockstep.record.timeline import Timeline, TimelineSpan
 from lockstep.tools.report.timeline_rendering import (
     HTML_WIDTH,
     MAX_LANES,
@@ -18,12 +18,12 @@ TWO = Timeline(
     "two",
     2,
     (
-        Span(0, "forward", 0, 1, 0, 0),
-        Span(0, "forward", 1, 2, 0, 1),
-        Span(0, "backward", 4, 6, 0, 0),
-        Span(1, "forward", 1, 2, 1, 0),
-        Span(1, "input", 2, 3, 1, 0),
-        Span(1, "weight", 3, 4, 1, 0),
+        TimelineSpan(0, "forward", 0, 1, 0, 0),
+        TimelineSpan(0, "forward", 1, 2, 0, 1),
+        TimelineSpan(0, "backward", 4, 6, 0, 0),
+        TimelineSpan(1, "forward", 1, 2, 1, 0),
+        TimelineSpan(1, "input", 2, 3, 1, 0),
+        TimelineSpan(1, "weight", 3, 4, 1, 0),
     ),
 )
 
@@ -50,7 +50,7 @@ def test_kinds_have_colors_on_a_color_terminal():
 
 
 def test_timelines_below_each_other_have_one_scale():
-    longer = Timeline("longer", 1, (Span(0, "forward", 0, 40, 0, 0),))
+    longer = Timeline("longer", 1, (TimelineSpan(0, "forward", 0, 40, 0, 0),))
     assert text_scale([TWO, longer], 48) == 1
     assert text_scale([TWO], 48) == 3
 
@@ -62,16 +62,16 @@ spans = st.lists(st.tuples(st.integers(0, 2), times, times, st.integers(0, 200))
 @given(spans, st.integers(1, 200))
 def test_no_line_is_wider_than_the_terminal(rows, room):
     """Even for overlapping spans and spans of length zero."""
-    made = [Span(rank, "forward", min(a, b), max(a, b), 0, j) for rank, a, b, j in rows]
+    made = [TimelineSpan(rank, "forward", min(a, b), max(a, b), 0, j) for rank, a, b, j in rows]
     timeline = Timeline("any", 3, tuple(made))
     assert all(len(line) <= max(room, 9) + 1 for line in plain(timeline, room))
 
 
-SPANS = (Span(0, "forward", 0, 0.5, 0, 3), Span(1, "zap", 0.5, 0.501, 1, 4))
+SPANS = (TimelineSpan(0, "forward", 0, 0.5, 0, 3), TimelineSpan(1, "zap", 0.5, 0.501, 1, 4))
 
 
 def test_timelines_on_a_page_share_an_axis():
-    longer = Timeline("longer", 1, (Span(0, "forward", 0, 2.0, 0, 0),))
+    longer = Timeline("longer", 1, (TimelineSpan(0, "forward", 0, 2.0, 0, 0),))
     short, long = layout_timelines([Timeline("short", 2, SPANS), longer])
     assert short.ticks == long.ticks
     assert short.lanes[0].spans[0].width * 4 == long.lanes[0].spans[0].width == HTML_WIDTH
@@ -79,6 +79,6 @@ def test_timelines_on_a_page_share_an_axis():
 
 
 def test_ranks_that_are_not_drawn_are_counted():
-    many = tuple(Span(rank, "compute", 0, 1) for rank in range(50))
+    many = tuple(TimelineSpan(rank, "compute", 0, 1) for rank in range(50))
     (one,) = layout_timelines([Timeline("many", 50, many)])
     assert (len(one.lanes), one.num_hidden) == (MAX_LANES, 50 - MAX_LANES)

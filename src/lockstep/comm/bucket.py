@@ -17,8 +17,8 @@ import torch
 __all__ = [
     "ALIGNMENT",
     "Bucket",
+    "BucketSegment",
     "Member",
-    "Piece",
     "parts",
     "pieces",
     "plan",
@@ -50,7 +50,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Piece:
+class BucketSegment:
     """Elements [start, stop) of member number `member`, at element `offset` of slice `slice`."""
 
     member: int
@@ -113,16 +113,16 @@ def slice_length(bucket: Bucket, ranks: int) -> int:
     return round_up(-(-bucket.length // ranks), ALIGNMENT // bucket.dtype.itemsize)
 
 
-def pieces(bucket: Bucket, ranks: int) -> list[Piece]:
+def pieces(bucket: Bucket, ranks: int) -> list[BucketSegment]:
     """Split every member at the ends of the slices; empty tensors have no piece."""
     length = slice_length(bucket, ranks)
-    cut: list[Piece] = []
+    cut: list[BucketSegment] = []
     for number, member in enumerate(bucket.members):
         start = 0
         while start < member.numel:
             slice_, offset = divmod(member.offset + start, length)
             stop = min(member.numel, start + length - offset)
-            cut.append(Piece(number, start, stop, slice_, offset))
+            cut.append(BucketSegment(number, start, stop, slice_, offset))
             start = stop
     return cut
 

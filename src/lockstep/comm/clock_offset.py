@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from lockstep.comm.collectives import message_device
 
-__all__ = ["Round", "clock_offset", "estimate"]
+__all__ = ["RoundTrip", "clock_offset", "estimate"]
 
 ROUNDS = 8
 
 
-class Round(NamedTuple):
+class RoundTrip(NamedTuple):
     """One round trip; `remote` is a time of the other clock, the other times are of this clock."""
 
     sent: float
@@ -31,7 +31,7 @@ class Round(NamedTuple):
     received: float
 
 
-def estimate(rounds: Sequence[Round]) -> float:
+def estimate(rounds: Sequence[RoundTrip]) -> float:
     """Return the seconds to add to this clock to get the other clock.
 
     The error is at most the shortest round trip. If 0 is within the error of the measurement, the
@@ -65,11 +65,11 @@ def clock_offset(
     return estimate([_ask(clock, group) for _ in range(ROUNDS)])
 
 
-def _ask(clock: Callable[[], float], group: dist.ProcessGroup | None) -> Round:
+def _ask(clock: Callable[[], float], group: dist.ProcessGroup | None) -> RoundTrip:
     sent = clock()
     _send(sent, 0, group)
     remote = _receive(0, group)
-    return Round(sent, remote, clock())
+    return RoundTrip(sent, remote, clock())
 
 
 def _send(value: float, peer: int, group: dist.ProcessGroup | None) -> None:

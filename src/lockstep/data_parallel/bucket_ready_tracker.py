@@ -80,7 +80,7 @@ class BucketReadyTracker:
         self._split: set[int] = set()  # arrived in several parts
         # The current pass.
         self._is_watching = False
-        self._pass: weakref.ref[_Pass] | None = None
+        self._pass: weakref.ref[_BackwardPass] | None = None
         self._arrivals = _Arrivals(counts_complete=False)
         self.has_late_callback = False
         """Whether a callback was queued, for the first time, in the last watched pass after
@@ -134,7 +134,7 @@ class BucketReadyTracker:
         """
         self._arrivals = _Arrivals(self._has_watched)
         self._enter()
-        current = _Pass()
+        current = _BackwardPass()
         self._pass = weakref.ref(current)
         Variable._execution_engine.queue_callback(partial(self._end, current, on_end))
 
@@ -150,7 +150,7 @@ class BucketReadyTracker:
     def _enter(self, *_: torch.Tensor) -> None:
         self._arrivals.outermost = torch._C._current_graph_task_id()
 
-    def _end(self, ended: _Pass, on_end: Callable[[], None]) -> None:
+    def _end(self, ended: _BackwardPass, on_end: Callable[[], None]) -> None:
         if self._pass is None or self._pass() is not ended:
             return
         self.stop()
@@ -225,7 +225,7 @@ class _Arrivals:
     complete_buckets: int = 0
 
 
-class _Pass:
+class _BackwardPass:
     """A running backward pass.
 
     Only autograd refers to it, through the callback at its end, and frees it if the pass raises.

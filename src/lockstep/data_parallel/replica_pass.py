@@ -158,7 +158,7 @@ class ReplicaPass:
         if self._trained or self._sources:
             columns = zip(*(replica.tensors for replica in self._replicas), strict=True)
             flags = [any(tensor.requires_grad for tensor in column) for column in columns]
-            apply: Any = _Pass.apply  # torch does not annotate it
+            apply: Any = _ReplicaFunction.apply  # torch does not annotate it
             values = list(apply(self, values, flags, *self._trained, *self._sources))
         remaining = iter(values)
         return map_tensors(lambda _: next(remaining), self._replicas[0].outputs)
@@ -272,7 +272,7 @@ class ReplicaPass:
             yield
 
 
-class _Pass(torch.autograd.Function):
+class _ReplicaFunction(torch.autograd.Function):
     """Connects a pass with the graph of the parameters and the arguments that need a gradient."""
 
     @staticmethod

@@ -21,7 +21,7 @@ import torch
 from lockstep.comm.bucket import Bucket, plan
 from lockstep.kernel.norm import BLOCK
 
-__all__ = ["PIECE", "Piece", "Shards", "find_cuts"]
+__all__ = ["PIECE", "ParameterShard", "Shards", "find_cuts"]
 
 PIECE = 4 * BLOCK
 """The maximum number of elements per optimizer call, so that parameter, gradient and state stay in
@@ -29,7 +29,7 @@ the cache."""
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterShard:
     """Elements [start, stop) of parameter `index`, in memory order, held by `rank`."""
 
     index: int
@@ -80,7 +80,7 @@ class Shards:
         self._ranks, self._capacity, self._overflow = ranks, capacity, overflow
         self.covered: list[int] = []
         self.buckets: list[Bucket] = []
-        self.pieces: list[Piece] = []
+        self.pieces: list[ParameterShard] = []
 
     def cover(self, numbers: Sequence[int]) -> list[Bucket]:
         """Plan and return buckets for those of these parameters that have no bucket yet."""
@@ -101,7 +101,7 @@ class Shards:
         """Return the offsets at which a bucket is cut."""
         return find_cuts(bucket, self._ranks)
 
-    def _pieces(self, bucket: Bucket) -> list[Piece]:
+    def _pieces(self, bucket: Bucket) -> list[ParameterShard]:
         edges = self.find_cuts(bucket)
         pieces = []
         for member in bucket.members:
@@ -109,7 +109,11 @@ class Shards:
                 lowest = max(begin - member.offset, 0)
                 highest = min(end - member.offset, member.numel)
                 for start in range(lowest, highest, PIECE):
-                    pieces.append(Piece(member.index, start, min(start + PIECE, highest), rank))
+                    pieces.append(
+                        ParameterShard(member.index, start, min(start + PIECE, highest), rank)
+                    )
             if not member.numel:
-                pieces.append(Piece(member.index, 0, 0, 0))  # an empty tensor has state, too
+                pieces.append(
+                    ParameterShard(member.index, 0, 0, 0)
+                )  # an empty tensor has state, too
         return pieces

@@ -3,11 +3,11 @@
 A *member* is a process; its number is never used again. In a *round* the members are fixed, and
 have ranks. A round ends when a member is killed, or when rank 0 admits newcomers:
 
-    running ──"round_over" of every member that is left──> round_plan
-       ^                                                       │
-       ├── Continue: "round" to the members of the next round <┤
-       ├── Transfer: "hand_over" to some, new processes <──────┤
-       └── Restart: new processes, from mirror or checkpoint <─┘
+    running ──"round_over" of every member that is left──────────> round_plan
+       ^                                                               │
+       ├── Continue: "round" to the members of the next round <────────┤
+       ├── RestartTransfer: "transfer_state" to some, new processes <──┤
+       └── Restart: new processes, from mirror or checkpoint <─────────┘
 
 After `Continue`, newcomers are started for the members that are missing. A newcomer reports
 "ready" when it has run its script up to the first call that needs the others; then rank 0 gets
@@ -15,7 +15,7 @@ After `Continue`, newcomers are started for the members that are missing. A newc
 
     to the launcher   round_over   the fields of `round_plan.Report`, with "round" and "reason"
                       ready        a newcomer can join
-                      handed_over  its part of the state is written; the trainer's checkpoints are
+                      transferred  its part of the state is written; the trainer's checkpoints are
                                    in the folder "checkpoints" ("" for a trainer without)
                       resumed      a new process has read the state that was handed over
                       backend      on several hosts: the backend that rank 0 uses, for newcomers
@@ -25,7 +25,7 @@ After `Continue`, newcomers are started for the members that are missing. A newc
                       round        {round, rank, world_size, pids, store, operation, commit, lost,
                                    joined, left, noticed}: the next round; `pids` are by rank, and
                                    `noticed` is when the launcher learned why it is formed
-                      hand_over    {folder, operation, commit}: write the state there and exit
+                      transfer_state {folder, operation, commit}: write the state there and exit
                       leave        exit with status 0
 
 A member that exits with status 0 has finished its script. Only a death by a signal begins a new
@@ -50,7 +50,7 @@ from lockstep.elastic.round_plan import (
     Continue,
     Plan,
     Report,
-    Transfer,
+    RestartTransfer,
     choose_world_size,
     has_to_be_replaced,
     plan_round,
@@ -254,7 +254,7 @@ class ElasticCoordinator:
         """Stop waiting for members that do not report, if the others have waited long enough."""
         plan = plan_round(reports, wanted=self._wanted)
         waited = self._round.seconds_since_report
-        if isinstance(plan, Transfer) and waited >= REPORT_SETTLE:
+        if isinstance(plan, RestartTransfer) and waited >= REPORT_SETTLE:
             self._execute(plan)
         elif waited >= REPORT_TIMEOUT:
             self._restart()
@@ -281,7 +281,7 @@ class ElasticCoordinator:
     def _execute(self, plan: Plan) -> None:
         if isinstance(plan, Continue):
             self._continue(plan)
-        elif isinstance(plan, Transfer):
+        elif isinstance(plan, RestartTransfer):
             folder = self._restarts.states.begin_transfer()
             self._transfer = StateTransfer(plan, folder, self._ranks.send)
             self._round.writers = {*self._transfer.writers}

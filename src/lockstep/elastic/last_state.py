@@ -2,7 +2,7 @@
 
 Nobody decides a next round any more, but each of them still has the state of the training:
 
-    agent ── "lost" ──> all members ── round_over ──> round_plan ── Transfer
+    agent ── "lost" ──> all members ── round_over ──> round_plan ── RestartTransfer
                                                                        │
     runs/NAME/checkpoints/step-41 <── copied <── handed_over <── one of them writes
 
@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.elastic.restart_source import StateFolder
-from lockstep.elastic.round_plan import Report, Transfer, plan_round
+from lockstep.elastic.round_plan import Report, RestartTransfer, plan_round
 from lockstep.elastic.state_transfer import StateTransfer
 from lockstep.launcher.channel import Message
 from lockstep.launcher.supervisor import TICK, RankSupervisor
@@ -62,10 +62,10 @@ class LastState:
         running = self._ranks.running
         reports = [self._reports[member] for member in running if member in self._reports]
         plan = plan_round([replace(report, can_stay=False) for report in reports], wanted=1)
-        if isinstance(plan, Transfer):
+        if isinstance(plan, RestartTransfer):
             self._transfer_state(plan)
 
-    def _transfer_state(self, plan: Transfer) -> None:
+    def _transfer_state(self, plan: RestartTransfer) -> None:
         states = StateFolder(None)
         self._ranks.remove_at_end(str(states.path))
         try:

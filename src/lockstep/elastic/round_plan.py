@@ -24,7 +24,7 @@ __all__ = [
     "Plan",
     "Report",
     "Restart",
-    "Transfer",
+    "RestartTransfer",
     "choose_world_size",
     "has_to_be_replaced",
     "plan_round",
@@ -106,7 +106,7 @@ class Continue:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class RestartTransfer:
     """New processes replace those of the round, and continue from the state that these write.
 
     Attributes:
@@ -133,7 +133,7 @@ class Restart:
     world_size: int
 
 
-Plan = Continue | Transfer | Restart
+Plan = Continue | RestartTransfer | Restart
 
 
 def plan_round(
@@ -163,7 +163,7 @@ def plan_round(
         writers = tuple(_find_writers(survivors, position) for position in range(stages))
         if not all(writers):
             return restart
-        return Transfer(operation, commit, writers, restart.world_size)
+        return RestartTransfer(operation, commit, writers, restart.world_size)
     if len(survivors) + len(newcomers) < at_least:
         return None
     is_admission = len(operations) == 1 and all(report.is_admission for report in survivors)

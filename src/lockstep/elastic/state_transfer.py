@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lockstep.elastic.round_plan import Transfer
+from lockstep.elastic.round_plan import RestartTransfer
 from lockstep.launcher.channel import Message
 
 __all__ = ["StateTransfer"]
@@ -34,7 +34,9 @@ class StateTransfer:
         checkpoints: The folder of the trainer's checkpoints; None for a trainer without.
     """
 
-    def __init__(self, plan: Transfer, folder: Path, send: Callable[[int, Message], None]) -> None:
+    def __init__(
+        self, plan: RestartTransfer, folder: Path, send: Callable[[int, Message], None]
+    ) -> None:
         self.folder, self.world_size = folder, plan.world_size
         self.checkpoints: Path | None = None
         self._plan, self._send = plan, send

@@ -29,8 +29,8 @@ from lockstep.record.recorder import TIME_CATEGORIES
 
 __all__ = [
     "KIND_NAMES",
-    "Span",
     "Timeline",
+    "TimelineSpan",
     "longest_duration",
     "parse_timeline",
     "read_timelines",
@@ -60,7 +60,7 @@ SUM_ORDER = ("data", "compute", "waiting", "communication")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TimelineSpan:
     """A piece of work of one rank from `begin` to `end`, in the timeline's unit of time.
 
     Args:
@@ -85,7 +85,7 @@ class Span:
     source: int | None = None
     num_bytes: int = 0
 
-    def shift(self, by: float) -> Span:
+    def shift(self, by: float) -> TimelineSpan:
         """Return the span moved later by `by`."""
         return replace(self, begin=self.begin + by, end=self.end + by)
 
@@ -106,7 +106,7 @@ class Timeline:
 
     title: str
     num_ranks: int
-    spans: tuple[Span, ...]
+    spans: tuple[TimelineSpan, ...]
     origin: float = 0.0
 
     @property
@@ -152,11 +152,11 @@ class Timeline:
         holders = {span.rank for span in self.spans if span.stage == 0}
         return max(1, self.num_ranks // len(holders)) if holders else 1
 
-    def chunk(self, span: Span) -> int:
+    def chunk(self, span: TimelineSpan) -> int:
         """Return the number of the span's stage among the stages of its rank, from 0."""
         return (span.stage or 0) // self.ranks_per_replica
 
-    def label(self, span: Span) -> str:
+    def label(self, span: TimelineSpan) -> str:
         """Return the micro-batch of a span, with a letter for the chunk if there are several."""
         if span.microbatch is None:
             return ""
@@ -212,7 +212,7 @@ def parse_timeline(line: Line) -> Timeline | None:
     return Timeline(escape_control(f"step {line.get('step')}"), len(rows), shifted, origin)
 
 
-def _parse_span(rank: int, start: float, entry: Any) -> Span | None:
+def _parse_span(rank: int, start: float, entry: Any) -> TimelineSpan | None:
     if not isinstance(entry, list) or len(entry) < 5:
         return None
     kind, stage, microbatch, begin, end, waited, source, num_bytes = [*entry, 0, None, 0][:8]
@@ -220,7 +220,7 @@ def _parse_span(rank: int, start: float, entry: Any) -> Span | None:
     is_valid = all(abs(time) < MAX_SECONDS for time in times)
     if not (is_valid and times[0] <= times[1] and times[2] >= 0):
         return None
-    return Span(
+    return TimelineSpan(
         rank=rank,
         kind=escape_control(str(kind)),
         begin=times[0],
@@ -254,7 +254,7 @@ def sum_steps(steps: Steps, first: int, last: int) -> Timeline:
         numbers, rows = np.clip(listed[:, :, 0], 0, MAX_LISTED).astype(int), listed[:, :, 1:]
         ranks = int(numbers.max()) + 1
     compute, data = TIME_CATEGORIES.index("compute"), TIME_CATEGORIES.index("data")
-    spans: list[Span] = []
+    spans: list[TimelineSpan] = []
     begin = 0.0
     for row, of_ranks in zip(rows, numbers.tolist(), strict=True):
         slowest = of_ranks[int(np.argmax(row[:, compute] + row[:, data]))]
@@ -269,12 +269,12 @@ def sum_steps(steps: Steps, first: int, last: int) -> Timeline:
     return Timeline(title, ranks, tuple(spans), origin)
 
 
-def _rank_spans(rank: int, row: list[float], begin: float, slowest: int) -> list[Span]:
+def _rank_spans(rank: int, row: list[float], begin: float, slowest: int) -> list[TimelineSpan]:
     seconds = dict(zip(TIME_CATEGORIES, row, strict=True))
     spans = []
     for kind in SUM_ORDER:
         if seconds[kind] > 0:
             source = slowest if kind == "waiting" else None
-            spans.append(Span(rank, kind, begin, begin + seconds[kind], source=source))
+            spans.append(TimelineSpan(rank, kind, begin, begin + seconds[kind], source=source))
             begin += seconds[kind]
     return spans

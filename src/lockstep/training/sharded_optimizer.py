@@ -35,7 +35,7 @@ from lockstep.comm.shared_memory import (
     map_peer_tensor,
 )
 from lockstep.data_parallel.gradient_reducer import GradientReducer
-from lockstep.data_parallel.shards import PIECE, Piece, Shards
+from lockstep.data_parallel.shards import PIECE, ParameterShard, Shards
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.norm import in_memory_order
 from lockstep.kernel.step_context import StepContext
@@ -105,11 +105,13 @@ class ShardedOptimizer:
             options["params"] = []
         self.shared, self.log = SharedParameters(self._parameters, group), RedoLog(group)
         self._homes: dict[tuple[int, str], torch.Tensor] = {}  # by parameter and key of its state
-        self._places: dict[Piece, dict[str, torch.Tensor]] = {}  # views of _homes, by piece
-        self._pieces: dict[Piece, nn.Parameter] = {}  # those of this rank
+        self._places: dict[
+            ParameterShard, dict[str, torch.Tensor]
+        ] = {}  # views of _homes, by piece
+        self._pieces: dict[ParameterShard, nn.Parameter] = {}  # those of this rank
         self._in_group: list[list[nn.Parameter]] = [[] for _ in self._groups]
         # For each rank, its chunks: a parameter group, and pieces of up to PIECE elements in total.
-        self._chunks: list[list[tuple[int, list[Piece]]]] = [
+        self._chunks: list[list[tuple[int, list[ParameterShard]]]] = [
             [] for _ in range(dist.get_world_size(group))
         ]
         self._tensors: dict[tuple[int, int], list[torch.Tensor]] = {}  # by rank and chunk
@@ -213,11 +215,11 @@ class ShardedOptimizer:
             pass_point("piece")
         self.log.note_progress(rank, chunk)
 
-    def _chunks_of(self, rank: int) -> list[tuple[int, list[Piece]]]:
+    def _chunks_of(self, rank: int) -> list[tuple[int, list[ParameterShard]]]:
         """Return the chunks of a rank: at least one, so that every rank calls the optimizer."""
         return self._chunks[rank] or [(0, [])]
 
-    def _parameter_of(self, piece: Piece) -> nn.Parameter:
+    def _parameter_of(self, piece: ParameterShard) -> nn.Parameter:
         """Return the parameter that the optimizer steps for a piece, with any existing state."""
         if piece.rank == self._rank:
             return self._pieces[piece]
@@ -293,7 +295,7 @@ class ShardedOptimizer:
         """
         new = self._shards.pieces[self._known :]
         self._known = len(self._shards.pieces)
-        of_parameter: dict[int, list[Piece]] = {}
+        of_parameter: dict[int, list[ParameterShard]] = {}
         for piece in new:
             of_parameter.setdefault(piece.index, []).append(piece)
         wanted = [
@@ -339,7 +341,7 @@ class ShardedOptimizer:
             return {}
         return self._entries[self._group_of[index]][self._parameters[index].dtype]
 
-    def _add_piece(self, piece: Piece) -> None:
+    def _add_piece(self, piece: ParameterShard) -> None:
         """Add a piece to a chunk of its rank; if that is this rank, also to the optimizer."""
         group, chunks = self._group_of[piece.index], self._chunks[piece.rank]
         if piece.rank == self._rank:
@@ -353,7 +355,7 @@ class ShardedOptimizer:
         else:
             chunks.append((group, [piece]))
 
-    def _store_state(self, piece: Piece, state: dict[str, Any]) -> None:
+    def _store_state(self, piece: ParameterShard, state: dict[str, Any]) -> None:
         """Move the optimizer's state for a piece to its memory, unless it is already there."""
         for key, value in state.items():
             stored = self._places[piece].get(key)
@@ -376,7 +378,7 @@ class ShardedOptimizer:
                     'same type, or train with storage="replicated"'
                 )
 
-    def _read_places(self, piece: Piece) -> dict[str, Any]:
+    def _read_places(self, piece: ParameterShard) -> dict[str, Any]:
         """Return the optimizer's state for a piece, from its memory."""
         entries = self._get_entries(piece.index)
         return {

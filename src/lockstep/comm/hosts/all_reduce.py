@@ -28,7 +28,7 @@ from lockstep.comm.hosts.bucket_fingerprint import (
 from lockstep.comm.hosts.group import HostGroup
 from lockstep.comm.hosts.packed_values import PackedValues, Presence
 from lockstep.comm.hosts.reduction import chunk_length
-from lockstep.comm.hosts.reduction_pipeline import Pipeline
+from lockstep.comm.hosts.reduction_pipeline import ReductionPipeline
 from lockstep.comm.hosts.reduction_plan import plan_reduction
 from lockstep.comm.native_all_reduce import NativeAllReduce
 from lockstep.comm.shared_memory import HANDLE_LENGTH, get_memory_handle
@@ -96,7 +96,7 @@ class HostAllReduce(NativeAllReduce):
         values = PackedValues(
             group.reducer, self._map_rows(rows), self._bounds, self._is_scattered, chunk, presence
         )
-        Pipeline(
+        ReductionPipeline(
             group.reducer, self._sum_plan, values, bucket.dtype, self._divisor, sizes, chunk,
             (term_tag, result_tag), lambda: self._compare(own, exchange.wait()),
         ).run()  # fmt: skip

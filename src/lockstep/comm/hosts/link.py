@@ -16,12 +16,12 @@ import torch
 
 from lockstep.comm import native_module
 
-__all__ = ["HostLink", "Transfer"]
+__all__ = ["HostLink", "LinkTransfer"]
 
 CLOSING_TAG = (1 << 31) - 1  # of a message that nobody sends
 
 
-class Transfer:
+class LinkTransfer:
     """A message on its way.
 
     Args:
@@ -67,7 +67,7 @@ class HostLink:
         explain: Returns the exception to raise when a message from or to a rank fails.
 
     Attributes:
-        deadline: The time (`time.monotonic()`) until which `Transfer.wait` waits.
+        deadline: The time (`time.monotonic()`) until which `LinkTransfer.wait` waits.
         sent: The bytes sent so far, by rank.
     """
 
@@ -83,28 +83,28 @@ class HostLink:
         self.deadline = 0.0
         self.sent: dict[int, int] = {}
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Transfer:
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> LinkTransfer:
         """Start to send one contiguous CPU tensor.
 
         Raises:
-            Exception: As `Transfer.wait`.
+            Exception: As `LinkTransfer.wait`.
         """
         self.sent[peer] = self.sent.get(peer, 0) + tensors[0].nbytes
         return self._start(self._gloo.send, tensors, peer, tag)
 
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Transfer:
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> LinkTransfer:
         """Start to receive one contiguous CPU tensor.
 
         Raises:
-            Exception: As `Transfer.wait`.
+            Exception: As `LinkTransfer.wait`.
         """
         return self._start(self._gloo.recv, tensors, peer, tag)
 
     def _start(
         self, function: Callable[..., Any], tensors: list[torch.Tensor], peer: int, tag: int
-    ) -> Transfer:
+    ) -> LinkTransfer:
         try:
-            return Transfer(self, function(tensors, peer, tag), peer)
+            return LinkTransfer(self, function(tensors, peer, tag), peer)
         except RuntimeError as error:
             raise self.explain(peer, str(error)) from None
 

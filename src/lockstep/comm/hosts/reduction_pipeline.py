@@ -25,7 +25,7 @@ from lockstep.comm.hosts.reduction import HostReducer
 from lockstep.comm.hosts.reduction_plan import ReductionPlan, Term
 from lockstep.kernel.tree import Node
 
-__all__ = ["Pipeline"]
+__all__ = ["ReductionPipeline"]
 
 DELAY = 3
 """The number of chunks between the terms of a chunk and the arrival of its results."""
@@ -39,7 +39,7 @@ AHEAD = 2
 that it shares with data, and the sender waits for that."""
 
 
-class Pipeline:
+class ReductionPipeline:
     """The messages of one sum.
 
     Args:

@@ -28,7 +28,7 @@ MIN_ROUNDS = 3
 
 
 @dataclass
-class Progress:
+class ContenderProgress:
     """The measurements of one contender so far."""
 
     contender: Contender
@@ -67,7 +67,7 @@ def measure(
         LockstepError: A rank has failed or does not answer.
     """
     states = [
-        Progress(one, replace(workload, shared_memory=one.shared_memory), times=[])
+        ContenderProgress(one, replace(workload, shared_memory=one.shared_memory), times=[])
         for one in contenders
     ]
     for progress in states:
@@ -97,7 +97,7 @@ def rotate(count: int) -> Iterator[int]:
         first += 1
 
 
-def send_request(progress: Progress, message: dict[str, Any]) -> list[dict[str, Any]]:
+def send_request(progress: ContenderProgress, message: dict[str, Any]) -> list[dict[str, Any]]:
     """Send a request to the ranks of a contender and keep the error, if any."""
     answers = progress.contender.runner.ask(message)
     progress.error = next((answer["error"] for answer in answers if "error" in answer), "")
@@ -110,7 +110,7 @@ def copy_workload(workload: Workload, ranks: int) -> Workload:
     return replace(workload, collective=COPY.name, count=workload.count * parts)
 
 
-def slowest_times(progress: Progress, answers: list[dict[str, Any]]) -> list[float]:
+def slowest_times(progress: ContenderProgress, answers: list[dict[str, Any]]) -> list[float]:
     """Return the microseconds of each call on its slowest rank; half of a round trip."""
     is_round_trip = progress.workload.collective == "send_recv" and not progress.contender.is_copy
     scale = 2e3 if is_round_trip else 1e3
@@ -118,7 +118,7 @@ def slowest_times(progress: Progress, answers: list[dict[str, Any]]) -> list[flo
     return [max(times) / scale for times in by_call]
 
 
-def warm_up(progress: Progress) -> None:
+def warm_up(progress: ContenderProgress) -> None:
     """Run a few calls, and choose the number of calls per block."""
     for _ in range(2):
         if progress.error:
@@ -131,7 +131,7 @@ def warm_up(progress: Progress) -> None:
             )
 
 
-def run_block(progress: Progress) -> None:
+def run_block(progress: ContenderProgress) -> None:
     """Measure one block."""
     answers = send_request(progress, {"block": progress.contender.name, "calls": progress.calls})
     if progress.error:
@@ -144,7 +144,7 @@ def run_block(progress: Progress) -> None:
     progress.wrong += sum(answer["wrong"] for answer in answers)
 
 
-def make_result(progress: Progress, ranks: int, size: int) -> Result:
+def make_result(progress: ContenderProgress, ranks: int, size: int) -> Result:
     """Return the result of a contender."""
     times = tuple(sorted(progress.times or ())) if not progress.error else ()
     return Result(

@@ -38,7 +38,7 @@ LABELS = 6  # the largest number of ticks on the size axis
 
 
 @dataclass(frozen=True)
-class Curve:
+class BenchCurve:
     """The medians of one contender over the sizes, with the quantiles 0.1 and 0.9."""
 
     name: str
@@ -51,11 +51,11 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Panel:
+class BenchPanel:
     """Curves under one title, with the function that labels the value axis."""
 
     title: str
-    curves: list[Curve]
+    curves: list[BenchCurve]
     label: Callable[[float], str]
 
 
@@ -94,17 +94,17 @@ def draw(results: list[Result], machine: str, command: str) -> Picture:
     return picture
 
 
-def make_panels(results: list[Result], widths: list[int]) -> list[Panel]:
+def make_panels(results: list[Result], widths: list[int]) -> list[BenchPanel]:
     """Return one panel per number of ranks, or time and bandwidth if there is only one."""
     done = [result for result in results if result.times]
     if len(widths) > 1:
         return [
-            Panel(f"Time per call, {n} ranks", time_curves(pick(done, n)), time_label)
+            BenchPanel(f"Time per call, {n} ranks", time_curves(pick(done, n)), time_label)
             for n in widths[:PANELS]
         ]
-    panels = [Panel("Time per call", time_curves(done), time_label)]
+    panels = [BenchPanel("Time per call", time_curves(done), time_label)]
     if any(result.busbw for result in done):
-        panels.append(Panel("Bus bandwidth", bandwidth_curves(done), bandwidth_label))
+        panels.append(BenchPanel("Bus bandwidth", bandwidth_curves(done), bandwidth_label))
     return panels
 
 
@@ -123,7 +123,7 @@ def bandwidth_label(gigabytes: float) -> str:
     return f"{format_bytes(gigabytes * 1e9)}/s"
 
 
-def time_curves(results: list[Result]) -> list[Curve]:
+def time_curves(results: list[Result]) -> list[BenchCurve]:
     """Return the time curve of each contender."""
 
     def values(result: Result) -> tuple[float, float, float]:
@@ -132,7 +132,7 @@ def time_curves(results: list[Result]) -> list[Curve]:
     return curves(results, values)
 
 
-def bandwidth_curves(results: list[Result]) -> list[Curve]:
+def bandwidth_curves(results: list[Result]) -> list[BenchCurve]:
     """Return the bus-bandwidth curve of each contender."""
 
     def values(result: Result) -> tuple[float, float, float]:
@@ -144,14 +144,14 @@ def bandwidth_curves(results: list[Result]) -> list[Curve]:
 
 def curves(
     results: list[Result], values: Callable[[Result], tuple[float, float, float]]
-) -> list[Curve]:
+) -> list[BenchCurve]:
     """Return one curve per contender, in order of appearance."""
     drawn = []
     for name, (color, bar) in colors(results).items():
         mine = sorted((r for r in results if r.contender.name == name), key=lambda r: r.size)
         low, middle, high = map(list, zip(*map(values, mine), strict=True))
         x = [float(max(result.size, 1)) for result in mine]
-        drawn.append(Curve(name, color, bar, x, low, middle, high))
+        drawn.append(BenchCurve(name, color, bar, x, low, middle, high))
     return drawn
 
 
@@ -177,7 +177,9 @@ def legend(picture: Picture, results: list[Result], y: float) -> None:
         at += text_width(name, 15) + 58
 
 
-def plot(picture: Picture, panel: Panel, x: float, y: float, width: float, height: float) -> None:
+def plot(
+    picture: Picture, panel: BenchPanel, x: float, y: float, width: float, height: float
+) -> None:
     """Draw a panel with its upper left corner at (x, y)."""
     left, top, right, bottom = x + 64, y + 42, x + width, y + height - 34
     across, up = size_axis(panel.curves), value_axis(panel)
@@ -211,7 +213,7 @@ def plot(picture: Picture, panel: Panel, x: float, y: float, width: float, heigh
         picture.add(*(Dot(*point, 3, curve.color) for point in middle))
 
 
-def size_axis(curves: list[Curve]) -> Axis:
+def size_axis(curves: list[BenchCurve]) -> Axis:
     """Return the axis of sizes, with at most LABELS ticks."""
     sizes = sorted({size for curve in curves for size in curve.x}) or [1.0]
     low, high = (sizes[0], sizes[-1]) if len(sizes) > 1 else (sizes[0] / 2, sizes[0] * 2)
@@ -220,7 +222,7 @@ def size_axis(curves: list[Curve]) -> Axis:
     return Axis(low / margin, high * margin, is_log=True).with_ticks(sizes[::step], format_size)
 
 
-def value_axis(panel: Panel) -> Axis:
+def value_axis(panel: BenchPanel) -> Axis:
     """Return an axis that covers all values."""
     lows = [value for curve in panel.curves for value in curve.low]
     highs = [value for curve in panel.curves for value in curve.high]

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from lockstep.model.fingerprint import Call, Checksums, StepFingerprint, TrainerFingerprint
 
-__all__ = ["Difference", "RankFingerprint", "first_difference"]
+__all__ = ["LayoutDifference", "RankFingerprint", "first_difference"]
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -39,7 +39,7 @@ class RankFingerprint:
 
 
 @dataclass(frozen=True)
-class Difference:
+class LayoutDifference:
     """The first difference between two layouts.
 
     Attributes:
@@ -69,7 +69,7 @@ def first_difference(
     reference: Sequence[RankFingerprint],
     other: Sequence[RankFingerprint],
     is_complete: bool = True,
-) -> Difference | None:
+) -> LayoutDifference | None:
     """Return the first difference between two layouts.
 
     Args:
@@ -83,7 +83,7 @@ def first_difference(
     """
     ranks, size = [*reference, *other], len(reference)
     if is_complete and len({len(rank.trainers) for rank in ranks}) > 1:
-        return Difference("script", None, "steps")
+        return LayoutDifference("script", None, "steps")
     trainers = reference[0].trainers
     for number, trainer in enumerate(trainers):
         difference = _tensor("initial", [_initial_state(rank, number) for rank in ranks], trainer)
@@ -95,7 +95,7 @@ def first_difference(
         if len({(one.trainer, one.step) for one in taken}) > 1 or (
             is_complete and len(taken) < len(ranks)
         ):
-            return _placed(Difference("script", None, "steps"), size, step, number)
+            return _placed(LayoutDifference("script", None, "steps"), size, step, number)
         nothing = StepFingerprint(number, step)
         steps = [[*rank.steps[position : position + 1], nothing][0] for rank in ranks]
         trainer = trainers[number]
@@ -123,7 +123,7 @@ def _initial_state(rank: RankFingerprint, trainer: int) -> dict[str, int]:
     return rank.trainers[trainer].initial if trainer < len(rank.trainers) else {}
 
 
-def _placed(difference: Difference, size: int, step: int, trainer: int) -> Difference:
+def _placed(difference: LayoutDifference, size: int, step: int, trainer: int) -> LayoutDifference:
     """Return a difference with its step and trainer, and its rank within the second layout."""
     rank = None if difference.rank is None or difference.rank < size else difference.rank - size
     return replace(difference, rank=rank, step=step, trainer=trainer)
@@ -131,25 +131,25 @@ def _placed(difference: Difference, size: int, step: int, trainer: int) -> Diffe
 
 def _tensor(
     what: str, columns: Sequence[Mapping[str, int]], trainer: TrainerFingerprint
-) -> Difference | None:
+) -> LayoutDifference | None:
     """Return the first parameter or buffer that differs."""
     mismatch = _mismatch(columns)
     if mismatch is None:
         return None
     name, rank = mismatch
-    return Difference(_owner(name, trainer), name, what, rank=rank)
+    return LayoutDifference(_owner(name, trainer), name, what, rank=rank)
 
 
-def _data(steps: Sequence[StepFingerprint]) -> Difference | None:
+def _data(steps: Sequence[StepFingerprint]) -> LayoutDifference | None:
     mismatch = _mismatch([step.data for step in steps], sorted)
     if mismatch is None:
         return None
-    return Difference("data", None, "data", *mismatch)
+    return LayoutDifference("data", None, "data", *mismatch)
 
 
 def _forward(
     reference: Sequence[StepFingerprint], other: Sequence[StepFingerprint]
-) -> Difference | None:
+) -> LayoutDifference | None:
     """Compare the module calls and the loss of each micro-batch, in order."""
     here, there = _calls(reference), _calls(other)
     losses: dict[int, set[str]] = {}
@@ -160,9 +160,9 @@ def _forward(
         difference = _call_difference(here.get(microbatch, []), there.get(microbatch, []))
         if difference is not None:
             module, what = difference
-            return Difference(module, None, what, microbatch)
+            return LayoutDifference(module, None, what, microbatch)
         if len(losses.get(microbatch, ())) > 1:
-            return Difference("loss", None, "loss", microbatch)
+            return LayoutDifference("loss", None, "loss", microbatch)
     return None
 
 
@@ -207,7 +207,9 @@ def _numbered(calls: Iterable[Call]) -> Iterator[tuple[tuple[str, str, int], Che
         counts[kind, module] += 1
 
 
-def _gradients(steps: Sequence[StepFingerprint], trainer: TrainerFingerprint) -> Difference | None:
+def _gradients(
+    steps: Sequence[StepFingerprint], trainer: TrainerFingerprint
+) -> LayoutDifference | None:
     backward = {name: number for number, name in enumerate(reversed(trainer.parameters))}
     mismatch = _mismatch(
         [step.gradients for step in steps], lambda names: sorted(names, key=backward.__getitem__)
@@ -215,24 +217,28 @@ def _gradients(steps: Sequence[StepFingerprint], trainer: TrainerFingerprint) ->
     if mismatch is None:
         return None
     name, rank = mismatch
-    return Difference(_owner(name, trainer), name, "gradient", rank=rank)
+    return LayoutDifference(_owner(name, trainer), name, "gradient", rank=rank)
 
 
-def _state(steps: Sequence[StepFingerprint], trainer: TrainerFingerprint) -> Difference | None:
+def _state(
+    steps: Sequence[StepFingerprint], trainer: TrainerFingerprint
+) -> LayoutDifference | None:
     mismatch = _mismatch([step.state for step in steps])
     if mismatch is not None:
         name, rank = mismatch
         if name in trainer.parameters:
-            return Difference("optimizer", name, "update", rank=rank)
-        return Difference(_owner(name, trainer), name, "buffer", rank=rank)
+            return LayoutDifference("optimizer", name, "update", rank=rank)
+        return LayoutDifference(_owner(name, trainer), name, "buffer", rank=rank)
     mismatch = _mismatch([step.optimizer for step in steps])
     if mismatch is None:
         return None
     name, rank = mismatch
-    return Difference("optimizer", name.rpartition("/")[0], "state", rank=rank)
+    return LayoutDifference("optimizer", name.rpartition("/")[0], "state", rank=rank)
 
 
-def _outcome(steps: Sequence[StepFingerprint], trainer: TrainerFingerprint) -> Difference | None:
+def _outcome(
+    steps: Sequence[StepFingerprint], trainer: TrainerFingerprint
+) -> LayoutDifference | None:
     outcomes = [{"loss": step.loss, "digest": step.digest} for step in steps]
     mismatch = _mismatch(
         [{what: value for what, value in outcome.items() if value} for outcome in outcomes]
@@ -241,7 +247,7 @@ def _outcome(steps: Sequence[StepFingerprint], trainer: TrainerFingerprint) -> D
         return None
     what, rank = mismatch
     module = {"loss": "loss", "digest": trainer.model}[what]
-    return Difference(module, None, what, rank=rank)
+    return LayoutDifference(module, None, what, rank=rank)
 
 
 def _mismatch(

@@ -10,11 +10,11 @@ from typing import Any
 
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.target import check_target
-from lockstep.tools.check.difference import Difference, first_difference
-from lockstep.tools.check.layout_runner import Run, run_layout
+from lockstep.tools.check.difference import LayoutDifference, first_difference
+from lockstep.tools.check.layout_runner import LayoutRun, run_layout
 from lockstep.tools.check.layouts import Layout, layouts
 
-__all__ = ["Comparison", "Verdict", "compare_layouts"]
+__all__ = ["LayoutComparison", "Verdict", "compare_layouts"]
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Verdict:
             None: there is none.
     """
 
-    run: Run
+    run: LayoutRun
     word: str
-    difference: Difference | None = None
+    difference: LayoutDifference | None = None
 
     def plain(self) -> dict[str, Any]:
         """Return the entry of this layout for `--json`."""
@@ -54,7 +54,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class LayoutComparison:
     """The verdicts on all layouts of a script.
 
     Attributes:
@@ -64,7 +64,7 @@ class Comparison:
     """
 
     verdicts: Sequence[Verdict]
-    unstable: Difference | None = None
+    unstable: LayoutDifference | None = None
 
     @property
     def equal(self) -> bool:
@@ -100,7 +100,7 @@ def compare_layouts(
     ranks: Sequence[int],
     timeout: float,
     report: Callable[[Verdict], None] = lambda verdict: None,
-) -> Comparison:
+) -> LayoutComparison:
     """Run a script in all layouts and compare each with the first one.
 
     Args:
@@ -127,7 +127,7 @@ def compare_layouts(
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
         runs = 0
 
-        def run(layout: Layout) -> Run:
+        def run(layout: Layout) -> LayoutRun:
             nonlocal runs
             runs += 1
             output = Path(folder) / str(runs)
@@ -137,7 +137,7 @@ def compare_layouts(
         reference = run(Layout(ranks[0]))
         if not reference.is_complete:
             add(Verdict(reference, "failed"))
-            return Comparison(verdicts)
+            return LayoutComparison(verdicts)
         _require_training(script, reference)
         add(_verdict(reference, reference))
         # A backend that the script or the environment chooses is used in all layouts.
@@ -154,10 +154,10 @@ def compare_layouts(
         if any(one.difference for one in verdicts):
             again = run(reference.layout)
             unstable = first_difference(reference.ranks, again.ranks, again.is_complete)
-    return Comparison(verdicts, unstable)
+    return LayoutComparison(verdicts, unstable)
 
 
-def _require_training(script: str, reference: Run) -> None:
+def _require_training(script: str, reference: LayoutRun) -> None:
     """Raise UsageError if the script took no step with a trainer."""
     first = reference.ranks[0]
     if not first.trainers:
@@ -171,7 +171,7 @@ def _require_training(script: str, reference: Run) -> None:
         )
 
 
-def _verdict(run: Run, reference: Run) -> Verdict:
+def _verdict(run: LayoutRun, reference: LayoutRun) -> Verdict:
     if run.is_refused:
         return Verdict(run, "not applicable")
     difference = first_difference(reference.ranks, run.ranks, run.is_complete)

@@ -26,7 +26,7 @@ from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 from lockstep.tools.check.difference import RankFingerprint
 from lockstep.tools.check.layouts import Layout
 
-__all__ = ["Run", "describe_failure", "is_refusal", "log_of", "read_values", "record_of"]
+__all__ = ["LayoutRun", "describe_failure", "is_refusal", "log_of", "read_values", "record_of"]
 __all__ += ["redirect_output", "run_layout"]
 
 TAIL = 12
@@ -34,7 +34,7 @@ TAIL = 12
 
 
 @dataclass(frozen=True)
-class Run:
+class LayoutRun:
     """The run of a script in one layout.
 
     Attributes:
@@ -100,7 +100,7 @@ def run_layout(
     steps: int,
     timeout: float,
     folder: Path,
-) -> Run:
+) -> LayoutRun:
     """Run a script in a layout until its trainers have taken `steps` steps.
 
     Args:
@@ -123,11 +123,11 @@ def run_layout(
     ranks = tuple(_fingerprint(record_of(folder, rank)) for rank in range(layout.ranks))
     if error is None:
         refusals = [step.refusal for rank in ranks for step in rank.steps if step.refusal]
-        return Run(layout, steps, seconds, ranks, refusals[0] if refusals else "")
+        return LayoutRun(layout, steps, seconds, ranks, refusals[0] if refusals else "")
     is_refused = is_refusal(layout, error)
     # Every rank refuses the layout, so the number of the first one to do so is left out.
     said = re.sub(r"^rank \d+ failed: ", "", str(error)) if is_refused else str(error)
-    return Run(
+    return LayoutRun(
         layout,
         steps,
         seconds,

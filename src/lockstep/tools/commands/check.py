@@ -12,8 +12,8 @@ import click
 from lockstep.messages import JSON_HELP, escape_control
 
 if TYPE_CHECKING:
-    from lockstep.tools.check.difference import Difference
-    from lockstep.tools.check.layout_comparison import Comparison, Verdict
+    from lockstep.tools.check.difference import LayoutDifference
+    from lockstep.tools.check.layout_comparison import LayoutComparison, Verdict
 
 __all__ = ["command"]
 
@@ -131,7 +131,7 @@ def _report(verdict: Verdict) -> None:
     click.echo(f"{run.name}: {verdict.word}, {run.seconds:.1f} s", err=True)
 
 
-def _print(comparison: Comparison, script: str, steps: int) -> None:
+def _print(comparison: LayoutComparison, script: str, steps: int) -> None:
     """Print the table and the explanations below it."""
     from lockstep.tools.report.terminal import print_table, wrap
 
@@ -153,7 +153,7 @@ def _row(verdict: Verdict) -> list[str]:
     return [run.name, (run.digest or "")[:SHORT], loss, f"{run.seconds:.1f}", verdict.word]
 
 
-def _explain(comparison: Comparison, script: str, steps: int) -> list[str]:
+def _explain(comparison: LayoutComparison, script: str, steps: int) -> list[str]:
     """Return sentences about causes, locations and advice, which the table does not show."""
     reference = comparison.verdicts[0].run
     failures: dict[str, Verdict] = {}  # list each failure once: several layouts may share it
@@ -185,7 +185,7 @@ def _explain(comparison: Comparison, script: str, steps: int) -> list[str]:
     return lines
 
 
-def describe_difference(difference: Difference, trainers: int = 1) -> str:
+def describe_difference(difference: LayoutDifference, trainers: int = 1) -> str:
     """Return the location and kind of a difference, without a full stop.
 
     Args:

@@ -16,7 +16,7 @@ from lockstep.messages import JSON_HELP, escape_control
 from lockstep.tools.commands.report import find_run, format_of, open_in_browser, save
 
 if TYPE_CHECKING:
-    from lockstep.tools.report.run_comparison import Comparison
+    from lockstep.tools.report.run_comparison import RunComparison
 
 __all__ = ["command"]
 
@@ -87,7 +87,7 @@ def command(
         open_in_browser(path)
 
 
-def print_text(result: Comparison) -> None:
+def print_text(result: RunComparison) -> None:
     """Print the comparison on the terminal."""
     from lockstep.tools.report.run_comparison import comparison_table
     from lockstep.tools.report.terminal import print_table, wrap

@@ -21,7 +21,7 @@ from lockstep.tools.commands.report import find_run
 
 if TYPE_CHECKING:
     from lockstep.record.reader import Run
-    from lockstep.tools.replay.replay_comparison import Comparison, Recorded
+    from lockstep.tools.replay.replay_comparison import Recorded, ReplayComparison
 
 __all__ = ["ReplayProgress", "command"]
 
@@ -195,7 +195,7 @@ def _require_microbatch(run: Run, recorded: Recorded, microbatch: int | None, st
         )
 
 
-def _print(result: Comparison, state: str) -> None:
+def _print(result: ReplayComparison, state: str) -> None:
     """Print the result, and the last lines of a program that failed.
 
     Args:

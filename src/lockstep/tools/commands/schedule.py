@@ -168,10 +168,10 @@ def read_json(file: Path) -> Any:
 
 def make_timeline(one: SchedulePlan, time: Callable[[float], str]) -> Timeline:
     """Return the timeline of a plan."""
-    from lockstep.record.timeline import Span, Timeline
+    from lockstep.record.timeline import Timeline, TimelineSpan
 
     spans = tuple(
-        Span(s.rank, s.action.kind, s.begin, s.end, s.action.stage, s.action.microbatch)
+        TimelineSpan(s.rank, s.action.kind, s.begin, s.end, s.action.stage, s.action.microbatch)
         for s in one.simulation.spans
     )
     title = f"{one.name} · bubble {format_percent(one.simulation.bubble)}"

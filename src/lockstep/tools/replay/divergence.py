@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
-from lockstep.tools.check.difference import Difference, RankFingerprint, first_difference
+from lockstep.tools.check.difference import LayoutDifference, RankFingerprint, first_difference
 from lockstep.tools.replay.element_difference import ElementDifference
 from lockstep.tools.replay.operator_call import OperatorCall
 from lockstep.tools.replay.operator_difference import OperatorDifference
@@ -64,7 +64,7 @@ SENTENCES = {
 }
 
 NO_MODULE = ("data", "loss", "optimizer", "script")
-"""Values of `Difference.module` that name no module."""
+"""Values of `LayoutDifference.module` that name no module."""
 
 
 BEFORE_OPERATORS = ("initial", "between", "data", "missing", "written", "steps")
@@ -300,18 +300,18 @@ def _rank(steps: RankSteps, parameters: tuple[str, ...]) -> RankFingerprint:
 
 def _missing_microbatch(
     a: Sequence[RankSteps], b: Sequence[RankSteps], unfinished: Container[int]
-) -> Difference | None:
+) -> LayoutDifference | None:
     """Return the first micro-batch that only one of the runs computed."""
     for position, step in enumerate(a[0]):
         if step.step in unfinished:
             continue
         ours, theirs = ({leaf for rank in run for leaf in rank[position].losses} for run in (a, b))
         if alone := ours ^ theirs:
-            return Difference("script", None, "missing", min(alone), step=step.step)
+            return LayoutDifference("script", None, "missing", min(alone), step=step.step)
     return None
 
 
-def _is_later(difference: Difference, missing: Difference) -> bool:
+def _is_later(difference: LayoutDifference, missing: LayoutDifference) -> bool:
     """Return whether a difference arises after a micro-batch that was not computed."""
     follows = difference.what in ("written", "gradient", "update", "buffer", "state", "digest")
     return (difference.step, follows) > (missing.step, False)

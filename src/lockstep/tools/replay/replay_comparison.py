@@ -13,7 +13,7 @@ from lockstep.record.reader import Run
 from lockstep.redaction import redact
 from lockstep.tools.replay.result import Replay, ReplayedStep, ReplayRequest
 
-__all__ = ["Comparison", "Recorded", "compare", "find_recorded"]
+__all__ = ["Recorded", "ReplayComparison", "compare", "find_recorded"]
 
 MOST_NAMED = 8  # the largest number of micro-batches in a sentence
 
@@ -50,7 +50,7 @@ class Recorded:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ReplayComparison:
     """A replayed step beside the recorded one.
 
     Attributes:
@@ -126,7 +126,7 @@ def find_recorded(run: Run, steps: Mapping[int, RecordedStep], number: int) -> R
     return Recorded(None, failure=stop["what"], microbatch=microbatch)
 
 
-def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> Comparison:
+def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> ReplayComparison:
     """Compare the first replayed step with the recorded one.
 
     Secrets in the failure of the replay are redacted, as they are in records.
@@ -134,7 +134,7 @@ def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> Compa
     replay = replace(replay, failure=redact(replay.failure))
     replayed = next((step for step in replay.steps if step.step == request.first), None)
     if replay.is_left:
-        return Comparison(request, recorded, replay, replayed, (), ())
+        return ReplayComparison(request, recorded, replay, replayed, (), ())
     pairs: dict[str, tuple[str, str]] = {}
     differences: list[str] = []
     stops = _find_stops(request, recorded, replay, replayed) if recorded.failure else None
@@ -152,7 +152,7 @@ def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> Compa
     compared = tuple(pairs)
     if replayed is not None and recorded.step is not None and recorded.step.losses:
         compared += ("losses of the micro-batches",) if request.microbatch is None else ()
-    return Comparison(request, recorded, replay, replayed, tuple(differences), compared)
+    return ReplayComparison(request, recorded, replay, replayed, tuple(differences), compared)
 
 
 def _pairs(

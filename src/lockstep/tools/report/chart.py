@@ -35,7 +35,7 @@ from lockstep.tools.report.summary import number_or, numbers_of
 __all__ = [
     "Axis",
     "Chart",
-    "Curve",
+    "SampledCurve",
     "Series",
     "Tick",
     "comparison_charts",
@@ -165,7 +165,7 @@ MAX_VALUE = 1e300  # limit of an axis: a longer range overflows
 
 
 @dataclass(frozen=True)
-class Curve:
+class SampledCurve:
     """A downsampled curve; `first` and `last` are the smallest and largest x of each bucket."""
 
     first: Column
@@ -199,7 +199,7 @@ class Series:
     """
 
     name: str
-    curve: Curve
+    curve: SampledCurve
     role: str = "line"
     color: int = 0
 
@@ -381,7 +381,7 @@ def _metric_title(name: str) -> str:
     return name[:1].upper() + name[1:].replace("_", " ")
 
 
-def downsample(x: Column, y: Column, buckets: int) -> Curve:
+def downsample(x: Column, y: Column, buckets: int) -> SampledCurve:
     """Downsample the curve y(x) to at most `buckets` points.
 
     All buckets hold the same number of values, plus or minus one.
@@ -394,7 +394,7 @@ def downsample(x: Column, y: Column, buckets: int) -> Curve:
     if len(x) != len(y):
         raise ValueError(f"{len(x)} positions for {len(y)} values")
     if len(x) == 0:
-        return Curve(x, x, y, y, y)
+        return SampledCurve(x, x, y, y, y)
     starts = np.unique(np.arange(buckets) * len(x) // buckets)
     ends = np.append(starts[1:], len(x)) - 1
     finite = np.isfinite(y)
@@ -405,4 +405,4 @@ def downsample(x: Column, y: Column, buckets: int) -> Curve:
     empty = known == 0
     mean = np.clip(total / np.where(empty, 1, known), low, high)
     low, mean, high = (np.where(empty, np.nan, part) for part in (low, mean, high))
-    return Curve(x[starts], x[ends], low, mean, high)
+    return SampledCurve(x[starts], x[ends], low, mean, high)

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "Comparison",
     "LossDifference",
     "PairComparison",
+    "RunComparison",
     "WeightsDifference",
     "common_weights_file",
     "compare_runs",
@@ -116,7 +116,7 @@ class PairComparison:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """The comparison of runs; `pairs` holds one comparison with the first run per other run."""
 
     runs: list[Run]
@@ -127,7 +127,7 @@ class Comparison:
     settings: dict[str, list[str]]
 
 
-def compare_runs(runs: list[Run]) -> Comparison:
+def compare_runs(runs: list[Run]) -> RunComparison:
     """Compare two or more runs with the first of them."""
     names = _unique_names(runs)
     costs = [_sample_seconds(run) for run in runs]
@@ -146,7 +146,7 @@ def compare_runs(runs: list[Run]) -> Comparison:
             *_bisect_sentences(runs[0], run, is_same=same is not False and losses.step is None),
         ]
         pairs.append(PairComparison(name, speed, same, losses, sentences))
-    return Comparison(
+    return RunComparison(
         runs=runs,
         names=names,
         summaries=list(map(summarize, runs)),
@@ -374,7 +374,7 @@ def _flat_settings(run: Run) -> dict[str, str]:
     return settings
 
 
-def comparison_table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+def comparison_table(comparison: RunComparison) -> tuple[list[str], list[list[str]]]:
     """Return the figures of the runs side by side: column names and rows of text."""
     metrics = list(dict.fromkeys(name for one in comparison.summaries for name in one.metrics))
     names = [
@@ -404,7 +404,7 @@ def comparison_table(comparison: Comparison) -> tuple[list[str], list[list[str]]
     return names, rows
 
 
-def comparison_html(comparison: Comparison) -> str:
+def comparison_html(comparison: RunComparison) -> str:
     """Return the comparison as one self-contained HTML page."""
     names, rows = comparison_table(comparison)
     charts = comparison_charts(comparison.runs, comparison.names)
@@ -419,7 +419,7 @@ def comparison_html(comparison: Comparison) -> str:
     )
 
 
-def comparison_markdown(comparison: Comparison) -> str:
+def comparison_markdown(comparison: RunComparison) -> str:
     """Return the comparison in Markdown."""
     names, rows = comparison_table(comparison)
     sentences = [sentence for pair in comparison.pairs for sentence in pair.sentences]
@@ -432,7 +432,7 @@ def comparison_markdown(comparison: Comparison) -> str:
     return "\n".join(lines) + "\n"
 
 
-def comparison_json(comparison: Comparison) -> dict[str, Any]:
+def comparison_json(comparison: RunComparison) -> dict[str, Any]:
     """Return the comparison as plain values for JSON."""
     runs = [
         {"name": name, "samples_per_second": _finite(speed), "digest": one.digest}

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lockstep.formatting import format_duration
-from lockstep.record.timeline import KIND_NAMES, Span, Timeline, longest_duration
+from lockstep.record.timeline import KIND_NAMES, Timeline, TimelineSpan, longest_duration
 from lockstep.tools.report.chart import Axis, Tick, linear_axis
 from lockstep.tools.report.terminal import UNLIMITED, terminal_width
 
@@ -158,7 +158,7 @@ def _layout_timeline(timeline: Timeline, axis: Axis) -> HtmlTimeline:
     return HtmlTimeline(timeline.title, tuple(lanes), axis.ticks, legend, hidden)
 
 
-def _layout_span(timeline: Timeline, span: Span, duration: float) -> HtmlSpan:
+def _layout_span(timeline: Timeline, span: TimelineSpan, duration: float) -> HtmlSpan:
     x, end = (round(HTML_WIDTH * time / duration) for time in (span.begin, span.end))
     tooltip = f"rank {span.rank}: {span.description}, {format_duration(span.end - span.begin)}"
     if span.waited > 0:

@@ -17,7 +17,7 @@ from typing import Any
 
 from lockstep.record.columns import as_float
 from lockstep.record.reader import Run
-from lockstep.record.timeline import Span, Timeline, parse_timeline, sum_steps
+from lockstep.record.timeline import Timeline, TimelineSpan, parse_timeline, sum_steps
 
 __all__ = ["export_trace", "find_transfers"]
 
@@ -96,7 +96,7 @@ def _events(recorded: Sequence[Timeline]) -> Iterator[dict[str, Any]]:
     arrow = 0
     for one in recorded:
         at = one.origin - start
-        own: dict[int, list[Span]] = {}
+        own: dict[int, list[TimelineSpan]] = {}
         for span in one.spans:
             own.setdefault(span.rank, []).append(span)
         for rank in sorted(own):
@@ -106,7 +106,9 @@ def _events(recorded: Sequence[Timeline]) -> Iterator[dict[str, Any]]:
             yield from _arrows(source.shift(at), target.shift(at), arrow)
 
 
-def _slices(title: str, rank: int, spans: Sequence[Span], at: float) -> Iterator[dict[str, Any]]:
+def _slices(
+    title: str, rank: int, spans: Sequence[TimelineSpan], at: float
+) -> Iterator[dict[str, Any]]:
     """Yield the step of one rank, and within it the work and the waiting."""
     if not spans:
         return
@@ -138,7 +140,7 @@ def _slice(
     return event | ({"cname": COLORS[kind]} if kind in COLORS else {})
 
 
-def _arguments(span: Span) -> dict[str, Any]:
+def _arguments(span: TimelineSpan) -> dict[str, Any]:
     """Return the arguments of a span's slice, which viewers list."""
     given = {
         "micro-batch": span.microbatch,
@@ -149,14 +151,14 @@ def _arguments(span: Span) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def find_transfers(timeline: Timeline) -> Iterator[tuple[Span, Span]]:
+def find_transfers(timeline: Timeline) -> Iterator[tuple[TimelineSpan, TimelineSpan]]:
     """Yield pairs of spans: one that computed an output or gradient, one that used it.
 
     Outputs go to the next stage and gradients to the previous one; only pairs on different
     ranks are transfers.
     """
-    computed: dict[tuple[str, int, int], Span] = {}
-    used: list[tuple[tuple[str, int, int], Span]] = []
+    computed: dict[tuple[str, int, int], TimelineSpan] = {}
+    used: list[tuple[tuple[str, int, int], TimelineSpan]] = []
     for span in timeline.spans:
         if span.stage is None or span.microbatch is None:
             continue
@@ -171,7 +173,7 @@ def find_transfers(timeline: Timeline) -> Iterator[tuple[Span, Span]]:
             yield computed[key], span
 
 
-def _arrows(source: Span, target: Span, number: int) -> list[dict[str, Any]]:
+def _arrows(source: TimelineSpan, target: TimelineSpan, number: int) -> list[dict[str, Any]]:
     """Return the two ends of an arrow, each within its slice."""
     given = {"name": "transfer", "cat": "transfer", "id": number, "pid": PROCESS_ID}
     # The beginning of an arrow belongs to the slice that encloses it.
