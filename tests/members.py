@@ -145,24 +145,24 @@ class Member:
         report_to_launcher({
             "kind": "round_over", "round": self.round, "operation": len(self.sums),
             "is_prepared": self.prepared is not None, "reason": reason,
-            "can_stay": CAN_STAY, "can_hand_over": True, "position": 0, "stages": 1,
+            "can_stay": CAN_STAY, "can_transfer_state": True, "position": 0, "stages": 1,
             "has_state": self.has_state,
         })
         self.at("reported")
         if dist.is_initialized():
             dist.destroy_process_group()
         message = self.next_message()
-        while message["kind"] not in ("round", "hand_over"):
+        while message["kind"] not in ("round", "transfer_state"):
             message = self.next_message()
         if message["commit"] and len(self.sums) == message["operation"]:
             assert self.prepared is not None
             self.commit()
         self.prepared, self.is_admitting, self.newcomers = None, False, 0
-        if message["kind"] == "hand_over":
-            self.at("hand_over")
+        if message["kind"] == "transfer_state":
+            self.at("transfer_state")
             with open(os.path.join(message["folder"], "sums"), "w") as file:
                 json.dump(self.sums, file)
-            report_to_launcher({"kind": "handed_over", "checkpoints": ""})
+            report_to_launcher({"kind": "transferred", "checkpoints": ""})
             os._exit(0)
         return message
 

@@ -211,10 +211,12 @@ def read_dead_rank(folder: Path) -> None:
     """Let rank 1 die, and note what the others read of its memory afterwards."""
     rank = dist.get_rank()
     bucket = Bucket(torch.float32, (Member(0, 100, 0),), 112)
-    holders: list[list[tuple[int, int]]] = [[(0, 2)], [(2, 3), (3, 4)], []]
+    nodes_by_rank: list[list[tuple[int, int]]] = [[(0, 2)], [(2, 3), (3, 4)], []]
     native = backend.of_group(None)
-    made = NativeAllReduce(native, bucket, holders, 4, rank, 1, cuts=[0, 0, 112, 112], scatter=True)
-    made.launch({node: [torch.full((100,), 2.0 + node[0])] for node in holders[rank]})
+    made = NativeAllReduce(
+        native, bucket, nodes_by_rank, 4, rank, 1, cuts=[0, 0, 112, 112], scatter=True
+    )
+    made.launch({node: [torch.full((100,), 2.0 + node[0])] for node in nodes_by_rank[rank]})
     made.gather()
     handle = create_group_tensor(HANDLE_LENGTH, torch.int64)
     if rank == 1:
@@ -318,19 +320,19 @@ def cut_sums(cuts: list[int], scatter: bool) -> list[object]:
     """Add 4 leaves of 100 numbers; return this rank's slice, and what a wrong plan raises."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     bucket = Bucket(torch.float32, (Member(0, 100, 0),), 112)
-    holders = [[(0, 2)], [(2, 3), (3, 4)], []][:ranks]
+    nodes_by_rank = [[(0, 2)], [(2, 3), (3, 4)], []][:ranks]
     native = backend.of_group(None)
-    made = NativeAllReduce(native, bucket, holders, 4, rank, 1, cuts=cuts, scatter=scatter)
+    made = NativeAllReduce(native, bucket, nodes_by_rank, 4, rank, 1, cuts=cuts, scatter=scatter)
     held = {
         node: [torch.randn(100, generator=torch.Generator().manual_seed(node[0]))]
-        for node in holders[rank]
+        for node in nodes_by_rank[rank]
     }
     made.launch(held)
     [(_, total)] = made.gather()
     begin, end = (cuts[rank], min(cuts[rank + 1], 100)) if scatter else (0, 100)
     told = ""
     other = [0, *(cut + rank for cut in cuts[1:-1]), 112]
-    wrong = NativeAllReduce(native, bucket, holders, 4, rank, 1, cuts=other, scatter=scatter)
+    wrong = NativeAllReduce(native, bucket, nodes_by_rank, 4, rank, 1, cuts=other, scatter=scatter)
     wrong.launch(held)
     try:
         wrong.gather()

@@ -58,10 +58,10 @@ def sums_on_a_rank(leaves, dtype, capacity, absent, divisor=1):
     fold = TreeAccumulator(leaves, add_lists)
     for leaf in owned[dist.get_rank()]:
         fold.put((leaf, leaf + 1), [None if v is None else v.clone() for v in values[leaf]])
-    holders = [nodes_of(each, leaves) for each in owned]
+    nodes_by_rank = [nodes_of(each, leaves) for each in owned]
     buckets = plan([torch.Size(shape).numel() for shape in SHAPES], [dtype] * len(SHAPES), capacity)
     device = torch.device("cpu")
-    sums = [make_all_reduce(b, holders, leaves, device, divisor=divisor) for b in buckets]
+    sums = [make_all_reduce(b, nodes_by_rank, leaves, device, divisor=divisor) for b in buckets]
     seen = []
     for _ in range(2):  # the buffers are used again
         found = dict(reproducible_all_reduce(sums, fold.nodes))
@@ -150,12 +150,12 @@ def test_a_rank_reads_its_own_slice_where_it_lies(rank, world_size, scatter):
         torch.randn(4096, generator=generator) * 10 ** (3 - leaf) for leaf in range(world_size)
     ]
     (bucket,) = plan([4096], [torch.float32], 1 << 20)
-    holders = [[(each, each + 1)] for each in range(world_size)]
+    nodes_by_rank = [[(each, each + 1)] for each in range(world_size)]
     cuts = [0, *range(1024, 1024 * world_size, 1024), 4096] if scatter else None
     kept = values[rank].clone()
     added = NativeAllReduce(
         native_backend(kept.device, kept.dtype, None),
-        bucket, holders, world_size, rank, 1, cuts=cuts, scatter=scatter,
+        bucket, nodes_by_rank, world_size, rank, 1, cuts=cuts, scatter=scatter,
     )  # fmt: skip
     added.launch({(rank, rank + 1): [kept]})
     ((_, found),) = added.gather()

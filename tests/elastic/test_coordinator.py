@@ -161,7 +161,7 @@ def test_nobody_waits_for_newcomers_when_the_only_state_is_lost(run, monkeypatch
 
 def test_processes_that_cannot_stay_are_replaced(run):
     """By new ones that get the state, which another member writes if the first one is killed."""
-    done = run("--max", "3", KILLS="2:5:barrier 0:6:hand_over", CAN_STAY="no")
+    done = run("--max", "3", KILLS="2:5:barrier 0:6:transfer_state", CAN_STAY="no")
     require_success(done)
     assert said(done) == [
         "member 2 was killed by SIGKILL",

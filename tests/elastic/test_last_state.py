@@ -14,7 +14,7 @@ REPORT = {
     "is_prepared": False,
     "reason": "lost",
     "can_stay": True,
-    "can_hand_over": True,
+    "can_transfer_state": True,
     "position": 0,
     "stages": 1,
     "has_state": True,
@@ -33,7 +33,7 @@ class Ranks:
     def send(self, member: int, message: dict[str, Any]) -> None:
         if message["kind"] == "lost" and member in self._reports:
             self.state.note_report(member, self._reports[member])
-        if message["kind"] == "hand_over":
+        if message["kind"] == "transfer_state":
             self.orders.append((member, message["operation"], message["commit"]))
             step = Path(message["folder"]) / "step-5"
             step.mkdir()
@@ -41,7 +41,7 @@ class Ranks:
 
     def process_events(self, timeout: float) -> None:
         for member, *_ in self.orders:
-            written = {"kind": "handed_over", "checkpoints": str(self.checkpoints)}
+            written = {"kind": "transferred", "checkpoints": str(self.checkpoints)}
             self.state.note_report(member, written)
 
     def remove_at_end(self, folder: str) -> None:
@@ -59,7 +59,7 @@ def test_one_member_writes_a_checkpoint(tmp_path, capfd):
 
 
 def test_a_member_that_cannot_write_leaves_it_to_another(tmp_path):
-    ranks = Ranks(tmp_path / "checkpoints", {2: {**REPORT, "can_hand_over": False}, 3: REPORT})
+    ranks = Ranks(tmp_path / "checkpoints", {2: {**REPORT, "can_transfer_state": False}, 3: REPORT})
     ranks.state.save()
     assert ranks.orders == [(3, 5, False)]
 

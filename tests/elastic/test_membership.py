@@ -25,7 +25,7 @@ LOST = DistBackendError("rank 0: barrier #3 on group default failed: rank 2 died
 class Trainer:
     """Takes part, and notes what is called."""
 
-    can_stay, can_hand_over, place = True, True, (0, 1)
+    can_stay, can_transfer_state, place = True, True, (0, 1)
 
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls
@@ -38,7 +38,7 @@ class Trainer:
         self.calls.append(("continue", new.number))
         self.undone.append(undone)
 
-    def hand_over(self, folder: Path) -> None:
+    def transfer_state(self, folder: Path) -> None:
         self.calls.append(("hand over", folder.name))
 
     def leave(self) -> None:
@@ -281,7 +281,7 @@ def test_two_trainers_cannot_stay(harness: Harness) -> None:
 
 def test_an_undone_operation_is_handed_over_at_once(harness: Harness) -> None:
     harness.barriers = [LOST]
-    harness.answer("hand_over", folder="/handed/over")
+    harness.answer("transfer_state", folder="/handed/over")
     with pytest.raises(Left):
         harness.run()
     assert harness.calls[-3:] == ["undo", ("hand over", "over"), "trainer leaves"]
@@ -289,10 +289,10 @@ def test_an_undone_operation_is_handed_over_at_once(harness: Harness) -> None:
 
 def test_a_committed_operation_is_handed_over_at_the_next_safe_point(harness: Harness) -> None:
     harness.barriers = [LOST]
-    harness.answer("hand_over", folder="/handed/over", commit=True)
+    harness.answer("transfer_state", folder="/handed/over", commit=True)
     harness.run()
     assert harness.calls[-1] == "commit prepare"
-    assert harness.member.hand_over_folder == Path("/handed/over")
+    assert harness.member.transfer_folder == Path("/handed/over")
     with pytest.raises(Left):  # no safe point has come before
         harness.run()
 

@@ -118,7 +118,7 @@ def worlds(draw):
             is_prepared=draw(st.booleans()),
             is_admission=draw(st.booleans()),
             can_stay=stages == 1 and draw(st.integers(0, 5)) > 0,
-            can_hand_over=draw(st.booleans()),
+            can_transfer_state=draw(st.booleans()),
             position=draw(st.integers(0, stages - 1)),
             stages=stages,
             has_state=draw(st.integers(0, 5)) > 0,
@@ -158,9 +158,9 @@ def test_members_of_the_next_round(world):
                 assert writers
                 for writer in writers:
                     assert survivors[writer].position == position
-                    assert survivors[writer].can_hand_over
+                    assert survivors[writer].can_transfer_state
         else:
-            can_write = {r.position for r in survivors.values() if r.can_hand_over}
+            can_write = {r.position for r in survivors.values() if r.can_transfer_state}
             is_apart = not survivors
             assert is_apart or len(can_write) < stages
 

@@ -44,7 +44,7 @@ class Member:
     """Stands for this process in an elastic run: steps are its operations."""
 
     def __init__(self):
-        self.hand_over_folder, self.trainer = None, None
+        self.transfer_folder, self.trainer = None, None
 
     @property
     def operation(self):
@@ -119,10 +119,10 @@ def test_what_is_handed_over_continues_with_the_same_bits(
     def lose(at, trainer):
         if (at, trainer.steps) == (moment, steps):
             if moment == "after":  # the step was committed: the rest of the body is executed
-                member.hand_over_folder = state
+                member.transfer_folder = state
             else:
-                assert trainer._run.safe_points.can_hand_over
-                trainer._run.safe_points.hand_over(state)
+                assert trainer._run.safe_points.can_transfer_state
+                trainer._run.safe_points.transfer_state(state)
                 raise Replaced
 
     with pytest.raises(Replaced):
@@ -152,22 +152,22 @@ def test_what_the_script_changes_before_a_step_prevents_the_hand_over(world_of_o
     def lose(at, trainer):
         run = trainer._run.safe_points
         if at != "before":
-            possible.append((at, trainer.steps, run.can_hand_over))
+            possible.append((at, trainer.steps, run.can_transfer_state))
             return
-        assert run.can_hand_over
+        assert run.can_transfer_state
         if trainer.steps == 1:
             meter.total += 1
-            assert not run.can_hand_over
+            assert not run.can_transfer_state
         if trainer.steps == 2:
             trainer.optimizer.param_groups[0]["lr"] *= 0.5
-            assert not run.can_hand_over
+            assert not run.can_transfer_state
         if trainer.steps == 3:
             with torch.no_grad():
                 trainer.module[0].weight.mul_(0.5)
-            assert not run.can_hand_over
+            assert not run.can_transfer_state
         if trainer.steps == 4:
             trainer.model[2].p *= 0.5
-            assert not run.can_hand_over
+            assert not run.can_transfer_state
 
     train(tmp_path / "run", Member(), lose, checkpoint=config)
     assert possible == [("after", step, False) for step in range(1, 9)] + [("outside", 8, True)]
@@ -193,7 +193,7 @@ def test_a_second_trainer_must_be_registered(world_of_one, tmp_path, monkeypatch
 
     trainer, other = build(is_registered=False)
     for _ in trainer.batches(data(), 20):
-        assert not trainer._run.safe_points.can_hand_over
+        assert not trainer._run.safe_points.can_transfer_state
     trainer.finish()
     del trainer, other
 
@@ -201,9 +201,9 @@ def test_a_second_trainer_must_be_registered(world_of_one, tmp_path, monkeypatch
     digests = []
     for batch in trainer.batches(data(), 20, epoch=0):
         if trainer.steps == 1:
-            assert trainer._run.safe_points.can_hand_over
+            assert trainer._run.safe_points.can_transfer_state
             digests = [trainer.digest(), other.digest()]
-            trainer._run.safe_points.hand_over(state)
+            trainer._run.safe_points.transfer_state(state)
         trainer.step(batch)
         other.step((torch.ones(8, 6), torch.zeros(8, dtype=torch.int64)))
     del trainer, other
@@ -276,7 +276,7 @@ def test_a_state_that_cannot_be_written_is_said_and_left(world_of_one, tmp_path,
 
     def lose(at, trainer):
         if at == "before" and trainer.steps == 1:
-            trainer._run.safe_points.hand_over(tmp_path / "file")
+            trainer._run.safe_points.transfer_state(tmp_path / "file")
 
     train(tmp_path / "run", Member(), lose)
     said = capsys.readouterr().err
@@ -304,7 +304,7 @@ def test_modules_that_the_body_has_changed_are_handed_over(world_of_one, tmp_pat
         if (at, trainer.steps) == ("after", 3):
             change(trainer)
         if (at, trainer.steps) == ("before", 5) and state.exists():
-            trainer._run.safe_points.hand_over(state)
+            trainer._run.safe_points.transfer_state(state)
             raise Replaced
 
     state = tmp_path / "state"

@@ -24,8 +24,8 @@ from lockstep.comm import backend, native_module
 from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, slice_length
 from lockstep.comm.reproducible_all_reduce import (
     ABSENT,
+    LOCALLY_UNUSED,
     NEW,
-    STALE,
     ReproducibleAllReduce,
     Values,
 )
@@ -119,13 +119,16 @@ class NativeAllReduce(ReproducibleAllReduce):
         return self._places[self._nodes.index(node)][member.index]
 
     def launch(
-        self, held: Mapping[Node, Values], stale: Container[int] = (), in_steps: bool = False
+        self,
+        held: Mapping[Node, Values],
+        locally_unused: Container[int] = (),
+        in_steps: bool = False,
     ) -> None:
         """Copy values to their destinations, and start; see `ReproducibleAllReduce.launch`."""
-        self._work = self._start(self._pack(held, stale, self._packs_all()), in_steps)
+        self._work = self._start(self._pack(held, locally_unused, self._packs_all()), in_steps)
 
     def _pack(
-        self, held: Mapping[Node, Values], stale: Container[int], all_slices: bool
+        self, held: Mapping[Node, Values], locally_unused: Container[int], all_slices: bool
     ) -> torch.Tensor | None:
         """Copy values and flags to their destinations.
 
@@ -141,7 +144,7 @@ class NativeAllReduce(ReproducibleAllReduce):
                 if value is None:
                     flags.append(ABSENT)
                     continue
-                flags.append(STALE if index in stale else NEW)
+                flags.append(LOCALLY_UNUSED if index in locally_unused else NEW)
                 if value.data_ptr() == part.data_ptr():
                     continue
                 flat = in_memory_order(value)

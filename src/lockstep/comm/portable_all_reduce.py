@@ -32,8 +32,8 @@ from lockstep.comm.bucket import ALIGNMENT, Bucket, parts, pieces, slice_length
 from lockstep.comm.collectives import all_gather_single, as_bytes
 from lockstep.comm.reproducible_all_reduce import (
     ABSENT,
+    LOCALLY_UNUSED,
     NEW,
-    STALE,
     ReproducibleAllReduce,
     Values,
     add_present,
@@ -77,7 +77,10 @@ class PortableAllReduce(ReproducibleAllReduce):
         self._flags = bytearray()
 
     def launch(
-        self, held: Mapping[Node, Values], stale: Container[int] = (), in_steps: bool = False
+        self,
+        held: Mapping[Node, Values],
+        locally_unused: Container[int] = (),
+        in_steps: bool = False,
     ) -> None:
         """Start step 1; see `ReproducibleAllReduce.launch`."""
         nodes = self._nodes_by_rank[self._rank]
@@ -87,7 +90,11 @@ class PortableAllReduce(ReproducibleAllReduce):
         for number, node in enumerate(nodes):
             values = held[node]
             flags += bytes(
-                ABSENT if values[member.index] is None else STALE if member.index in stale else NEW
+                ABSENT
+                if values[member.index] is None
+                else LOCALLY_UNUSED
+                if member.index in locally_unused
+                else NEW
                 for member in members
             )
             rows = self._out[:, number * slices : (number + 1) * slices].view(self.bucket.dtype)

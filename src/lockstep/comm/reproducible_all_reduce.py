@@ -23,8 +23,8 @@ from lockstep.kernel.tree import Node
 
 __all__ = [
     "ABSENT",
+    "LOCALLY_UNUSED",
     "NEW",
-    "STALE",
     "ReproducibleAllReduce",
     "Values",
     "add_lists",
@@ -35,7 +35,7 @@ __all__ = [
 Values = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
 """Tensors by the index of their bucket member; None if absent."""
 
-ABSENT, NEW, STALE = 0, 1, 2
+ABSENT, NEW, LOCALLY_UNUSED = 0, 1, 2
 """The flags of a tensor in a node."""
 
 
@@ -86,14 +86,17 @@ class ReproducibleAllReduce(ABC):
 
     @abstractmethod
     def launch(
-        self, held: Mapping[Node, Values], stale: Container[int] = (), in_steps: bool = False
+        self,
+        held: Mapping[Node, Values],
+        locally_unused: Container[int] = (),
+        in_steps: bool = False,
     ) -> None:
         """Start step 1: copy this rank's nodes and start the exchange.
 
         Args:
             held: The tensors of each of this rank's nodes, by index; None if absent.
-            stale: The indices of tensors that count only if another rank has a tensor that is
-                not stale.
+            locally_unused: The indices of tensors that count only if another rank has a tensor
+                that it used.
             in_steps: Whether the backend "lockstep" does not add in a background thread, but in
                 this one, in `advance`. It avoids that both take turns on one core.
         """
@@ -130,9 +133,9 @@ class ReproducibleAllReduce(ABC):
         """Finish step 3.
 
         Returns:
-            (index, sum) of every member; None if no rank had a value that is not stale. A sum
-            is a vector in the memory order of the values, an aligned view of a buffer that is
-            valid until the next launch.
+            (index, sum) of every member; None if no rank used the member. A sum is a vector in
+            the memory order of the values, an aligned view of a buffer that is valid until the
+            next launch.
         """
 
 

@@ -13,20 +13,21 @@ After `Continue`, newcomers are started for the members that are missing. A newc
 "ready" when it has run its script up to the first call that needs the others; then rank 0 gets
 "newcomers", and at the next safe point all report "round_over" to admit them.
 
-    to the launcher   round_over   the fields of `round_plan.Report`, with "round" and "reason"
-                      ready        a newcomer can join
-                      transferred  its part of the state is written; the trainer's checkpoints are
-                                   in the folder "checkpoints" ("" for a trainer without)
-                      resumed      a new process has read the state that was handed over
-                      backend      on several hosts: the backend that rank 0 uses, for newcomers
-    to a member       newcomers    {round, count}: let all ranks report at the next safe point; 0
-                                   if no newcomer waits any more
-                      lost         {round, member}: a member of this round is gone
-                      round        {round, rank, world_size, pids, store, operation, commit, lost,
-                                   joined, left, noticed}: the next round; `pids` are by rank, and
-                                   `noticed` is when the launcher learned why it is formed
-                      transfer_state {folder, operation, commit}: write the state there and exit
-                      leave        exit with status 0
+    to the launcher   round_over      the fields of `round_plan.Report`, with "round" and "reason"
+                      ready           a newcomer can join
+                      transferred     its part of the state is written; the trainer's checkpoints
+                                      are in the folder "checkpoints" ("" for a trainer without)
+                      resumed         a new process has read the state that was handed over
+                      backend         on several hosts: the backend of rank 0, for newcomers
+    to a member       newcomers       {round, count}: let all ranks report at the next safe point;
+                                      0 if no newcomer waits any more
+                      lost            {round, member}: a member of this round is gone
+                      round           {round, rank, world_size, pids, store, operation, commit,
+                                      lost, joined, left, noticed}: the next round; `pids` are by
+                                      rank, and `noticed` is when the launcher learned why it is
+                                      formed
+                      transfer_state  {folder, operation, commit}: write the state there and exit
+                      leave           exit with status 0
 
 A member that exits with status 0 has finished its script. Only a death by a signal begins a new
 round; any other failure ends the run.
@@ -73,7 +74,7 @@ __all__ = ["ElasticCoordinator"]
 # are not needed, because others can hand over the state.
 REPORT_SETTLE, REPORT_TIMEOUT = 0.5, 10.0
 MAX_UNEXPLAINED = 5  # rounds in a row that ended although no member had died
-KINDS = ("waiting", "ready", "round_over", "handed_over", "resumed", "backend")
+KINDS = ("waiting", "ready", "round_over", "transferred", "resumed", "backend")
 
 
 class ElasticCoordinator:
@@ -189,7 +190,7 @@ class ElasticCoordinator:
                 self._note_report(Report.from_message(member, message))
             case "backend":
                 self._starter.common = {"LOCKSTEP_BACKEND": message["name"]}
-            case "handed_over" if self._transfer is not None:
+            case "transferred" if self._transfer is not None:
                 self._transfer.note_written(member, message["checkpoints"])
             case "resumed":
                 is_busy = self._restarts.next is not None or self._transfer is not None
@@ -200,7 +201,7 @@ class ElasticCoordinator:
 
     def _note_report(self, report: Report) -> None:
         if self._starter.has_hosts:
-            report = replace(report, can_hand_over=False)  # other hosts could not read it
+            report = replace(report, can_transfer_state=False)  # other hosts could not read it
             others = [other for other in self._exits.alive if other not in self._round.reports]
             self._exits.tell_lost(report.member, others)
         self._round.note_report(report)

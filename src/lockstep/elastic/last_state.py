@@ -4,7 +4,7 @@ Nobody decides a next round any more, but each of them still has the state of th
 
     agent ── "lost" ──> all members ── round_over ──> round_plan ── RestartTransfer
                                                                        │
-    runs/NAME/checkpoints/step-41 <── copied <── handed_over <── one of them writes
+    runs/NAME/checkpoints/step-41 <── copied <── transferred <── one of them writes
 
 It is a checkpoint like any other, if the trainer has checkpoints and their folder is here. If host
 0 is alive after all and goes on, it has the same state after the same step.
@@ -44,7 +44,7 @@ class LastState:
         """Note what a member reports about its state."""
         if message["kind"] == "round_over":
             self._reports[member] = Report.from_message(member, message)
-        elif message["kind"] == "handed_over" and self._transfer is not None:
+        elif message["kind"] == "transferred" and self._transfer is not None:
             self._transfer.note_written(member, message["checkpoints"])
 
     def note_round(self, member: int) -> None:

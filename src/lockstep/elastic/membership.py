@@ -169,7 +169,7 @@ class Participant(Protocol):
         """Whether this process can continue in the next round."""
 
     @property
-    def can_hand_over(self) -> bool:
+    def can_transfer_state(self) -> bool:
         """Whether this rank can write its state now, for a process that replaces it."""
 
     @property
@@ -182,7 +182,7 @@ class Participant(Protocol):
         Where members have joined, the first rank gives them its state: a collective call.
         """
 
-    def hand_over(self, folder: Path) -> None:
+    def transfer_state(self, folder: Path) -> None:
         """Write this rank's part of the state, as it was at the latest safe point."""
 
     def leave(self) -> None:
@@ -213,7 +213,7 @@ class Membership:
         round: The number of the current round.
         newcomers: The number of newcomers that wait; known to rank 0 only.
         has_state: Whether this process has the state of the training.
-        hand_over_folder: The folder to which the state is written at the next safe point, before
+        transfer_folder: The folder to which the state is written at the next safe point, before
             the process ends; None if the process continues.
         has_left: Whether this process is ending while others continue the run.
     """
@@ -228,7 +228,7 @@ class Membership:
         self.number, self.has_state = number, not is_newcomer
         self.spans_hosts = spans_hosts
         self.round, self.operation, self.newcomers = first_round, 0, 0
-        self.hand_over_folder: Path | None = None
+        self.transfer_folder: Path | None = None
         self.has_left = False
         # All rounds of a process use one store: each open store is a descriptor.
         self._store: Store | None = None
@@ -301,7 +301,7 @@ class Membership:
         Args:
             is_repeatable: Whether this process can repeat it.
         """
-        if self.hand_over_folder is not None:
+        if self.transfer_folder is not None:
             self.leave()  # no safe point so far: the newest saved state is used instead
         stack = ExitStack()
         before = self._is_inside, self._is_repeatable
@@ -351,10 +351,10 @@ class Membership:
             for participant in self._participants:
                 participant.continue_round(decision, max(0.0, (undone or 0.0) - pause))
         elif decision is not None and undone is None:
-            self.hand_over_folder = decision.folder
+            self.transfer_folder = decision.folder
         elif decision is not None:
             if (writer := self._find_writer()) is not None:
-                writer.hand_over(decision.folder)
+                writer.transfer_state(decision.folder)
             self.leave()
 
     def leave(self) -> NoReturn:
@@ -367,7 +367,8 @@ class Membership:
     def _find_writer(self) -> Participant | None:
         """Return the trainer that can hand over the state, of several that of one."""
         return next(
-            (participant for participant in self._participants if participant.can_hand_over), None
+            (participant for participant in self._participants if participant.can_transfer_state),
+            None,
         )
 
     # --- rounds -----------------------------------------------------------------------------
@@ -442,7 +443,7 @@ class Membership:
                 "is_prepared": is_prepared,
                 "reason": reason,
                 "can_stay": self.has_state and self._is_repeatable and self._can_stay,
-                "can_hand_over": self._find_writer() is not None,
+                "can_transfer_state": self._find_writer() is not None,
                 "position": position,
                 "stages": stages,
                 "has_state": self.has_state,
@@ -476,7 +477,7 @@ class Membership:
                     self.newcomers = int(message["count"])
                 case "leave":
                     self.leave()
-                case "hand_over":
+                case "transfer_state":
                     folder = Path(message["folder"])
                     return TransferOrder(message["operation"], message["commit"], folder)
 

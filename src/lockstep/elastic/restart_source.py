@@ -93,14 +93,14 @@ class StateFolder:
 
     Attributes:
         path: Its path.
-        handed_over: The folder with the state that was handed over; None if there is none.
+        transferred: The folder with the state that was handed over; None if there is none.
         writers: The members that wrote it.
     """
 
     def __init__(self, run: Path | None) -> None:
         parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
         self.path = Path(tempfile.mkdtemp(prefix=f"lockstep-{os.getpid()}-", dir=parent))
-        self.handed_over: Path | None = None
+        self.transferred: Path | None = None
         self.writers: list[int] = []
         self._checkpoints: Path | None = None  # of the trainer whose state was handed over
         self._run, self._number, self._written = run, 0, self.path / "none"
@@ -130,7 +130,7 @@ class StateFolder:
             writers: The members.
             checkpoints: The folder of their trainer's checkpoints; None for a trainer without.
         """
-        self.handed_over, self.writers = self._written, writers
+        self.transferred, self.writers = self._written, writers
         self._checkpoints = checkpoints
 
     def keep_unread(self) -> None:
@@ -138,9 +138,9 @@ class StateFolder:
 
         The launch ends before new processes could continue from it.
         """
-        if self.handed_over is None or self._checkpoints is None:
+        if self.transferred is None or self._checkpoints is None:
             return
-        for state in self.handed_over.glob("step-*"):
+        for state in self.transferred.glob("step-*"):
             path, copy = self._checkpoints / state.name, self._checkpoints / f".{state.name}.0"
             try:
                 make_folder(self._checkpoints)
@@ -157,7 +157,7 @@ class StateFolder:
     def discard(self) -> None:
         """Remove the state that was handed over, once it was read or is given up."""
         shutil.rmtree(self._written, ignore_errors=True)
-        self.handed_over, self.writers = None, []
+        self.transferred, self.writers = None, []
 
     def count_fruitless(self) -> int:
         """Return how often in a row this was called and found no new state to continue from."""
@@ -170,7 +170,7 @@ class StateFolder:
         """Return the names of the states from which new processes could continue."""
         folders = [] if self._run is None else [self._run / CHECKPOINTS]
         folders += [*self.mirror.glob("*")]
-        folders += [] if self.handed_over is None else [self.handed_over]
+        folders += [] if self.transferred is None else [self.transferred]
         return {state.name for folder in folders for state in folder.glob("step-*")}
 
     def remove(self) -> None:

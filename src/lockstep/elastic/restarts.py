@@ -43,7 +43,7 @@ class Restarts:
             # Including members that exited by themselves after they had handed over their state.
             left=[member for member in ended.members if member not in ended.lost],
             writers=self.states.writers,
-            state=self.states.handed_over,
+            state=self.states.transferred,
         )
         return True
 

@@ -42,7 +42,7 @@ class Report:
         is_admission: Whether it reported at a safe point, to admit newcomers or let members
             leave, and not because it lost a peer.
         can_stay: Whether its process can take part in the next round.
-        can_hand_over: Whether it can write its state, for processes that replace the round's.
+        can_transfer_state: Whether it can write its state, for processes that replace the round's.
         position: The part of a replica that it holds, from 0 to `stages` - 1.
         stages: The number of parts of a replica.
         has_state: Whether it has the state of the training; a newcomer gets it in its first
@@ -54,7 +54,7 @@ class Report:
     is_prepared: bool = False
     is_admission: bool = False
     can_stay: bool = True
-    can_hand_over: bool = False
+    can_transfer_state: bool = False
     position: int = 0
     stages: int = 1
     has_state: bool = True
@@ -68,7 +68,7 @@ class Report:
             is_prepared=bool(message["is_prepared"]),
             is_admission=message["reason"] == "admit",
             can_stay=bool(message["can_stay"]),
-            can_hand_over=bool(message["can_hand_over"]),
+            can_transfer_state=bool(message["can_transfer_state"]),
             position=int(message["position"]),
             stages=int(message["stages"]),
             has_state=bool(message["has_state"]),
@@ -188,5 +188,5 @@ def _find_writers(survivors: Sequence[Report], position: int) -> tuple[int, ...]
     return tuple(
         report.member
         for report in survivors
-        if report.can_hand_over and report.position == position
+        if report.can_transfer_state and report.position == position
     )

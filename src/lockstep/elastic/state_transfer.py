@@ -1,7 +1,7 @@
-"""The hand-over of a round: members write their state for the processes that replace them.
+"""The transfer of the state to the processes that replace the members of a round.
 
-    launcher ──"hand_over"──> one member of each position ──"handed_over"──> launcher
-                                  └ killed: the next one that can write this part
+    launcher ──"transfer_state"──> one member of each position ──"transferred"──> launcher
+                                       └ killed: the next one that can write this part
 
 `training/last_safe_state.py` describes what a member writes, and when it can.
 """
@@ -49,7 +49,7 @@ class StateTransfer:
     def _ask(self, position: int, member: int) -> None:
         self._writing[position] = member
         message = {
-            "kind": "hand_over",
+            "kind": "transfer_state",
             "folder": str(self.folder),
             "operation": self._plan.operation,
             "commit": self._plan.commit,

@@ -100,14 +100,14 @@ def _run_rank(rank: int, module: Path, folder: Path) -> None:
     # The sum depends on the order: leaves 1 and 2 are each half a unit in the last place of leaf
     # 0. Added to it one by one they are rounded away; their sum would not be.
     leaves = [torch.ones(LENGTH), *torch.full((2, LENGTH), 2.0**-24)]
-    holders = [[(0, 1)], [(1, 2), (2, 3)]]
-    own = [leaves[first] for first, _ in holders[rank]]
+    nodes_by_rank = [[(0, 1)], [(1, 2), (2, 3)]]
+    own = [leaves[first] for first, _ in nodes_by_rank[rank]]
     packed = native.empty([4 * LENGTH * len(own) + len(own)], torch.uint8)
     values = packed[: -len(own)].view(torch.float32).view(len(own), LENGTH)
     for row, leaf in zip(values, own, strict=True):
         row.copy_(leaf)
     packed[-len(own) :] = 1  # every leaf has a new value
-    bucket = native.Bucket(torch.float32, LENGTH, [(0, LENGTH)], holders, leaves=3)
+    bucket = native.Bucket(torch.float32, LENGTH, [(0, LENGTH)], nodes_by_rank, leaves=3)
     backend.reproducible_all_reduce(
         bucket, packed, values[0], torch.zeros(1, dtype=torch.uint8)
     ).wait()

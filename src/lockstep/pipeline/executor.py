@@ -173,7 +173,7 @@ class PipelineExecutor:
         model, parallel, partition = self._module, placement.parallel, plan.partition
         parameters, sparse = dict(model.named_parameters()), sparse_weights(model.modules())
         blocks = [partition.select_blocks(model, n) for n in range(len(partition.ranges))]
-        owners = {name: stages[0] for name, stages in placement.holders.items()}
+        owners = {name: stages[0] for name, stages in placement.stages_by_name.items()}
         states = find_python_states(blocks, parallel.loss, model)
         stages = [
             Stage(
@@ -192,5 +192,5 @@ class PipelineExecutor:
             )
             for number in placement.stages
         ]
-        ties = find_tied_parameters(parameters, placement.holders)
+        ties = find_tied_parameters(parameters, placement.stages_by_name)
         return Pipeline(parallel, stages, plan.schedule, plan.stages_per_rank, ties)

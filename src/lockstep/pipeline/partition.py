@@ -2,7 +2,7 @@
 
     blocks      0    1    2    3    4         fixed by the model; each is an RNG scope
     stages     [0    1    2] [3    4]         measured, or given by the user; does not affect bits
-    holders     w0: [0]   w4: [1]   tied: [0, 1]
+    held by     w0: [0]   w4: [1]   tied: [0, 1]
 
 The first stage that holds a parameter owns it: its gradients are summed there. Tensors that
 belong to no block belong to stage 0.
@@ -61,20 +61,20 @@ class Partition:
         """
         parameters = self.find_stages(model, nn.Module.parameters)
         buffers = self.find_stages(model, nn.Module.buffers)
-        holders = {
+        stages_by_name = {
             name: parameters.get(id(parameter), [0])
             for name, parameter in model.named_parameters(remove_duplicate=False)
         }
         for name, buffer in model.named_buffers(remove_duplicate=False):
-            holders[name] = buffers.get(id(buffer), [0])
-            if len(holders[name]) > 1:
+            stages_by_name[name] = buffers.get(id(buffer), [0])
+            if len(stages_by_name[name]) > 1:
                 raise LayoutError(
-                    f"buffer {name} belongs to blocks of the stages {holders[name]}, and each "
-                    "stage would update its own copy: choose a balance that keeps these blocks in "
+                    f"buffer {name} belongs to blocks of the stages {stages_by_name[name]}, and "
+                    "each stage would update its own copy: choose a balance that keeps these blocks in "
                     "one stage"
                 )
         self._check_nesting(model)
-        return holders
+        return stages_by_name
 
     def _check_nesting(self, model: nn.Module) -> None:
         inside = self.find_stages(model, lambda block: list(block.modules())[1:])
@@ -95,12 +95,12 @@ class Placement:
     Attributes:
         parallel: The layout.
         partition: The blocks of each stage.
-        holders: The stages that hold each parameter and buffer, under each of its names.
+        stages_by_name: The stages that hold each parameter and buffer, under each of its names.
     """
 
     parallel: ParallelContext
     partition: Partition
-    holders: Mapping[str, Sequence[int]]
+    stages_by_name: Mapping[str, Sequence[int]]
 
     @classmethod
     def from_model(
@@ -116,15 +116,15 @@ class Placement:
 
     def is_local(self, name: str) -> bool:
         """Return whether this rank holds a tensor of the model."""
-        return any(stage in self.stages for stage in self.holders[name])
+        return any(stage in self.stages for stage in self.stages_by_name[name])
 
     def is_owned(self, name: str) -> bool:
         """Return whether this rank owns a tensor: every tensor has one owner per replica."""
-        return self.holders[name][0] in self.stages
+        return self.stages_by_name[name][0] in self.stages
 
     def find_owner(self, name: str) -> int:
         """Return the rank of replica 0 that owns a tensor."""
-        return self.holders[name][0] % self.parallel.stages
+        return self.stages_by_name[name][0] % self.parallel.stages
 
     def make_scopes(self, model: nn.Module, stage: int, seed: int) -> RngScopes:
         """Return the RNG scopes of a stage, in `model` or a copy of it."""

@@ -1,6 +1,6 @@
 """Tied parameters: sums the gradients of a parameter in several stages as in one process.
 
-    holders of w        stage 0 (owner)      stage 2         stage 3
+    w is held by        stage 0 (owner)      stage 2         stage 3
     of micro-batch m    (g3 + g2') + g0' <── g3 + g2'  <──   g3            '  one use after another
     then                leaf m of the tree, reduction over the replicas
     after it            .grad            ──> .grad      ──>  .grad
@@ -110,12 +110,12 @@ def disable_hooks(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def find_tied_parameters(
-    parameters: Mapping[str, nn.Parameter], holders: Mapping[str, Sequence[int]]
+    parameters: Mapping[str, nn.Parameter], stages_by_name: Mapping[str, Sequence[int]]
 ) -> list[TiedParameters]:
     """Return the tied parameters, latest stages first, so that each sum is complete when sent."""
     ties: dict[tuple[int, int], TiedParameters] = {}
     for name, parameter in parameters.items():
-        stages = holders[name]
+        stages = stages_by_name[name]
         for earlier, later in pairwise(stages):
             tie = ties.setdefault((later, earlier), TiedParameters(later, earlier, []))
             tie.parameters.append(parameter)

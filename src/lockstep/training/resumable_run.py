@@ -77,7 +77,9 @@ class ResumableRun:
         self._position = ScriptPosition(state, history, settings, checkpoints)
         self.safe_points = SafePoints(self._position, history, checkpoints, member)
         self._origin = find_restart_source()
-        self._position.is_handed_over = self._origin is not None and self._origin.state is not None
+        self._position.is_state_transferred = (
+            self._origin is not None and self._origin.state is not None
+        )
 
     @property
     def resumed_from(self) -> int | None:

@@ -82,18 +82,18 @@ class RoundEntry:
         return self._executor is not None and self._run.has_begun
 
     @property
-    def can_hand_over(self) -> bool:
+    def can_transfer_state(self) -> bool:
         """Whether this rank can write its state now, for a process that replaces it."""
-        return self._run.safe_points.can_hand_over
+        return self._run.safe_points.can_transfer_state
 
     @property
     def place(self) -> tuple[int, int]:
         """The part of a replica that this rank holds, and the number of parts."""
         return self._parallel.position, self._parallel.stages
 
-    def hand_over(self, folder: Path) -> None:
+    def transfer_state(self, folder: Path) -> None:
         """Write this rank's part of the state, as it was at the latest safe point."""
-        self._run.safe_points.hand_over(folder)
+        self._run.safe_points.transfer_state(folder)
 
     def leave(self) -> None:
         """Abandon the checkpoint that is being written, before this process ends."""

@@ -74,7 +74,7 @@ class SafePoints:
         """
         if self._position.is_inside(epoch):
             return
-        self._hand_over_if_wanted(epoch)
+        self._transfer_if_wanted(epoch)
         if self._position.is_replaying:
             return
         if self._checkpoints is not None:
@@ -88,7 +88,7 @@ class SafePoints:
 
     def note(self, epoch: OpenEpoch | None = None) -> None:
         """Note that the script can be continued from here, unless it is inside of a loop."""
-        self._hand_over_if_wanted(epoch)
+        self._transfer_if_wanted(epoch)
         if self._safe_state is not None and self._position.is_safe(epoch):
             self._safe_state.note_safe_point()
 
@@ -203,12 +203,12 @@ class SafePoints:
         self._safe_state = LastSafeState(member, state, stateful, run, state.device)
 
     @property
-    def can_hand_over(self) -> bool:
+    def can_transfer_state(self) -> bool:
         """Whether this rank can write the state from before the operation that the script is in."""
         is_here = not self._position.is_replaying
         return self._safe_state is not None and is_here and self._safe_state.is_possible
 
-    def hand_over(self, folder: Path, *, is_now: bool = False) -> None:
+    def transfer_state(self, folder: Path, *, is_now: bool = False) -> None:
         """Write this rank's part of the state, for a process of the next round.
 
         Args:
@@ -226,12 +226,12 @@ class SafePoints:
         else:
             checkpoints = self._checkpoints
             place = str(checkpoints.folder) if checkpoints and checkpoints.is_open else ""
-            report_to_launcher({"kind": "handed_over", "checkpoints": place})
+            report_to_launcher({"kind": "transferred", "checkpoints": place})
 
-    def _hand_over_if_wanted(self, epoch: OpenEpoch | None) -> None:
+    def _transfer_if_wanted(self, epoch: OpenEpoch | None) -> None:
         """Hand over the state and leave, if the script can be continued from here."""
         if self._safe_state is None or not self._position.is_safe(epoch):
             return
-        if (folder := self._safe_state.member.hand_over_folder) is not None:
-            self.hand_over(folder, is_now=True)
+        if (folder := self._safe_state.member.transfer_folder) is not None:
+            self.transfer_state(folder, is_now=True)
             self._safe_state.member.leave()

@@ -358,7 +358,7 @@ class TrainingState:
         return {
             name: value
             for name, value in state.items()
-            if name not in placement.holders or placement.is_owned(name)
+            if name not in placement.stages_by_name or placement.is_owned(name)
         }
 
     @property
@@ -419,7 +419,7 @@ class TrainingState:
         return {
             name: value.to("meta")
             if isinstance(value, torch.Tensor)
-            and name.removeprefix(prefix) in placement.holders
+            and name.removeprefix(prefix) in placement.stages_by_name
             and not placement.is_local(name.removeprefix(prefix))
             else value
             for name, value in state.items()

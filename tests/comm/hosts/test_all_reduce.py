@@ -63,13 +63,13 @@ def check_sums(group, dtype, leaves, has_absent, scatter=False):
     fold = TreeAccumulator(leaves, add_rows)
     for leaf in owned[rank]:
         fold.put((leaf, leaf + 1), values[leaf])
-    holders = [nodes_of(each, leaves) for each in owned]
+    nodes_by_rank = [nodes_of(each, leaves) for each in owned]
     sizes = [each.numel() for each in expected]
     for bucket in plan(sizes, [dtype] * len(sizes), 4096):
         line = 64 // dtype.itemsize
         cuts = [min(n * line, bucket.length) for n in range(ranks)] + [bucket.length]
         sums = HostAllReduce(
-            group, bucket, holders, leaves, divisor, cuts if scatter else None, scatter
+            group, bucket, nodes_by_rank, leaves, divisor, cuts if scatter else None, scatter
         )
         for _ in range(2):  # the buffers are used again
             sums.launch(fold.nodes)
@@ -101,12 +101,14 @@ def test_the_sum_across_hosts_is_the_tree_bit_for_bit(world_size, monkeypatch):
 def test_a_member_that_is_stale_everywhere_is_not_reported(rank):
     with simulated_hosts(((0,), (1,))) as group:
         (bucket,) = plan([3, 4], [torch.float32] * 2, 1 << 20)
-        holders = [[(0, 1)], [(1, 2)]]
-        sums = HostAllReduce(group, bucket, holders, 2, 1)
-        sums.launch({(rank, rank + 1): [torch.ones(3), torch.ones(4)]}, stale={0, 1} - {rank})
+        nodes_by_rank = [[(0, 1)], [(1, 2)]]
+        sums = HostAllReduce(group, bucket, nodes_by_rank, 2, 1)
+        sums.launch(
+            {(rank, rank + 1): [torch.ones(3), torch.ones(4)]}, locally_unused={0, 1} - {rank}
+        )
         both = {index: None if each is None else each.tolist() for index, each in sums.gather()}
         assert both == {0: [2.0] * 3, 1: [2.0] * 4}
-        sums.launch({(rank, rank + 1): [torch.ones(3), torch.ones(4)]}, stale={1})
+        sums.launch({(rank, rank + 1): [torch.ones(3), torch.ones(4)]}, locally_unused={1})
         assert [index for index, each in sums.gather() if each is None] == [1]
 
 
