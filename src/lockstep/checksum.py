@@ -35,7 +35,7 @@ def checksum(tensor: torch.Tensor) -> int:
     """
     tensor = tensor.detach()
     if (parts := _wrapped_parts(tensor)) is not None:
-        numbers = [checksum(each) for each in parts]
+        numbers = [checksum(part) for part in parts]
         return xxhash.xxh3_64_intdigest(f"{tensor.dtype}|{numbers}".encode())
     hasher = xxhash.xxh3_64(f"{tensor.dtype}|{tuple(tensor.shape)}".encode())
     for part in _strided_parts(tensor):
@@ -129,24 +129,24 @@ def _named_tensors(state: object) -> dict[str, torch.Tensor]:
         raise UsageError(
             f"ls.digest takes a module or its state dict, not an object of type {kind}{own}"
         )
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             if value.is_meta:
                 raise UsageError(
                     f"{name} has no values on this rank: call trainer.digest() on every rank"
                 )
-            found[name] = value
+            tensors[name] = value
         elif isinstance(value, (bool, int, float)):
             dtype = torch.float64 if isinstance(value, float) else None
-            found[name] = torch.tensor(value, dtype=dtype)
+            tensors[name] = torch.tensor(value, dtype=dtype)
     nested = next((name for name, value in state.items() if isinstance(value, Mapping)), None)
-    if nested is not None and not any(isinstance(each, torch.Tensor) for each in state.values()):
+    if nested is not None and not any(isinstance(value, torch.Tensor) for value in state.values()):
         raise UsageError(
             f"ls.digest takes the state dict of a module, and {nested!r} is a state dict itself: "
             f"pass state[{nested!r}], or call trainer.digest() or trainer.optimizer_digest()"
         )
-    return found
+    return tensors
 
 
 def name_optimizer_tensors(

@@ -27,10 +27,10 @@ WITHOUT_FLOAT64 = frozenset({"mps"})
 
 def find_accelerator() -> str | None:
     """Return the type of the accelerator that this process can use, such as "cuda", or None."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type in WITHOUT_FLOAT64 or not count_devices(found.type):
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or device.type in WITHOUT_FLOAT64 or not count_devices(device.type):
         return None
-    return found.type
+    return device.type
 
 
 def is_accelerator(device: torch.device) -> bool:

@@ -191,11 +191,11 @@ def exchange_folders(first: Path, second: Path) -> bool:
 def _mode_of(path: Path) -> int:
     """Return the permissions of the file at `path` if it is the user's, else of a new file."""
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return FILE_MODE
-    own = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
-    return stat.S_IMODE(found.st_mode) & 0o777 if own else FILE_MODE
+    own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    return stat.S_IMODE(status.st_mode) & 0o777 if own else FILE_MODE
 
 
 def sync_folder(folder: Path) -> None:

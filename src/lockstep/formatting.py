@@ -117,10 +117,10 @@ PATTERN = re.compile(r"(\d+(?:\.\d+)?) ?([KMG]?)(?:I?B)?", re.IGNORECASE)
 
 def parse_size(text: str) -> int:
     """Return the bytes of "4", "64K", "1MiB" or "0.5G"; units are powers of 1024."""
-    found = PATTERN.fullmatch(text.strip())
-    if not found:
+    match = PATTERN.fullmatch(text.strip())
+    if not match:
         raise UsageError(f"{text!r} is not a size: write 4, 64K, 1MiB or 1G")
-    return int(float(found[1]) * UNITS[found[2].upper()])
+    return int(float(match[1]) * UNITS[match[2].upper()])
 
 
 def parse_sizes(text: str) -> list[int]:

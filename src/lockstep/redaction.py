@@ -97,15 +97,15 @@ def _redact(value: Any, name: str, held: list[str], depth: int) -> Any:
     if depth >= DEEPEST:
         return _redact_text(str(value), held)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     elif hasattr(value, "_asdict"):  # a named tuple
         value = value._asdict()
     if isinstance(value, Mapping):
         return {
             _redact_text(key, held) if isinstance(key, str) else key: _redact(
-                each, str(key), held, depth + 1
+                entry, str(key), held, depth + 1
             )
-            for key, each in value.items()
+            for key, entry in value.items()
         }
     if isinstance(value, (list, tuple, Set)):
         return _redact_list(list(value), name, held, depth)
@@ -118,18 +118,18 @@ def _redact(value: Any, name: str, held: list[str], depth: int) -> Any:
 
 def _redact_list(values: list[Any], name: str, held: list[str], depth: int) -> list[Any]:
     """Redact a list, which may be a command line: an option's value is the next element."""
-    found: list[Any] = []
+    redacted: list[Any] = []
     option = ""
     for value in values:
         setting = SETTING.fullmatch(value) if isinstance(value, str) else None
         if option and not str(value).startswith("--") and _is_secret(option, str(value)):
-            found.append(MARK)
+            redacted.append(MARK)
         elif setting and _is_secret(setting["name"], setting["value"]):
-            found.append(f"{setting['name']}={MARK}")
+            redacted.append(f"{setting['name']}={MARK}")
         else:
-            found.append(_redact(value, name, held, depth + 1))
+            redacted.append(_redact(value, name, held, depth + 1))
         option = value if isinstance(value, str) and OPTION.fullmatch(value) else ""
-    return found
+    return redacted
 
 
 def _redact_text(text: str, held: list[str]) -> str:
@@ -185,12 +185,12 @@ def _names_secret(name: str, sign: str, value: str) -> bool:
 
 def _held(environ: Mapping[str, str]) -> list[str]:
     """Return the secrets that an environment holds, the longest first."""
-    found = {
+    secrets = {
         value
         for name, value in environ.items()
         if len(value) >= 8 and (_is_strong(name) or (_is_hint(name) and _looks_random(value)))
     }
-    return sorted(found, key=len, reverse=True)
+    return sorted(secrets, key=len, reverse=True)
 
 
 def _is_secret(name: str, value: str) -> bool:

@@ -8,7 +8,12 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.elastic.host_plan import choose_host, find_places, order_by_host, share_ranks
+from lockstep.elastic.host_plan import (
+    choose_host,
+    find_coordinates,
+    order_by_host,
+    share_ranks,
+)
 
 
 @given(wanted=st.integers(1, 64), hosts=st.integers(1, 8))
@@ -22,17 +27,17 @@ def test_hosts_share_the_ranks_evenly(wanted, hosts):
 
 @given(hosts=st.lists(st.integers(0, 3), min_size=1, max_size=12))
 def test_places_count_the_ranks_of_each_host(hosts):
-    places = find_places(hosts)
-    assert [place.rank for place in places] == list(range(len(hosts)))
-    assert [place.host for place in places] == hosts
+    coordinates = find_coordinates(hosts)
+    assert [coordinates.rank for coordinates in coordinates] == list(range(len(hosts)))
+    assert [coordinates.host for coordinates in coordinates] == hosts
     for host, size in Counter(hosts).items():
-        own = [place for place in places if place.host == host]
-        assert [place.local_rank for place in own] == list(range(size))
-        assert {place.local_world_size for place in own} == {size}
+        own = [coordinates for coordinates in coordinates if coordinates.host == host]
+        assert [coordinates.local_rank for coordinates in own] == list(range(size))
+        assert {coordinates.local_world_size for coordinates in own} == {size}
 
 
 def test_variables_have_the_names_of_torchrun():
-    assert find_places([0, 0, 1])[2].variables() == {
+    assert find_coordinates([0, 0, 1])[2].variables() == {
         "RANK": "2",
         "LOCAL_RANK": "0",
         "GROUP_RANK": "1",

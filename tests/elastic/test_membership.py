@@ -25,7 +25,7 @@ LOST = DistBackendError("rank 0: barrier #3 on group default failed: rank 2 died
 class Trainer:
     """Takes part, and notes what is called."""
 
-    can_stay, can_transfer_state, place = True, True, (0, 1)
+    can_stay, can_transfer_state, pipeline_position = True, True, (0, 1)
 
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls
@@ -96,8 +96,8 @@ class Harness:
             raise error
 
     def answer(self, kind: str = "round", number: int = 1, **fields: Any) -> None:
-        place = {"round": number, "rank": 0, "world_size": 2, "store": "", "operation": 0}
-        self.answers.append({"kind": kind, **place, "commit": False, **fields})
+        message = {"round": number, "rank": 0, "world_size": 2, "store": "", "operation": 0}
+        self.answers.append({"kind": kind, **message, "commit": False, **fields})
 
     def run(self, prepare: Callable[[], Any] | None = None) -> Any:
         return self.member.run(

@@ -33,7 +33,7 @@ MAPPINGS: dict[str, type] = {"$ordered": OrderedDict, "$counter": Counter}
 SEQUENCES: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 FACTORIES = {"int": int, "float": float, "list": list, "dict": dict, "set": set, None: None}
 NUMBERS = ["?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
-ARRAY_DTYPES = {numpy.dtype(order + each) for order in "<>" for each in NUMBERS}
+ARRAY_DTYPES = {numpy.dtype(order + kind) for order in "<>" for kind in NUMBERS}
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], path: str) -> Any:

@@ -95,19 +95,19 @@ STATE_SCHEMA = {
 }  # fmt: skip
 
 
-def find_mismatch(value: Any, schema: Any, place: str = "it") -> str:
+def find_mismatch(value: Any, schema: Any, path: str = "it") -> str:
     """Return in words where a value differs from a schema first; "" if it does not."""
     if isinstance(schema, OneOf):
-        mismatches = [find_mismatch(value, choice, place) for choice in schema]
+        mismatches = [find_mismatch(value, choice, path) for choice in schema]
         return "" if "" in mismatches else max(mismatches, key=len)
     if isinstance(schema, dict) and isinstance(value, dict):
-        pairs = _pair_entries(value, schema, place)
+        pairs = _pair_entries(value, schema, path)
     elif isinstance(schema, list) and isinstance(value, list):
-        pairs = ((entry, schema[0], f"{place}[{at}]") for at, entry in enumerate(value))
+        pairs = ((entry, schema[0], f"{path}[{at}]") for at, entry in enumerate(value))
     elif isinstance(schema, tuple) and isinstance(value, tuple) and len(value) == len(schema):
-        pairs = ((value[at], schema[at], f"{place}[{at}]") for at in range(len(schema)))
+        pairs = ((value[at], schema[at], f"{path}[{at}]") for at in range(len(schema)))
     else:
-        return "" if _is_simple(value, schema) else f"{place} is {_describe(value)}"
+        return "" if _is_simple(value, schema) else f"{path} is {_describe(value)}"
     return next(filter(None, (find_mismatch(*pair) for pair in pairs)), "")
 
 
@@ -135,18 +135,18 @@ def is_alike(saved: Any, here: Any) -> bool:
 
 
 def _pair_entries(
-    value: dict[Any, Any], schema: dict[Any, Any], place: str
+    value: dict[Any, Any], schema: dict[Any, Any], path: str
 ) -> Iterator[tuple[Any, Any, str]]:
     """Yield the entries of a dict, and the names where any are allowed, with their schemas."""
     for name, inner in schema.items():
         if not isinstance(name, str):
             for key, entry in value.items():
-                yield key, name, f"a name in {place}"
-                yield entry, inner, f"{place}.{key}"
+                yield key, name, f"a name in {path}"
+                yield entry, inner, f"{path}.{key}"
         elif name.removesuffix("?") in value:
-            yield value[name.removesuffix("?")], inner, f"{place}.{name.removesuffix('?')}"
+            yield value[name.removesuffix("?")], inner, f"{path}.{name.removesuffix('?')}"
         elif not name.endswith("?"):
-            yield MISSING, None, f"{place}.{name}"
+            yield MISSING, None, f"{path}.{name}"
 
 
 def _is_simple(value: Any, schema: Any) -> bool:

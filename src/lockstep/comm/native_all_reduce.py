@@ -93,7 +93,7 @@ class NativeAllReduce(ReproducibleAllReduce):
         self._packed = empty_shared(max(values + flags, 1), dtype=torch.uint8).zero_()
         self._values = self._packed[:values].view(bucket.dtype).view(rows, bucket.length)
         self.sums = self._values[0]
-        self._places: list[dict[int, torch.Tensor]] = [
+        self._destinations: list[dict[int, torch.Tensor]] = [
             {m.index: row[m.offset : m.offset + m.numel] for m in bucket.members}
             for row in self._values[: len(self._nodes)]
         ]
@@ -114,9 +114,9 @@ class NativeAllReduce(ReproducibleAllReduce):
         self._mine = self._bounds[rank], self._bounds[rank + 1]
         self._work: dist.Work | None = None
 
-    def place(self, node: Node, member: Member) -> torch.Tensor:
+    def destination(self, node: Node, member: Member) -> torch.Tensor:
         """Return the destination of a member's value in one of this rank's nodes."""
-        return self._places[self._nodes.index(node)][member.index]
+        return self._destinations[self._nodes.index(node)][member.index]
 
     def launch(
         self,
@@ -137,9 +137,9 @@ class NativeAllReduce(ReproducibleAllReduce):
         """
         flags = bytearray()
         own: torch.Tensor | None = None
-        for node, places in zip(self._nodes, self._places, strict=True):
+        for node, destinations in zip(self._nodes, self._destinations, strict=True):
             values = held[node]
-            for index, part in places.items():
+            for index, part in destinations.items():
                 value = values[index]
                 if value is None:
                     flags.append(ABSENT)

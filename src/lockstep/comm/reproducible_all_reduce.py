@@ -71,7 +71,7 @@ class ReproducibleAllReduce(ABC):
     sums: torch.Tensor
     fits_messages = False
 
-    def place(self, node: Node, member: Member) -> torch.Tensor | None:
+    def destination(self, node: Node, member: Member) -> torch.Tensor | None:
         """Return the destination of a value of one of this rank's nodes, or None.
 
         The destination is a vector of the member's length, aligned to 64 bytes. `launch` does not

@@ -97,9 +97,9 @@ def _fetch(
             size += len(chunk)
             if progress is not None:
                 progress(path.name, size, total)
-        if (found := digest.hexdigest()) != sha256:
+        if (actual := digest.hexdigest()) != sha256:
             raise _MirrorError(
-                f"sent a file whose SHA-256 is {found[:12]}..., not {sha256[:12]}..."
+                f"sent a file whose SHA-256 is {actual[:12]}..., not {sha256[:12]}..."
             )
 
 

@@ -51,7 +51,7 @@ __all__ = [
 
 Collate = Callable[[list[Any]], Any]
 
-Place = tuple[int, int, int, int]
+MicrobatchKey = tuple[int, int, int, int]
 """A micro-batch: the seed of the order, the epoch, the batch and the micro-batch."""
 
 LIBRARY_FOLDERS = (os.path.dirname(torch.__file__), os.path.dirname(__file__))
@@ -114,7 +114,11 @@ def is_own(collate: Collate | None) -> bool:
 
 
 def collate_samples(
-    samples: list[Any], names: Sequence[int], dataset: str, collate: Collate, place: Place
+    samples: list[Any],
+    names: Sequence[int],
+    dataset: str,
+    collate: Collate,
+    microbatch_key: MicrobatchKey,
 ) -> Any:
     """Collate one micro-batch; if that fails, return a LoadFailure that names the samples.
 
@@ -130,11 +134,11 @@ def collate_samples(
         names: Their indices, for messages.
         dataset: The name of the dataset, for messages.
         collate: The function.
-        place: The micro-batch, for the seed of the function.
+        microbatch_key: The micro-batch, for the seed of the function.
     """
     try:
         if collate is not default_collate:
-            seed, epoch, batch, microbatch = place
+            seed, epoch, batch, microbatch = microbatch_key
             # Negative, so that no sample has the same seed.
             seed_all(key(seed, epoch, -1 - batch, microbatch))
         with hidden_worker_info():  # in a worker, `default_collate` allocates shared memory
@@ -197,7 +201,7 @@ class MapSource(Dataset[Item]):
         return check_samples(load, positions, names, self.dataset)
 
     def _microbatches(
-        self, pieces: Sequence[tuple[Place, range]], loaded: dict[int, Any]
+        self, pieces: Sequence[tuple[MicrobatchKey, range]], loaded: dict[int, Any]
     ) -> list[Any] | LoadFailure:
         """Load and collate consecutive micro-batches.
 
@@ -219,11 +223,13 @@ class MapSource(Dataset[Item]):
             except Exception as error:
                 return LoadFailure.of(f"sample {index} of {name}", error)
         parts = []
-        for place, piece in pieces:
+        for microbatch_key, piece in pieces:
             # Removed, so that the memory of the samples can be used for the next micro-batch.
             first, samples = samples[: len(piece)], samples[len(piece) :]
             names, indices = indices[: len(piece)], indices[len(piece) :]
-            part = collate_samples(first, names, name, self.collate or default_collate, place)
+            part = collate_samples(
+                first, names, name, self.collate or default_collate, microbatch_key
+            )
             if isinstance(part, LoadFailure):
                 return part
             parts.append(part)

@@ -155,7 +155,7 @@ class PlannedBuckets:
         if self._has_valid_views:
             return
         views = {
-            member.index: bucket_sum.place(self._own_nodes[-1], member)
+            member.index: bucket_sum.destination(self._own_nodes[-1], member)
             for bucket_sum in (self.sums if self._own_nodes else [])
             for member in bucket_sum.bucket.members
             if member.index in indices
@@ -188,5 +188,5 @@ class PlannedBuckets:
             member.index: in_layout_of(vector, parameters[member.index][1])
             for bucket_sum in sums
             for member in bucket_sum.bucket.members
-            if (vector := bucket_sum.place(node, member)) is not None
+            if (vector := bucket_sum.destination(node, member)) is not None
         }

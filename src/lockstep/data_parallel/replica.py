@@ -63,7 +63,7 @@ class Replica:
         index: The micro-batch.
         size: The number of its samples.
         device: Its device.
-        place: The micro-batch and its device, for messages.
+        label: The micro-batch and its device, for messages.
         data: Its arguments, positional and by name.
         sources: The leaves that get the gradients of arguments.
         module: The replica of the module.
@@ -79,7 +79,7 @@ class Replica:
     index: int
     size: int
     device: torch.device
-    place: str
+    label: str
     data: tuple[Sequence[Any], Mapping[str, Any]]
     sources: Sequence[torch.Tensor]
     module: nn.Module
@@ -106,14 +106,14 @@ class Replica:
                 return self.module(*args, **kwargs)
             *inputs, targets = args
             outputs = self.module(*inputs, **kwargs)
-            value, _ = compute_loss(self.loss, {}, outputs, targets, self.place)
-            check_scalar(value, self.place)
+            value, _ = compute_loss(self.loss, {}, outputs, targets, self.label)
+            check_scalar(value, self.label)
             return value
         except ValueError as error:
-            if self.size > 1 or explain_batch_norm(error, self.place) is None:
+            if self.size > 1 or explain_batch_norm(error, self.label) is None:
                 raise
             raise UsageError(
-                f"{self.place} holds one sample, and batch norm cannot train on one: choose the "
+                f"{self.label} holds one sample, and batch norm cannot train on one: choose the "
                 "batch size and the number of micro-batches so that each holds at least two"
             ) from error
 
@@ -145,5 +145,5 @@ class Replica:
                 yield
         except BaseException as error:
             if "micro-batch" not in str(error):
-                error.add_note(f"in {self.place}")
+                error.add_note(f"in {self.label}")
             raise

@@ -122,9 +122,9 @@ class ReplicaPass:
                 )
                 data = (call.args, call.kwargs)
                 data, sources = take_part(data, span, call.dim, device, self._sources)
-                place = f"micro-batch {index} on {device} (device {number} of {len(call.devices)})"
+                label = f"micro-batch {index} on {device} (device {number} of {len(call.devices)})"
                 replica = Replica(
-                    index, len(span), device, place, data, sources, module, leaves, scopes, loss
+                    index, len(span), device, label, data, sources, module, leaves, scopes, loss
                 )
                 queue.append(replica)
             queues.append(queue)

@@ -15,7 +15,7 @@ from pathlib import Path
 from lockstep.elastic.coordinator import ElasticCoordinator
 from lockstep.elastic.host_agent import HostAgent
 from lockstep.elastic.host_connection import PURPOSE
-from lockstep.elastic.host_plan import RankPlace
+from lockstep.elastic.host_plan import RankCoordinates
 from lockstep.elastic.host_supervisor import HostSupervisor
 from lockstep.kernel.errors import LockstepError
 from lockstep.launcher.failure_attribution import STOPPED
@@ -97,12 +97,12 @@ def _start(
     else:
         ranks = open_supervisor(config, folder, range(0))
 
-    def start_member(member: int, place: RankPlace, variables: dict[str, str]) -> None:
+    def start_member(member: int, coordinates: RankCoordinates, variables: dict[str, str]) -> None:
         variables = {**folder.variables(), **variables}
-        if isinstance(ranks, HostSupervisor) and place.host > 0:
-            ranks.start_remote(place.host, member, place.local_rank, variables)
+        if isinstance(ranks, HostSupervisor) and coordinates.host > 0:
+            ranks.start_remote(coordinates.host, member, coordinates.local_rank, variables)
         else:
-            start_rank(config, folder, ranks, member, place.local_rank, variables)
+            start_rank(config, folder, ranks, member, coordinates.local_rank, variables)
 
     with terminating(ranks):
         # Agents connect at the port of the options, and members get that of the store from them.

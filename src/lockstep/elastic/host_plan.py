@@ -13,11 +13,17 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["RankPlace", "choose_host", "find_places", "order_by_host", "share_ranks"]
+__all__ = [
+    "RankCoordinates",
+    "choose_host",
+    "find_coordinates",
+    "order_by_host",
+    "share_ranks",
+]
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class RankCoordinates:
     """The place of a rank in the world and on its host.
 
     Attributes:
@@ -53,17 +59,17 @@ def share_ranks(wanted: int, hosts: int) -> list[int]:
     return [wanted // hosts + (host < wanted % hosts) for host in range(hosts)]
 
 
-def find_places(hosts: Sequence[int]) -> list[RankPlace]:
-    """Return the place of each rank.
+def find_coordinates(hosts: Sequence[int]) -> list[RankCoordinates]:
+    """Return the coordinates of each rank.
 
     Args:
         hosts: The index of the host of each rank.
     """
-    sizes, seen, places = Counter(hosts), Counter[int](), []
+    sizes, seen, coordinates = Counter(hosts), Counter[int](), []
     for rank, host in enumerate(hosts):
-        places.append(RankPlace(rank, len(hosts), host, seen[host], sizes[host]))
+        coordinates.append(RankCoordinates(rank, len(hosts), host, seen[host], sizes[host]))
         seen[host] += 1
-    return places
+    return coordinates
 
 
 def order_by_host(

@@ -6,13 +6,18 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
-from lockstep.elastic.host_plan import RankPlace, choose_host, find_places, share_ranks
+from lockstep.elastic.host_plan import (
+    RankCoordinates,
+    choose_host,
+    find_coordinates,
+    share_ranks,
+)
 from lockstep.launcher.environment import ELASTIC, JOIN, MEMBER, RankEnvironment
 from lockstep.launcher.supervisor import RankSupervisor
 
 __all__ = ["MemberStarter", "StartMember"]
 
-StartMember = Callable[[int, RankPlace, dict[str, str]], None]
+StartMember = Callable[[int, RankCoordinates, dict[str, str]], None]
 """Starts a process: its number as a member, its place, and variables for its environment."""
 
 
@@ -80,9 +85,9 @@ class MemberStarter:
         """
         present = self._ranks.present
         shares = zip(present, share_ranks(count, len(present)), strict=True)
-        for place in find_places([host for host, share in shares for _ in range(share)]):
-            member = self._start_member(place, self._environment, number, variables)
-            self._ranks.outcomes[member].rank_in_world = place.rank
+        for coordinates in find_coordinates([host for host, share in shares for _ in range(share)]):
+            member = self._start_member(coordinates, self._environment, number, variables)
+            self._ranks.outcomes[member].rank_in_world = coordinates.rank
 
     def start_newcomer(self, rank: int, wanted: int, number: int, others: Iterable[int]) -> int:
         """Start a member that joins others, and return its number.
@@ -97,21 +102,21 @@ class MemberStarter:
         shares = share_ranks(wanted, self._nnodes)
         host = choose_host(shares, self._ranks.present, members) or 0
         hosts = [index for index in range(self._nnodes) for _ in range(members[index])]
-        place = replace(find_places([*hosts, host])[-1], rank=rank, world_size=rank + 1)
+        coordinates = replace(find_coordinates([*hosts, host])[-1], rank=rank, world_size=rank + 1)
         environment = replace(self._environment, store="")
-        member = self._start_member(place, environment, number, {JOIN: "1"})
+        member = self._start_member(coordinates, environment, number, {JOIN: "1"})
         self._ranks.outcomes[member].is_outside = True
         return member
 
     def _start_member(
         self,
-        place: RankPlace,
+        coordinates: RankCoordinates,
         environment: RankEnvironment,
         number: int,
         variables: Mapping[str, str],
     ) -> int:
         member, self._next = self._next, self._next + 1
         own = {ELASTIC: "1", MEMBER: str(member), "TORCHELASTIC_RESTART_COUNT": str(number)}
-        of_place = {**environment.variables(0), **place.variables()}
-        self._start(member, place, {**of_place, **own, **self.common, **variables})
+        of_rank = {**environment.variables(0), **coordinates.variables()}
+        self._start(member, coordinates, {**of_rank, **own, **self.common, **variables})
         return member

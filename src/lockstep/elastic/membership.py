@@ -173,7 +173,7 @@ class Participant(Protocol):
         """Whether this rank can write its state now, for a process that replaces it."""
 
     @property
-    def place(self) -> tuple[int, int]:
+    def pipeline_position(self) -> tuple[int, int]:
         """The part of a replica that this rank holds, and the number of parts."""
 
     def enter_round(self, new: Round) -> None:
@@ -434,7 +434,9 @@ class Membership:
         return decision
 
     def _report(self, reason: str, is_prepared: bool) -> Decision:
-        position, stages = self._participants[-1].place if self._participants else (0, 1)
+        position, stages = (
+            self._participants[-1].pipeline_position if self._participants else (0, 1)
+        )
         report_to_launcher(
             {
                 "kind": "round_over",

@@ -233,12 +233,12 @@ def describe_own_failure(outcomes: Sequence[Outcome], failure: Outcome) -> str:
     "train.py:31: rank 2 failed: ...", or "train.py:31 on rank 0, train.py:40 on rank 1: ...".
     """
     assert failure.error is not None
-    places: dict[str, list[int]] = {}
+    ranks_by_line: dict[str, list[int]] = {}
     same = find_same_failures(outcomes, failure)
     for outcome in same:
         if outcome.error is not None and outcome.error["where"]:
-            places.setdefault(outcome.error["where"], []).append(outcome.rank)
-    alone = len(places) == 1
+            ranks_by_line.setdefault(outcome.error["where"], []).append(outcome.rank)
+    alone = len(ranks_by_line) == 1
     is_of_backend = failure.error["type"] in BACKEND_ERRORS
     if is_of_backend and (early := _describe_early_return(outcomes, failure)):
         return early
@@ -247,7 +247,7 @@ def describe_own_failure(outcomes: Sequence[Outcome], failure: Outcome) -> str:
         said = said.removeprefix(f"rank {failure.own_rank}: ")  # each rank's message begins with it
     lines = [
         where if alone else f"{where} on {format_numbered(failure.noun, at)}"
-        for where, at in places.items()
+        for where, at in ranks_by_line.items()
     ]
     return f"{', '.join(lines)}: {said}" if lines else said
 

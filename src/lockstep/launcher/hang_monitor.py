@@ -169,8 +169,8 @@ class Hang:
         if self.stopped:
             return _describe_stops(self.stopped) + (f", while {waits}" if waits else "")
         if self.busy:
-            places = ", ".join(_describe_place(snapshot) for snapshot in self.busy)
-            return f"{places}, while {waits}"
+            call_sites = ", ".join(_describe_call_site(snapshot) for snapshot in self.busy)
+            return f"{call_sites}, while {waits}"
         if self._is_deadlock:
             return f"the ranks wait for each other: {waits}"
         if self.returned:
@@ -239,7 +239,7 @@ def _describe_stops(stopped: Sequence[RankSnapshot]) -> str:
     return ", ".join(parts)
 
 
-def _describe_place(snapshot: RankSnapshot) -> str:
+def _describe_call_site(snapshot: RankSnapshot) -> str:
     text = f"{snapshot.name} is {snapshot.location or 'busy'}"
     if snapshot.is_waiting:
         return f"{text}, waiting in {snapshot.operation}"

@@ -163,8 +163,10 @@ class ProcessContext:
     def _end_late_ranks(self) -> RankError:
         """End the ranks after the timeout; return an error that says where they were."""
         running = self._ranks.running
-        places = {rank: self._ranks.probes.locate(rank) for rank in running}
-        where = ", ".join(f"rank {rank} was {place}" for rank, place in places.items() if place)
+        call_sites = {rank: self._ranks.probes.locate(rank) for rank in running}
+        where = ", ".join(
+            f"rank {rank} was {call_site}" for rank, call_site in call_sites.items() if call_site
+        )
         error = RankError(
             f"{format_numbered('rank', running)} had not returned after {self._timeout:g} s and "
             f"{'was' if len(running) == 1 else 'were'} ended" + (f" ({where})" if where else "")
@@ -370,7 +372,7 @@ def function_task(variables: Mapping[str, str], *, spawn: bool = False) -> Messa
         "environ": {"OMP_NUM_THREADS": "1", **inherited, **variables},
         "cwd": os.getcwd(),
         "argv": sys.argv,
-        "path": [os.fspath(place) for place in sys.path],
+        "path": [os.fspath(entry) for entry in sys.path],
     }
 
 

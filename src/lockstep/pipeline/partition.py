@@ -70,8 +70,8 @@ class Partition:
             if len(stages_by_name[name]) > 1:
                 raise LayoutError(
                     f"buffer {name} belongs to blocks of the stages {stages_by_name[name]}, and "
-                    "each stage would update its own copy: choose a balance that keeps these blocks in "
-                    "one stage"
+                    "each stage would update its own copy: choose a balance that keeps these "
+                    "blocks in one stage"
                 )
         self._check_nesting(model)
         return stages_by_name

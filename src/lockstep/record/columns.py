@@ -58,13 +58,13 @@ class Steps:
 
     def since(self, first: int) -> Steps:
         """Return the steps from position `first`, without ranks that occur in none of them."""
-        found = self.select(slice(first, None))
-        known = np.flatnonzero(~np.isnan(found.ranks).all(axis=(0, 2)))
+        steps = self.select(slice(first, None))
+        known = np.flatnonzero(~np.isnan(steps.ranks).all(axis=(0, 2)))
         return replace(
-            found,
-            ranks=found.ranks[:, : known[-1] + 1 if len(known) else 0],
-            spread=_without_unknown(found.spread),
-            slowest=_without_unknown(found.slowest),
+            steps,
+            ranks=steps.ranks[:, : known[-1] + 1 if len(known) else 0],
+            spread=_without_unknown(steps.spread),
+            slowest=_without_unknown(steps.slowest),
         )
 
     def select(self, chosen: slice | npt.NDArray[np.bool_]) -> Steps:

@@ -87,7 +87,7 @@ class RoundEntry:
         return self._run.safe_points.can_transfer_state
 
     @property
-    def place(self) -> tuple[int, int]:
+    def pipeline_position(self) -> tuple[int, int]:
         """The part of a replica that this rank holds, and the number of parts."""
         return self._parallel.position, self._parallel.stages
 
