@@ -18,6 +18,7 @@ the generators. Such a call repeats an earlier call, and gets the number of that
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,13 +134,14 @@ class RngScopes:
         self._seeder = seeder or PlainSeeder()
         self._seed_call = self._seed_all if self._accelerators else self._seeder.seed
         self._now: ScopeCalls | None = None
+        own = weakref.proxy(self)  # a cycle would keep the modules until garbage is collected
         watched: list[WatchedModule] = [
-            (module, self._make_seed_hook(number, before[number] if before else 0), None)
+            (module, _make_seed_hook(own, number, before[number] if before else 0), None)
             for number, module in enumerate(self.modules)
             if module is not None
         ]
         if model is not None:
-            watched.append((model, None, self.begin_loss))
+            watched.append((model, None, partial(RngScopes.begin_loss, own)))
         self._around_calls = watch(watched)
 
     @contextmanager
@@ -210,22 +212,6 @@ class RngScopes:
             generator.manual_seed(seed)
         return seed
 
-    def _make_seed_hook(self, scope: int, before: int) -> Callable[[], None]:
-        def seed() -> None:
-            now = self._now
-            if now is None:
-                return
-            states, call = now.states[scope], before
-            if states or torch._C._current_graph_task_id() != NO_BACKWARD:
-                call += self._call_number(states)
-            else:  # the first call needs no state: a repetition that matches none repeats it
-                states.append(b"")
-            self._seed_call(now.prefix, scope, call)
-            if scope == 0:
-                now.last = call
-
-        return seed
-
     def _call_number(self, calls: list[bytes]) -> int:
         """Return the number of this call; a repeated call is recognized by its generator state."""
         if not is_in_backward():
@@ -235,6 +221,22 @@ class RngScopes:
             return 0
         entry = torch.default_generator.get_state().numpy().tobytes()
         return calls.index(entry) if entry in calls else 0
+
+
+def _make_seed_hook(scopes: RngScopes, scope: int, before: int) -> Callable[[], None]:
+    def seed() -> None:
+        if (now := scopes._now) is None:
+            return
+        states, call = now.states[scope], before
+        if states or torch._C._current_graph_task_id() != NO_BACKWARD:
+            call += scopes._call_number(states)
+        else:  # the first call needs no state: a repetition that matches none repeats it
+            states.append(b"")
+        scopes._seed_call(now.prefix, scope, call)
+        if scope == 0:
+            now.last = call
+
+    return seed
 
 
 def is_in_backward() -> bool:
