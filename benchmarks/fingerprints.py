@@ -2,8 +2,6 @@
 
     python -m benchmarks.fingerprints [--ranks 2] [--pairs 40] [PART ...]
 
-- step: what the line of every step has (losses and norm in float.hex form, the losses of the
-  micro-batches, the hash of the batch's samples, the chain);
 - unit: hashes of every unit, in a step that is recorded with `fingerprints="unit"`;
 - digest: the digest of a checkpoint, computed by the thread that writes it, in blocks of 8 steps
   with one checkpoint.
@@ -33,12 +31,6 @@ import lockstep as ls
 from benchmarks.checks import SGD, interval, mlp, replaced, time_in_pairs
 
 PARTS = {
-    "step": [
-        ("lockstep.training.history._exact", lambda result: {}),
-        ("lockstep.training.step.list_losses", lambda statuses, leaves: []),
-        ("lockstep.data.loader.hash_indices", lambda indices: ""),
-        ("lockstep.record.recorder.add_link", lambda line, previous: (line + b"\n", 0)),
-    ],
     "unit": [
         (
             "lockstep.training.fingerprint_recorder.StepSelection.__contains__",
@@ -64,8 +56,6 @@ class Row:
 
 
 ROWS = [
-    Row("step", SMALL, 40),
-    Row("step", LARGE, 2),
     Row("unit", SMALL, 10),
     Row("unit", LARGE, 2),
     Row("digest", LARGE, CHECKPOINT_STEPS),

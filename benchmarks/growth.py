@@ -15,6 +15,7 @@ import json
 import time
 from collections import deque
 from functools import partial
+from types import SimpleNamespace
 
 import orjson
 from torch.distributed import HashStore
@@ -23,7 +24,7 @@ from lockstep.comm.collectives import ALL_GATHER_RANKS, FRAME, PAGE
 from lockstep.comm.message_tree import Packet, Send, run_along_tree
 from lockstep.kernel.buffers import BufferReport
 from lockstep.kernel.exact_sum import compute_partial_sums, merge_partial_sums
-from lockstep.kernel.rank_status import RankStatus, StatusPlace, summarize
+from lockstep.kernel.rank_status import RankStatus, summarize
 from lockstep.kernel.step_context import MicrobatchResult
 from lockstep.launcher import rendezvous_check
 from lockstep.launcher.environment import RankInfo
@@ -162,7 +163,11 @@ def take_step(ranks):
     """Return the world after the statuses and the norm of one step, and their summary."""
     world = World(ranks)
     summaries = [
-        summarize(make_status(rank, ranks), StatusPlace(rank, ranks, rank, 0, ranks))
+        summarize(
+            make_status(rank, ranks),
+            SimpleNamespace(rank=rank, replica=rank, replicas=ranks, stages=1, position=0),
+            ranks,
+        )
         for rank in range(ranks)
     ]
     found = world.combine(

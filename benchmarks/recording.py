@@ -19,8 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from lockstep.kernel.step_context import Span
 from lockstep.kernel.step_hooks import take_part
+from lockstep.pipeline.stage_span import StageSpan
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
 from lockstep.training.history import History
@@ -93,7 +93,7 @@ def action(watched, spans):
     """Do what a rank does around an action, traced or not: see pipeline/schedule_executor.py."""
     begun = time.perf_counter()
     if watched:
-        spans.append(Span("forward", 1, 5, begun, time.perf_counter(), 0.001, 0, 65536))
+        spans.append(StageSpan("forward", 1, 5, begun, time.perf_counter(), 0.001, 0, 65536))
 
 
 def timeline_turn(recorder, sees):
