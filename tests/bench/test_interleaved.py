@@ -8,7 +8,7 @@ from lockstep.tools.bench import interleaved
 from lockstep.tools.bench.interleaved import Contender, Result, measure
 from lockstep.tools.bench.workload import Workload
 
-WORKLOAD = Workload("all_reduce", 256, "float32", "SUM")
+WORKLOAD = Workload("all_reduce", 256)
 
 
 class Scripted:
@@ -47,7 +47,7 @@ def test_the_slowest_rank_counts():
 
 
 def test_a_round_trip_counts_half():
-    workload = Workload("send_recv", 256, "float32", "SUM")
+    workload = Workload("send_recv", 256)
     assert race(Scripted("a", []), workload=workload)[0].median == 1.5
 
 
@@ -66,7 +66,7 @@ def test_a_copy_moves_as_many_bytes_as_the_message(name, copied):
     asked = []
     (result,) = measure(
         [Contender("memcpy", Copy(), is_copy=True)],
-        Workload(name, 256, "float32", "SUM"),
+        Workload(name, 256),
         4,
         4,
         0.1,

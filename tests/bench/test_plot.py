@@ -21,7 +21,7 @@ def results(collective="all_reduce", widths=(2,), sizes=(4, 1024, 1 << 20)):
     found = []
     for ranks in widths:
         for size in sizes:
-            workload = Workload(collective, size // 4, "float32", "SUM")
+            workload = Workload(collective, size // 4)
             for number, name in enumerate(("lockstep", "gloo", "mpi & co")):
                 time = (number + 1) * (1 + size / 1000)
                 times = (0.8 * time, time, 1.3 * time)

@@ -6,7 +6,7 @@ from lockstep.tools.bench.interleaved import Contender, Result
 from lockstep.tools.bench.results import COLUMNS, header, record, rows
 from lockstep.tools.bench.workload import Workload
 
-WORKLOAD = Workload("all_reduce", 262144, "float32", "SUM")
+WORKLOAD = Workload("all_reduce", 262144)
 
 
 class Nobody:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 import torch
 
 from lockstep.tools.bench.measured_collectives import Part
-from lockstep.tools.bench.mpi_library import MpiLibrary
 from lockstep.tools.bench.torch_library import TorchLibrary
 from lockstep.tools.bench.workload import (
     PERIOD,
     PreparedWorkload,
-    UnsupportedError,
     Workload,
     expected_block,
 )
@@ -36,7 +33,7 @@ class Alone(TorchLibrary):
         assert workload.collective == "all_reduce"
 
         def reduce() -> None:
-            other = expected_block(Part(1), 2, self.calls % 2, workload.op)
+            other = expected_block(Part(1), 2, self.calls % 2)
             self.calls += 1
             if self.forgets and self.calls == 4:
                 return
@@ -47,7 +44,7 @@ class Alone(TorchLibrary):
 
 
 def task(library: Alone) -> PreparedWorkload:
-    return PreparedWorkload(library, Workload("all_reduce", COUNT, "float32", "SUM"), 0, 2)
+    return PreparedWorkload(library, Workload("all_reduce", COUNT), 0, 2)
 
 
 def test_correct_results_count_no_errors():
@@ -73,9 +70,3 @@ def test_ranks_synchronize_between_fill_and_call():
         2, lambda: seen.append((library.calls, made.count_wrong(library.calls % 2) > 0))
     )
     assert seen == [(0, True), (1, True), (2, True)]
-
-
-def test_a_call_that_mpi_lacks_raises():
-    library = MpiLibrary(None, None)
-    with pytest.raises(UnsupportedError, match="MPI has no bfloat16"):
-        PreparedWorkload(library, Workload("send_recv", 4, "bfloat16", "SUM"), 0, 2)

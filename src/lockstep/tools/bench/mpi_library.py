@@ -18,7 +18,6 @@ __all__ = ["MpiLibrary", "name_library"]
 
 Vector = npt.NDArray[Any]
 Call = Callable[[], object]
-NAMES = {"PRODUCT": "PROD"}  # operations that have another name in MPI
 
 
 def name_library(mpi: Any) -> str:
@@ -37,8 +36,6 @@ class MpiLibrary(TorchLibrary):
     def call(self, workload: Workload, send: torch.Tensor, receive: torch.Tensor) -> Call:
         """Return the call, with the descriptions of its buffers."""
         mpi, comm, name = self._mpi, self._comm, workload.collective
-        if send.dtype == torch.bfloat16:
-            raise UnsupportedError("MPI has no bfloat16")
         if name == "barrier":
             return partial(comm.Barrier)
         if name == "memcpy":
@@ -47,13 +44,13 @@ class MpiLibrary(TorchLibrary):
         sent, received = (self._specify(buffer.numpy(), workload) for buffer in (send, receive))
         match name:
             case "all_reduce":
-                return partial(comm.Allreduce, mpi.IN_PLACE, received, self._op(workload))
+                return partial(comm.Allreduce, mpi.IN_PLACE, received, mpi.SUM)
             case "reduce" if is_root:
-                return partial(comm.Reduce, mpi.IN_PLACE, received, self._op(workload), ROOT)
+                return partial(comm.Reduce, mpi.IN_PLACE, received, mpi.SUM, ROOT)
             case "reduce":
-                return partial(comm.Reduce, sent, None, self._op(workload), ROOT)
+                return partial(comm.Reduce, sent, None, mpi.SUM, ROOT)
             case "reduce_scatter":
-                return partial(comm.Reduce_scatter_block, sent, received, self._op(workload))
+                return partial(comm.Reduce_scatter_block, sent, received, mpi.SUM)
             case "broadcast":
                 return partial(comm.Bcast, sent, ROOT)
             case "all_gather":
@@ -70,15 +67,7 @@ class MpiLibrary(TorchLibrary):
 
     def _specify(self, buffer: Vector, workload: Workload) -> list[Any]:
         """Return an mpi4py buffer specification: array, elements per part, MPI type."""
-        datatype = self._mpi._typedict.get(buffer.dtype.char)
-        if datatype is None:
-            raise UnsupportedError(f"MPI has no {buffer.dtype}")
-        return [buffer, workload.count, datatype]
-
-    def _op(self, workload: Workload) -> Any:
-        if workload.op == "AVG":
-            raise UnsupportedError("MPI has no AVG")
-        return getattr(self._mpi, NAMES.get(workload.op, workload.op))
+        return [buffer, workload.count, self._mpi.FLOAT]
 
     def _round_trip(self, send_spec: list[Any], receive_spec: list[Any]) -> Call:
         comm = self._comm

@@ -21,6 +21,7 @@ from lockstep.formatting import format_bytes, format_duration, format_size
 from lockstep.kernel.errors import UsageError
 from lockstep.tools.bench.measured_collectives import COLLECTIVES
 from lockstep.tools.bench.results import Result
+from lockstep.tools.bench.workload import DTYPE
 from lockstep.tools.report.chart import Axis, log_axis
 from lockstep.tools.report.picture import Dot, Label, Line, Picture, Point, text_width
 
@@ -77,7 +78,7 @@ def draw(results: list[Result], machine: str, command: str) -> Picture:
     widths = sorted({result.ranks for result in results})
     ranks = ", ".join(map(str, widths)) + (" rank" if widths == [1] else " ranks")
     picture = Picture(WIDTH, HEIGHT, PAPER, f"{workload.collective}, {ranks}")
-    kind = f"{workload.dtype} {workload.op}" if is_reduction else workload.dtype
+    kind = f"{DTYPE} SUM" if is_reduction else DTYPE
     room = WIDTH - 2 * MARGIN
     picture.add(
         Label(MARGIN, 76, workload.collective, 34, INK, bold=True),

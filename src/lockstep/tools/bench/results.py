@@ -11,7 +11,7 @@ import numpy as np
 
 from lockstep.tools.bench.measured_collectives import COLLECTIVES
 from lockstep.tools.bench.runners import Runner
-from lockstep.tools.bench.workload import Workload
+from lockstep.tools.bench.workload import DTYPE, Workload
 
 __all__ = [
     "Contender",
@@ -104,8 +104,8 @@ def row(result: Result, first: Result, is_first: bool) -> str:
     what = (
         f"{result.size}",
         f"{workload.count}",
-        workload.dtype,
-        workload.op if is_reduction else "none",
+        DTYPE,
+        "SUM" if is_reduction else "none",
     )
     start = what if is_first else ("",) * 4
     name = result.contender.name
@@ -171,8 +171,8 @@ def record(result: Result, first: Result, machine: str, command: str) -> dict[st
         "collective": workload.collective,
         "size_bytes": result.size,
         "count": workload.count,
-        "dtype": workload.dtype,
-        "op": workload.op if is_reduction else None,
+        "dtype": DTYPE,
+        "op": "SUM" if is_reduction else None,
         "in_place": COLLECTIVES[workload.collective].is_in_place,
         "nprocs": result.ranks,
         "calls": len(result.times),

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["RANKS_HELP", "command", "parse_rank_counts"]
 
 SIZES = "4,16,64,256,1K,4K,16K,64K,256K,1M,4M,16M,64M"
-DTYPES = ("float64", "float32", "float16", "bfloat16", "int8", "uint8", "int16", "int32", "int64")
-REDUCTIONS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 RANKS_HELP = "Numbers of ranks, measured one after another: 2 or 2,4."
 PATH_OPTIONS = ("--json", "--plot")  # private, left out of recorded commands
 
@@ -108,21 +106,7 @@ def options(collective: Collective) -> list[Any]:
                 metavar="SIZES",
                 help="Sizes in bytes: 4,64K,1M.  [default: from 4 to 64M in steps of 4]",
             ),
-            click.option(
-                "--dtype",
-                type=click.Choice(DTYPES),
-                default="float32",
-                show_default=True,
-                help="Data type of the elements.",
-            ),
         ]
-    if collective.is_reduction:
-        ops = click.Choice(REDUCTIONS, case_sensitive=False)
-        chosen.append(
-            click.option(
-                "--op", type=ops, default="SUM", show_default=True, help="Reduction operation."
-            )
-        )
     return chosen
 
 
@@ -131,7 +115,7 @@ def run(collective: Collective, flags: dict[str, Any]) -> None:
     counts = parse_rank_counts(flags["nprocs"])
     sizes = parse_sizes(flags.get("sizes", "0"))  # a barrier has no size
     others = [name for name in flags["vs"].split(",") if name]
-    validate(collective, flags)
+    validate(flags)
     from lockstep.tools.bench.results import record
     from lockstep.tools.bench.runners import find_mpiexec
 
@@ -175,10 +159,8 @@ def measure_sizes(
     """Start the backends on `ranks` ranks; print and yield the results of each size."""
     from lockstep.tools.bench import results as tables
     from lockstep.tools.bench.interleaved import measure
-    from lockstep.tools.bench.workload import Workload, itemsize
+    from lockstep.tools.bench.workload import ITEM_BYTES, Workload
 
-    dtype, op = flags.get("dtype", "uint8"), flags.get("op", "SUM").upper()
-    width = itemsize(dtype)
     check_memory(max(sizes), ranks, len(names))
     with start_contenders(collective, ranks, names, flags) as contenders:
         click.echo(f"\n# {collective.name} on {ranks} ranks")
@@ -186,12 +168,12 @@ def measure_sizes(
         done: set[int] = set()
         results: list[Result] = []
         for size in sizes:
-            count = collective.elements(size, width, ranks)
+            count = collective.elements(size, ITEM_BYTES, ranks)
             if count in done:
                 continue
             done.add(count)
-            workload = Workload(collective.name, count, dtype, op)
-            actual = collective.bytes(count, width, ranks)
+            workload = Workload(collective.name, count)
+            actual = collective.bytes(count, ITEM_BYTES, ranks)
             status(f"{collective.name}, {ranks} ranks, {format_size(actual)} ...")
             results = measure(contenders, workload, ranks, actual, flags["seconds"])
             status("")
@@ -238,13 +220,8 @@ def default_backend() -> str:
     return name
 
 
-def validate(collective: Collective, flags: dict[str, Any]) -> None:
+def validate(flags: dict[str, Any]) -> None:
     """Raise UsageError for options that contradict each other."""
-    op, dtype = flags.get("op", "SUM").upper(), flags.get("dtype", "uint8")
-    if op.startswith("B") and "float" in dtype:
-        raise UsageError(f"--op {op} works on integers, not on {dtype}: use --dtype int32")
-    if op == "AVG" and "float" not in dtype:
-        raise UsageError(f"--op AVG needs a floating-point dtype, not {dtype}: use --dtype float32")
     if flags["seconds"] <= 0 or flags["timeout"] <= 0:
         raise UsageError("--seconds and --timeout must be positive")
     if flags["bind"] and not hasattr(os, "sched_setaffinity"):
