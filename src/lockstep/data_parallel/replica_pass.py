@@ -222,8 +222,8 @@ class ReplicaPass:
                 replica.backward(self._splits, gradients, keeps_graph)
         leaves = len(self._spans)
         nodes: dict[Node, Gradients] = {
-            (leaf, leaf + 1): [None] * len(self._trained)
-            for leaf in {*range(leaves)} - {*self._shares}
+            (microbatch, microbatch + 1): [None] * len(self._trained)
+            for microbatch in {*range(leaves)} - {*self._shares}
         }
         for queue in self._queues:
             sums: TreeAccumulator[Gradients] = TreeAccumulator(leaves, _add_gradients)
@@ -244,7 +244,7 @@ class ReplicaPass:
         if all(gradient is None for gradient in gradients):
             return None
         if leaves[0].dim() <= self._call.dim:
-            nodes = {(leaf, leaf + 1): gradient for leaf, gradient in enumerate(gradients)}
+            nodes = {(index, index + 1): gradient for index, gradient in enumerate(gradients)}
             return total(nodes, len(gradients), add_present)
         pairs = zip(leaves, gradients, strict=True)
         parts = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in pairs]

@@ -155,9 +155,9 @@ def _compute_mean(
     values: Mapping[int, torch.Tensor], shares: Mapping[int, float], leaves: int
 ) -> torch.Tensor:
     """Return the weighted mean of scalars along the tree, in float64."""
-    terms: dict[Node, torch.Tensor | None] = {(leaf, leaf + 1): None for leaf in range(leaves)}
-    for leaf, value in values.items():
-        terms[leaf, leaf + 1] = value.to(torch.float64) * shares[leaf]
+    terms: dict[Node, torch.Tensor | None] = {(index, index + 1): None for index in range(leaves)}
+    for index, value in values.items():
+        terms[index, index + 1] = value.to(torch.float64) * shares[index]
     mean = total(terms, leaves, add_present)
     assert mean is not None
     return mean

@@ -24,7 +24,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RankCoordinates:
-    """The place of a rank in the world and on its host.
+    """The coordinates of a rank in the world and on its host.
 
     Attributes:
         rank: Its rank.

@@ -79,6 +79,9 @@ class ShardedOptimizer:
     Construct it on every rank, before the scheduler. The parameters in the groups of `optimizer`
     are replaced by this rank's pieces. Raises UsageError for an optimizer that cannot update
     slices of parameters.
+
+    It has 22 attributes, because the pieces, their places in shared memory and the optimizer's
+    groups are extended together whenever parameters become trainable.
     """
 
     def __init__(
