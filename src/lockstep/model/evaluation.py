@@ -159,19 +159,19 @@ def evaluate(
     rows: list[MicrobatchScores] = []
     scopes = make_rng_scopes(find_scopes(model, names), model, seed, parallel.device)
     buffers = Buffers(parallel.modules_with(model))
-    place = ""
-    with evaluation_mode(model), scopes.seed_calls(), CollectiveCallGuard(lambda: place):
+    where = ""
+    with evaluation_mode(model), scopes.seed_calls(), CollectiveCallGuard(lambda: where):
         for number, batch in enumerate(batches):
             for microbatch in batch.microbatches:
                 # Negative steps, so that no training step has the same seeds.
                 scopes.begin_microbatch(-1 - number, microbatch.index)
                 data = parallel.move_to_device(microbatch.data)
-                place = f"rank {parallel.rank}, evaluation batch {number}, {microbatch.index}"
+                where = f"rank {parallel.rank}, evaluation batch {number}, {microbatch.index}"
                 # Modules may write buffers even in evaluation mode, so they get copies.
                 with buffers.preserve(), parallel.autocast():
-                    loss, values = forward(model, parallel.loss, metrics, data, place)
-                rows.append(score_microbatch(parallel, microbatch, loss, values, place))
-                place = ""
+                    loss, values = forward(model, parallel.loss, metrics, data, where)
+                rows.append(score_microbatch(parallel, microbatch, loss, values, where))
+                where = ""
     return combine_scores(rows, parallel)
 
 
@@ -180,10 +180,10 @@ def score_microbatch(
     microbatch: Microbatch,
     loss: Any,
     metrics: Mapping[str, Any],
-    place: str,
+    where: str,
 ) -> MicrobatchScores:
     """Return the contribution of one micro-batch."""
-    check_scalar(loss, place)
+    check_scalar(loss, where)
     weight = _weight(parallel, microbatch.size, microbatch.data)
     numbers = {name: float(value) for name, value in metrics.items()}
     return MicrobatchScores(microbatch.size, weight, float(loss) if weight else 0.0, numbers)

@@ -54,7 +54,7 @@ def forward(
     loss: Callable[..., Any] | None,
     metrics: Mapping[str, Metric],
     data: Any,
-    place: str,
+    where: str,
 ) -> tuple[Any, dict[str, Any]]:
     """Return the loss of one micro-batch and its metrics.
 
@@ -66,22 +66,22 @@ def forward(
         metrics: Functions of (outputs, targets) by name.
         data: With a loss function, a tuple or list (inputs, ..., targets). Without one, a
             sequence of arguments, a mapping of keyword arguments, or one input.
-        place: The rank, step and micro-batch, for messages.
+        where: The rank, step and micro-batch, for messages.
 
     Raises:
         LossError: The loss function raised an exception, or no loss was returned.
     """
     if loss is None:
-        return extract_loss(call_model(model, data, place), place), {}
-    inputs, targets = split_targets(data, place)
-    return compute_loss(loss, metrics, call_model(model, inputs, place), targets, place)
+        return extract_loss(call_model(model, data, where), where), {}
+    inputs, targets = split_targets(data, where)
+    return compute_loss(loss, metrics, call_model(model, inputs, where), targets, where)
 
 
-def split_targets(data: Any, place: str) -> tuple[list[Any], Any]:
+def split_targets(data: Any, where: str) -> tuple[list[Any], Any]:
     """Return the inputs and the targets; UsageError if a batch is not such a pair."""
     if not isinstance(data, (tuple, list)) or len(data) < 2:
         raise UsageError(
-            f"{place}: a batch for a loss function is a pair (inputs, targets), not a "
+            f"{where}: a batch for a loss function is a pair (inputs, targets), not a "
             f"{type(data).__name__}; pass loss=None if the model returns its loss, or write your "
             "own loop: with trainer.manual_step() as step"
         )
@@ -94,7 +94,7 @@ def compute_loss(
     metrics: Mapping[str, Metric],
     outputs: Any,
     targets: Any,
-    place: str,
+    where: str,
 ) -> tuple[Any, dict[str, Any]]:
     """Return the loss and the metrics from the outputs of a micro-batch."""
     try:
@@ -103,11 +103,11 @@ def compute_loss(
         raise
     except Exception as error:
         raise LossError(
-            f"{place}: the loss {loss_name(loss)} failed on outputs {_describe(outputs)} and "
+            f"{where}: the loss {loss_name(loss)} failed on outputs {_describe(outputs)} and "
             f"targets {_describe(targets)}: {type(error).__name__}: {_first_line(error)}"
         ) from error
     if not isinstance(value, torch.Tensor):
-        value = _find_loss(value, place)
+        value = _find_loss(value, where)
     is_tensor = isinstance(value, torch.Tensor)  # asked first: it is by far the fastest question
     if not is_tensor and (value is None or isinstance(value, (tuple, list, Mapping))):
         advice = "return the loss first, or alone"
@@ -116,7 +116,7 @@ def compute_loss(
         returned = "None: end it with `return loss`"
         if value is not None:
             returned = f"{_describe_output(value)}: {advice}"
-        raise LossError(f"{place}: the loss {loss_name(loss)} returned {returned}")
+        raise LossError(f"{where}: the loss {loss_name(loss)} returned {returned}")
     if not metrics:
         return value, {}
     with torch.no_grad():
@@ -124,13 +124,13 @@ def compute_loss(
     for name, number in values.items():
         if isinstance(number, torch.Tensor) and number.numel() != 1:
             raise UsageError(
-                f"{place}: the metric {name} has shape {tuple(number.shape)}; it must be one "
+                f"{where}: the metric {name} has shape {tuple(number.shape)}; it must be one "
                 "number, a mean over the samples"
             )
     return value, values
 
 
-def call_model(model: nn.Module, data: Any, place: str) -> Any:
+def call_model(model: nn.Module, data: Any, where: str) -> Any:
     """Call a module with a mapping of arguments, a sequence of arguments, or one argument."""
     try:
         if isinstance(data, (tuple, list)):
@@ -140,36 +140,36 @@ def call_model(model: nn.Module, data: Any, place: str) -> Any:
         return model(**data)
     except Exception as error:
         if is_limit_error(error):
-            raise UsageError(f"{place}: {TOO_MANY_SHAPES}") from error
-        if (explained := explain_batch_norm(error, place)) is None:
+            raise UsageError(f"{where}: {TOO_MANY_SHAPES}") from error
+        if (explained := explain_batch_norm(error, where)) is None:
             raise
         raise explained from error
 
 
-def explain_batch_norm(error: BaseException, place: str) -> UsageError | None:
+def explain_batch_norm(error: BaseException, where: str) -> UsageError | None:
     """Return a better error for torch's error about one value per channel; None for others."""
     if not isinstance(error, ValueError) or "more than 1 value per channel" not in str(error):
         return None
     return UsageError(
-        f"{place} holds one sample, and batch norm cannot train on one: pass drop_last=True to "
+        f"{where} holds one sample, and batch norm cannot train on one: pass drop_last=True to "
         "trainer.batches, or choose the batch size and the number of micro-batches so that each "
         "holds at least two, also in the short last batch of an epoch"
     )
 
 
-def extract_loss(output: Any, place: str) -> Any:
+def extract_loss(output: Any, where: str) -> Any:
     """Return the loss from the output of a model; LossError if there is none."""
-    loss = _find_loss(output, place)
+    loss = _find_loss(output, where)
     if loss is output and not isinstance(output, torch.Tensor):
         raise LossError(
-            f"{place}: the trainer has no loss function, so the model must return its loss: a "
+            f"{where}: the trainer has no loss function, so the model must return its loss: a "
             'tensor, a mapping with "loss", an object with .loss or a tuple that begins with the '
             f"loss, not {_describe_output(output)}"
         )
     return loss
 
 
-def _find_loss(value: Any, place: str) -> Any:
+def _find_loss(value: Any, where: str) -> Any:
     """Return the loss in the result of a model or loss function; the result if it has none."""
     if isinstance(value, torch.Tensor):
         return value
@@ -181,14 +181,14 @@ def _find_loss(value: Any, place: str) -> Any:
         loss = value[0]
         if any(_is_number(member) and member.requires_grad for member in value[1:]):
             raise LossError(
-                f"{place}: any of several numbers in a {type(value).__name__} could be the loss: "
+                f"{where}: any of several numbers in a {type(value).__name__} could be the loss: "
                 'return their sum alone, or a mapping with "loss"'
             )
     else:
         return value
     if loss is None:
         raise LossError(
-            f"{place}: a {type(value).__name__} has the loss None: put the targets into the batch "
+            f"{where}: a {type(value).__name__} has the loss None: put the targets into the batch "
             "under the name of the argument of the model (such as labels), or pass a loss function "
             "of (outputs, targets) to the Trainer"
         )

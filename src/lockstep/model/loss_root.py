@@ -13,29 +13,29 @@ from lockstep.kernel.step_context import StepContext
 __all__ = ["LossRoot", "check_scalar", "record_loss", "scale_loss"]
 
 
-def check_scalar(loss: object, place: str) -> None:
+def check_scalar(loss: object, where: str) -> None:
     """Raise LossError unless a loss is a tensor with one number."""
     if not isinstance(loss, torch.Tensor):
         advice = ": pass the loss in it" if isinstance(loss, (tuple, list, Mapping)) else ""
         if isinstance(loss, (float, int)):
             advice = ": leave out .item() or float()"
-        raise LossError(f"{place}: the loss is a {type(loss).__name__}, not a tensor{advice}")
+        raise LossError(f"{where}: the loss is a {type(loss).__name__}, not a tensor{advice}")
     if loss.numel() != 1:
         raise LossError(
-            f"{place}: the loss has shape {tuple(loss.shape)}; it must be a scalar, so leave "
+            f"{where}: the loss has shape {tuple(loss.shape)}; it must be a scalar, so leave "
             'the loss at reduction="mean" or call .mean() on it'
         )
 
 
-def record_loss(step: StepContext, loss: torch.Tensor, place: str) -> None:
+def record_loss(step: StepContext, loss: torch.Tensor, where: str) -> None:
     """Show a loss to the observers; raise LossError unless backward can start from it."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        check_scalar(loss, place)
+        check_scalar(loss, where)
     for observer in step.observers:
         observer.record_loss(loss)
     if not loss.requires_grad:
         raise LossError(
-            f"{place}: the loss depends on no trainable parameter; either all parameters are "
+            f"{where}: the loss depends on no trainable parameter; either all parameters are "
             "frozen, or the loss was computed under torch.no_grad() or detached by .detach(), "
             ".item() or .data"
         )

@@ -116,12 +116,12 @@ def _gather_weights(step: StepContext, mine: Mapping[int, float]) -> dict[int, f
 
 
 def _weigh(step: StepContext, microbatch: Microbatch) -> float:
-    place = step.place(microbatch.index)
+    where = step.place(microbatch.index)
     try:
-        return step.parallel.weigh(microbatch, place)
+        return step.parallel.weigh(microbatch, where)
     except Exception as error:
         raise LossError(
-            f"{place}: the weight of the micro-batch could not be "
+            f"{where}: the weight of the micro-batch could not be "
             f"computed: {type(error).__name__}: {error}"
         ) from error
 

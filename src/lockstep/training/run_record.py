@@ -318,10 +318,10 @@ class RunRecord:
     def _use_folder(self) -> None:
         if self.path is None or not self._saves_checkpoints:
             return
-        place = self.path.resolve()
-        _uses[place] += 1
-        if self._named is None and _uses[place] > 1:  # another trainer of the same launch
-            self.checkpoints = f"{CHECKPOINTS}-{_uses[place]}"
+        folder = self.path.resolve()
+        _uses[folder] += 1
+        if self._named is None and _uses[folder] > 1:  # another trainer of the same launch
+            self.checkpoints = f"{CHECKPOINTS}-{_uses[folder]}"
 
     # --- loggers ------------------------------------------------------------------------------
 

@@ -225,8 +225,8 @@ class SafePoints:
             log(f"the state cannot be handed over: {error}")
         else:
             checkpoints = self._checkpoints
-            place = str(checkpoints.folder) if checkpoints and checkpoints.is_open else ""
-            report_to_launcher({"kind": "transferred", "checkpoints": place})
+            own_folder = str(checkpoints.folder) if checkpoints and checkpoints.is_open else ""
+            report_to_launcher({"kind": "transferred", "checkpoints": own_folder})
 
     def _transfer_if_wanted(self, epoch: OpenEpoch | None) -> None:
         """Hand over the state and leave, if the script can be continued from here."""
