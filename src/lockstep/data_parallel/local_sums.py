@@ -75,14 +75,16 @@ class LocalSums:
         if not (is_new and self._accumulate_together()):
             for index in range(len(self._parameters)):
                 self.accumulate_one(index)
-        self._close()
+        self._sums.nodes[self._node] = self._values
+        self._siblings = None
 
     def skip(self, microbatch: int) -> None:
         """Let a micro-batch that is not computed be without gradients, without reading `.grad`."""
         self.open(microbatch)
         for index in range(len(self._parameters)):
             self._add(index, None)
-        self._close()
+        self._sums.nodes[self._node] = self._values
+        self._siblings = None
 
     def open(self, microbatch: int) -> None:
         """Begin to accumulate the gradients of a micro-batch, unless this has begun already."""
@@ -173,11 +175,6 @@ class LocalSums:
             value = left.add_(value)
         out = last if destination is None else destination
         self._values[index] = torch.add(last, value, out=out)
-
-    def _close(self) -> None:
-        """Put the sums of the micro-batch and its siblings into the tree."""
-        self._sums.nodes[self._node] = self._values
-        self._siblings = None
 
 
 def _read_gradient(

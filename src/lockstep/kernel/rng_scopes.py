@@ -149,13 +149,15 @@ class RngScopes:
         """Seed every call of a scope in the body; restore the generators afterwards."""
         states = [generator.get_state() for generator in self._generators]
         restore_others = self._seeder.remember_others()
-        with self.install_hooks():
-            try:
-                yield
-            finally:
-                for generator, state in zip(self._generators, states, strict=True):
-                    generator.set_state(state)
-                restore_others()
+        self._around_calls.install()
+        try:
+            yield
+        finally:
+            self._now = None
+            self._around_calls.remove()
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+            restore_others()
 
     @contextmanager
     def install_hooks(self) -> Iterator[None]:

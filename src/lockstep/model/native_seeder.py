@@ -68,11 +68,14 @@ class NativeSeeder:
         if (memory := _find_random_memory()) is None:
             random.seed(seed)
         else:
-            memory.seed(self._native)
-        if (numpy_memory := _find_numpy_memory()) is None:
+            self._native.seed_python(memory.address)
+            memory.generator.gauss_next = None
+        is_seeded = False
+        if (numpy_memory := _find_numpy_memory()) is not None:
+            with numpy_memory.generator.lock:
+                is_seeded = self._native.seed_numpy(numpy_memory.address)
+        if not is_seeded:
             numpy.random.seed(seed & 0xFFFF_FFFF)
-        else:
-            numpy_memory.seed(self._native, seed)
 
     def remember_others(self) -> Callable[[], None]:
         """Return a function that restores the present states of Python's and numpy's generators."""
@@ -101,22 +104,17 @@ class _RandomMemory:
     """
 
     def __init__(self, generator: Any) -> None:
-        self._generator = generator
+        self.generator = generator
         self.address = id(generator) + object.__basicsize__  # after the header of the object
-
-    def seed(self, seeder: Any) -> None:
-        """Seed the generator, as `random.seed` does."""
-        seeder.seed_python(self.address)
-        self._generator.gauss_next = None
 
     def remember(self) -> Callable[[], None]:
         """Return a function that restores the present state."""
         memory = ctypes.string_at(self.address, MEMORY_BYTES)
-        second = self._generator.gauss_next
+        second = self.generator.gauss_next
 
         def restore() -> None:
             ctypes.memmove(self.address, memory, MEMORY_BYTES)
-            self._generator.gauss_next = second
+            self.generator.gauss_next = second
 
         return restore
 
@@ -141,20 +139,13 @@ class _NumpyMemory:
     """
 
     def __init__(self, generator: Any) -> None:
-        self._generator = generator
-        self._address = generator.ctypes.state_address
+        self.generator = generator
+        self.address = generator.ctypes.state_address
         self._restored = b""  # the last memory that was restored, which needs no second number
-
-    def seed(self, seeder: Any, seed: int) -> None:
-        """Seed the generator, as `numpy.random.seed` does."""
-        with self._generator.lock:
-            is_seeded = seeder.seed_numpy(self._address)
-        if not is_seeded:
-            numpy.random.seed(seed & 0xFFFF_FFFF)
 
     def remember(self) -> Callable[[], None]:
         """Return a function that restores the present state."""
-        address, generator = self._address, self._generator
+        address, generator = self.address, self.generator
         memory = ctypes.string_at(address, MEMORY_BYTES)
 
         def restore() -> None:

@@ -131,12 +131,12 @@ class StateMutationCheck(StepHook):
 
     # --- in a step -----------------------------------------------------------------------------
 
-    def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[None]:
+    def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[None] | None:
         """Record the state before the first micro-batch, and watch the micro-batches."""
         self.compare_before(step.number)
         if self.is_checked or self.reads_graphs:
             step.observers.append(_MicrobatchWatch(self))
-        return self._explaining(step)
+        return self._explaining(step) if self.is_checked or self.failure else None
 
     @contextmanager
     def _explaining(self, step: StepContext) -> Iterator[None]:

@@ -30,7 +30,6 @@ from lockstep.kernel.parts import GradientSums
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.kernel.step_context import NOTHING, ComputedMicrobatch, StepContext, StepFailure
 from lockstep.kernel.step_hooks import StepResult
-from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.autograd_engine import run_backward
 from lockstep.model.forward import explain_batch_norm
 from lockstep.model.loss_root import LossRoot, record_loss
@@ -89,16 +88,16 @@ class MicrobatchLoop:
         buffers: Buffers,
         gradients: CollectedGradients,
         roots: LossRoot,
-        checkpointing: ActivationCheckpointing | None,
     ) -> None:
         self.step, self._parallel = step, parallel
         self.result: StepResult | None = None
         self.buffers, self.gradients = buffers, gradients
-        self._scopes, self._roots, self._checkpointing = scopes, roots, checkpointing
+        self._scopes, self._roots = scopes, roots
         self._iteration: Iterator[Any] | None = None
         self._current: ComputedMicrobatch | None = None
         self._watched = -1  # the micro-batch in whose backward buckets are launched
-        self.place = step.place(0)
+        self._where = step.where
+        self.place = f"{self._where}, micro-batch 0"
 
     @property
     def is_complete(self) -> bool:
@@ -137,7 +136,7 @@ class MicrobatchLoop:
                 self.gradients.skip(index)
                 continue
             self._current = ComputedMicrobatch(microbatch, step.shares[index])
-            self.place = step.place(index)
+            self.place = f"{self._where}, micro-batch {index}"
             if has_buffers:
                 self.buffers.install_copies()
             for observer in step.observers:
@@ -184,12 +183,10 @@ class MicrobatchLoop:
             current.metrics.update(metrics)
         with self._parallel.without_autocast():
             root, gradient = self._roots.find(loss, current.share)
-            watched, explained = NOTHING, NOTHING
+            watched = NOTHING
             if final and index == self._watched:
                 watched = self.gradients.watch_backward(root, index)
-            if self._checkpointing is not None:
-                explained = self._checkpointing.explain_errors()
-            with watched, explained:
+            with watched:
                 run_backward(root, gradient, retain_graph)
 
     def close(self, error: BaseException | None) -> None:

@@ -199,8 +199,11 @@ class Optimization:
     def step(self) -> None:
         """Step the optimizer (unless parameters are shared), the average and the scheduler."""
         if self.sharded is None:
-            with self._guard.opened():
+            self._guard.is_open = True
+            try:
                 self.optimizer.step()
+            finally:
+                self._guard.is_open = False
         if self.average is not None:
             self.average.update_parameters(self.module)
         for schedule in self.schedules:

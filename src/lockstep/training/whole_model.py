@@ -87,15 +87,16 @@ class WholeModelExecutor:
             buffers,
             self._gradients,
             self._roots,
-            self._checkpointing,
         )
         self._loop = loop
-        recomputing = NOTHING
+        recomputing = explaining = NOTHING
         if self._checkpointing is not None:
             recomputing = self._checkpointing.enable(buffers)
+            explaining = self._checkpointing.explain_errors()
         with recomputing, self._scopes.seed_calls():
             try:
-                yield loop
+                with explaining:
+                    yield loop
             except BaseException as error:
                 loop.close(error)
                 raise
