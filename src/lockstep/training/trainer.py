@@ -170,6 +170,7 @@ class Trainer:
         progress: bool | None = None,
         fingerprints: str | None = None,
     ) -> None:
+        is_rank0 = world().rank == 0
         arguments = TrainerArguments(
             loss=loss,
             optimizers=list_configs(optimizer),
@@ -200,7 +201,6 @@ class Trainer:
         self._optimization, self._executor = setup.optimization, setup.executor
         self._hyperparameters = setup.hyperparameters
         self._position = Position(begin_attempts(self.parallel.group), seed)
-        is_rank0 = world().rank == 0
         display = ScriptProgress(bool(progress)) if is_rank0 and progress is not False else None
         self.history = History(callbacks=callbacks, progress=display)
         self._state = TrainingState(
