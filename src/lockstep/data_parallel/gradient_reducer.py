@@ -161,7 +161,8 @@ class GradientReducer:
 
     def accumulate(self, microbatch: int) -> None:
         """Move the gradients in `.grad` to the leaf of `microbatch`."""
-        self._begun().accumulate(microbatch)
+        assert self._local is not None
+        self._local.accumulate(microbatch)
 
     def skip(self, microbatch: int) -> None:
         """Leave the leaf of a micro-batch that is not computed empty, without reading `.grad`."""

@@ -241,32 +241,29 @@ def summarize(status: RankStatus, parallel: StepLayout, leaves: int) -> StatusSu
     """Return the summary of the status of this rank, for a batch of `leaves` micro-batches."""
     results, rank, position = status.microbatches, parallel.rank, str(parallel.position)
     ranks = parallel.replicas * parallel.stages
-    terms = [(each.leaf, each.leaf + 1, each.loss * each.share) for each in results]
+    lost = [
+        NonFiniteLoss(result.leaf, rank, result.loss)
+        for result in results
+        if not math.isfinite(result.loss)
+    ]
+    terms = [(result.leaf, result.leaf + 1, result.loss * result.share) for result in results]
     terms += [(leaf, leaf + 1, 0.0) for leaf in status.skipped]
+    losses = [(result.leaf, result.loss) for result in results]
     warnings = {_sentence(message): (rank, message) for message in reversed(status.warnings)}
     return StatusSummary(
         leaves=leaves,
         ranks=ranks,
         batch=status.batch,
         failure=None if status.failure is None else (rank, *status.failure),
-        non_finite=_find_non_finite(status, rank),
+        non_finite=min(lost, default=None),
         gradients={position: status.gradients},
-        buffers={position: [each.of_replica(parallel.replica) for each in status.buffers]},
+        buffers={position: [report.of_replica(parallel.replica) for report in status.buffers]},
         nodes=_add_nodes((), terms, leaves),
-        losses=[(each.leaf, each.loss) for each in results] if ranks <= DETAILED_RANKS else [],
+        losses=losses if ranks <= DETAILED_RANKS else [],
         metrics=_sum_metrics(results),
         warnings=list(reversed(warnings.values())),
         hooks=status.hooks,
     )
-
-
-def _find_non_finite(status: RankStatus, rank: int) -> NonFiniteLoss | None:
-    """Return the first loss of a rank that is not finite; None: there is none."""
-    lost = [result for result in status.microbatches if not math.isfinite(result.loss)]
-    if not lost:
-        return None
-    first = min(lost, key=lambda result: result.leaf)
-    return NonFiniteLoss(first.leaf, rank, first.loss)
 
 
 def merge_by_name(
@@ -313,12 +310,12 @@ def _add_metrics(left: MetricSum, right: MetricSum) -> MetricSum:
 
 
 def _sum_metrics(results: Sequence[MicrobatchResult]) -> dict[str, MetricSum]:
-    found = {}
-    for name in dict.fromkeys(name for each in results for name in each.metrics):
-        known = [each for each in results if name in each.metrics]
-        terms = (each.metrics[name] * each.size for each in known)
-        found[name] = sum(each.size for each in known), compute_partial_sums(terms)
-    return found
+    sums = {}
+    for name in dict.fromkeys(name for result in results for name in result.metrics):
+        known = [result for result in results if name in result.metrics]
+        terms = (result.metrics[name] * result.size for result in known)
+        sums[name] = sum(result.size for result in known), compute_partial_sums(terms)
+    return sums
 
 
 def _add_nodes(

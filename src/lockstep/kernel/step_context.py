@@ -146,8 +146,8 @@ class ComputedMicrobatch:
     def result(self) -> MicrobatchResult:
         """Return the results as numbers; waits for the device."""
         loss = 0.0
-        for each in self.losses:
-            loss += float(each)
+        for part in self.losses:
+            loss += float(part)
         metrics = {name: float(value) for name, value in self.metrics.items()}
         index, size = self.microbatch.index, self.microbatch.size
         return MicrobatchResult(index, size, self.share, loss, metrics)

@@ -130,11 +130,14 @@ class HeldParameters:
             has_changed = True
         self._begun = None
         if not failure:
-            self._note_writers(has_changed)
+            if self._is_shared:
+                self._note_writers(has_changed)
             if has_changed:
                 self.take()
                 pointers = self._pointers
-            self._begun = Moment(pointers, self._read_versions(), b"".join(self._views))
+            self._begun = Moment(
+                pointers, [*map(_get_versions, self._counted)], b"".join(self._views)
+            )
         return failure
 
     def finish(self) -> str:
@@ -174,12 +177,9 @@ class HeldParameters:
         is_there = pointers == self._pointers  # other memory may have been freed
         return Moment(
             pointers,
-            self._read_versions(),
+            [*map(_get_versions, self._counted)],
             b"".join(self._views) if is_there else b"",
         )
-
-    def _read_versions(self) -> list[int]:
-        return [*map(_get_versions, self._counted)]
 
     # --- the graph of a loss -------------------------------------------------------------------
 
