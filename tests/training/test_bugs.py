@@ -582,6 +582,7 @@ def test_autocast_ends_with_the_step_even_if_the_iteration_is_kept():
     with pytest.raises(KeyError, match="mine"):
         fail()
     assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_autocast_cache_enabled()
 
 
 @pytest.mark.usefixtures("world_of_one")

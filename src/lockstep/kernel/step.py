@@ -104,13 +104,18 @@ class OptimizerStep:
         """Compute (1) in the body; after an exception, restore buffers and gradients."""
         self._active = take_part(self.hooks, step.number)
         step.times.begun = time.perf_counter()
-        contexts = [hook.begin(step, batch) for hook in self._active if "begin" in hook.events]
+        outer, inner = list[Any](), list[Any]()
+        for hook in self._active:
+            if "begin" in hook.events and (context := hook.begin(step, batch)) is not None:
+                (outer if hook.is_outermost else inner).append(context)
         has_failed = True
         try:
-            with self.executor.open(step) as loop, ExitStack() as stack:
-                for context in contexts:
-                    if context is not None:
-                        stack.enter_context(context)
+            with ExitStack() as stack:
+                for context in outer:
+                    stack.enter_context(context)
+                loop = stack.enter_context(self.executor.open(step))
+                for context in inner:
+                    stack.enter_context(context)
                 yield loop
             has_failed = step.failure is not None and step.failure.error is not None
         finally:

@@ -92,12 +92,14 @@ class StepHook:
         name: The key of the hook's value in a status.
         first: The number of first steps in which the hook takes part.
         every: It also takes part in each multiple of this step.
+        is_outermost: Whether the context of `begin` is left after the executor is closed.
         events: The names of the methods that the class overrides.
     """
 
     name: ClassVar[str] = ""
     first: ClassVar[int] = 0
     every: ClassVar[int] = 1
+    is_outermost: ClassVar[bool] = False
     events: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls) -> None:

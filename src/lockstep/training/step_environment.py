@@ -25,6 +25,9 @@ class KernelSettings(StepHook):
         model: The model, or its compiled wrapper.
     """
 
+    # Leaving autocast, which the executor does, restores the setting of its cache from before.
+    is_outermost = True
+
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
