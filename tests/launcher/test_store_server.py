@@ -17,7 +17,7 @@ from lockstep.kernel.errors import UsageError
 from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.secret_store import SecretStore
 from lockstep.launcher.store_server import PURPOSE, StoreServer, decode, encode
-from lockstep.transport.message_connection import MessageConnection, connect_to
+from lockstep.transport.message_connection import connect_to
 
 SECRET = b"s" * 32
 PATIENCE = 30.0
@@ -114,7 +114,7 @@ def interrupt(*arguments) -> None:
 def test_a_client_that_was_interrupted_can_ask_again(server, monkeypatch):
     store = SecretStore("127.0.0.1", server.port, SECRET, PATIENCE)
     with monkeypatch.context() as patched:
-        patched.setattr(MessageConnection, "receive", interrupt)
+        patched.setattr(store._connection, "receive", interrupt)
         with pytest.raises(KeyboardInterrupt):
             store.get("never")
     store.set("a", "c")  # while the server still waits for the first key

@@ -88,6 +88,10 @@ class StoreServer:
         thread = threading.Thread(
             target=self._serve, args=(connection,), name="lockstep store", daemon=True
         )
+        # A thread that ends stays here until then, so that `close` waits for it.
+        self._clients = {
+            client: running for client, running in self._clients.items() if running.is_alive()
+        }
         self._clients[connection] = thread
         thread.start()
 
@@ -97,7 +101,6 @@ class StoreServer:
             while True:
                 request = connection.receive(timeout=None)
                 connection.send(self._answer(request))
-        del self._clients[connection]
 
     def _answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Execute a request; raise ValueError if it is not one of this protocol."""
