@@ -87,8 +87,8 @@ def measure_case(
 ) -> list[Outcome]:
     """Measure a case with the contenders in `names`, for at least `seconds` each.
 
-    There are at least `rounds` rounds, in blocks of about `block` seconds. `log` is told
-    what goes on. A rank that ends raises, and ends the measurement.
+    There are at least `rounds` rounds, in blocks of about `block` seconds. `log` is called
+    with each stage of the work. A rank that ends raises, and ends the measurement.
     """
     with ExitStack() as opened:
         rendezvous = opened.enter_context(closing(Rendezvous(ranks, timeout)))

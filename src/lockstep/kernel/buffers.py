@@ -139,7 +139,7 @@ class BufferSlot:
         copy: The tensor of the current micro-batch, which the next one reuses if nothing was
             written.
         overlaps: Whether it shares its memory with another buffer.
-        problem: Why the results cannot be merged, whatever the rule; "" if they can.
+        problem: Why no rule can merge the results; "" if one can.
     """
 
     name: str

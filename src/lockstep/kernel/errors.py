@@ -1,23 +1,4 @@
-"""The classes of Lockstep's errors.
-
-LockstepError                     the message says who, what, where, and what to do
-├── UsageError                    exit status 2: usage error; nothing was started
-│   ├── LaunchEnvironmentError    environment variables that contradict each other
-│   ├── LayoutError               ranks, replicas and micro-batches that do not fit together
-│   └── DatasetError              a dataset that cannot be used as requested
-└── WorkError                     exit status 1: the work failed
-    ├── RankError                 a rank raised, exited or was killed
-    ├── RendezvousError           ranks that did not connect in time
-    ├── DisagreementError         ranks hold different models, data or settings
-    ├── FileError                 a damaged data file, or a file that cannot be read or written
-    ├── SampleError               the dataset raised while a sample was loaded
-    ├── LossError                 a loss that is not a scalar, is not finite, or raised an error
-    ├── GradientError             a gradient that cannot be added exactly
-    ├── BufferMismatchError       a buffer whose results cannot be merged
-    ├── StateError                a step wrote parameters or drew from private generators
-    ├── StoppedError              another rank of a pipeline failed and reported it
-    └── LostError                 another rank of a pipeline cannot be reached
-"""
+"""The classes of Lockstep's errors; `lockstep.errors`, where programs find them, has their tree."""
 
 __all__ = [
     "BufferMismatchError",
