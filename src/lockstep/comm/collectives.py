@@ -22,6 +22,7 @@ import torch.distributed as dist
 from lockstep.comm import backend
 from lockstep.comm.activity import Waiting
 from lockstep.comm.message_tree import Packet, Receive, Send, run_along_tree
+from lockstep.devices import is_accelerator
 from lockstep.kernel.errors import DisagreementError
 
 __all__ = [
@@ -33,8 +34,10 @@ __all__ = [
     "broadcast_tensors",
     "gather_unless_equal",
     "has_many_ranks",
+    "is_staged",
     "message_device",
     "send_tensors",
+    "to_pinned",
 ]
 
 # torch 2.13 renamed the function and warns about the old name.
@@ -72,6 +75,24 @@ def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
         return torch.device("cpu")
     kind = config.partition(":")[0]
     return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def is_staged(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Return whether messages between two ranks must be copied to the CPU first.
+
+    Gloo copies tensors of a GPU to the CPU in its collectives, but not in its sends and receives,
+    which end the process with "Bad address".
+    """
+    if not is_accelerator(device):
+        return False
+    config = dist.get_backend_config(group)
+    backends = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
+    return backends.get(device.type, "gloo") == "gloo"
+
+
+def to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of an accelerator's tensor in pinned memory of the CPU."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
 def has_many_ranks(group: dist.ProcessGroup | None = None) -> bool:
@@ -355,11 +376,14 @@ def send_tensors(
             continue
         if rank == source and others:
             flat = as_bytes(tensor.detach().contiguous())
+            if is_staged(flat.device, group):
+                flat = to_pinned(flat)
             for receiver in others:
                 with Waiting(f"send of {flat.numel()} bytes to rank {receiver} of a group"):
                     dist.send(flat, group=group, group_dst=receiver)
         elif rank in others:
-            flat = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
+            device = torch.device("cpu") if is_staged(tensor.device, group) else tensor.device
+            flat = torch.empty(tensor.nbytes, dtype=torch.uint8, device=device)
             with Waiting(f"receive of {flat.numel()} bytes from rank {source} of a group"):
                 dist.recv(flat, group=group, group_src=source)
             tensor.data.copy_(flat.view(tensor.dtype).view(tensor.shape))

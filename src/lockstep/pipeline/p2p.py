@@ -7,7 +7,8 @@
 The schedule determines the order of the messages, and each page names its micro-batch. The
 metadata of the tensors is sent only when it changes, so most pages hold a header of 32 bytes
 and small tensors, which the receiver views in the page. Larger tensors follow as separate
-messages, without an intermediate copy if they are dense.
+messages, without an intermediate copy if they are dense; those of an accelerator are copied to
+pinned memory if the backend is Gloo.
 
 A send never blocks: its buffers are kept until it is complete. A stage that failed sends its
 failure on all its links, in place of the messages that others wait for.
@@ -25,6 +26,8 @@ from typing import Any
 import torch
 
 from lockstep.comm.activity import Waiting
+from lockstep.comm.collectives import is_staged, to_pinned
+from lockstep.devices import is_accelerator
 from lockstep.kernel.errors import LostError, StoppedError, WorkError
 from lockstep.pipeline.boundary import (
     Structure,
@@ -110,11 +113,12 @@ class Metadata:
 
 @dataclass
 class Sender:
-    """The sending end of a link to rank `peer` of `group`."""
+    """The sending end of a link to rank `peer` of `group`, for tensors on `device`."""
 
     group: Any
     peer: int
     tag: int
+    device: torch.device
     known: Metadata | None = None
     waiting: deque[tuple[list[Any], list[torch.Tensor]]] = field(default_factory=deque)
 
@@ -161,7 +165,12 @@ class Sender:
             for vector, position in zip(vectors, positions, strict=True):
                 page[position : position + len(vector)].copy_(vector)
         else:
-            messages += [vector for vector in vectors if len(vector)]
+            staged = is_staged(self.device, self.group)
+            messages += [
+                to_pinned(vector) if staged and is_accelerator(vector.device) else vector
+                for vector in vectors
+                if len(vector)
+            ]
         works = [self.group.send([message], self.peer, self.tag) for message in messages]
         self.waiting.append((works, [*messages, *tensors]))
 
@@ -291,7 +300,8 @@ class Receiver:
 
         With `has_state`, the last one is the state of the generators, which is on the CPU.
         """
-        devices = [self.device] * len(metas)
+        staged = is_staged(self.device, self.group)
+        devices = [torch.device("cpu") if staged else self.device] * len(metas)
         if has_state:
             devices[-1] = torch.device("cpu")
         rooms = [allocate(*pair) for pair in zip(metas, devices, strict=True)]
@@ -302,6 +312,9 @@ class Receiver:
         for work in works:
             self._wait(work)
         self.received_bytes += sum(map(len, wanted))
+        if staged:
+            tensors = rooms[:-1] if has_state else rooms
+            rooms[: len(tensors)] = [tensor.to(self.device) for tensor in tensors]
         return [
             view_received(space, meta.padding, meta)
             for space, meta in zip(rooms, metas, strict=True)

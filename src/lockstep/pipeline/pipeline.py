@@ -129,7 +129,7 @@ class Pipeline:
         base = reserve_tags(dist.group.WORLD, 2 * (self.number + 1 + len(self._all_ties)))
 
         def sender(stage: int, tag: int) -> Sender:
-            return Sender(groups[tag], self.rank_of(stage), base + tag)
+            return Sender(groups[tag], self.rank_of(stage), base + tag, device)
 
         def receiver(stage: int, tag: int) -> Receiver:
             return Receiver(groups[tag], self.rank_of(stage), base + tag, device)

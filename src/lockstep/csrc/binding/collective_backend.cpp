@@ -578,8 +578,9 @@ WorkPtr CollectiveBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Ten
     calls.push_back(prepare_reduce_scatter(op, split_input(op, input, plain[i], size_), plain[i],
                                            opts.reduceOp, true));
   }
-  return start(c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, std::move(calls),
-               opts.timeout, opts.asyncOp, written.take());
+  // torch 2.11 has no type for the coalesced call.
+  return start(c10d::OpType::_REDUCE_SCATTER_BASE, outputs, std::move(calls), opts.timeout,
+               opts.asyncOp, written.take());
 }
 
 // ---- all-to-all ----

@@ -35,7 +35,6 @@ static const char* profiler_name(c10d::OpType type) {
     case c10d::OpType::SCATTER: return "lockstep:scatter";
     case c10d::OpType::REDUCE_SCATTER: return "lockstep:reduce_scatter";
     case c10d::OpType::_REDUCE_SCATTER_BASE: return "lockstep:reduce_scatter";
-    case c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED: return "lockstep:reduce_scatter";
     case c10d::OpType::ALLTOALL: return "lockstep:all_to_all";
     case c10d::OpType::ALLTOALL_BASE: return "lockstep:all_to_all";
     case c10d::OpType::BARRIER: return "lockstep:barrier";

@@ -233,10 +233,10 @@ def _measure_all_reduce(name: str) -> AllReduceResult:
 
     from lockstep.launcher.world import init, shutdown
 
-    world = init(backend=name, timeout=RANKS_TIMEOUT / 2)
+    is_for_cpu = "cpu" in dist.Backend.backend_capability.get(name, ["cpu"])
+    world = init(device="cpu" if is_for_cpu else None, backend=name, timeout=RANKS_TIMEOUT / 2)
     try:
-        is_for_cpu = "cpu" in dist.Backend.backend_capability.get(name, ["cpu"])
-        device = torch.device("cpu") if is_for_cpu else world.device
+        device = world.device
         values = torch.arange(NUM_ELEMENTS, dtype=torch.float32, device=device) + world.rank
         expected = 2 * torch.arange(NUM_ELEMENTS, dtype=torch.float32, device=device) + 1
         seconds, total = _time_all_reduce(values)
