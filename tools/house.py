@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LIMITS = {
     "folders": 14,
     "code lines in src": 47_800,
-    "code lines in tests": 48_600,
+    "code lines in tests": 48_900,
     "code lines in csrc": 7_000,
     "imports per module": 4.8,
     "kernel: code lines": 2_000,
