@@ -1,0 +1,128 @@
+"""Lockstep on an accelerator, in one command: what works, with equal bits, and at which speed.
+
+    python tools/gpu_check.py                          everything, about 8 minutes
+    python tools/gpu_check.py --parts layouts,speed    some parts
+    python tools/gpu_check.py --wheels FOLDER          install missing packages from wheels first
+
+Each part is a process of its own with a time limit, and each of its results is written to
+`gpu_check.jsonl` as soon as it is known, so that a part that hangs or crashes hides no other. The
+table is printed at the end. Exit status: 0 if no result is bad.
+
+On a machine without an accelerator, `PYTHONPATH=tests` and `--before simulated.ranks:install` run
+the same parts on the simulated one, which shows that they work, and nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT)]
+
+LIMITS = {
+    "install": 90,
+    "extension": 120,
+    "device": 60,
+    "nccl": 60,
+    "layouts": 150,
+    "resume": 60,
+    "commands": 120,
+    "elastic": 60,
+    "compiled": 90,
+    "one process": 40,
+    "own loop": 60,
+    "sums": 60,
+    "errors": 60,
+    "operators": 60,
+    "speed": 120,
+}
+"""The parts in their order, and the seconds that each may take."""
+
+SIGNS = {True: "good", False: "**bad**", None: ""}
+
+
+def run_part(name: str, options: argparse.Namespace) -> None:
+    """Run a part in a process, and end all of its processes after its limit."""
+    command = [sys.executable, __file__, "--part", name, "--out", options.out]
+    for option in ("before", "wheels"):
+        if getattr(options, option):
+            command += [f"--{option}", getattr(options, option)]
+    print(f"{name} ...", file=sys.stderr, flush=True)
+    begun = time.monotonic()
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=LIMITS[name])
+            problem = f"exit status {process.returncode}" if process.returncode else ""
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            problem = f"not finished after {LIMITS[name]} s"
+    if problem:
+        last = " / ".join(line.strip() for line in output.splitlines()[-4:])
+        write(options.out, name, "the part", f"{problem}: {last}", is_good=False)
+    write(options.out, name, "duration", f"{time.monotonic() - begun:.0f} s")
+
+
+def write(path: str, part: str, what: str, result: str, *, is_good: bool | None = None) -> None:
+    """Append a result to the file."""
+    line = {"part": part, "what": what, "result": result, "good": is_good}
+    with Path(path).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def format_table(path: str) -> str:
+    """Return the results of a file as a table."""
+    lines = ["| part | what | result | |", "|---|---|---|---|"]
+    for text in Path(path).read_text().splitlines():
+        row = json.loads(text)
+        result = row["result"].replace("|", "/").replace("\n", " ")
+        lines.append(f"| {row['part']} | {row['what']} | {result} | {SIGNS[row['good']]} |")
+    return "\n".join(lines)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--parts", default=",".join(LIMITS), help="comma-separated (all)")
+    parser.add_argument("--out", default="gpu_check.jsonl", help="file of the results")
+    parser.add_argument("--wheels", help="folder of wheels to install first")
+    parser.add_argument("--before", help="MODULE:FUNCTION to call in every process first")
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # in its own process
+    options = parser.parse_args(arguments)
+    unknown = set(options.parts.split(",")) - set(LIMITS)
+    if unknown:
+        parser.error(f"no part {', '.join(sorted(unknown))}: choose from {', '.join(LIMITS)}")
+    return options
+
+
+def main() -> int:
+    """Run the parts and print the table; return 1 if a result is bad."""
+    options = parse()
+    if options.part:
+        from tools import gpu_parts
+
+        for what, result, is_good in gpu_parts.run(options.part, options.before, options.wheels):
+            write(options.out, options.part, what, result, is_good=is_good)
+        return 0
+    Path(options.out).unlink(missing_ok=True)
+    for name in options.parts.split(","):
+        run_part(name, options)
+    print(format_table(options.out))
+    results = [json.loads(line) for line in Path(options.out).read_text().splitlines()]
+    return int(any(result["good"] is False for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
