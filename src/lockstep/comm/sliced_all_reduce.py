@@ -1,0 +1,144 @@
+"""The plan and the additions of a reproducible all-reduce in which each rank adds one slice.
+
+    rank 0 holds {01, 2}    rank 1 holds {3, 45}    rank 2 holds {67}
+
+    (1) launch   exchange     rank j gets slice j of 01, 2, 3, 45, 67
+    (2) combine  add          slice j of ((01 + (2 + 3)) + (45 + 67))
+    (3) gather   all-gather   every rank gets every slice
+
+A rank packs slice j of all its nodes for rank j, in row j of its memory. How the rows and the sums
+reach the other ranks is up to the subclasses. A flag per node and tensor says whether the tensor is
+present.
+
+    row j    | node 0, slice j | node 1, slice j |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+
+import torch
+
+from lockstep.comm.bucket import Bucket, pieces, slice_length
+from lockstep.comm.reproducible_all_reduce import (
+    ABSENT,
+    LOCALLY_UNUSED,
+    NEW,
+    ReproducibleAllReduce,
+    Values,
+    add_present,
+)
+from lockstep.kernel.norm import in_memory_order
+from lockstep.kernel.tree import Node, total
+
+__all__ = ["SlicedAllReduce"]
+
+
+class SlicedAllReduce(ReproducibleAllReduce):
+    """What the implementations have in common that send slices to the ranks that add them.
+
+    Args:
+        bucket: As of `make_all_reduce`, like the other arguments.
+        nodes_by_rank: As of `make_all_reduce`.
+        leaves: As of `make_all_reduce`.
+        device: As of `make_all_reduce`.
+        divisor: As of `make_all_reduce`.
+        rank: This process's rank in the group.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        nodes_by_rank: Sequence[Sequence[Node]],
+        leaves: int,
+        device: torch.device,
+        divisor: int,
+        rank: int,
+    ) -> None:
+        self.bucket, self._nodes_by_rank, self._leaves = bucket, nodes_by_rank, leaves
+        self._rank, self._ranks, self._divisor = rank, len(nodes_by_rank), divisor
+        self._pieces = pieces(bucket, self._ranks)
+        self._length = slice_length(bucket, self._ranks)
+        self._slice_bytes = self._length * bucket.dtype.itemsize
+        self.sums = torch.empty(self._ranks * self._length, dtype=bucket.dtype, device=device)
+        self._present: list[bool] = []
+
+    def _pack(
+        self, rows: torch.Tensor, held: Mapping[Node, Values], locally_unused: Container[int]
+    ) -> bytearray:
+        """Copy this rank's nodes into the rows, and return their flags.
+
+        Args:
+            rows: Memory with a row of bytes for each rank, at least as long as the slices.
+            held: As of `launch`.
+            locally_unused: As of `launch`.
+        """
+        members, flags = self.bucket.members, bytearray()
+        for number, node in enumerate(self._nodes_by_rank[self._rank]):
+            values = held[node]
+            flags += bytes(
+                ABSENT
+                if values[member.index] is None
+                else LOCALLY_UNUSED
+                if member.index in locally_unused
+                else NEW
+                for member in members
+            )
+            slices = rows[:, number * self._slice_bytes : (number + 1) * self._slice_bytes]
+            slices = slices.view(self.bucket.dtype)
+            flat: dict[int, torch.Tensor] = {}
+            for piece in self._pieces:
+                value = values[members[piece.member].index]
+                if value is None:
+                    continue
+                if piece.member not in flat:
+                    flat[piece.member] = in_memory_order(value)
+                source = flat[piece.member][piece.start : piece.stop]
+                slices[piece.slice, piece.offset : piece.offset + source.numel()].copy_(source)
+        return flags
+
+    def _add(
+        self, rows: Sequence[torch.Tensor], flags_by_rank: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Return the sum of this rank's slice along the tree, in memory of the rows or new memory.
+
+        Args:
+            rows: The row of each rank for this one; their memory may be overwritten.
+            flags_by_rank: The flags of each rank, node by node.
+        """
+        slices: dict[Node, torch.Tensor] = {}
+        flags: dict[Node, Sequence[int]] = {}
+        members = len(self.bucket.members)
+        for nodes, row, presence in zip(self._nodes_by_rank, rows, flags_by_rank, strict=True):
+            for number, node in enumerate(nodes):
+                values = row[number * self._slice_bytes : (number + 1) * self._slice_bytes]
+                slices[node] = values.view(self.bucket.dtype)
+                flags[node] = presence[number * members : (number + 1) * members]
+        self._present = [NEW in column for column in zip(*flags.values(), strict=True)]
+        if all(ABSENT not in presence for presence in flags.values()):
+            whole: dict[Node, torch.Tensor | None] = dict(slices)
+            mine = total(whole, self._leaves, add_present)
+            assert mine is not None
+        else:
+            mine = self._add_members(slices, flags)
+        if self._divisor != 1:
+            mine.div_(self._divisor)
+        return mine
+
+    def _add_members(
+        self, slices: Mapping[Node, torch.Tensor], flags: Mapping[Node, Sequence[int]]
+    ) -> torch.Tensor:
+        """Add member by member, because some members are absent from some nodes."""
+        mine = torch.zeros(self._length, dtype=self.bucket.dtype, device=self.sums.device)
+        for piece in self._pieces:
+            if piece.slice != self._rank or not self._present[piece.member]:
+                continue
+            part = slice(piece.offset, piece.offset + piece.stop - piece.start)
+            values = {
+                node: values[part] if flags[node][piece.member] != ABSENT else None
+                for node, values in slices.items()
+            }
+            added = total(values, self._leaves, add_present)
+            assert added is not None
+            mine[part] = added
+        return mine
