@@ -79,6 +79,8 @@ def install(path: Path, devices: int = 1) -> None:
     native.simulated_tensor.argtypes = (
         *[ctypes.c_int] * 4, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64
     )  # fmt: skip
+    native.simulated_mapped.restype = ctypes.c_void_p
+    native.simulated_mapped.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64
     ctypes.pythonapi.PyCapsule_New.restype = ctypes.py_object
     ctypes.pythonapi.PyCapsule_New.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
     torch.utils.rename_privateuse1_backend(kernels.TYPE)

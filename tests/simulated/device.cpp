@@ -10,6 +10,8 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <sys/mman.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -259,6 +261,13 @@ void free_tensor(DLManagedTensor* tensor) {
   std::free(tensor);
 }
 
+void unmap_tensor(DLManagedTensor* tensor) {
+  munmap(tensor->data, static_cast<size_t>(tensor->shape[0]));
+  std::free(tensor);
+}
+
+constexpr int32_t EXTENSION_DEVICE = 12;
+
 Guard guard;
 Hooks hooks;
 
@@ -284,13 +293,29 @@ DLManagedTensor* simulated_tensor(
     int64_t bytes) {
   auto* tensor = static_cast<DLManagedTensor*>(
       std::malloc(sizeof(DLManagedTensor) + 2 * ndim * sizeof(int64_t)));
-  constexpr int32_t EXTENSION_DEVICE = 12;
   *tensor = {
       allocate(bytes), EXTENSION_DEVICE, device, ndim,
       static_cast<uint8_t>(code), static_cast<uint8_t>(bits), 1,
       tensor->values, tensor->values + ndim, 0, nullptr, &free_tensor};
   std::memcpy(tensor->shape, shape, ndim * sizeof(int64_t));
   std::memcpy(tensor->strides, strides, ndim * sizeof(int64_t));
+  return tensor;
+}
+
+// Returns bytes in the memory of a file, which other processes can map too; null if that fails.
+DLManagedTensor* simulated_mapped(int device, int file, int64_t bytes) {
+  void* memory = mmap(
+      nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  if (memory == MAP_FAILED) {
+    return nullptr;
+  }
+  auto* tensor = static_cast<DLManagedTensor*>(
+      std::malloc(sizeof(DLManagedTensor) + 2 * sizeof(int64_t)));
+  *tensor = {
+      memory, EXTENSION_DEVICE, device, 1, 1, 8, 1,
+      tensor->values, tensor->values + 1, 0, nullptr, &unmap_tensor};
+  tensor->shape[0] = bytes;
+  tensor->strides[0] = 1;
   return tensor;
 }
 }

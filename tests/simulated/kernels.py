@@ -16,7 +16,7 @@ import torch
 
 from simulated import streams
 
-__all__ = ["TYPE", "as_cpu", "empty_strided", "register", "stream_of"]
+__all__ = ["TYPE", "as_cpu", "empty_strided", "map_file", "register", "stream_of"]
 
 TYPE = "simulated"
 
@@ -73,6 +73,18 @@ def empty_strided(
     made = _native.simulated_tensor(
         index, *CODES[dtype], len(size), numbers(*size), numbers(*stride), count * dtype.itemsize
     )
+    return _adopt(made)
+
+
+def map_file(descriptor: int, size: int, device: torch.device) -> torch.Tensor:
+    """Return the bytes of a file as memory of the device, which other processes may map too."""
+    made = _native.simulated_mapped(device.index, descriptor, size)
+    if made is None:
+        raise RuntimeError(f"simulated: {size} bytes cannot be mapped")
+    return _adopt(made)
+
+
+def _adopt(made: int) -> torch.Tensor:
     capsule = ctypes.pythonapi.PyCapsule_New(ctypes.c_void_p(made), b"dltensor", None)
     return torch._C._from_dlpack(capsule)
 
@@ -136,6 +148,9 @@ def _copy_from(
         _write(place, source.detach() if is_late else source.detach().clone())
         return place
     found = stream_of(source.device)
+    if place.device == source.device:
+        found.launch(lambda: _copy_now(as_cpu(place), as_cpu(source)))
+        return place
     if place.device.type != "cpu":
         found.run()
         stream_of(place.device).run()

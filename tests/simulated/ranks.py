@@ -22,10 +22,11 @@ FOLDER = Path(__file__).parents[2] / ".cache" / "simulated"
 
 def install() -> None:
     """Let this process have the simulated accelerator and its backend."""
-    from simulated import accelerator, process_group
+    from simulated import accelerator, ipc, process_group
 
     accelerator.install(accelerator.build(FOLDER), DEVICES)
     process_group.register()
+    ipc.register()
 
 
 def run(

@@ -159,6 +159,32 @@ def test_every_number_of_ranks_gives_the_same_bits(on_one_rank, n):
         assert found == on_one_rank
 
 
+def test_ranks_that_share_a_device_give_the_same_bits_in_its_memory(on_one_rank):
+    def train_shared():
+        from lockstep.comm.ipc_all_reduce import IpcAllReduce
+        from lockstep.comm.portable_all_reduce import PortableAllReduce
+
+        counts = dict.fromkeys((IpcAllReduce, PortableAllReduce), 0)
+
+        def count(kind, original):
+            def combine(reduction):
+                counts[kind] += 1
+                original(reduction)
+
+            return combine
+
+        for kind in counts:
+            kind.combine = count(kind, kind.combine)
+        found = train("blocks"), average()
+        return found, counts[IpcAllReduce] > 10, counts[PortableAllReduce]
+
+    (first, is_shared, others), second = simulated.run(train_shared, 2, device="simulated:0")
+    assert (first, is_shared, others) == second
+    assert (is_shared, others) == (True, 0)
+    assert first[0] == on_one_rank["blocks"]
+    assert first[1] == simulated.run(average, 2, device="cpu")[0]
+
+
 def mirrored_messages():
     """Return the messages of each pair of ranks of each group, as both ranks should see them."""
     from simulated import process_group

@@ -1,4 +1,4 @@
-"""The choice of the implementation of a reproducible all-reduce, by the group's backend."""
+"""The choice of the implementation of a reproducible all-reduce for a group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch.distributed as dist
 from lockstep.comm import backend
 from lockstep.comm.bucket import Bucket
 from lockstep.comm.collectives import has_many_ranks
+from lockstep.comm.device_ipc import DeviceIpc
 from lockstep.comm.hosts.all_reduce import HostAllReduce
+from lockstep.comm.ipc_all_reduce import IpcAllReduce
 from lockstep.comm.native_all_reduce import NativeAllReduce, is_supported, native_backend
 from lockstep.comm.portable_all_reduce import PortableAllReduce
 from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
@@ -36,6 +38,7 @@ def make_all_reduce(
     group: dist.ProcessGroup | None = None,
     divisor: int = 1,
     cuts: Sequence[int] = (),
+    ipc: DeviceIpc | None = None,
 ) -> ReproducibleAllReduce:
     """Return the reproducible all-reduce of a bucket.
 
@@ -49,6 +52,7 @@ def make_all_reduce(
         divisor: The number by which the sum is divided before it is gathered.
         cuts: The bounds of the ranks' slices. If given, nothing is gathered, and a rank has only
             the sums of its own slice (backend "lockstep" only).
+        ipc: How the ranks share memory of their device (`find_ipc`); None if they do not.
     """
     options = divisor, cuts or None, bool(cuts)
     native = native_backend(device, bucket.dtype, group)
@@ -64,4 +68,6 @@ def make_all_reduce(
     if hosts is not None:
         return HostAllReduce(hosts, bucket, nodes_by_rank, leaves, *options)
     assert not cuts
+    if ipc is not None:
+        return IpcAllReduce(bucket, nodes_by_rank, leaves, device, group, divisor, ipc)
     return PortableAllReduce(bucket, nodes_by_rank, leaves, device, group, divisor)

@@ -1,10 +1,11 @@
 """Reproducible all-reduce: a bucket is added over the ranks along the tree, on any backend.
 
 Each rank holds some nodes of the tree for every tensor of the bucket: one node if the ranks
-divide the leaves evenly, several otherwise. Three implementations do the same additions:
+divide the leaves evenly, several otherwise. Four implementations do the same additions:
 
     `native_all_reduce`     the backend "lockstep" on one host: in shared memory, without messages
     `hosts.all_reduce`      the same backend across hosts: whole subtrees of a host first
+    `ipc_all_reduce`        ranks that share a device: in its memory
     `portable_all_reduce`   any other backend: all-to-all, add, all-gather
 
 A tensor without a value in some leaf is absent from the sum, not zero, so that -0.0 stays -0.0.

@@ -96,6 +96,7 @@ class GradientReducer:
 
     def enter_group(self) -> None:
         """Discard the plans for the ranks of an earlier group; `.grad` does not change."""
+        self._planner.enter_group()
         trainable = (
             n for n, (_, parameter) in enumerate(self._parameters) if parameter.requires_grad
         )

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.bucket import Bucket, plan
+from lockstep.comm.device_ipc import DeviceIpc, find_ipc
 from lockstep.comm.make_all_reduce import adds_in_place, make_all_reduce
 from lockstep.comm.memory_format import in_layout_of
 from lockstep.comm.native_all_reduce import native_backend
@@ -58,6 +59,11 @@ class BucketPlanner:
         shards: Shards | None,
     ) -> None:
         self.parameters, self.group, self.shards = parameters, group, shards
+        self._ipc: DeviceIpc | None = None
+
+    def enter_group(self) -> None:
+        """Find out whether the ranks share memory of their device; a collective."""
+        self._ipc = find_ipc(self.parameters[0][1].device, self.group) if self.parameters else None
 
     def can_overlap(self, indices: Sequence[int]) -> bool:
         """Return whether the exchange of these gradients may run beside a backward pass.
@@ -97,6 +103,7 @@ class BucketPlanner:
                 self.parameters[bucket.members[0].index][1].device,
                 self.group,
                 cuts=[] if shards is None else shards.find_cuts(bucket),
+                ipc=self._ipc,
             )
             for bucket in buckets
         ]

@@ -24,6 +24,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from lockstep.comm import backend as comm
 from lockstep.comm.hosts.identity import declare_world
+from lockstep.comm.ipc_all_reduce import close_all
 from lockstep.kernel.errors import RendezvousError, UsageError
 from lockstep.launcher import rendezvous
 from lockstep.launcher.backend_choice import BackendChoice, choose_backend
@@ -275,6 +276,7 @@ def get_timeout() -> float:
 def leave_round() -> None:
     """Leave the group of a round that is over; ranks that wait for this one notice at once."""
     close_connections()
+    close_all()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -359,6 +361,7 @@ def shutdown() -> None:
     """Leave the world, if this process has joined one. Also called at exit."""
     global _current, _arguments
     atexit.unregister(shutdown)
+    close_all()
     if _current is not None and dist.is_initialized():
         dist.destroy_process_group()
     _current, _arguments = None, ()

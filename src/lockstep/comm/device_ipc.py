@@ -1,0 +1,128 @@
+"""Memory of a device that several processes map, through IPC handles.
+
+    owner    memory = ipc.allocate(...)      handle = ipc.export(memory)
+    peer     ipc.open(handle)                a tensor with the same memory
+
+A handle is for one peer, and the memory stays valid until that peer has dropped its tensor, even if
+the owner drops its own before. Nothing orders the accesses: a process synchronizes with its stream,
+and then says so in a message.
+
+The ranks of a group share memory if they compute on the same device of one host. Whether that works
+is tried once per group: containers and allocators may forbid it.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.hosts.identity import identify_host
+from lockstep.messages import escape_control, log
+
+__all__ = ["BY_DEVICE_TYPE", "CudaIpc", "DeviceIpc", "find_ipc"]
+
+PROBE_BYTES = 64
+"""The size of the memory with which a group tries whether it can share some."""
+
+
+class DeviceIpc(Protocol):
+    """Shared memory of one type of device."""
+
+    def identify(self, device: torch.device) -> str:
+        """Return a text that processes of one host have in common if they see the same device."""
+
+    def allocate(self, size: int, device: torch.device) -> torch.Tensor:
+        """Return zeroed memory of `size` bytes that can be exported."""
+
+    def export(self, memory: torch.Tensor) -> bytes:
+        """Return a handle of allocated memory for one other process."""
+
+    def open(self, handle: bytes, device: torch.device) -> torch.Tensor:
+        """Return the memory of another process, as bytes."""
+
+
+class CudaIpc:
+    """Shared memory of CUDA devices. Torch counts the peers and keeps the memory for them."""
+
+    def identify(self, device: torch.device) -> str:
+        """Return the UUID of a device, or of its partition."""
+        return str(torch.cuda.get_device_properties(device).uuid)
+
+    def allocate(self, size: int, device: torch.device) -> torch.Tensor:
+        """Return zeroed memory of torch's allocator."""
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+
+    def export(self, memory: torch.Tensor) -> bytes:
+        """Return a handle of allocated memory for one other process."""
+        storage: Any = memory.untyped_storage()
+        _, *shared = storage._share_cuda_()  # without the index of the device in this process
+        return repr(tuple(shared)).encode()
+
+    def open(self, handle: bytes, device: torch.device) -> torch.Tensor:
+        """Return the memory of another process, as bytes."""
+        untyped: Any = torch.UntypedStorage
+        storage = untyped._new_shared_cuda(device.index, *ast.literal_eval(handle.decode()))
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+BY_DEVICE_TYPE: dict[str, DeviceIpc] = {"cuda": CudaIpc()}
+
+
+def find_ipc(device: torch.device, group: dist.ProcessGroup | None) -> DeviceIpc | None:
+    """Return how the ranks of a group share memory of their device; None if they do not.
+
+    A collective: all ranks of the group call it, with devices of the same type.
+    """
+    ipc = BY_DEVICE_TYPE.get(device.type)
+    if ipc is None or dist.get_world_size(group) == 1:
+        return None
+    return ipc if _can_share(ipc, device, group) else None
+
+
+def _can_share(ipc: DeviceIpc, device: torch.device, group: dist.ProcessGroup | None) -> bool:
+    """Return whether every rank can read memory of every other; the same on all ranks."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    own = f"{identify_host()} {ipc.identify(device)}"
+    about = "comparing the devices of the ranks"
+    identities = all_gather_bytes(own.encode(), about, group)
+    if identities.count(identities[0]) < ranks:
+        return False
+    handles, failure = dict[int, bytes](), ""
+    try:
+        memory = ipc.allocate(PROBE_BYTES, device).fill_(rank)
+        handles = {peer: ipc.export(memory) for peer in range(ranks) if peer != rank}
+        torch.accelerator.synchronize(device)
+    except Exception as error:  # any error: the other ranks wait for the outcome
+        failure = _summarize(error)
+    about = "trying to share memory of the device"
+    exported = [ast.literal_eval(m.decode()) for m in _gather(repr(handles), about, group)]
+    try:
+        for peer, offered in enumerate(exported):
+            if peer != rank and offered and not failure:
+                values = ipc.open(offered[rank], device).tolist()
+                if values != [peer] * PROBE_BYTES:
+                    failure = f"the memory of rank {peer} has other values here"
+    except Exception as error:
+        failure = _summarize(error)
+    failures = _gather(failure, about, group)
+    first = next((number for number, said in enumerate(failures) if said), None)
+    if first is not None and rank == 0:
+        reason = escape_control(failures[first].decode(errors="replace"))
+        log(
+            f"the {ranks} ranks on {device} exchange gradients through the CPU, which is slower: "
+            f"rank {first} of the group could not share memory of the device: {reason}"
+        )
+    return first is None
+
+
+def _gather(text: str, about: str, group: dist.ProcessGroup | None) -> list[bytes]:
+    return all_gather_bytes(text.encode(), about, group)
+
+
+def _summarize(error: Exception) -> str:
+    """Return the first line of an error."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

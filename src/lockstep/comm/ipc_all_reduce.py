@@ -1,0 +1,142 @@
+"""The reproducible all-reduce of ranks that share a device, in memory of the device.
+
+Every rank packs its nodes into memory that the other ranks have mapped. Nothing is copied to the
+host. Two small messages over the CPU replace the transfers of a backend:
+
+    rank j   pack its rows, synchronize ──┐ message 1: all rows are packed
+             add row j of all ranks,  <───┘
+             write the sum, synchronize ──┐ message 2: all sums are written
+             copy the sums of all ranks <─┘
+
+    memory of a rank   | row 0 | row 1 | ... | sum of its slice |
+
+A rank packs again after message 2, when all ranks have read its rows. It writes its next sum after
+the next message 1, before which all ranks have synchronized with their copies of the last one. Row
+j of a rank is read, and overwritten by intermediate sums, only by rank j.
+
+A rank whose memory is new says so in message 1, and all ranks exchange the handles of theirs. The
+wait for a message ends with an error if a peer died, or at the group's timeout.
+"""
+
+from __future__ import annotations
+
+import ast
+import weakref
+from collections.abc import Container, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.bucket import ALIGNMENT, Bucket, parts
+from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.device_ipc import DeviceIpc
+from lockstep.comm.reproducible_all_reduce import Values
+from lockstep.comm.sliced_all_reduce import SlicedAllReduce
+from lockstep.devices import record_event
+from lockstep.kernel.tree import Node
+
+__all__ = ["IpcAllReduce", "close_all"]
+
+_all: weakref.WeakSet[IpcAllReduce] = weakref.WeakSet()
+
+
+class IpcAllReduce(SlicedAllReduce):
+    """The implementation for ranks that share a device; arguments as of `make_all_reduce`.
+
+    Args:
+        ipc: How memory of the device is shared.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        nodes_by_rank: Sequence[Sequence[Node]],
+        leaves: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        divisor: int,
+        ipc: DeviceIpc,
+    ) -> None:
+        super().__init__(bucket, nodes_by_rank, leaves, device, divisor, dist.get_rank(group))
+        self._group, self._ipc, self._device = group, ipc, device
+        self._widths = [len(nodes) * self._slice_bytes for nodes in nodes_by_rank]
+        size = max(self._sum_place(self._rank).stop, ALIGNMENT)
+        # Zeroed once, because the gaps between the members are added too and must stay finite.
+        self._own = ipc.allocate(size, device)
+        self._memory: list[torch.Tensor] = []  # of each rank; empty if the own memory is new
+        self._pending: list[torch.Event] = []  # what the other ranks may rely on after a message
+        self._flags = b""
+        _all.add(self)
+
+    def _row_place(self, owner: int, row: int) -> slice:
+        """Return the bytes of a row in the memory of a rank."""
+        return slice(row * self._widths[owner], (row + 1) * self._widths[owner])
+
+    def _sum_place(self, owner: int) -> slice:
+        """Return the bytes of the sum in the memory of a rank, after its rows."""
+        end = self._ranks * self._widths[owner]
+        return slice(end, end + self._slice_bytes)
+
+    def launch(
+        self,
+        held: Mapping[Node, Values],
+        locally_unused: Container[int] = (),
+        in_steps: bool = False,
+    ) -> None:
+        """Pack this rank's rows; see `ReproducibleAllReduce.launch`."""
+        rows = self._own[: self._sum_place(self._rank).start]
+        self._flags = bytes(
+            self._pack(rows.view(self._ranks, self._widths[self._rank]), held, locally_unused)
+        )
+        self._pending.append(record_event(self._device))
+
+    def combine(self) -> None:
+        """Wait until all rows are packed, and add this rank's slice of them."""
+        states = self._meet(bytes([not self._memory]) + self._flags, "the rows of gradients")
+        if any(state[0] for state in states):
+            self._exchange_handles()
+        rows = [
+            memory[self._row_place(owner, self._rank)] for owner, memory in enumerate(self._memory)
+        ]
+        mine = self._add(rows, [state[1:] for state in states])
+        self._memory[self._rank][self._sum_place(self._rank)].view(mine.dtype).copy_(mine)
+        self._pending.append(record_event(self._device))
+
+    def gather(self) -> list[tuple[int, torch.Tensor | None]]:
+        """Wait until all sums are written, and copy them; see `ReproducibleAllReduce.gather`."""
+        self._meet(b"", "the sums of gradients")
+        slices = self.sums.view(self._ranks, self._length)
+        for owner, memory in enumerate(self._memory):
+            slices[owner].copy_(memory[self._sum_place(owner)].view(self.sums.dtype))
+        self._pending.append(record_event(self._device))
+        return parts(self.bucket, self.sums, self._present)
+
+    def _meet(self, message: bytes, what: str) -> list[bytes]:
+        """Finish this rank's work on shared memory, and exchange messages with the other ranks."""
+        while self._pending:
+            self._pending.pop().synchronize()
+        about = f"exchanging {what}, {self._length} of {self.bucket.dtype} per rank"
+        return all_gather_bytes(message, about, self._group)
+
+    def _exchange_handles(self) -> None:
+        """Map the memory of the other ranks."""
+        self._memory = []
+        peers = [peer for peer in range(self._ranks) if peer != self._rank]
+        handles = {peer: self._ipc.export(self._own) for peer in peers}
+        offers = self._meet(repr(handles).encode(), "the handles of memory")
+        self._memory = [
+            self._own
+            if owner == self._rank
+            else self._ipc.open(ast.literal_eval(offer.decode())[self._rank], self._device)
+            for owner, offer in enumerate(offers)
+        ]
+
+    def close(self) -> None:
+        """Unmap the memory of the other ranks, which free it after that."""
+        self._memory = []
+
+
+def close_all() -> None:
+    """Unmap the memory of other processes, before this one leaves its group."""
+    for each in list(_all):
+        each.close()
