@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 14,
-    "code lines in src": 47_900,
-    "code lines in tests": 49_100,
+    "code lines in src": 48_150,
+    "code lines in tests": 49_200,
     "code lines in csrc": 7_000,
     "imports per module": 4.8,
     "kernel: code lines": 2_000,

@@ -63,6 +63,7 @@ COMMANDS = {
     "schedule": "simulate and draw a pipeline schedule",
     "report": "render the record of a run as HTML or Markdown",
     "replay": "compute a recorded step again and compare the bits",
+    "audit": "check whether this machine computes the bits of a recorded run",
     "bisect": "find the first bit in which two runs differ",
     "compare": "compare the speed, results and settings of runs",
     "runs": "list the runs of a folder",

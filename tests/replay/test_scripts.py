@@ -22,7 +22,9 @@ from lockstep.kernel.errors import UsageError
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.record.reader import read_run
 from lockstep.tools.check.layouts import Layout
+from lockstep.tools.replay.record_audit import audit_record
 from lockstep.tools.replay.recorded_program import find_base, find_obstacles, read_program
+from lockstep.tools.replay.recorded_run import read_recorded_run
 from lockstep.tools.replay.result import Replay, ReplayRequest
 from replays import run_replay
 
@@ -196,6 +198,8 @@ def test_a_run_that_was_resumed_with_other_sources_is_replayed_with_those_of_eac
     assert names == ["sources", "sources-2"]
     assert replayed(run, first - 1, first - 1).base < first
     assert replayed(run, first, first).base == first
+    audit = audit_record(read_recorded_run(run), 1, 7, lambda *_: None, lambda _: None, 100)
+    assert (audit.verdict, audit.steps) == ("same", 7)  # each step with its own sources
     (run / "checkpoints" / f"step-{first}" / "manifest.json").unlink()
     shutil.rmtree(tmp_path / "saved")
     base = find_base(found, first)

@@ -1,0 +1,142 @@
+"""`lockstep audit`: computes recorded steps again on this machine and compares the bits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from lockstep.formatting import format_quantity
+from lockstep.kernel.errors import UsageError
+from lockstep.messages import JSON_HELP, escape_control, log
+from lockstep.tools.commands.replay import ReplayProgress
+from lockstep.tools.commands.report import find_run
+
+if TYPE_CHECKING:
+    from lockstep.tools.replay.record_audit import RecordAudit
+    from lockstep.tools.replay.recorded_run import RecordedRun
+
+__all__ = ["command"]
+
+RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@click.command()
+@click.argument("run")
+@click.option(
+    "--steps", metavar="A-B",
+    help="The steps to compute, from 0: 40-99, or a single one.  [default: the steps since the "
+    "last checkpoint]",
+)  # fmt: skip
+@click.option(
+    "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
+    help="End each replay after this many seconds.  [default: no limit]",
+)  # fmt: skip
+@click.option(
+    "--runs", "folder", default="runs", show_default=True, metavar="DIR", help="Folder of runs."
+)
+@click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
+def command(run: str, steps: str | None, timeout: float | None, folder: str, as_json: bool) -> None:
+    """Check whether this machine computes the recorded bits of RUN (name or folder).
+
+    The recorded program is run with its own sources on one process, from the nearest
+    checkpoint before the steps. Losses and gradient norms are compared in every step,
+    digests of the weights at checkpoints and at the end. A step that differs is
+    computed once more: the result says whether this machine agrees with itself, where
+    the bits differ first, and which machine recorded them.
+
+    Exit status: 0 same bits; 1 different bits, or the steps could not be computed;
+    2 usage error.
+    """
+    from lockstep.tools.replay.record_audit import audit_record
+    from lockstep.tools.replay.recorded_run import read_recorded_run
+
+    recorded = read_recorded_run(find_run(run, folder), run)
+    for remark in recorded.run.remarks:
+        log(remark)
+    first, last = _choose_steps(recorded, steps)
+    what = f"steps {first} to {last}" if first < last else f"step {first}"
+    click.echo(f"computing {what} of {escape_control(run)} again", err=True)
+    with ReplayProgress() as progress:
+        result = audit_record(recorded, first, last, progress.show, log, timeout)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        _print(result, what)
+    if as_json:
+        click.echo(json.dumps(result.plain()))
+    sys.exit(0 if result.verdict == "same" else 1)
+
+
+def _choose_steps(run: RecordedRun, steps: str | None) -> tuple[int, int]:
+    """Return the first and the last step to compute; raise UsageError if the run lacks them."""
+    from lockstep.tools.replay.recorded_program import find_base
+
+    if not run.steps:
+        raise UsageError(f"{run.folder} has no finished step, so there is nothing to compute again")
+    newest = run.steps[-1].step
+    if steps is None:
+        return min(find_base(run.run, newest).steps, newest), newest
+    match = RANGE.fullmatch(steps)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise UsageError(f"--steps {steps}: give a step or a range of steps, such as 40-99")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if last > newest:
+        raise UsageError(
+            f"--steps {steps}: {run.folder} has {newest + 1} steps; the last one is {newest}"
+        )
+    return first, last
+
+
+def _print(result: RecordAudit, what: str) -> None:
+    """Print the machines and the result."""
+    from lockstep.tools.replay.bisection_report import describe_location
+    from lockstep.tools.report.terminal import print_table, wrap
+
+    columns = [{name: _cell(value) for name, value in side.items()} for side in result.machines]
+    rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
+    print_table(["", "recorded on", "this machine"], [row for row in rows if row[1] or row[2]])
+    click.echo()
+    difference, divergence, sentences = result.difference, result.divergence, list[str]()
+    if result.verdict == "same":
+        digests = ", ".join(map(str, result.digests))
+        compared = f"; digests of the weights after {digests} steps" if digests else ""
+        count = format_quantity(result.steps, "step")
+        sentences.append(f"{what}: this machine computes the recorded bits ({count}{compared})")
+    elif difference is None:
+        step = result.first + result.steps
+        sentences.append(f"{what}: step {step} was not computed: {result.failure}")
+        sentences.append(f"See lockstep replay {shlex.quote(result.run.name)} --step {step}")
+    else:
+        number = "" if difference.microbatch is None else f" {difference.microbatch}"
+        sentences.append(
+            f"step {difference.step}: different: the {difference.what}{number} is {difference.b} "
+            f"here; the record has {difference.a}"
+        )
+        if divergence is not None:
+            sentences.append(f"In {describe_location(divergence)}: {divergence.sentence}")
+        others = [row[0] for row in rows[1:] if row[1] != row[2]]
+        if result.verdict == "unstable":
+            sentences.append(
+                "Computed twice here, with different bits: this machine computes wrong now and "
+                "then, or the program is not deterministic"
+            )
+        elif others:
+            sentences.append(
+                f"Computed twice here, with the same bits: the machines differ ({', '.join(others)}"
+                "), so audit the run on a machine like the recorded one"
+            )
+        else:
+            sentences.append(
+                "Computed twice here, with the same bits, on a machine of the same kind: the "
+                "machine that recorded the run computed wrong, or this one does so every time"
+            )
+    for sentence in sentences:
+        click.echo(escape_control("\n".join(wrap(f"{sentence}."))))
+
+
+def _cell(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value or "")

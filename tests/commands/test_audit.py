@@ -1,0 +1,158 @@
+"""`lockstep audit`: a recorded run, computed again by machines that are right or wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import bit_flips
+from bit_flips import flip_bit_in_file
+from lockstep.cli import cli
+from lockstep.kernel.errors import UsageError
+
+SCRIPT = """
+import contextlib
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+from bit_flips import FaultyOperator
+
+machine = Path("machine").read_text()
+chosen = {"element": 5} if machine == "always" else {"seed": os.getpid()}
+
+ls.init(timeout=60)
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(64, 6), torch.randint(0, 4, (64,)))
+with ls.Trainer(
+    nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)), nn.CrossEntropyLoss(),
+    partial(torch.optim.SGD, lr=0.1), microbatches=4, fingerprints="unit:4",
+    checkpoint=ls.CheckpointConfig(every_steps=3, keep=9),
+) as trainer:
+    for batch in trainer.batches(data, 8):
+        if trainer.steps == 4 and machine == "stops":
+            raise RuntimeError("this machine stops")
+        faulty = contextlib.nullcontext()
+        if trainer.steps == 4 and machine != "right":
+            faulty = FaultyOperator("addmm", phase="forward", call=4, **chosen)
+        with faulty:
+            trainer.step(batch)
+"""
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 8 steps in the folder of its script, with checkpoints after 3, 6 and 8 steps."""
+    folder = tmp_path_factory.mktemp("project")
+    shutil.copy(bit_flips.__file__, folder)
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "machine").write_text("right")
+    with contextlib.chdir(folder):
+        done = CliRunner().invoke(cli, ["run", "--name", "mine", "train.py"])
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+@pytest.fixture
+def run(recorded: Path) -> Path:
+    """The folder of the run, for which this machine is right."""
+    (recorded / "machine").write_text("right")
+    return recorded / "runs" / "mine"
+
+
+def audit(run: Path, *words: str):
+    words = ("audit", run.name, "--runs", str(run.parent), *words)
+    return CliRunner().invoke(cli, words, catch_exceptions=False)
+
+
+def copy_with(run: Path, to: Path, **environment: str) -> Path:
+    """Return a copy of a run that says it was recorded on another machine."""
+    copy = Path(shutil.copytree(run, to))
+    header, *lines = (copy / "record.jsonl").read_text().splitlines()
+    changed = json.loads(header)
+    changed["environment"] |= environment
+    (copy / "record.jsonl").write_text("\n".join([json.dumps(changed), *lines, ""]))
+    return copy
+
+
+def test_a_machine_that_computes_the_recorded_bits(run):
+    done = audit(run, "--json")
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["verdict"], found["equal"], found["failure"]) == ("same", True, None)
+    assert found["first"] in (3, 6)  # a checkpoint may be left out while one is written
+    assert (found["last"], found["steps"]) == (7, 8 - found["first"])
+    assert 8 in found["digests"]
+    assert found["recorded_on"] == found["here"]
+    assert f"steps {found['first']} to 7: this machine computes the recorded bits" in done.stderr
+    done = audit(run, "--steps", "4")
+    assert "step 4: this machine computes the recorded bits (1 step)." in done.stdout
+
+
+def test_a_machine_that_computes_other_bits_every_time(run, tmp_path):
+    Path(run.parent.parent / "machine").write_text("always")
+    done = audit(run, "--steps", "3-5", "--json")
+    assert done.exit_code == 1
+    found = json.loads(done.stdout)
+    assert (found["verdict"], found["step"], found["microbatch"]) == ("different", 4, 2)
+    assert (found["what"], found["unit"]) == ("loss of the micro-batch", "0")
+    assert (found["direction"], found["steps"]) == ("forward", 3)
+    assert float(found["recorded"]) != float(found["computed"])
+    said = " ".join(done.stderr.split())
+    assert f"step 4: different: the loss of the micro-batch 2 is {found['computed']} here" in said
+    assert "In step 4, micro-batch 2, forward pass, module `0`: module `0` computes diff" in said
+    assert "twice here, with the same bits, on a machine of the same kind" in said
+    copy = copy_with(run, tmp_path / "mine", processor="Abacus", hostname="attic")
+    said = " ".join(audit(copy, "--steps", "3-5").stdout.split())
+    assert "the machines differ (processor), so audit the run on a machine like" in said
+    assert "hostname attic" in said
+
+
+def test_a_machine_that_computes_other_bits_now_and_then(run):
+    Path(run.parent.parent / "machine").write_text("sometimes")
+    done = audit(run, "--steps", "4", "--json")
+    assert done.exit_code == 1
+    found = json.loads(done.stdout)
+    assert (found["verdict"], found["step"], found["unit"]) == ("unstable", 4, None)
+    assert "Computed twice here, with different bits: this machine" in done.stderr
+
+
+def test_a_damaged_checkpoint_is_named_and_left_out(run, tmp_path):
+    copy = Path(shutil.copytree(run, tmp_path / "mine"))
+    (newest,) = {*(copy / "checkpoints").glob("step-6")} or {copy / "checkpoints" / "step-3"}
+    flip_bit_in_file(newest / "model.safetensors", -1)
+    done = audit(copy, "--steps", "7")
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stderr.split())
+    assert f"the checkpoint {newest} is damaged: the checksum of model.safetensors diff" in said
+
+
+def test_what_cannot_be_computed_is_one_sentence(run, tmp_path):
+    for words, said in (
+        (["--steps", "8"], "--steps 8: .* has 8 steps; the last one is 7$"),
+        (["--steps", "5-4"], "--steps 5-4: give a step or a range of steps, such as 40-99$"),
+        (["--steps", "all"], "--steps all: give a step or a range"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            audit(run, *words)
+    with pytest.raises(UsageError, match="there is no run at"):
+        audit(tmp_path / "nothing")
+    Path(run.parent.parent / "machine").write_text("stops")
+    done = audit(run, "--steps", "3-4", "--json")
+    assert done.exit_code == 1
+    found = json.loads(done.stdout)
+    assert (found["verdict"], found["steps"], found["equal"]) == ("failed", 1, False)
+    said = " ".join(done.stderr.split())
+    assert "steps 3 to 4: step 4 was not computed: rank 0 raised RuntimeError: thi" in said
+    assert said.endswith("(train.py:27). See lockstep replay mine --step 4.")
+    assert found["failure"] in said
