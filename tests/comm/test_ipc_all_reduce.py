@@ -6,8 +6,7 @@ import torch.distributed as dist
 
 import lockstep as ls
 from lockstep.comm.bucket import plan
-from lockstep.comm.device_ipc import find_ipc
-from lockstep.comm.ipc_all_reduce import IpcAllReduce
+from lockstep.comm.device_ipc import shares_device
 from lockstep.comm.make_all_reduce import make_all_reduce
 from lockstep.comm.reproducible_all_reduce import reproducible_all_reduce
 from simulated import ranks as simulated
@@ -29,26 +28,33 @@ def test_the_sum_is_the_tree_bit_for_bit_on_every_number_of_ranks():
             group = dist.new_group(range(ranks))
             if ls.rank() >= ranks:
                 continue
-            ipc = find_ipc(device, group)
+            is_shared = shares_device(device, group)
             extra, dtype, capacity, is_absent = CASES[ranks % len(CASES)]
             leaves = ranks + extra
             sums = expected_sums(leaf_values(leaves, dtype, is_absent), leaves)
             expected = [bits(None if each is None else each / ranks) for each in sums]
             found = sums_on_a_rank(
-                leaves, dtype, capacity, is_absent, ranks, device, group=group, ipc=ipc
+                leaves,
+                dtype,
+                capacity,
+                is_absent,
+                ranks,
+                device,
+                group=group,
+                is_device_shared=is_shared,
             )
-            if ipc is None or found != [expected, expected]:
+            if not is_shared or found != [expected, expected]:
                 wrong.append((ranks, leaves, dtype))
         return wrong
 
     assert simulated.run(compare, 8, device=DEVICE) == [[]] * 8
 
 
-def make(ipc, ranks=2):
+def make(is_shared, ranks=2):
     """Return a sum of three elements of one node per rank."""
     (bucket,) = plan([3], [torch.float32], 64)
     nodes = [[(rank, rank + 1)] for rank in range(ranks)]
-    return make_all_reduce(bucket, nodes, ranks, ls.world().device, ipc=ipc)
+    return make_all_reduce(bucket, nodes, ranks, ls.world().device, is_device_shared=is_shared)
 
 
 def held(value):
@@ -60,7 +66,7 @@ def test_a_rank_may_replace_its_memory_alone():
     def replace():
         from simulated import ipc
 
-        found = find_ipc(ls.world().device, None)
+        found = shares_device(ls.world().device, None)
         first, seen = make(found), []
         for turn in range(4):
             if turn == ls.rank() + 1:
@@ -80,7 +86,7 @@ def test_a_rank_may_replace_its_memory_alone():
 def test_sums_that_are_copied_late_are_complete_before_their_memory_is_written_again():
     def overlap():
         device = ls.world().device
-        reduction = make(find_ipc(device, None))
+        reduction = make(shares_device(device, None))
         values, seen = [held(10 * turn + ls.rank()) for turn in range(2)], []
         torch.accelerator.synchronize(device)
         for turn in range(2):
@@ -98,7 +104,7 @@ def test_sums_that_are_copied_late_are_complete_before_their_memory_is_written_a
 
 def test_a_rank_that_left_is_an_error_for_those_that_wait():
     def leave():
-        reduction = make(find_ipc(ls.world().device, None))
+        reduction = make(shares_device(ls.world().device, None))
         reduction.launch(held(1))
         if ls.rank() == 1:
             dist.destroy_process_group()
@@ -119,11 +125,11 @@ def test_ranks_that_cannot_map_the_memory_use_the_cpu(capfd):
 
         if ls.rank() == 1:
             ipc.SimulatedIpc.open = refuse
-        found = find_ipc(ls.world().device, None)
+        found = shares_device(ls.world().device, None)
         ((_, total),) = reproducible_all_reduce([make(found)], held(ls.rank()))
         return found, total.tolist()
 
-    assert simulated.run(fail, 2, device=DEVICE) == [(None, [1.0] * 3)] * 2
+    assert simulated.run(fail, 2, device=DEVICE) == [(False, [1.0] * 3)] * 2
     said = "rank 1 of the group could not share memory of the device: PermissionError: no such "
     assert capfd.readouterr().err.count(said) == 1
 
@@ -131,6 +137,6 @@ def test_ranks_that_cannot_map_the_memory_use_the_cpu(capfd):
 def test_ranks_on_several_devices_share_no_memory():
     def find():
         other = torch.device("simulated", ls.rank())
-        return find_ipc(other, None), isinstance(make(None), IpcAllReduce)
+        return shares_device(other, None)
 
-    assert simulated.run(find, 2, device=DEVICE) == [(None, False)] * 2
+    assert simulated.run(find, 2, device=DEVICE) == [False] * 2

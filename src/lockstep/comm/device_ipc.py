@@ -23,7 +23,7 @@ from lockstep.comm.collectives import all_gather_bytes
 from lockstep.comm.hosts.identity import identify_host
 from lockstep.messages import escape_control, log
 
-__all__ = ["BY_DEVICE_TYPE", "CudaIpc", "DeviceIpc", "find_ipc"]
+__all__ = ["BY_DEVICE_TYPE", "CudaIpc", "DeviceIpc", "shares_device"]
 
 PROBE_BYTES = 64
 """The size of the memory with which a group tries whether it can share some."""
@@ -72,20 +72,15 @@ class CudaIpc:
 BY_DEVICE_TYPE: dict[str, DeviceIpc] = {"cuda": CudaIpc()}
 
 
-def find_ipc(device: torch.device, group: dist.ProcessGroup | None) -> DeviceIpc | None:
-    """Return how the ranks of a group share memory of their device; None if they do not.
+def shares_device(device: torch.device, group: dist.ProcessGroup | None) -> bool:
+    """Return whether the ranks of a group compute on one device, and can share memory of it.
 
     A collective: all ranks of the group call it, with devices of the same type.
     """
     ipc = BY_DEVICE_TYPE.get(device.type)
-    if ipc is None or dist.get_world_size(group) == 1:
-        return None
-    return ipc if _can_share(ipc, device, group) else None
-
-
-def _can_share(ipc: DeviceIpc, device: torch.device, group: dist.ProcessGroup | None) -> bool:
-    """Return whether every rank can read memory of every other; the same on all ranks."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    if ipc is None or ranks == 1:
+        return False
     own = f"{identify_host()} {ipc.identify(device)}"
     about = "comparing the devices of the ranks"
     identities = all_gather_bytes(own.encode(), about, group)

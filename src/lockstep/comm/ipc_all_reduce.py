@@ -22,18 +22,14 @@ from __future__ import annotations
 
 import ast
 import weakref
-from collections.abc import Container, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 
-from lockstep.comm.bucket import ALIGNMENT, Bucket, parts
+from lockstep.comm.bucket import ALIGNMENT, parts
 from lockstep.comm.collectives import all_gather_bytes
-from lockstep.comm.device_ipc import DeviceIpc
-from lockstep.comm.reproducible_all_reduce import Values
+from lockstep.comm.device_ipc import BY_DEVICE_TYPE
 from lockstep.comm.sliced_all_reduce import SlicedAllReduce
 from lockstep.devices import record_event
-from lockstep.kernel.tree import Node
 
 __all__ = ["IpcAllReduce", "close_all"]
 
@@ -41,28 +37,14 @@ _all: weakref.WeakSet[IpcAllReduce] = weakref.WeakSet()
 
 
 class IpcAllReduce(SlicedAllReduce):
-    """The implementation for ranks that share a device; arguments as of `make_all_reduce`.
+    """The implementation for ranks that share a device; arguments as of `make_all_reduce`."""
 
-    Args:
-        ipc: How memory of the device is shared.
-    """
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        nodes_by_rank: Sequence[Sequence[Node]],
-        leaves: int,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
-        divisor: int,
-        ipc: DeviceIpc,
-    ) -> None:
-        super().__init__(bucket, nodes_by_rank, leaves, device, divisor, dist.get_rank(group))
-        self._group, self._ipc, self._device = group, ipc, device
-        self._widths = [len(nodes) * self._slice_bytes for nodes in nodes_by_rank]
-        size = max(self._sum_place(self._rank).stop, ALIGNMENT)
-        # Zeroed once, because the gaps between the members are added too and must stay finite.
-        self._own = ipc.allocate(size, device)
+    def _allocate(self, device: torch.device) -> None:
+        self._ipc, self._device = BY_DEVICE_TYPE[device.type], device
+        self._widths = [len(nodes) * self._slice_bytes for nodes in self._nodes_by_rank]
+        place = self._sum_place(self._rank)
+        self._own = self._ipc.allocate(max(place.stop, ALIGNMENT), device)
+        self._rows = self._own[: place.start].view(self._ranks, self._widths[self._rank])
         self._memory: list[torch.Tensor] = []  # of each rank; empty if the own memory is new
         self._pending: list[torch.Event] = []  # what the other ranks may rely on after a message
         self._flags = b""
@@ -77,17 +59,8 @@ class IpcAllReduce(SlicedAllReduce):
         end = self._ranks * self._widths[owner]
         return slice(end, end + self._slice_bytes)
 
-    def launch(
-        self,
-        held: Mapping[Node, Values],
-        locally_unused: Container[int] = (),
-        in_steps: bool = False,
-    ) -> None:
-        """Pack this rank's rows; see `ReproducibleAllReduce.launch`."""
-        rows = self._own[: self._sum_place(self._rank).start]
-        self._flags = bytes(
-            self._pack(rows.view(self._ranks, self._widths[self._rank]), held, locally_unused)
-        )
+    def _start(self, flags: bytearray) -> None:
+        self._flags = bytes(flags)
         self._pending.append(record_event(self._device))
 
     def combine(self) -> None:

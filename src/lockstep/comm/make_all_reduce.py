@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lockstep.comm import backend
 from lockstep.comm.bucket import Bucket
 from lockstep.comm.collectives import has_many_ranks
-from lockstep.comm.device_ipc import DeviceIpc
 from lockstep.comm.hosts.all_reduce import HostAllReduce
 from lockstep.comm.ipc_all_reduce import IpcAllReduce
 from lockstep.comm.native_all_reduce import NativeAllReduce, is_supported, native_backend
@@ -38,7 +37,7 @@ def make_all_reduce(
     group: dist.ProcessGroup | None = None,
     divisor: int = 1,
     cuts: Sequence[int] = (),
-    ipc: DeviceIpc | None = None,
+    is_device_shared: bool = False,
 ) -> ReproducibleAllReduce:
     """Return the reproducible all-reduce of a bucket.
 
@@ -52,7 +51,7 @@ def make_all_reduce(
         divisor: The number by which the sum is divided before it is gathered.
         cuts: The bounds of the ranks' slices. If given, nothing is gathered, and a rank has only
             the sums of its own slice (backend "lockstep" only).
-        ipc: How the ranks share memory of their device (`find_ipc`); None if they do not.
+        is_device_shared: Whether the ranks share memory of one device (`shares_device`).
     """
     options = divisor, cuts or None, bool(cuts)
     native = native_backend(device, bucket.dtype, group)
@@ -68,6 +67,5 @@ def make_all_reduce(
     if hosts is not None:
         return HostAllReduce(hosts, bucket, nodes_by_rank, leaves, *options)
     assert not cuts
-    if ipc is not None:
-        return IpcAllReduce(bucket, nodes_by_rank, leaves, device, group, divisor, ipc)
-    return PortableAllReduce(bucket, nodes_by_rank, leaves, device, group, divisor)
+    sliced = IpcAllReduce if is_device_shared else PortableAllReduce
+    return sliced(bucket, nodes_by_rank, leaves, device, group, divisor)

@@ -12,18 +12,16 @@ are `uint8`.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import islice
 
 import torch
 import torch.distributed as dist
 
 from lockstep.comm.activity import Waiting
-from lockstep.comm.bucket import ALIGNMENT, Bucket, parts
+from lockstep.comm.bucket import ALIGNMENT, parts
 from lockstep.comm.collectives import all_gather_single, as_bytes
-from lockstep.comm.reproducible_all_reduce import Values
 from lockstep.comm.sliced_all_reduce import SlicedAllReduce
-from lockstep.kernel.tree import Node
 
 __all__ = ["PortableAllReduce"]
 
@@ -31,49 +29,32 @@ __all__ = ["PortableAllReduce"]
 class PortableAllReduce(SlicedAllReduce):
     """The implementation for any backend; arguments as of `make_all_reduce`."""
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        nodes_by_rank: Sequence[Sequence[Node]],
-        leaves: int,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
-        divisor: int,
-    ) -> None:
-        super().__init__(bucket, nodes_by_rank, leaves, device, divisor, dist.get_rank(group))
-        self._group = group
+    def _allocate(self, device: torch.device) -> None:
         # The bytes that each rank sends to each other rank: slices of its nodes, then flags.
         self._widths = [
             len(nodes) * self._slice_bytes
-            + -(-len(nodes) * len(bucket.members) // ALIGNMENT) * ALIGNMENT
-            for nodes in nodes_by_rank
+            + -(-len(nodes) * len(self.bucket.members) // ALIGNMENT) * ALIGNMENT
+            for nodes in self._nodes_by_rank
         ]
         mine = self._widths[self._rank]
-        # Zeroed once, because the gaps between the members are added too and must stay finite.
-        self._out = torch.zeros(self._ranks, mine, dtype=torch.uint8, device=device)
+        self._rows = torch.zeros(self._ranks, mine, dtype=torch.uint8, device=device)
         self._in = torch.empty(sum(self._widths), dtype=torch.uint8, device=device)
         self._work: dist.Work | None = None
         self._flags = bytearray()
 
-    def launch(
-        self,
-        held: Mapping[Node, Values],
-        locally_unused: Container[int] = (),
-        in_steps: bool = False,
-    ) -> None:
-        """Start step 1; see `ReproducibleAllReduce.launch`."""
-        flags = self._pack(self._out, held, locally_unused)
+    def _start(self, flags: bytearray) -> None:
+        """Start the all-to-all; the flags follow the slices of each row."""
         if flags and flags != self._flags:  # usually those of the last step, which are there
             start = len(self._nodes_by_rank[self._rank]) * self._slice_bytes
             presence = torch.frombuffer(flags, dtype=torch.uint8)
             # A blocking copy would wait for the backward pass that a GPU still runs.
-            self._out[:, start : start + len(flags)].copy_(presence, non_blocking=True)
+            self._rows[:, start : start + len(flags)].copy_(presence, non_blocking=True)
             self._flags = flags
         self._work = dist.all_to_all_single(
             self._in,
-            self._out.view(-1),
+            self._rows.view(-1),
             output_split_sizes=self._widths,
-            input_split_sizes=[self._out.shape[1]] * self._ranks,
+            input_split_sizes=[self._rows.shape[1]] * self._ranks,
             group=self._group,
             async_op=True,
         )

@@ -15,9 +15,11 @@ present.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Container, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 
 from lockstep.comm.bucket import Bucket, pieces, slice_length
 from lockstep.comm.reproducible_all_reduce import (
@@ -35,16 +37,10 @@ __all__ = ["SlicedAllReduce"]
 
 
 class SlicedAllReduce(ReproducibleAllReduce):
-    """What the implementations have in common that send slices to the ranks that add them.
+    """The implementations in which a rank adds a slice; arguments as of `make_all_reduce`."""
 
-    Args:
-        bucket: As of `make_all_reduce`, like the other arguments.
-        nodes_by_rank: As of `make_all_reduce`.
-        leaves: As of `make_all_reduce`.
-        device: As of `make_all_reduce`.
-        divisor: As of `make_all_reduce`.
-        rank: This process's rank in the group.
-    """
+    _rows: torch.Tensor
+    """The memory into which nodes are packed: a row of bytes for each rank."""
 
     def __init__(
         self,
@@ -52,27 +48,38 @@ class SlicedAllReduce(ReproducibleAllReduce):
         nodes_by_rank: Sequence[Sequence[Node]],
         leaves: int,
         device: torch.device,
+        group: dist.ProcessGroup | None,
         divisor: int,
-        rank: int,
     ) -> None:
         self.bucket, self._nodes_by_rank, self._leaves = bucket, nodes_by_rank, leaves
-        self._rank, self._ranks, self._divisor = rank, len(nodes_by_rank), divisor
+        self._group, self._divisor = group, divisor
+        self._rank, self._ranks = dist.get_rank(group), len(nodes_by_rank)
         self._pieces = pieces(bucket, self._ranks)
         self._length = slice_length(bucket, self._ranks)
         self._slice_bytes = self._length * bucket.dtype.itemsize
         self.sums = torch.empty(self._ranks * self._length, dtype=bucket.dtype, device=device)
         self._present: list[bool] = []
+        self._allocate(device)
 
-    def _pack(
-        self, rows: torch.Tensor, held: Mapping[Node, Values], locally_unused: Container[int]
-    ) -> bytearray:
-        """Copy this rank's nodes into the rows, and return their flags.
+    @abstractmethod
+    def _allocate(self, device: torch.device) -> None:
+        """Allocate the rows, zeroed: gaps between members are added too and must stay finite."""
 
-        Args:
-            rows: Memory with a row of bytes for each rank, at least as long as the slices.
-            held: As of `launch`.
-            locally_unused: As of `launch`.
-        """
+    @abstractmethod
+    def _start(self, flags: bytearray) -> None:
+        """Start step 1, given the flags of the nodes in the rows."""
+
+    def launch(
+        self,
+        held: Mapping[Node, Values],
+        locally_unused: Container[int] = (),
+        in_steps: bool = False,
+    ) -> None:
+        """Pack this rank's nodes and start step 1; see `ReproducibleAllReduce.launch`."""
+        self._start(self._pack(held, locally_unused))
+
+    def _pack(self, held: Mapping[Node, Values], locally_unused: Container[int]) -> bytearray:
+        """Copy this rank's nodes into the rows, and return their flags."""
         members, flags = self.bucket.members, bytearray()
         for number, node in enumerate(self._nodes_by_rank[self._rank]):
             values = held[node]
@@ -84,7 +91,7 @@ class SlicedAllReduce(ReproducibleAllReduce):
                 else NEW
                 for member in members
             )
-            slices = rows[:, number * self._slice_bytes : (number + 1) * self._slice_bytes]
+            slices = self._rows[:, number * self._slice_bytes : (number + 1) * self._slice_bytes]
             slices = slices.view(self.bucket.dtype)
             flat: dict[int, torch.Tensor] = {}
             for piece in self._pieces:

@@ -27,7 +27,7 @@ from torch import nn
 
 from lockstep.comm.bucket import Bucket, plan
 from lockstep.comm.collectives import gather_unless_equal
-from lockstep.comm.device_ipc import find_ipc
+from lockstep.comm.device_ipc import shares_device
 from lockstep.comm.make_all_reduce import make_all_reduce
 from lockstep.comm.memory_format import in_format_of, in_layout_of, is_in_format_of
 from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
@@ -82,7 +82,7 @@ class MeanReducer:
         )
         self._ranks, self._rank = dist.get_world_size(group), dist.get_rank(group)
         self._node = (self._rank, self._rank + 1)
-        ipc = find_ipc(self._parameters[0].device, group) if named else None
+        is_shared = bool(named) and shares_device(self._parameters[0].device, group)
         nodes_by_rank = [[(rank, rank + 1)] for rank in range(self._ranks)]
         self._reductions: list[ReproducibleAllReduce] | list[CommHookReduction] = [
             make_all_reduce(
@@ -92,7 +92,7 @@ class MeanReducer:
                 self._parameters[0].device,
                 group,
                 divisor=self._ranks,
-                ipc=ipc,
+                is_device_shared=is_shared,
             )
             for bucket in self._buckets
         ]

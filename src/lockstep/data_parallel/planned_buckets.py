@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.comm.bucket import Bucket, plan
-from lockstep.comm.device_ipc import DeviceIpc, find_ipc
+from lockstep.comm.device_ipc import shares_device
 from lockstep.comm.make_all_reduce import adds_in_place, make_all_reduce
 from lockstep.comm.memory_format import in_layout_of
 from lockstep.comm.native_all_reduce import native_backend
@@ -59,11 +59,12 @@ class BucketPlanner:
         shards: Shards | None,
     ) -> None:
         self.parameters, self.group, self.shards = parameters, group, shards
-        self._ipc: DeviceIpc | None = None
+        self._is_device_shared = False
 
     def enter_group(self) -> None:
         """Find out whether the ranks share memory of their device; a collective."""
-        self._ipc = find_ipc(self.parameters[0][1].device, self.group) if self.parameters else None
+        devices = [parameter.device for _, parameter in self.parameters[:1]]
+        self._is_device_shared = any(shares_device(device, self.group) for device in devices)
 
     def can_overlap(self, indices: Sequence[int]) -> bool:
         """Return whether the exchange of these gradients may run beside a backward pass.
@@ -103,7 +104,7 @@ class BucketPlanner:
                 self.parameters[bucket.members[0].index][1].device,
                 self.group,
                 cuts=[] if shards is None else shards.find_cuts(bucket),
-                ipc=self._ipc,
+                is_device_shared=self._is_device_shared,
             )
             for bucket in buckets
         ]
