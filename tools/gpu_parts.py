@@ -20,8 +20,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep as ls
+from lockstep.comm.bucket import plan
+from lockstep.comm.device_ipc import find_ipc
+from lockstep.comm.make_all_reduce import make_all_reduce
+from lockstep.comm.reproducible_all_reduce import reproducible_all_reduce
 from lockstep.devices import device_names, find_accelerator, synchronize
 from lockstep.kernel.errors import LockstepError
+from lockstep.kernel.tree import total
 from lockstep.tools.recipes.resnet import resnet18
 from tools.gpu_training import call_before, words_network
 
@@ -30,7 +35,7 @@ __all__ = ["run"]
 Rows = Iterator[tuple[str, str, bool | None]]
 
 TOOLS = Path(__file__).parent
-TIMEOUT = 60.0  # seconds for a command or for ranks of one part
+TIMEOUT = 90.0  # seconds for a command or for ranks of one part
 CASES = (
     "digits,digits in bfloat16,digits in float16,resnet18,resnet18 in bfloat16,"
     "words,words in bfloat16"
@@ -120,16 +125,17 @@ def check_install(check: Check) -> Rows:
 def check_extension(check: Check) -> Rows:
     """Compile the native module for this torch."""
     begun = time.monotonic()
-    status, output = check.command("build", limit=110)
+    status, output = check.command("build", limit=180)
     yield f"lockstep build, {time.monotonic() - begun:.0f} s", _last_line(output), status == 0
 
 
 def check_device(check: Check) -> Rows:
     """Say which device and backend `ls.init` chooses, and what the doctor says."""
-    for device in (None, check.kind, f"{check.kind}:0", "cpu"):
+    for device in (None, f"{check.kind}:0", "cpu"):
         chosen, backend, workspace = check.launch(describe_world, device)[0]
         yield f"init(device={device!r})", f"{chosen}, {backend}", chosen.startswith(device or "")
-    yield "CUBLAS_WORKSPACE_CONFIG", str(workspace), check.kind != "cuda" or bool(workspace)
+        is_set = bool(workspace) == (check.kind == "cuda" and device != "cpu")
+        yield f"CUBLAS_WORKSPACE_CONFIG, device {device}", str(workspace), is_set
     status, output = check.command("doctor")
     for line in output.partition("To report a problem")[0].splitlines():
         if line.startswith("bad"):
@@ -145,7 +151,7 @@ def describe_world(device: str | None) -> tuple[str, str, str | None]:
     return found
 
 
-def check_nccl(check: Check) -> Rows:
+def check_own_backend(check: Check) -> Rows:
     """Call collectives of the device's own backend on one rank, and train with DDP."""
     backend, total, digest = check.launch(use_own_backend)[0]
     yield f"all_reduce over {backend}", str(total), total == 4.0
@@ -286,6 +292,54 @@ def check_errors(check: Check) -> Rows:
         except LockstepError as error:
             text = " ".join(str(error).split())
             yield name, text[:400], word in text
+
+
+def check_sums(check: Check) -> Rows:
+    """Add along the tree on one device: in its memory that the ranks share, and over the CPU."""
+    for ranks in (2, 4):
+        for dtype in (torch.float32, torch.bfloat16):
+            for row in check.launch(
+                add_on_device, f"{check.kind}:0", check.backend, dtype, ranks=ranks
+            )[0]:
+                yield f"{ranks} ranks, {dtype}: {row[0]}", row[1], row[2]
+
+
+def add_on_device(
+    device: str, backend: str | None, dtype: torch.dtype
+) -> list[tuple[str, str, bool]]:
+    """Return the rows for one number of ranks: is the sum right, how long does it take."""
+    world = ls.init(device=device, backend=backend, timeout=TIMEOUT)
+    ipc, ranks, leaves = find_ipc(world.device, None), ls.world_size(), 2 * ls.world_size()
+    rows = [("memory is shared", str(ipc is not None), ipc is not None)]
+    for numel in (3, 100_001, 8 << 20):
+        generator = torch.Generator().manual_seed(numel)
+        values = [torch.randn(numel, generator=generator).to(dtype) for _ in range(leaves)]
+        on_device = [value.to(world.device) for value in values]
+        expected = total(
+            {(leaf, leaf + 1): on_device[leaf] for leaf in range(leaves)}, leaves, torch.add
+        )
+        (bucket,) = plan([numel], [dtype], 1 << 30)
+        nodes = [[(2 * rank, 2 * rank + 2)] for rank in range(ranks)]
+        for name, shared in (("shared", ipc), ("over the CPU", None)):
+            if name == "shared" and ipc is None:
+                continue
+            reduction = make_all_reduce(bucket, nodes, leaves, world.device, ipc=shared)
+            seconds, is_right = [], True
+            for _ in range(6):
+                mine = on_device[2 * world.rank] + on_device[2 * world.rank + 1]
+                synchronize(world.device)
+                torch.distributed.barrier()
+                begun = time.perf_counter()
+                ((_, result),) = reproducible_all_reduce(
+                    [reduction], {(2 * world.rank, 2 * world.rank + 2): [mine]}
+                )
+                synchronize(world.device)
+                seconds.append(time.perf_counter() - begun)
+                is_right &= torch.equal(result.cpu(), expected.cpu())
+            text = f"{statistics.median(seconds) * 1e3:.2f} ms"
+            rows.append((f"{numel:,} elements, {name}", text, is_right))
+    ls.shutdown()
+    return rows
 
 
 class Resize(nn.Module):
@@ -596,7 +650,7 @@ PARTS: dict[str, Callable[[Check], Rows]] = {
     "install": check_install,
     "extension": check_extension,
     "device": check_device,
-    "nccl": check_nccl,
+    "own backend": check_own_backend,
     "layouts": check_layouts,
     "resume": check_resume,
     "commands": check_commands,
@@ -604,6 +658,7 @@ PARTS: dict[str, Callable[[Check], Rows]] = {
     "compiled": check_compiled,
     "one process": check_one_process,
     "errors": check_errors,
+    "sums": check_sums,
     "operators": check_operators,
     "speed": check_speed,
 }

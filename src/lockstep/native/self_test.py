@@ -6,6 +6,7 @@ A binding that crashes or hangs does so here, before any run can load it.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def run_self_test(module: Path) -> None:
     )
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", code, str(module), folder],
+            [sys.executable, "-P", "-X", "faulthandler", "-c", code, str(module), folder],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -61,7 +62,10 @@ def run_self_test(module: Path) -> None:
                 process.wait()
                 process.stderr.close()  # type: ignore[union-attr]
     if process.returncode < 0:
-        raise SelfTestError(f"a rank was killed by {signal.Signals(-process.returncode).name}")
+        frame = re.search(r"line \d+ in \w+", said)  # the innermost one, from faulthandler
+        where = f" at {frame[0]}" if frame else ""
+        name = signal.Signals(-process.returncode).name
+        raise SelfTestError(f"a rank was killed by {name}{where}")
     if process.returncode:
         lines = said.strip().splitlines() or [f"exit status {process.returncode}"]
         raise SelfTestError(lines[-1])

@@ -78,6 +78,7 @@ class MicrobatchLoop:
     Attributes:
         result: The result of the step; None before it is committed.
         place: The rank, the step and the micro-batch, for messages.
+        root: The tensor whose backward pass is running, or has failed.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class MicrobatchLoop:
     ) -> None:
         self.step, self._parallel = step, parallel
         self.result: StepResult | None = None
+        self.root: torch.Tensor | None = None
         self.buffers, self.gradients = buffers, gradients
         self._scopes, self._roots = scopes, roots
         self._iteration: Iterator[Any] | None = None
@@ -186,8 +188,10 @@ class MicrobatchLoop:
             watched = NOTHING
             if final and index == self._watched:
                 watched = self.gradients.watch_backward(root, index)
+            self.root = root
             with watched:
                 run_backward(root, gradient, retain_graph)
+            self.root = None
 
     def close(self, error: BaseException | None) -> None:
         """Leave the loop; add a note that names the micro-batch to its error.

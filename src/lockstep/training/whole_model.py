@@ -17,6 +17,7 @@ from lockstep.model.evaluation import Evaluation, evaluate
 from lockstep.model.forward import Metric, forward
 from lockstep.model.loss_root import LossRoot
 from lockstep.model.native_seeder import make_rng_scopes
+from lockstep.model.nondeterminism import explain_nondeterminism
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.microbatch_loop import CollectedGradients, MicrobatchLoop
 
@@ -46,7 +47,7 @@ class WholeModelExecutor:
         metrics: Mapping[str, Metric],
         seed: int,
     ) -> None:
-        self._parallel, self._called = parallel, called
+        self._parallel, self._called, self._module = parallel, called, module
         self._gradients, self._blocks = gradients, blocks
         self._metrics, self._seed = metrics, seed
         self._modules = parallel.modules_with(module)
@@ -99,6 +100,8 @@ class WholeModelExecutor:
                     yield loop
             except BaseException as error:
                 loop.close(error)
+                if explained := explain_nondeterminism(error, loop.root, self._module, loop.place):
+                    raise explained from error
                 raise
             loop.close(None)
 
