@@ -115,9 +115,32 @@ def distributed(microbatches):
     return step
 
 
+def exact(microbatches):
+    model = DistributedDataParallel(network())
+    optimizer = SGD(model.parameters())
+    loss_function = nn.CrossEntropyLoss()
+    handle = ls.exact(model, microbatches=microbatches)
+    rank, ranks = ls.rank(), ls.world_size()
+
+    def step(inputs, targets):
+        parts = list(zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True))
+        own = parts[rank * len(parts) // ranks : (rank + 1) * len(parts) // ranks]
+        total = 0.0
+        for one, other in handle.microbatches(own):
+            loss = loss_function(model(one), other)
+            handle.weigh(loss).backward()
+            total += loss.item() / len(own)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return step
+
+
 def contenders(ranks):
     if ranks > 1:
-        return {"DistributedDataParallel": distributed, "Lockstep": lockstep}
+        names = {"DistributedDataParallel": distributed, "ls.exact": exact}
+        return names | {"Lockstep": lockstep}
     peers = {"lightning_fabric": ("Fabric", fabric), "accelerate": ("Accelerate", accelerate)}
     found = [pair for name, pair in peers.items() if importlib.util.find_spec(name)]
     return {"plain PyTorch": plain, "Lockstep": lockstep, **dict(found)}

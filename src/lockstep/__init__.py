@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from lockstep.pipeline.partitioner import PipelineConfig as PipelineConfig
     from lockstep.record import loggers as loggers
     from lockstep.tools.remote.driver import Driver as Driver
+    from lockstep.training.exact import exact as exact
     from lockstep.training.optimizer_config import OptimizerConfig as OptimizerConfig
     from lockstep.training.trainer import Trainer as Trainer
 
@@ -50,6 +51,7 @@ PUBLIC = {
     "shutdown": "launcher.world",
     "partition": "data.dataset_partition",
     "empty_shared": "comm.shared_memory",
+    "exact": "training.exact",
     "Trainer": "training.trainer",
     "OptimizerConfig": "training.optimizer_config",
     "PipelineConfig": "pipeline.partitioner",

@@ -120,6 +120,10 @@ class ReplicaShare:
         """The number of replicas."""
         return sum(map(len, self.hosts))
 
+    def nodes(self, leaves: int) -> Sequence[Sequence[Node]]:
+        """Return, for each replica, the nodes of the tree that cover its micro-batches."""
+        return assign_nodes(leaves, self.hosts)
+
     def pieces(self, samples: int) -> tuple[tuple[int, range], ...]:
         """Return (index, positions) of this replica's micro-batches in a batch of `samples`."""
         return _pieces(samples, self)

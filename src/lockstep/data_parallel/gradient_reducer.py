@@ -109,7 +109,7 @@ class GradientReducer:
     def _expect(self, indices: list[int]) -> None:
         """Expect gradients of these parameters in the next step, the same ones on all ranks."""
         self._expected = indices
-        has_peers = dist.get_world_size(self._planner.group) > 1
+        has_peers = dist.is_initialized() and dist.get_world_size(self._planner.group) > 1
         self._is_planned = has_peers and self._planner.can_overlap(indices)
 
     # --- while the micro-batches are computed ------------------------------------------------

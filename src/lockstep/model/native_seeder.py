@@ -29,7 +29,13 @@ from lockstep.kernel.rng_scopes import BEFORE, RngScopes
 from lockstep.kernel.seeds import PlainSeeder, Seeder, remember_numpy
 from lockstep.model.call_interception import InterceptedCalls
 
-__all__ = ["NativeSeeder", "make_rng_scopes"]
+__all__ = ["NativeSeeder", "make_rng_scopes", "make_seeder"]
+
+
+def make_seeder(order: Sequence[int]) -> Seeder:
+    """Return a seeder for these scopes, of the native module if there is one."""
+    is_native = native_module.reason_unavailable() is None
+    return NativeSeeder(order) if is_native else PlainSeeder()
 
 
 def make_rng_scopes(
@@ -44,10 +50,7 @@ def make_rng_scopes(
     The arguments are those of `RngScopes`.
     """
     called = [number for number, module in enumerate(modules) if module is not None]
-    is_native = native_module.reason_unavailable() is None
-    seeder: Seeder = PlainSeeder()
-    if is_native:
-        seeder = NativeSeeder([BEFORE, *called, len(modules)])
+    seeder = make_seeder([BEFORE, *called, len(modules)])
     return RngScopes(modules, model, seed, device, before, seeder, publish, InterceptedCalls)
 
 

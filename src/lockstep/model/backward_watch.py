@@ -1,0 +1,110 @@
+"""Watching the calls of a model, and the backward passes that begin at their outputs.
+
+model(inputs)        before_forward, then hooks on the tensors of the outputs
+loss.backward()      the first of these hooks runs: begin_backward
+its end              a callback in autograd: end_backward
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from lockstep.kernel.errors import UsageError
+from lockstep.kernel.rng_scopes import is_in_backward
+
+__all__ = ["BackwardWatch", "BackwardWatcher"]
+
+
+class BackwardWatcher(Protocol):
+    """What is called around the forward and backward passes of a model."""
+
+    def before_forward(self) -> bool:
+        """Take part in a forward; return whether its backward is watched."""
+
+    def begin_backward(self) -> None:
+        """Take part in a backward pass before it computes gradients of parameters."""
+
+    def end_backward(self) -> None:
+        """Take part in a backward pass that has computed all gradients."""
+
+
+class BackwardWatch:
+    """Calls a watcher around the passes of a model, as long as the watcher exists.
+
+    Args:
+        model: The model that is called; may be compiled.
+        watcher: The watcher, to which only a weak reference is kept.
+        kept: An object that exists as long as the model does.
+    """
+
+    def __init__(self, model: nn.Module, watcher: BackwardWatcher, kept: object) -> None:
+        self._watcher = weakref.ref(watcher)
+        self._pass: weakref.ref[_Pass] | None = None
+        replaced = vars(model).get("_compiled_call_impl")
+
+        def call(*args: Any, _kept: object = kept, **kwargs: Any) -> Any:
+            this = self._watcher()
+            is_watched = this is not None and not is_in_backward() and this.before_forward()
+            outputs = (replaced or model._call_impl)(*args, **kwargs)
+            if is_watched:
+                self._watch(outputs)
+            return outputs
+
+        # A hook would become a part of a compiled model, and torch calls modules with hooks slower.
+        vars(call)["is_plain"] = replaced is None or getattr(replaced, "is_plain", False)
+        vars(model)["_compiled_call_impl"] = call
+
+    def _watch(self, outputs: Any) -> None:
+        has_graph = False
+        for output in _tensors(outputs):
+            if output.requires_grad:
+                output.register_hook(self._begin)
+                has_graph = True
+        if not has_graph:
+            raise UsageError(
+                "ls.exact finds no tensor with a gradient in the "
+                f"{type(outputs).__name__} that the model returned: return a tensor, or a tuple, "
+                "list, mapping or dataclass of tensors"
+            )
+
+    def _begin(self, _: torch.Tensor) -> None:
+        """Queue the end of the backward pass that calls this hook, once."""
+        if self._pass is not None and self._pass() is not None:
+            return
+        if (watcher := self._watcher()) is None:
+            return
+        watcher.begin_backward()
+        current = _Pass()
+        self._pass = weakref.ref(current)
+        Variable._execution_engine.queue_callback(partial(self._end, current))
+
+    def _end(self, _: _Pass) -> None:
+        self._pass = None
+        if (watcher := self._watcher()) is not None:
+            watcher.end_backward()
+
+
+class _Pass:
+    """A running backward pass; only autograd refers to it, and frees it if the pass raises."""
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in the outputs of a model, including lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)
+    elif is_dataclass(value):
+        yield from _tensors(vars(value))

@@ -1,0 +1,442 @@
+"""Equal bits in your own training loop: `ls.exact` on a model in torch's DistributedDataParallel.
+
+    begin of micro-batch m    generators seeded with (seed, step, m), fresh buffers
+    forward, backward         your code
+    end of backward           `.grad` becomes leaf m of the tree, buffers are collected
+    end of the last one       leaves are added over all ranks into `.grad`, buffers are merged
+    optimizer.step()          your code; the generators continue as if the step had drawn nothing
+
+DistributedDataParallel gives all ranks the same weights, and is idle afterwards: the trainer's
+reducer adds the gradients (`lockstep.training.exact_step`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from lockstep.comm.sparse_gradients import sparse_weights
+from lockstep.data.assignment import ReplicaShare, on_one_host
+from lockstep.data.microbatch_sampler import LoadedHere, MicrobatchSampler, PlannedMicrobatch
+from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.kernel.errors import UsageError
+from lockstep.kernel.rng_scopes import BEFORE, find_scopes
+from lockstep.kernel.seeds import torch_generators
+from lockstep.messages import log
+from lockstep.model.across_ranks import verify_across_ranks
+from lockstep.model.backward_watch import BackwardWatch
+from lockstep.model.blocks import find_block_names
+from lockstep.model.description import describe_tensors
+from lockstep.model.native_seeder import make_rng_scopes, make_seeder
+from lockstep.training.exact_step import ExactModel, ExactStep
+from lockstep.training.unsupported_modules import reject_unsupported_modules
+
+__all__ = ["Exact", "exact"]
+
+Item = TypeVar("Item")
+
+_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models that have a handle."""
+
+
+def exact(model: nn.Module, microbatches: int = 8, seed: int = 0) -> Exact:
+    """Give a training loop the same bits on any number of ranks. Call this on every rank.
+
+    Args:
+        model: The model in torch's DistributedDataParallel; on one rank also the model itself.
+            Either may be compiled by `torch.compile`.
+        microbatches: The number of micro-batches of a batch, at least the number of ranks.
+        seed: The random seed of the micro-batches.
+
+    Returns:
+        The handle of the loop.
+
+    Raises:
+        UsageError: The model or its wrapper has something that cannot be exact.
+        LayoutError: There are more ranks than micro-batches.
+        DisagreementError: The arguments or the models differ between ranks.
+    """
+    return Exact(model, microbatches, seed)
+
+
+class Exact:
+    """The handle of a training loop with equal bits; `ls.exact` returns it.
+
+    Attributes:
+        steps: The number of complete steps.
+        is_complete: Whether the gradients of the whole batch are in `.grad`, on every rank: from
+            the end of the last micro-batch's backward until the next micro-batch begins.
+    """
+
+    def __init__(self, model: nn.Module, microbatches: int, seed: int) -> None:
+        outer: nn.Module = getattr(model, "_orig_mod", model)
+        self._wrapper = outer if isinstance(outer, DistributedDataParallel) else None
+        inner: nn.Module = outer if self._wrapper is None else self._wrapper.module
+        module: nn.Module = getattr(inner, "_orig_mod", inner)
+        group = None if self._wrapper is None else self._wrapper.process_group
+        ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+        share = ReplicaShare(
+            microbatches, on_one_host(ranks), dist.get_rank(group) if ranks > 1 else 0
+        )
+        _reject(module, self._wrapper, ranks)
+        self._seed = seed
+        if ranks > 1:
+            settings = {"microbatches": f"{microbatches}", "seed": f"{seed}"}
+            verify_across_ranks(
+                "the model of ls.exact",
+                settings | describe_tensors("model", module),
+                "pass the same arguments and the same model to ls.exact on every rank",
+                group,
+            )
+        named = list(module.named_parameters())
+        sparse = sparse_weights(module.modules())
+        # A graph that contains the whole wrapper seeds nothing inside.
+        is_whole_graph = self._wrapper is not None and model is not self._wrapper
+        scopes = [] if is_whole_graph else find_scopes(inner, find_block_names(inner, None))
+        called, device = None if is_whole_graph else inner, named[0][1].device
+        self._model = ExactModel(
+            module,
+            [parameter for _, parameter in named],
+            GradientReducer(named, group, modules=[module], sparse=sparse),
+            make_rng_scopes(scopes, called, seed, device),
+            share,
+            group,
+        )
+        self._draws = _DrawsBetweenSteps(device)
+        self._sampler: MicrobatchSampler | None = None
+        self._planned: deque[PlannedMicrobatch] = deque()
+        self._next_position = (0, 0)  # the epoch and the batch after the last complete step
+        self._step: ExactStep | None = None
+        self._is_weighed = False
+        self._left_state = torch.empty(0)  # of torch's generator after the last micro-batch
+        self.steps, self.is_complete = 0, False
+        self._attach(model)
+
+    def _attach(self, model: nn.Module) -> None:
+        """Watch the calls of the model, and the steps of its optimizer."""
+        scopes, own = self._model.scopes, weakref.ref(self)
+        installed = scopes.install_hooks()
+        installed.__enter__()
+        # Only before this is the model called as a scope: a micro-batch begins outside of it.
+        BackwardWatch(model, self, (scopes, installed))
+
+        def check(optimizer: Optimizer, *_: Any) -> None:
+            if (this := own()) is not None:
+                this._enter_optimizer(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(check).remove)
+        _attached.add(self._model.module)
+        self._keep_idle()
+
+    def _keep_idle(self) -> None:
+        """Let torch's reducer exchange nothing."""
+        if self._wrapper is not None:
+            self._wrapper.require_backward_grad_sync = False
+            self._wrapper.require_forward_param_sync = False
+            if self._wrapper.static_graph:
+                self._wrapper._static_graph_delay_allreduce_enqueued = True
+
+    # --- data ---------------------------------------------------------------------------------
+
+    def sampler(
+        self,
+        dataset: Any,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> MicrobatchSampler:
+        """Return a batch sampler of this rank's micro-batches, for a DataLoader.
+
+        Args:
+            dataset: The map-style dataset of the DataLoader.
+            batch_size: The number of samples of a batch, over all ranks.
+            shuffle: Whether each epoch has another order.
+            seed: The random seed of the order and of the loading of samples.
+            drop_last: Whether a smaller last batch is left out.
+        """
+        share = self._model.share
+        sampler = MicrobatchSampler(dataset, batch_size, shuffle, seed, drop_last, share)
+        sampler.epoch, sampler.start = self._next_position
+        self.use(sampler)
+        return sampler
+
+    def use(self, sampler: MicrobatchSampler) -> None:
+        """Train on the micro-batches of a sampler that another handle has made, as in a GAN."""
+        sampler.attach(self)
+        self._sampler = sampler
+        self._planned.clear()
+
+    def begin_epoch(self) -> None:
+        """Discard the micro-batches that an earlier iteration over the sampler has planned."""
+        self._planned.clear()
+
+    def plan(self, microbatch: PlannedMicrobatch) -> None:
+        """Expect a micro-batch; the sampler calls this."""
+        self._planned.append(microbatch)
+
+    def microbatches(self, loader: Iterable[Item]) -> Iterator[Item]:
+        """Yield the items of a loader, each of which is a micro-batch; `begin` each of them."""
+        for item in loader:
+            self.begin()
+            yield item
+
+    def _next(self) -> PlannedMicrobatch:
+        """Return the next micro-batch of this rank."""
+        if self._sampler is None:
+            count = self._model.share.microbatches
+            pieces, remaining = self._model.share.pieces(count), self._remaining
+            index, _ = pieces[-remaining if remaining else 0]
+            return PlannedMicrobatch(index, 1, count, count, batch=self.steps)
+        if not self._planned:
+            raise UsageError(
+                f"{self._place}: a micro-batch begins, and the sampler of ls.exact has yielded no "
+                "other one: train on each item of the DataLoader once"
+            )
+        return self._planned.popleft()
+
+    # --- a micro-batch ------------------------------------------------------------------------
+
+    @property
+    def _place(self) -> str:
+        if self._step is not None:
+            return self._step.place
+        return f"rank {self._model.share.replica}, step {self.steps}"
+
+    @property
+    def _current(self) -> PlannedMicrobatch | None:
+        return None if self._step is None else self._step.current
+
+    @property
+    def _remaining(self) -> int:
+        return 0 if self._step is None else self._step.remaining
+
+    def begin(self) -> None:
+        """Begin a micro-batch, so that random numbers before the model's forward depend on it.
+
+        Without this call it begins at the forward. `microbatches` calls it.
+
+        Raises:
+            UsageError: The last micro-batch had no backward, or the sampler has yielded no other.
+        """
+        if self._current is not None:
+            raise UsageError(
+                f"{self._place} had no backward that reached a parameter: call loss.backward() "
+                "once per micro-batch"
+            )
+        LoadedHere.end()
+        planned = self._next()
+        if self._step is None:
+            self._keep_idle()
+            self._draws.suspend()
+            settings = "" if self._sampler is None else f", {self._sampler.settings}"
+            self._step = ExactStep(self._model, self.steps, planned, settings)
+        self.is_complete = self._is_weighed = False
+        self._step.begin(planned)
+
+    def weigh(
+        self,
+        loss: torch.Tensor,
+        *,
+        share: float | None = None,
+        weight: float | None = None,
+        divisor: float = 1,
+    ) -> torch.Tensor:
+        """Return the part of a micro-batch's loss in the loss of the batch; call backward on it.
+
+        Args:
+            loss: The mean loss over the samples of the current micro-batch.
+            share: The factor of the loss, the same for any number of ranks; None for that of the
+                samples, n_m / B, or 1 / M without a sampler.
+            weight: What the mean divides by instead of the samples, such as the number of tokens;
+                the gradients are divided by the sum of all weights of the batch.
+            divisor: The number by which a framework divides the result before backward.
+
+        Raises:
+            UsageError: No micro-batch has begun, or dividing by `divisor` cannot be undone exactly.
+        """
+        if self._step is None or self._current is None:
+            raise UsageError("call exact.weigh(loss) between the model's forward and backward")
+        self._is_weighed = True
+        part = self._step.weigh(loss, share, weight)
+        if divisor == 1:
+            return part
+        if torch.ones((), dtype=part.dtype).div(divisor).mul(divisor) != 1:
+            raise UsageError(
+                f"{self._place}: the loss is divided by {divisor} on this number of ranks, which "
+                f"cannot be undone exactly in {part.dtype}: use another number of ranks or of "
+                "micro-batches"
+            )
+        return part * divisor
+
+    def before_forward(self) -> bool:
+        """Begin a micro-batch at its first forward in training; return whether one has begun."""
+        if not torch.is_grad_enabled() or not self._is_trainable:
+            return False
+        if self._current is None and self._model.module.training:
+            drew = self._remaining and LoadedHere.restore is None
+            if drew and not torch.equal(torch.default_generator.get_state(), self._left_state):
+                raise UsageError(
+                    f"{self._place}: random numbers were drawn between two micro-batches, before "
+                    "the model was called: iterate over exact.microbatches(loader), or call "
+                    "exact.begin() first"
+                )
+            self.begin()
+        return self._current is not None
+
+    @property
+    def _is_trainable(self) -> bool:
+        """Whether a parameter is trained now; a GAN may freeze one of its models for a while."""
+        return any(parameter.requires_grad for parameter in self._model.parameters)
+
+    def begin_backward(self) -> None:
+        """Prepare for gradients."""
+        if self._step is None:
+            raise UsageError(
+                f"{self._place}: a second backward began after that of a micro-batch: add its "
+                "losses, and call backward once"
+            )
+        self._step.begin_backward()
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        """End the micro-batch, unless this was `torch.autograd.grad`; the last one ends a step."""
+        step = self._step
+        if step is None or step.current is None or not step.has_gradients:
+            return
+        if not self._is_weighed and not self.steps and self._model.share.replica == 0:
+            log(
+                "ls.exact adds the losses of all micro-batches as they are: write "
+                "exact.weigh(loss).backward(), or divide each loss by the number of micro-batches "
+                "of the whole batch, which does not depend on the number of ranks"
+            )
+        last = step.current
+        step.end()
+        self._left_state = torch.default_generator.get_state()
+        if step.remaining == 0:
+            self._step, self.is_complete = None, True
+            self.steps += 1
+            is_end = last.batch + 1 == last.batches
+            self._next_position = (last.epoch + 1, 0) if is_end else (last.epoch, last.batch + 1)
+
+    def _enter_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse a step of the optimizer in the middle of a batch; resume the generators."""
+        own = {id(parameter) for parameter in self._model.parameters}
+        groups = optimizer.param_groups
+        if not any(id(parameter) in own for group in groups for parameter in group["params"]):
+            return
+        if self._step is not None:
+            raise UsageError(
+                f"{self._place}: optimizer.step() was called before the last micro-batch of the "
+                "batch: call it if exact.is_complete"
+            )
+        self._draws.resume()
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last complete step, for any number of ranks.
+
+        Raises:
+            UsageError: A step has begun and is not complete.
+        """
+        if self._step is not None:
+            raise UsageError(f"{self._place}: save the state of ls.exact between two steps")
+        epoch, batch = self._next_position
+        return {"step": self.steps, "epoch": epoch, "batch": batch, **self._settings}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at a position; the next iteration over the sampler begins there.
+
+        Raises:
+            UsageError: The state was saved with another seed or number of micro-batches.
+        """
+        for name, value in self._settings.items():
+            if state[name] != value:
+                raise UsageError(
+                    f"the state was saved with {name}={state[name]}, and ls.exact has {value}: "
+                    "pass the same value, which determines the bits"
+                )
+        self.steps, self._next_position = state["step"], (state["epoch"], state["batch"])
+        if self._sampler is not None:
+            self._sampler.epoch, self._sampler.start = self._next_position
+
+    @property
+    def _settings(self) -> dict[str, int]:
+        return {"microbatches": self._model.share.microbatches, "seed": self._seed}
+
+
+class _DrawsBetweenSteps:
+    """The generators outside of steps, which do not depend on the micro-batches of this rank.
+
+    Several handles may have open steps at once, such as those of a GAN: the generators continue
+    when the optimizers of all of them have been called.
+    """
+
+    _suspended: ClassVar[set[_DrawsBetweenSteps]] = set()
+    _restore: ClassVar[list[Callable[[], None]]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [*torch_generators(device).values()]
+        self._seeder = make_seeder([BEFORE])
+
+    def suspend(self) -> None:
+        """Remember the states at the begin of a step, or continue with those remembered."""
+        self.resume()
+        if not self._suspended:
+            states = [(generator, generator.get_state()) for generator in self._generators]
+            restore_others = self._seeder.remember_others()
+
+            def restore() -> None:
+                for generator, state in states:
+                    generator.set_state(state)
+                restore_others()
+
+            self._restore[:] = [restore]
+        self._suspended.add(self)
+
+    def resume(self) -> None:
+        """Restore the states, unless a step of another handle is open."""
+        if self in self._suspended:
+            self._suspended.remove(self)
+            if not self._suspended:
+                self._restore.pop()()
+
+
+def _reject(module: nn.Module, wrapper: DistributedDataParallel | None, ranks: int) -> None:
+    """Raise UsageError for what cannot be exact."""
+    if wrapper is None and ranks > 1:
+        raise UsageError(
+            f"ls.exact got a {type(module).__name__} on {ranks} ranks, which may start with "
+            "different weights: pass DistributedDataParallel(model)"
+        )
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise UsageError("ls.exact got a model without trainable parameters")
+    if module in _attached:
+        raise UsageError("ls.exact was called before with this model: use the handle it returned")
+    if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+        raise UsageError(
+            "ls.exact cannot train SyncBatchNorm, whose statistics depend on the number of ranks: "
+            "use BatchNorm, whose statistics are those of each micro-batch"
+        )
+    reject_unsupported_modules({"model": module})
+    if wrapper is None:
+        return
+    refused = {
+        "a communication hook": wrapper._comm_hooks,
+        "mixed_precision": wrapper.mixed_precision,
+        "ignored or delayed parameters": wrapper.parameters_to_ignore,
+    }
+    for name, value in refused.items():
+        if value:
+            raise UsageError(
+                f"ls.exact cannot train a DistributedDataParallel with {name}: leave it out"
+            )

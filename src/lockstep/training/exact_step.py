@@ -1,0 +1,239 @@
+"""One step of `ls.exact`: the leaves of this rank's micro-batches, and their sum over all ranks.
+
+begin, end         of each micro-batch: its gradients become a leaf, its buffers are collected
+end of the last    the statuses of all ranks are exchanged and compared
+                   gradients are added along the tree, buffers are merged
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.comm.collectives import all_gather_bytes
+from lockstep.data.assignment import ReplicaShare
+from lockstep.data.microbatch_sampler import PlannedMicrobatch
+from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.kernel.buffers import BufferReport, Buffers, merge_reports
+from lockstep.kernel.errors import BufferMismatchError, DisagreementError, UsageError
+from lockstep.kernel.rng_scopes import RngScopes
+from lockstep.model.buffer_exchange import GroupExchange
+
+__all__ = ["ExactModel", "ExactStep"]
+
+
+@dataclass(frozen=True)
+class ExactModel:
+    """What a handle of `ls.exact` trains on this rank.
+
+    Attributes:
+        module: The model without wrappers.
+        parameters: Its parameters.
+        gradients: The reducer of their gradients.
+        scopes: The RNG scopes.
+        share: The micro-batches of this rank.
+        group: The ranks; None for the default group.
+    """
+
+    module: nn.Module
+    parameters: list[nn.Parameter]
+    gradients: GradientReducer
+    scopes: RngScopes
+    share: ReplicaShare
+    group: dist.ProcessGroup | None
+
+
+class ExactStep:
+    """One step.
+
+    Args:
+        model: What is trained.
+        number: The number of the step.
+        first: The first micro-batch of this rank.
+        settings: The arguments of the sampler, which ranks compare.
+
+    Attributes:
+        current: The micro-batch that has begun; None between two.
+        remaining: The number of micro-batches of this rank that have not ended.
+    """
+
+    def __init__(
+        self, model: ExactModel, number: int, first: PlannedMicrobatch, settings: str
+    ) -> None:
+        self._model, self._number, self._first = model, number, first
+        self._settings = settings
+        self.current: PlannedMicrobatch | None = None
+        self.remaining = len(model.share.pieces(first.samples))
+        self._buffers = Buffers({"": model.module})
+        self._weights: dict[int, float] = {}
+        self._has_begun_gradients = False
+        self._versions = self._read_versions()
+
+    @property
+    def place(self) -> str:
+        """The rank, the step and the micro-batch, for messages."""
+        current = "" if self.current is None else f", micro-batch {self.current.index}"
+        return f"rank {self._model.share.replica}, step {self._number}{current}"
+
+    def begin(self, planned: PlannedMicrobatch) -> None:
+        """Begin a micro-batch: give the model fresh buffers, and seed the generators."""
+        first = self._first
+        if (planned.epoch, planned.batch) != (first.epoch, first.batch):
+            raise UsageError(
+                f"{self.place} was left before its last micro-batch, in batch {first.batch} of "
+                f"epoch {first.epoch}: train on all micro-batches of a batch"
+            )
+        self.current = planned
+        if self._buffers.slots:
+            self._buffers.install_copies()
+        self._model.scopes.begin_microbatch(self._number, planned.index)
+
+    def weigh(self, loss: torch.Tensor, share: float | None, weight: float | None) -> torch.Tensor:
+        """Return the part of the current micro-batch's loss; see `Exact.weigh`."""
+        current = self.current
+        assert current is not None
+        if weight is not None:
+            self._weights[current.index] = share = float(weight)
+        elif share is None:
+            share = current.size / current.samples
+        return (loss.float() if loss.dtype is torch.float16 else loss) * share
+
+    def begin_backward(self) -> None:
+        """Prepare for gradients, at the first backward of the step."""
+        if self.current is None:
+            raise UsageError(
+                f"{self.place}: a second backward began after that of a micro-batch: add its "
+                "losses, and call backward once"
+            )
+        if self._has_begun_gradients:
+            return
+        for parameter in self._model.parameters:
+            if parameter.grad is not None and _has_nonzero(parameter.grad):
+                raise UsageError(
+                    f"{self.place}: gradients are left from before the step: call "
+                    "optimizer.zero_grad() once per batch; to add up several batches, let the "
+                    "batch_size and the number of micro-batches be larger"
+                )
+        self._model.gradients.begin(self._first.leaves, self._model.share.hosts)
+        self._has_begun_gradients = True
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the current micro-batch has gradients."""
+        return any(parameter.grad is not None for parameter in self._model.parameters)
+
+    def end(self) -> None:
+        """End a micro-batch whose backward has ended, and after the last one the step."""
+        current, parameters = self.current, self._model.parameters
+        assert current is not None
+        if self._read_versions() != self._versions:
+            raise UsageError(
+                f"{self.place}: parameters were changed before the last micro-batch: call "
+                "optimizer.step() if exact.is_complete"
+            )
+        if self._buffers.slots:
+            self._buffers.collect(current.index, current.size / current.samples)
+            self._buffers.restore()
+        if self._weights.get(current.index) == 0:
+            for parameter in parameters:
+                parameter.grad = None
+            self._model.gradients.skip(current.index)
+        else:
+            self._model.gradients.accumulate(current.index)
+        self.remaining -= 1
+        self.current = None
+        if self.remaining == 0:
+            self._reduce()
+
+    def _read_versions(self) -> list[int]:
+        return [parameter._version for parameter in self._model.parameters]
+
+    def _reduce(self) -> None:
+        """Add the gradients of all ranks, and merge the buffers."""
+        leaves, share = self._first.leaves, self._model.share
+        gradients, buffers = self._model.gradients, self._buffers
+        statuses = self._exchange(self._make_status())
+        reports = [
+            BufferReport(status["buffers"], last=status["last"]).of_replica(rank)
+            for rank, status in enumerate(statuses)
+        ]
+        report = reduce(merge_reports, reports)
+        if report.is_refused:
+            reason = buffers.describe_refusal(report)[1]
+            raise BufferMismatchError(f"step {self._number}: {reason}")
+        nodes = share.nodes(leaves)
+        used = reduce(or_, (int(status["used"], 16) for status in statuses))
+        gradients.reduce(nodes, f"{used:x}")
+        if report.hashes:
+            exchange = GroupExchange(self._model.group) if share.replicas > 1 else None
+            buffers.merge(report, nodes, leaves, exchange)
+        self._divide([status["weights"] for status in statuses])
+
+    def _make_status(self) -> dict[str, Any]:
+        """Return what this rank tells the others."""
+        first, failure, report = self._first, self._model.gradients.failure, BufferReport([])
+        try:
+            report = self._buffers.hash_results(is_alone=self._model.share.replicas == 1)
+        except BufferMismatchError as error:
+            failure = str(error)
+        return {
+            "batch": f"step {self._number}, batch {first.batch} of epoch {first.epoch}, "
+            f"{first.samples} samples in {first.leaves} micro-batches{self._settings}",
+            "order": first.order,
+            "used": self._model.gradients.used_parameter_mask(),
+            "buffers": report.hashes,
+            "last": report.last,
+            "weights": {index: weight.hex() for index, weight in self._weights.items()},
+            "failure": failure,
+        }
+
+    def _exchange(self, status: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the statuses of all ranks.
+
+        Raises:
+            DisagreementError: The ranks train on different batches.
+            UsageError: A rank cannot continue.
+        """
+        messages = [json.dumps(status).encode()]
+        if self._model.share.replicas > 1:
+            about = "adding the gradients of ls.exact"
+            messages = all_gather_bytes(messages[0], about, self._model.group)
+        statuses: list[dict[str, Any]] = [json.loads(message) for message in messages]
+        for rank, other in enumerate(statuses):
+            for part in ("batch", "order"):
+                if other[part] != statuses[0][part]:
+                    raise DisagreementError(
+                        f"rank {rank} trains on {other[part]}, rank 0 on {statuses[0][part]}: make "
+                        "the sampler with the same arguments, and call set_epoch on every rank"
+                    )
+        for rank, other in enumerate(statuses):
+            if other["failure"]:
+                raise UsageError(f"rank {rank}, step {self._number}: {other['failure']}")
+        return statuses
+
+    def _divide(self, weights: Iterable[Mapping[str, str]]) -> None:
+        """Divide the gradients by the sum of the weights of all micro-batches, if there are any."""
+        known = {int(index): float.fromhex(w) for part in weights for index, w in part.items()}
+        if not known:
+            return
+        total = sum(known[index] for index in sorted(known))
+        if len(known) < self._first.leaves or not total > 0:
+            raise UsageError(
+                f"step {self._number}: {len(known)} of {self._first.leaves} micro-batches have a "
+                f"weight, with a sum of {total}: pass weight= for each, and not 0 for all of them"
+            )
+        for parameter in self._model.parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(total)
+
+
+def _has_nonzero(gradient: torch.Tensor) -> bool:
+    return bool((gradient._values() if gradient.is_sparse else gradient).any())
