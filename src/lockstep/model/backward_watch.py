@@ -37,22 +37,20 @@ class BackwardWatcher(Protocol):
 
 
 class BackwardWatch:
-    """Calls a watcher around the passes of a model, as long as the watcher exists.
+    """Calls a watcher around the passes of a model, as long as the model exists.
 
     Args:
         model: The model that is called; may be compiled.
-        watcher: The watcher, to which only a weak reference is kept.
-        kept: An object that exists as long as the model does.
+        watcher: The watcher.
     """
 
-    def __init__(self, model: nn.Module, watcher: BackwardWatcher, kept: object) -> None:
-        self._watcher = weakref.ref(watcher)
+    def __init__(self, model: nn.Module, watcher: BackwardWatcher) -> None:
+        self._watcher = watcher
         self._pass: weakref.ref[_Pass] | None = None
         replaced = vars(model).get("_compiled_call_impl")
 
-        def call(*args: Any, _kept: object = kept, **kwargs: Any) -> Any:
-            this = self._watcher()
-            is_watched = this is not None and not is_in_backward() and this.before_forward()
+        def call(*args: Any, **kwargs: Any) -> Any:
+            is_watched = not is_in_backward() and watcher.before_forward()
             outputs = (replaced or model._call_impl)(*args, **kwargs)
             if is_watched:
                 self._watch(outputs)
@@ -79,17 +77,14 @@ class BackwardWatch:
         """Queue the end of the backward pass that calls this hook, once."""
         if self._pass is not None and self._pass() is not None:
             return
-        if (watcher := self._watcher()) is None:
-            return
-        watcher.begin_backward()
+        self._watcher.begin_backward()
         current = _Pass()
         self._pass = weakref.ref(current)
         Variable._execution_engine.queue_callback(partial(self._end, current))
 
     def _end(self, _: _Pass) -> None:
         self._pass = None
-        if (watcher := self._watcher()) is not None:
-            watcher.end_backward()
+        self._watcher.end_backward()
 
 
 class _Pass:

@@ -115,18 +115,19 @@ class Exact:
         self._planned: deque[PlannedMicrobatch] = deque()
         self._next_position = (0, 0)  # the epoch and the batch after the last complete step
         self._step: ExactStep | None = None
-        self._is_weighed = False
+        self._ended: ExactStep | None = None  # the last step, until its optimizer is called
+        self._is_weighed = self._has_warned = False
         self._left_state = torch.empty(0)  # of torch's generator after the last micro-batch
         self.steps, self.is_complete = 0, False
         self._attach(model)
 
     def _attach(self, model: nn.Module) -> None:
         """Watch the calls of the model, and the steps of its optimizer."""
-        scopes, own = self._model.scopes, weakref.ref(self)
-        installed = scopes.install_hooks()
-        installed.__enter__()
-        # Only before this is the model called as a scope: a micro-batch begins outside of it.
-        BackwardWatch(model, self, (scopes, installed))
+        own = weakref.ref(self)
+        self._installed = self._model.scopes.install_hooks()
+        self._installed.__enter__()
+        # After this, so that a micro-batch begins before the model is called as a scope.
+        BackwardWatch(model, self)
 
         def check(optimizer: Optimizer, *_: Any) -> None:
             if (this := own()) is not None:
@@ -188,6 +189,8 @@ class Exact:
         for item in loader:
             self.begin()
             yield item
+        if self.is_complete:  # the optimizer may have been skipped
+            self._close()
 
     def _next(self) -> PlannedMicrobatch:
         """Return the next micro-batch of this rank."""
@@ -236,6 +239,7 @@ class Exact:
         planned = self._next()
         if self._step is None:
             self._keep_idle()
+            self._close()
             self._draws.suspend()
             settings = "" if self._sampler is None else f", {self._sampler.settings}"
             self._step = ExactStep(self._model, self.steps, planned, settings)
@@ -312,7 +316,8 @@ class Exact:
         step = self._step
         if step is None or step.current is None or not step.has_gradients:
             return
-        if not self._is_weighed and not self.steps and self._model.share.replica == 0:
+        if not self._is_weighed and not self._has_warned and self._model.share.replica == 0:
+            self._has_warned = True
             log(
                 "ls.exact adds the losses of all micro-batches as they are: write "
                 "exact.weigh(loss).backward(), or divide each loss by the number of micro-batches "
@@ -322,7 +327,7 @@ class Exact:
         step.end()
         self._left_state = torch.default_generator.get_state()
         if step.remaining == 0:
-            self._step, self.is_complete = None, True
+            self._step, self._ended, self.is_complete = None, step, True
             self.steps += 1
             is_end = last.batch + 1 == last.batches
             self._next_position = (last.epoch + 1, 0) if is_end else (last.epoch, last.batch + 1)
@@ -338,7 +343,14 @@ class Exact:
                 f"{self._place}: optimizer.step() was called before the last micro-batch of the "
                 "batch: call it if exact.is_complete"
             )
-        self._draws.resume()
+        self._close()
+
+    def _close(self) -> None:
+        """Leave the last step: the buffers and the generators are those of no micro-batch."""
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended.close()
+            self._draws.resume()
 
     # --- checkpoints --------------------------------------------------------------------------
 
@@ -381,16 +393,18 @@ class _DrawsBetweenSteps:
     when the optimizers of all of them have been called.
     """
 
-    _suspended: ClassVar[set[_DrawsBetweenSteps]] = set()
+    _suspended: ClassVar[weakref.WeakSet[_DrawsBetweenSteps]] = weakref.WeakSet()
     _restore: ClassVar[list[Callable[[], None]]] = []
 
     def __init__(self, device: torch.device) -> None:
+        while self._restore:  # of a step that was left half way
+            self._restore.pop()()
+        self._suspended.clear()
         self._generators = [*torch_generators(device).values()]
         self._seeder = make_seeder([BEFORE])
 
     def suspend(self) -> None:
-        """Remember the states at the begin of a step, or continue with those remembered."""
-        self.resume()
+        """Remember the states at the begin of a step."""
         if not self._suspended:
             states = [(generator, generator.get_state()) for generator in self._generators]
             restore_others = self._seeder.remember_others()

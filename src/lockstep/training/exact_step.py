@@ -92,8 +92,7 @@ class ExactStep:
                 f"epoch {first.epoch}: train on all micro-batches of a batch"
             )
         self.current = planned
-        if self._buffers.slots:
-            self._buffers.install_copies()
+        self._install_buffers()
         self._model.scopes.begin_microbatch(self._number, planned.index)
 
     def weigh(self, loss: torch.Tensor, share: float | None, weight: float | None) -> torch.Tensor:
@@ -152,6 +151,23 @@ class ExactStep:
         self.current = None
         if self.remaining == 0:
             self._reduce()
+        self._install_buffers()
+
+    def close(self) -> None:
+        """Leave the step: the model has its buffers, and seeds no generator."""
+        self._buffers.restore()
+        self._model.scopes.pause()
+
+    def _install_buffers(self) -> None:
+        """Install fresh copies of the buffers.
+
+        They are those of a micro-batch until its end. What is written afterwards, such as by a
+        discriminator while its generator is trained, is discarded: a rank that ends its last
+        micro-batch would otherwise write to the merged buffers.
+        """
+        for slot in self._buffers.slots:
+            slot.copy = None
+        self._buffers.install_copies()
 
     def _read_versions(self) -> list[int]:
         return [parameter._version for parameter in self._model.parameters]

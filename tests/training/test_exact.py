@@ -1,0 +1,551 @@
+"""`ls.exact`: ordinary loops on torch's DistributedDataParallel have the bits of the specification.
+
+The models meet every rule: dropout, checkpointing, batch norm, buffers of each rule, frozen, tied
+and sometimes unused parameters, gradients of -0.0. All trainings of a width run in the same ranks,
+each on a group of the backend "lockstep" and on one of Gloo.
+"""
+
+import copy
+import random
+from functools import partial
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep as ls
+import models
+import pytest_lockstep
+from lockstep.kernel import spec
+from lockstep.kernel.errors import RankError, UsageError
+
+SAMPLES, BATCH = 43, 19  # batches of 19, 19 and 5 samples
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+OPTIONS = {
+    "pictures": {},
+    "words": {"bucket_cap_mb": 0.001},
+    "branches": {"find_unused_parameters": True},
+    "checkpointed": {"static_graph": True},
+    "blocks": {"gradient_as_bucket_view": True},
+}
+
+
+def prepared(case):
+    """Return the model, the whole data and the loss of a case."""
+    model, batches, loss = models.CASES[case]
+    ((inputs, targets),) = batches([SAMPLES])
+    torch.manual_seed(5)
+    return model(), TensorDataset(inputs, targets), loss()
+
+
+def specified():
+    """Return the digest of each case after the specification has trained it."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    found = {}
+    for case in models.CASES:
+        model, data, loss = prepared(case)
+        starts = range(0, SAMPLES, BATCH)
+        batches = [tuple(t[at : at + BATCH] for t in data.tensors) for at in starts]
+        spec.train(model, loss, SGD, batches, seed=11)
+        found[case] = ls.digest(model.state_dict())
+    return found
+
+
+def groups():
+    """Return the groups of all ranks to train on, or None for a model that is not wrapped."""
+    yield "default", dist.group.WORLD
+    if dist.get_world_size() == 1:
+        yield "not wrapped", None
+    elif dist.get_backend() != "gloo":
+        yield "gloo", dist.new_group(backend="gloo")
+
+
+def train(exact, called, loader, optimizer, loss):
+    """Train in the loop that the documentation shows."""
+    for inputs, targets in exact.microbatches(loader):
+        exact.weigh(loss(called(inputs), targets)).backward()
+        if exact.is_complete:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def trained_cases():
+    """Return the digest of each case after a loop with `ls.exact`, by the name of the group."""
+    found = {}
+    for name, group in groups():
+        for case in models.CASES:
+            model, data, loss = prepared(case)
+            options = OPTIONS.get(case, {})
+            called = model
+            if group is not None:
+                called = DistributedDataParallel(model, process_group=group, **options)
+            exact = ls.exact(called, seed=11)
+            sampler = exact.sampler(data, BATCH, shuffle=False)
+            loader = DataLoader(data, batch_sampler=sampler)
+            train(exact, called, loader, SGD(model.parameters()), loss)
+            found[name, case] = ls.digest(model.state_dict())
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected():
+    (found,) = pytest_lockstep.run(specified, ranks=1, init=False)
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_a_loop_has_the_bits_of_the_specification(ranks, expected, n):
+    for found in ranks(trained_cases, n):
+        for (group, case), digest in found.items():
+            assert digest == expected[case], (group, case)
+
+
+# --- other loops: every width has the bits of one rank --------------------------------------------
+
+
+def network(seed=1):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Linear(6, 12), nn.BatchNorm1d(12), nn.GELU(), nn.Dropout(0.3), nn.Linear(12, 3)
+    )
+
+
+def rows(samples=56):
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(samples, 6, generator=generator)
+    return TensorDataset(inputs, torch.randint(0, 3, (samples,), generator=generator))
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Samples that draw from every global generator."""
+
+    def __init__(self):
+        self.rows = rows()
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        inputs, target = self.rows[index]
+        noise = torch.randn(6) + random.random() + float(numpy.random.rand())
+        return inputs + 0.1 * noise, target
+
+
+def mixed(samples):
+    """Collate, and mix the samples of a micro-batch at random."""
+    inputs, targets = torch.utils.data.default_collate(samples)
+    return inputs + 0.1 * inputs[torch.randperm(len(inputs))] * random.random(), targets
+
+
+def wrapped(group, **options):
+    model = network(**options)
+    called = model if group is None else DistributedDataParallel(model, process_group=group)
+    return model, called, ls.exact(called, microbatches=7, seed=3)
+
+
+def scheduled(group):
+    """Clip, follow a schedule, draw between steps, and keep an average of a copied model."""
+    model, called, exact = wrapped(group)
+    data = rows()
+    loader = DataLoader(data, batch_sampler=exact.sampler(data, 20, seed=1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    average = copy.deepcopy(model)
+    for epoch in range(2):
+        loader.batch_sampler.set_epoch(epoch)
+        for inputs, targets in exact.microbatches(loader):
+            exact.weigh(F.cross_entropy(called(inputs), targets)).backward()
+            if not exact.is_complete:
+                continue
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                called.eval()(torch.randn(4, 6) * random.random() * numpy.random.rand())
+                model[0].weight += 0.01 * torch.randn(12, 6)
+                called.train()
+            average.load_state_dict(model.state_dict())
+    assert exact.steps == 6
+    return model, average
+
+
+def augmented(group, workers=0, begins=True):
+    """Load samples and collate them with random numbers, here or in a worker."""
+    model, called, exact = wrapped(group)
+    data = Augmented()
+    sampler = exact.sampler(data, 20, seed=4, drop_last=True)
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=workers, collate_fn=mixed)
+    optimizer = SGD(model.parameters())
+    items = exact.microbatches(loader) if begins else loader
+    train_on = partial(train, called=called, optimizer=optimizer, loss=F.cross_entropy)
+    if begins:
+        train_on(exact, loader=loader)
+        return (model,)
+    for inputs, targets in items:
+        inputs = inputs + 0.1 * torch.randn_like(inputs)
+        exact.weigh(F.cross_entropy(called(inputs), targets)).backward()
+        if exact.is_complete:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    return (model,)
+
+
+def halved(group, dtype):
+    """Train in autocast; a loss scale that is too large at first skips steps."""
+    model, called, exact = wrapped(group)
+    data = rows()
+    loader = DataLoader(data, batch_sampler=exact.sampler(data, 20))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30, enabled=dtype == torch.float16)
+    for epoch in range(5):
+        loader.batch_sampler.set_epoch(epoch)
+        for inputs, targets in exact.microbatches(loader):
+            with torch.autocast("cpu", dtype):
+                loss = F.cross_entropy(called(inputs), targets)
+            scaler.scale(exact.weigh(loss)).backward()
+            if exact.is_complete:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    assert dtype != torch.float16 or 1 < scaler.get_scale() < 2.0**30
+    return (model,)
+
+
+def counted(group):
+    """Weigh losses by targets, of which a micro-batch may have none; freeze a layer later on."""
+    model, called, exact = wrapped(group)
+    data = rows()
+    data.tensors[1][:14] = -100
+    loader = DataLoader(data, batch_sampler=exact.sampler(data, 56, shuffle=False))
+    optimizer = SGD(model.parameters())
+    for _ in range(3):
+        for inputs, targets in exact.microbatches(loader):
+            loss = F.cross_entropy(called(inputs), targets)
+            exact.weigh(loss, weight=int((targets >= 0).sum())).backward()
+            if exact.is_complete:
+                optimizer.step()
+                optimizer.zero_grad()
+                model[0].requires_grad_(False)
+    assert model[-1].weight.isfinite().all()
+    return (model,)
+
+
+def adversarial(group):
+    """Two models and two optimizers, a penalty by `torch.autograd.grad`, noise in the loop."""
+    critic, call_critic, judging = wrapped(group)
+    torch.manual_seed(2)
+    maker = nn.Sequential(nn.Linear(4, 12), nn.Dropout(0.2), nn.Tanh(), nn.Linear(12, 6))
+    call_maker = maker if group is None else DistributedDataParallel(maker, process_group=group)
+    making = ls.exact(call_maker, microbatches=7, seed=4)
+    data = rows()
+    sampler = judging.sampler(data, 20)
+    making.use(sampler)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (critic, maker)]
+    for real, _ in judging.microbatches(DataLoader(data, batch_sampler=sampler)):
+        making.begin()
+        fake = call_maker(torch.randn(len(real), 4))
+        middle = (real + fake.detach()).requires_grad_()
+        (slope,) = torch.autograd.grad(call_critic(middle).sum(), middle, create_graph=True)
+        loss = call_critic(fake.detach()).mean() - call_critic(real).mean() + slope.square().mean()
+        judging.weigh(loss).backward()
+        critic.requires_grad_(False)
+        fake = call_maker(torch.randn(len(real), 4))
+        making.weigh(-call_critic(fake).mean()).backward()
+        critic.requires_grad_(True)
+        if making.is_complete:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return critic, maker
+
+
+def plain(group):
+    """A loop without a sampler, that divides the loss itself and leaves `begin` to the forward."""
+    model, called, _ = wrapped(group)
+    optimizer = SGD(model.parameters())
+    inputs, targets = (tensor[:42].chunk(7) for tensor in rows().tensors)
+    ranks, rank = (dist.get_world_size(), dist.get_rank())
+    sizes = [7 // ranks + (r < 7 % ranks) for r in range(ranks)]
+    own = range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    for _ in range(3):
+        for m in own:
+            (F.cross_entropy(called(inputs[m]), targets[m]) / 7).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return (model,)
+
+
+LOOPS = {
+    "scheduled": scheduled,
+    "augmented": augmented,
+    "augmented in a worker": partial(augmented, workers=1),
+    "begun by the forward": partial(augmented, begins=False),
+    "bfloat16": partial(halved, dtype=torch.bfloat16),
+    "float16": partial(halved, dtype=torch.float16),
+    "counted": counted,
+    "adversarial": adversarial,
+    "plain": plain,
+}
+
+
+def trained_loops():
+    """Return the digests of the models of each loop, and what is drawn after it."""
+    found = {}
+    for name, group in groups():
+        for loop, train_loop in LOOPS.items():
+            torch.manual_seed(0)
+            random.seed(0)
+            numpy.random.seed(0)
+            trained = train_loop(group)
+            drawn = torch.rand(()).item(), random.random(), float(numpy.random.rand())
+            found[name, loop] = [ls.digest(model) for model in trained], drawn
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone():
+    (found,) = pytest_lockstep.run(trained_loops, ranks=1)
+    return {loop: value for (name, loop), value in found.items() if name == "not wrapped"}
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_every_width_has_the_bits_of_one_process(ranks, alone, n):
+    for found in ranks(trained_loops, n):
+        for (group, loop), value in found.items():
+            assert value == alone[loop], (group, loop)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def resumable(path, save_at):
+    """Train two epochs of three steps; save at a step, or continue at the one that was saved."""
+    model, called, exact = wrapped(dist.group.WORLD)
+    data = Augmented()
+    loader = DataLoader(data, batch_sampler=exact.sampler(data, 20, seed=4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if save_at is None:
+        state = torch.load(path)
+        for part, loaded in zip((model, optimizer, exact), state, strict=True):
+            part.load_state_dict(loaded)
+    for epoch in range(loader.batch_sampler.epoch, 2):
+        loader.batch_sampler.set_epoch(epoch)
+        for inputs, targets in exact.microbatches(loader):
+            exact.weigh(F.cross_entropy(called(inputs), targets)).backward()
+            if exact.is_complete:
+                optimizer.step()
+                optimizer.zero_grad()
+                if exact.steps == save_at and dist.get_rank() == 0:
+                    torch.save([part.state_dict() for part in (model, optimizer, exact)], path)
+    return exact.steps, ls.digest(model)
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_training_resumes_on_another_number_of_ranks(ranks, tmp_path, step):
+    """After an epoch, and in the middle of one."""
+    ((_, saved), *_) = ranks(resumable, 2, tmp_path / "state.pt", step)
+    assert ranks(resumable, 3, tmp_path / "state.pt", None) == [(6, saved)] * 3
+
+
+def test_a_state_of_other_settings_is_refused():
+    state = ls.exact(network(), microbatches=4).state_dict()
+    with pytest.raises(UsageError, match=r"saved with microbatches=4, and ls.exact has 8"):
+        ls.exact(network()).load_state_dict(state)
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+class Mistakes:
+    """A loop that goes on until a mistake, in one process."""
+
+    def __init__(self):
+        self.model = network()
+        self.exact = ls.exact(self.model, microbatches=4)
+        self.optimizer = SGD(self.model.parameters())
+
+    def forward(self, share=0.25):
+        return self.exact.weigh(self.model(torch.randn(5, 6)).square().mean(), share=share)
+
+    def step(self):
+        for _ in range(4):
+            self.exact.begin()
+            self.forward().backward()
+
+
+def no_backward(loop):
+    loop.exact.begin()
+    loop.forward()
+    loop.exact.begin()
+
+
+def second_backward(loop):
+    loss = loop.forward()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def early_optimizer(loop):
+    loop.forward().backward()
+    loop.optimizer.step()
+
+
+def early_write(loop):
+    loop.forward().backward()
+    with torch.no_grad():
+        loop.model[0].weight.add_(1)
+    loop.exact.begin()
+    loop.forward().backward()
+
+
+def no_zero_grad(loop):
+    loop.step()
+    loop.optimizer.step()
+    loop.step()
+
+
+def draws(loop):
+    loop.forward().backward()
+    loop.forward()
+
+
+def divides(loop):
+    loss = loop.model(torch.randn(5, 6)).square().mean()
+    loop.exact.weigh(loss, divisor=41).backward()
+
+
+def weighs_early(loop):
+    loop.exact.weigh(torch.ones(()))
+
+
+def weighs_some(loop):
+    loop.exact.begin()
+    loop.exact.weigh(loop.model(torch.randn(5, 6)).mean(), weight=3).backward()
+    for _ in range(3):
+        loop.exact.begin()
+        loop.forward().backward()
+
+
+def returns_nothing(loop):
+    loop.model.append(nn.Module())
+    loop.model[-1].forward = lambda inputs: object()
+    loop.model(torch.randn(5, 6))
+
+
+def left_batch(loop):
+    data = rows(16)
+    sampler = loop.exact.sampler(data, 8)
+    for _ in range(2):
+        inputs, _ = next(loop.exact.microbatches(DataLoader(data, batch_sampler=sampler)))
+        sampler.set_epoch(1)
+        loop.model(inputs).mean().backward()
+
+
+def exhausted(loop):
+    loop.exact.sampler(rows(16), 8)
+    loop.forward()
+
+
+def saves_early(loop):
+    loop.forward().backward()
+    loop.exact.state_dict()
+
+
+MISTAKES = {
+    no_backward: "micro-batch 0 had no backward",
+    second_backward: "a second backward began",
+    early_optimizer: r"rank 0, step 0: optimizer.step\(\) was called before the last micro-batch",
+    early_write: "parameters were changed before the last micro-batch",
+    no_zero_grad: r"gradients are left from before the step: call optimizer.zero_grad\(\)",
+    draws: "random numbers were drawn between two micro-batches",
+    divides: "divided by 41 on this number of ranks, which cannot be undone exactly",
+    weighs_early: "between the model's forward and backward",
+    weighs_some: "1 of 4 micro-batches have a weight",
+    returns_nothing: "no tensor with a gradient in the object",
+    left_batch: "was left before its last micro-batch, in batch 0 of epoch 0",
+    exhausted: "the sampler of ls.exact has yielded no other one",
+    saves_early: "between two steps",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_a_mistake_is_one_sentence(mistake):
+    with pytest.raises(UsageError, match=MISTAKES[mistake]) as caught:
+        mistake(Mistakes())
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: nn.SyncBatchNorm(4), "SyncBatchNorm, whose statistics depend"),
+        (lambda: nn.Linear(2, 2).requires_grad_(False), "without trainable parameters"),
+        (lambda: nn.Embedding(3, 2, max_norm=1.0), "max_norm"),
+    ],
+)
+def test_a_model_that_cannot_be_exact_is_refused(make, said):
+    with pytest.raises(UsageError, match=said):
+        ls.exact(make())
+
+
+def test_a_model_gets_one_handle():
+    model = network()
+    handle = ls.exact(model)
+    with pytest.raises(UsageError, match="was called before with this model"):
+        ls.exact(model)
+    assert handle.steps == 0
+
+
+def test_a_copy_of_a_model_takes_no_part():
+    loop = Mistakes()
+    loop.forward().backward()
+    copied = copy.deepcopy(loop.model)
+    copied(torch.randn(5, 6)).sum().backward()  # would be a micro-batch, after a draw
+    assert copied[0].weight.grad is not None
+    assert ls.exact(copied).steps == 0
+
+
+def disagree(kind):
+    """Train with one thing that differs between the ranks."""
+    rank = dist.get_rank()
+    model = network()
+    if kind == "not wrapped":
+        ls.exact(model)
+    called = DistributedDataParallel(model)
+    if kind == "hook":
+        called.register_comm_hook(None, lambda state, bucket: None)
+    exact = ls.exact(called, microbatches=4 + 4 * (kind == "microbatches" and rank))
+    data = rows(16)
+    sampler = exact.sampler(data, 8 + 8 * (kind == "batch_size" and rank))
+    sampler.set_epoch(rank if kind == "epoch" else 0)
+    train(
+        exact,
+        called,
+        DataLoader(data, batch_sampler=sampler),
+        SGD(model.parameters()),
+        F.cross_entropy,
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("microbatches", "microbatches"),
+        ("batch_size", "batch_size=16.*rank 0 on .*batch_size=8"),
+        ("epoch", "batch 0 of epoch 1.*rank 0 on .*batch 0 of epoch 0"),
+        ("hook", "a communication hook: leave it out"),
+        ("not wrapped", r"pass DistributedDataParallel\(model\)"),
+    ],
+)
+def test_ranks_that_differ_are_told_apart(ranks, kind, said):
+    with pytest.raises(RankError, match=said):
+        ranks(disagree, 2, kind)
