@@ -29,6 +29,7 @@ NAMES = [
     "build",
     "digest",
     "empty_shared",
+    "exact",
     "init",
     "launch",
     "local_rank",

@@ -26,10 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 14,
-    "code lines in src": 48_150,
-    "code lines in tests": 49_200,
+    "code lines in src": 48_800,
+    "code lines in tests": 49_700,
     "code lines in csrc": 7_000,
-    "imports per module": 4.8,
+    "imports per module": 4.9,
     "kernel: code lines": 2_000,
     "kernel: modules reached": 0,
     "step: modules reached": 60,
