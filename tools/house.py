@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 14,
-    "code lines in src": 48_800,
+    "code lines in src": 48_900,
     "code lines in tests": 49_700,
     "code lines in csrc": 7_000,
     "imports per module": 4.9,

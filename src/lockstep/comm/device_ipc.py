@@ -78,9 +78,9 @@ def shares_device(device: torch.device, group: dist.ProcessGroup | None) -> bool
     A collective: all ranks of the group call it, with devices of the same type.
     """
     ipc = BY_DEVICE_TYPE.get(device.type)
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    if ipc is None or ranks == 1:
+    if ipc is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return False
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     own = f"{identify_host()} {ipc.identify(device)}"
     about = "comparing the devices of the ranks"
     identities = all_gather_bytes(own.encode(), about, group)
