@@ -105,11 +105,13 @@ class IpcAllReduce(SlicedAllReduce):
         ]
 
     def close(self) -> None:
-        """Unmap the memory of the other ranks, which free it after that."""
+        """Unmap the memory of the other ranks, and free the own memory when they have done so."""
         self._memory = []
+        del self._own, self._rows
 
 
 def close_all() -> None:
-    """Unmap the memory of other processes, before this one leaves its group."""
-    for each in list(_all):
-        each.close()
+    """End all sums in shared memory, before this process leaves its group."""
+    for reduction in list(_all):
+        reduction.close()
+    _all.clear()
