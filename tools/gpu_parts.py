@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lockstep as ls
 from lockstep.comm.bucket import plan
-from lockstep.comm.device_ipc import find_ipc
+from lockstep.comm.device_ipc import shares_device
 from lockstep.comm.make_all_reduce import make_all_reduce
 from lockstep.comm.reproducible_all_reduce import reproducible_all_reduce
 from lockstep.devices import device_names, find_accelerator, synchronize
@@ -309,8 +309,8 @@ def add_on_device(
 ) -> list[tuple[str, str, bool]]:
     """Return the rows for one number of ranks: is the sum right, how long does it take."""
     world = ls.init(device=device, backend=backend, timeout=TIMEOUT)
-    ipc, ranks, leaves = find_ipc(world.device, None), ls.world_size(), 2 * ls.world_size()
-    rows = [("memory is shared", str(ipc is not None), ipc is not None)]
+    is_shared, ranks = shares_device(world.device, None), ls.world_size()
+    leaves, rows = 2 * ranks, [("memory is shared", str(is_shared), is_shared)]
     for numel in (3, 100_001, 8 << 20):
         generator = torch.Generator().manual_seed(numel)
         values = [torch.randn(numel, generator=generator).to(dtype) for _ in range(leaves)]
@@ -320,10 +320,12 @@ def add_on_device(
         )
         (bucket,) = plan([numel], [dtype], 1 << 30)
         nodes = [[(2 * rank, 2 * rank + 2)] for rank in range(ranks)]
-        for name, shared in (("shared", ipc), ("over the CPU", None)):
-            if name == "shared" and ipc is None:
+        for name, in_memory in (("shared", True), ("over the CPU", False)):
+            if in_memory and not is_shared:
                 continue
-            reduction = make_all_reduce(bucket, nodes, leaves, world.device, ipc=shared)
+            reduction = make_all_reduce(
+                bucket, nodes, leaves, world.device, is_device_shared=in_memory
+            )
             seconds, is_right = [], True
             for _ in range(6):
                 mine = on_device[2 * world.rank] + on_device[2 * world.rank + 1]
