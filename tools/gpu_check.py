@@ -6,8 +6,8 @@
 
 Each part is a process of its own with a time limit, and each of its results is written to
 `gpu_check.jsonl` as soon as it is known, so that a part that hangs or crashes hides no other. Some
-parts run at the same time, since most of their time is the start of processes; the speed is measured
-last, alone. The table is printed at the end. Exit status: 0 if no result is bad.
+parts run at the same time, since most of their time is the start of processes; the speed is
+measured last, alone. The table is printed at the end. Exit status: 0 if no result is bad.
 
 On a machine without an accelerator, `PYTHONPATH=tests` and `--before simulated.ranks:install` run
 the same parts on the simulated one, which shows that they work, and nothing about a GPU.

@@ -28,6 +28,7 @@ from lockstep.devices import device_names, find_accelerator, synchronize
 from lockstep.kernel.errors import LockstepError
 from lockstep.kernel.tree import total
 from lockstep.tools.recipes.resnet import resnet18
+from tools.gpu_operators import OPERATORS, try_operator
 from tools.gpu_training import call_before, words_network
 
 __all__ = ["run"]
@@ -195,7 +196,7 @@ def check_layouts(check: Check) -> Rows:
         for case, digest in digests.items():
             yield f"{layout}: {case}", digest, digest == expected.get(case)
         yield layout, f"{seconds:.0f} s", len(digests) == len(CASES.split(",")) or None
-    status, output = check.command("run", "-n", "1", *check.training("--cases", CASES))
+    _, output = check.command("run", "-n", "1", *check.training("--cases", CASES))
     again = _read_digests(output)
     yield "1 rank again", f"{len(again)} digests", bool(again) and again == expected
 
@@ -238,7 +239,7 @@ def check_elastic(check: Check) -> Rows:
     _, output = check.command("run", "-n", "1", *check.training(*options))
     expected = _read_digests(output)
     arguments = check.training(*options, "--kill", str(check.folder / "killed"))
-    status, output = check.command("run", "--min", "1", "--max", "2", *arguments)
+    _, output = check.command("run", "--min", "1", "--max", "2", *arguments)
     found = _read_digests(output)
     is_equal = bool(found) and found == expected
     yield "a rank is killed", found.get("digits") or _last_line(output), is_equal
@@ -337,7 +338,7 @@ def add_on_device(
                 )
                 synchronize(world.device)
                 seconds.append(time.perf_counter() - begun)
-                is_right &= torch.equal(result.cpu(), expected.cpu())
+                is_right &= result is not None and torch.equal(result, expected)
             text = f"{statistics.median(seconds) * 1e3:.2f} ms"
             rows.append((f"{numel:,} elements, {name}", text, is_right))
     ls.shutdown()
@@ -402,131 +403,12 @@ def check_operators(check: Check) -> Rows:
     device = torch.device(check.kind, 0)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     for name, call in OPERATORS.items():
-        found = [_try_operator(call, device, is_strict) for is_strict in (True, False)]
+        found = [try_operator(call, device, is_strict) for is_strict in (True, False)]
         yield (
             f"{name}",
             f"deterministic mode: {found[0]}; otherwise: {found[1]}",
             (None if found[0] != "different bits" else False),
         )
-
-
-def _try_operator(
-    call: Callable[[torch.device], torch.Tensor], device: torch.device, is_strict: bool
-) -> str:
-    """Return whether five calls have the same bits, forward and backward."""
-    torch.use_deterministic_algorithms(is_strict)
-    try:
-        results = []
-        for _ in range(5):
-            torch.manual_seed(0)
-            results.append(call(device).cpu())
-        return "same bits" if all(torch.equal(results[0], r) for r in results) else "different bits"
-    except Exception as error:
-        text = str(error).splitlines()[0]
-        return "refused" if "deterministic" in text else f"{type(error).__name__}: {text[:80]}"
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def _with_gradient(
-    function: Callable[..., torch.Tensor],
-    *shapes: tuple[int, ...],
-    dtype: torch.dtype = torch.float32,
-) -> Callable[[torch.device], torch.Tensor]:
-    """Return a call of an operator on random tensors; its result has the gradients too."""
-
-    def call(device: torch.device) -> torch.Tensor:
-        tensors = [
-            torch.randn(shape, device=device, dtype=dtype).requires_grad_() for shape in shapes
-        ]
-        output = function(*tensors)
-        output.backward(torch.randn_like(output))
-        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        return torch.cat([part.detach().reshape(-1).double() for part in (output, *gradients)])
-
-    return call
-
-
-def _index(count: int, high: int) -> torch.Tensor:
-    """Return indices, many of them equal."""
-    return torch.randint(high, (count,), generator=torch.Generator().manual_seed(1))
-
-
-def _on(index: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the index on the device of a tensor."""
-    return index.to(tensor.device)
-
-
-N = 20000
-HALF = torch.bfloat16
-OPERATORS: dict[str, Callable[[torch.device], torch.Tensor]] = {
-    "linear": _with_gradient(F.linear, (512, 300), (200, 300)),
-    "linear, bfloat16": _with_gradient(F.linear, (512, 304), (208, 304), dtype=HALF),
-    "baddbmm": _with_gradient(torch.baddbmm, (8, 64, 64), (8, 64, 96), (8, 96, 64)),
-    "conv2d": _with_gradient(F.conv2d, (16, 8, 32, 32), (16, 8, 3, 3)),
-    "conv2d, bfloat16": _with_gradient(F.conv2d, (16, 8, 32, 32), (16, 8, 3, 3), dtype=HALF),
-    "conv_transpose2d": _with_gradient(F.conv_transpose2d, (16, 8, 16, 16), (8, 16, 3, 3)),
-    "conv3d": _with_gradient(F.conv3d, (4, 4, 8, 16, 16), (8, 4, 3, 3, 3)),
-    "batch_norm": _with_gradient(
-        lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
-        (64, 32, 16, 16), (32,), (32,),
-    ),
-    "layer_norm": _with_gradient(lambda x, w, b: F.layer_norm(x, (256,), w, b), (4096, 256), (256,), (256,)),
-    "group_norm": _with_gradient(lambda x, w, b: F.group_norm(x, 4, w, b), (64, 32, 16, 16), (32,), (32,)),
-    "attention, float32": _with_gradient(F.scaled_dot_product_attention, *[(4, 8, 256, 64)] * 3),
-    "attention, bfloat16": _with_gradient(F.scaled_dot_product_attention, *[(4, 8, 256, 64)] * 3, dtype=HALF),
-    "softmax": _with_gradient(lambda x: x.softmax(-1), (256, 1000)),
-    "cross_entropy": _with_gradient(lambda x: F.cross_entropy(x, _on(_index(4096, 100), x)), (4096, 100)),
-    "nll_loss of images": _with_gradient(
-        lambda x: F.nll_loss(x, _on(_index(8 * 32 * 32, 5), x).view(8, 32, 32)), (8, 5, 32, 32)
-    ),
-    "ctc_loss": _with_gradient(
-        lambda x: F.ctc_loss(x.log_softmax(-1), _on(_index(160, 19), x).view(16, 10) + 1, [50] * 16, [10] * 16),
-        (50, 16, 20),
-    ),
-    "embedding": _with_gradient(lambda w: F.embedding(_on(_index(N, 50), w), w), (50, 64)),
-    "embedding_bag": _with_gradient(
-        lambda w: F.embedding_bag(_on(_index(N, 50), w).view(-1, 10), w, mode="mean"), (50, 64)
-    ),
-    "gather": _with_gradient(lambda x: x.gather(0, _on(_index(N, 64), x)), (64,)),
-    "index_select": _with_gradient(lambda x: x.index_select(0, _on(_index(N, 64), x)), (64, 4)),
-    "index (advanced indexing)": _with_gradient(lambda x: x[_on(_index(N, 64), x)], (64, 4)),
-    "index_add": _with_gradient(lambda x: torch.zeros(64, device=x.device).index_add(0, _on(_index(N, 64), x), x), (N,)),
-    "index_put, accumulate": _with_gradient(
-        lambda x: torch.zeros(64, device=x.device).index_put((_on(_index(N, 64), x),), x, accumulate=True), (N,)
-    ),
-    "scatter_add": _with_gradient(lambda x: torch.zeros(64, device=x.device).scatter_add(0, _on(_index(N, 64), x), x), (N,)),
-    "scatter_reduce, mean": _with_gradient(
-        lambda x: torch.zeros(64, device=x.device).scatter_reduce(0, _on(_index(N, 64), x), x, "mean"), (N,)
-    ),
-    "repeat_interleave": _with_gradient(lambda x: x.repeat_interleave(300), (64,)),
-    "cumsum": _with_gradient(lambda x: x.cumsum(0), (N,)),
-    "sum": _with_gradient(lambda x: x.sum(0), (N, 8)),
-    "max_pool2d": _with_gradient(lambda x: F.max_pool2d(x, 3, 2), (16, 8, 32, 32)),
-    "max_pool3d": _with_gradient(lambda x: F.max_pool3d(x, 3, 2), (4, 4, 16, 16, 16)),
-    "adaptive_avg_pool2d": _with_gradient(lambda x: F.adaptive_avg_pool2d(x, 3), (16, 8, 32, 32)),
-    "adaptive_max_pool2d": _with_gradient(lambda x: F.adaptive_max_pool2d(x, 3), (16, 8, 32, 32)),
-    "interpolate, nearest": _with_gradient(lambda x: F.interpolate(x, scale_factor=2), (8, 4, 16, 16)),
-    "interpolate, bilinear": _with_gradient(lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), (8, 4, 16, 16)),
-    "interpolate, bicubic": _with_gradient(lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"), (8, 4, 16, 16)),
-    "grid_sample": _with_gradient(
-        lambda x, g: F.grid_sample(x, g.tanh(), align_corners=False), (8, 4, 16, 16), (8, 20, 20, 2)
-    ),
-    "pad, reflect": _with_gradient(lambda x: F.pad(x, (3, 3, 3, 3), mode="reflect"), (8, 4, 16, 16)),
-    "pad, replicate": _with_gradient(lambda x: F.pad(x, (3, 3, 3, 3), mode="replicate"), (8, 4, 16, 16)),
-    "fold": _with_gradient(lambda x: F.fold(x, (16, 16), 3), (8, 36, 196)),
-    "unfold": _with_gradient(lambda x: F.unfold(x, 3), (8, 4, 16, 16)),
-    "lstm": _with_gradient(lambda x: nn.LSTM(32, 64, 2, device=x.device)(x)[0], (50, 16, 32)),
-    "cdist": _with_gradient(torch.cdist, (300, 20), (200, 20)),
-    "dropout": _with_gradient(lambda x: F.dropout(x, 0.3), (N,)),
-    "matrix inverse": _with_gradient(torch.linalg.inv, (8, 32, 32)),
-    "fft": _with_gradient(lambda x: torch.fft.rfft(x).abs(), (64, 1000)),
-    "histc": lambda device: torch.randn(N, device=device).histc(50),
-    "bincount with weights": lambda device: torch.bincount(
-        _index(N, 64).to(device), torch.randn(N, device=device)
-    ),
-}  # fmt: skip
-"""Operators as calls on a device."""
 
 
 def check_speed(check: Check) -> Rows:
@@ -608,7 +490,7 @@ def _count_kernels(
         step(inputs, targets)
         synchronize(device)
     events = profile.events() or []
-    kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [event for event in events if event.device_type.name == "CUDA"]
     waits = sum(event.name in WAITS for event in events)
     busy = sum(event.device_time for event in kernels) / 1e3
     return f", {len(kernels):,} kernels take {busy:.1f} ms, {waits} waits"

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,11 +69,9 @@ def words_network(width: int = 32, layers: int = 2, length: int = 16) -> nn.Sequ
 
 def compiled_network() -> nn.Sequential:
     """Return a network with two compiled blocks."""
-    torch.manual_seed(0)
-    blocks = [
-        torch.compile(nn.Sequential(nn.Linear(784, 64), nn.GELU(), nn.Dropout(0.1))),
-        torch.compile(nn.Sequential(nn.Linear(64, 64), nn.GELU())),
-    ]
+    first = nn.Sequential(nn.Linear(784, 64), nn.GELU(), nn.Dropout(0.1))
+    second = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    blocks: list[Any] = [torch.compile(first), torch.compile(second)]
     return nn.Sequential(nn.Flatten(), *blocks, nn.Linear(64, 10))
 
 
@@ -89,9 +88,7 @@ class Case:
 
     build: Callable[[], nn.Module]
     batch: Callable[[int, torch.Generator], torch.Tensor]
-    optimizer: Callable[..., torch.optim.Optimizer] = partial(
-        torch.optim.SGD, lr=0.05, momentum=0.5
-    )
+    optimizer: Callable[..., torch.optim.Optimizer]
     dtype: torch.dtype | None = None
 
 
@@ -112,14 +109,15 @@ def draw_words(n: int, generator: torch.Generator) -> torch.Tensor:
     return torch.randint(100, (n, 16), generator=generator)
 
 
+SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.5)
 ADAMW = partial(torch.optim.AdamW, lr=0.001)
 RESNET = partial(resnet18, classes=10)
 CASES = {
-    "digits": Case(digit_network, draw_digits),
-    "digits in bfloat16": Case(digit_network, draw_digits, dtype=torch.bfloat16),
-    "digits in float16": Case(digit_network, draw_digits, dtype=torch.float16),
-    "resnet18": Case(RESNET, draw_pictures),
-    "resnet18 in bfloat16": Case(RESNET, draw_pictures, dtype=torch.bfloat16),
+    "digits": Case(digit_network, draw_digits, SGD),
+    "digits in bfloat16": Case(digit_network, draw_digits, SGD, dtype=torch.bfloat16),
+    "digits in float16": Case(digit_network, draw_digits, SGD, dtype=torch.float16),
+    "resnet18": Case(RESNET, draw_pictures, SGD),
+    "resnet18 in bfloat16": Case(RESNET, draw_pictures, SGD, dtype=torch.bfloat16),
     "words": Case(words_network, draw_words, ADAMW),
     "words in bfloat16": Case(words_network, draw_words, ADAMW, torch.bfloat16),
     "compiled": Case(compiled_network, draw_digits, ADAMW),
@@ -132,7 +130,7 @@ def train(name: str, options: argparse.Namespace) -> str:
     torch.manual_seed(1)
     network = case.build()
     if options.activation:
-        network = nn.Sequential(*network, getattr(nn, options.activation)())
+        network = nn.Sequential(*network.children(), getattr(nn, options.activation)())
     checkpoint = ls.CheckpointConfig(every_steps=2) if options.checkpoint else None
     trainer = ls.Trainer(
         network, nn.CrossEntropyLoss(), case.optimizer, seed=2, autocast_dtype=case.dtype,

@@ -1,4 +1,4 @@
-"""Transfer between stages on an accelerator whose group is Gloo's, which sends from the CPU only."""
+"""Transfer between stages on an accelerator over Gloo, which sends from the CPU only."""
 
 from __future__ import annotations
 

@@ -316,13 +316,13 @@ def test_buckets_are_exchanged_while_backward_runs():
     assert simulated.run(train_watched, 2) == [[False, True, True]] * 2
 
 
-def test_a_step_waits_for_its_losses_and_once_for_the_norm_of_the_gradient():
+def test_the_waits_of_a_step_do_not_depend_on_the_number_of_parameters_and_buffers():
     """A GPU is idle while the host waits for it and then launches again."""
 
-    def count_waits():
+    def count_waits(layers):
         from simulated import kernels
 
-        model = nn.Sequential(nn.Linear(6, 300), nn.Linear(300, 300), nn.Linear(300, 10))
+        model = nn.Sequential(*layers)
         assert model[1].weight.numel() > BLOCK
         trainer = ls.Trainer(model, nn.CrossEntropyLoss(), ADAMW, microbatches=4)
         found = []
@@ -332,7 +332,14 @@ def test_a_step_waits_for_its_losses_and_once_for_the_norm_of_the_gradient():
             found.append(kernels.waits - before)
         return found[-1]
 
-    assert simulated.run(count_waits, 1) == [4 + 1]
+    def count_both():
+        layers = [nn.Linear(6, 300), nn.Linear(300, 300), nn.Linear(300, 10)]
+        norms = [nn.BatchNorm1d(10), nn.BatchNorm1d(10)]
+        return count_waits(layers), count_waits(layers + norms)
+
+    # For each loss and the norm; with buffers for those of each micro-batch, and to compare them:
+    # once for the means, which differ at once, and for counts after each further micro-batch.
+    assert simulated.run(count_both, 1) == [(4 + 1, 4 + 1 + 4 + 3)]
 
 
 def test_a_resumed_training_has_the_bits_of_the_whole_one(tmp_path):

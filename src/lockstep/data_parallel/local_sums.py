@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -141,13 +142,34 @@ class LocalSums:
             parameters, and every sibling has gradients of the same parameters.
         """
         if self._add_natively is None:
-            return False
+            return self._accumulate_on_accelerator()
         outs = {} if self._buckets is None else self._buckets.destinations.get(self._node, {})
         destinations = [outs.get(index) for index in range(len(self._tensors))] if outs else []
         values = self._add_natively(self._tensors, self._siblings, destinations)
         if values is None:
             return False
         self._values = values
+        return True
+
+    @torch.no_grad()
+    def _accumulate_on_accelerator(self) -> bool:
+        """Do the same with one kernel per addition, where launching takes longer than adding."""
+        gradients = [parameter.grad for parameter in self._tensors]
+        if (
+            self._sparse
+            or (self._buckets is not None and self._buckets.destinations.get(self._node))
+            or not all(map(_is_usual, gradients, self._tensors))
+            or any(value is None for values in self._siblings or () for value in values)
+        ):
+            return False
+        values: Any = gradients
+        siblings: Any = self._siblings or ()
+        for left in siblings:  # innermost first; left + right is right + left
+            torch._foreach_add_(left, values)
+            values = left
+        self._values = values
+        for parameter in self._tensors:
+            parameter.grad = None
         return True
 
     @torch.no_grad()
@@ -175,6 +197,17 @@ class LocalSums:
             value = left.add_(value)
         out = last if destination is None else destination
         self._values[index] = torch.add(last, value, out=out)
+
+
+def _is_usual(gradient: torch.Tensor | None, parameter: torch.Tensor) -> bool:
+    """Return whether a gradient is one on an accelerator that needs no conversion."""
+    return (
+        gradient is not None
+        and not gradient.is_cpu
+        and gradient.layout is torch.strided
+        and gradient.dtype == parameter.dtype
+        and is_in_format_of(gradient, parameter)
+    )
 
 
 def _read_gradient(

@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ __all__ = [
     "BufferReport",
     "BufferSlot",
     "Buffers",
-    "has_same_bits",
+    "have_same_bits",
     "merge_reports",
 ]
 
@@ -215,13 +215,22 @@ def _list_buffers(model: nn.Module) -> list[torch.Tensor]:
     return buffers
 
 
-def has_same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return whether two tensors have the same dtype, shape and bits, so also -0.0 and NaN."""
-    if left is right:
-        return True
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    return torch.equal(_as_bytes(left.contiguous()), _as_bytes(right.contiguous()))
+def have_same_bits(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
+    """Return whether the tensors of each pair have the same dtype, shape and bits.
+
+    -0.0 is not 0.0, and a NaN may be equal. The process waits for an accelerator once.
+    """
+    same: list[Any] = []
+    for left, right in pairs:
+        is_alike = left.dtype == right.dtype and left.shape == right.shape
+        if left is right or not is_alike:
+            same.append(is_alike)
+        else:
+            compare = torch.equal if left.is_cpu else torch.ne
+            same.append(compare(_as_bytes(left.contiguous()), _as_bytes(right.contiguous())))
+    flags = [one.any() for one in same if isinstance(one, torch.Tensor)]
+    differ = iter(torch.stack(flags).tolist() if flags else ())
+    return [one if isinstance(one, bool) else not next(differ) for one in same]
 
 
 class Buffers:
@@ -256,7 +265,9 @@ class Buffers:
 
     def collect(self, microbatch: int, share: float) -> None:
         """Collect the buffers after a micro-batch; `share` is its share of the samples."""
-        self._results[microbatch] = [self._read_result(slot) for slot in self.slots]
+        results = [self._read_result(slot) for slot in self.slots]
+        same = have_same_bits(list(zip(results, self.tensors(), strict=True)))
+        self._results[microbatch] = list(map(self._keep, self.slots, results, same))
         self._shares[microbatch] = share
 
     def restore(self) -> None:
@@ -298,10 +309,14 @@ class Buffers:
             )
         if not self._results:
             return BufferReport([])
-        columns = zip(*self._results.values(), strict=True)
+        first, *others = self._results.values()
+        equal = list(range(len(self.slots)))
+        for other in others:
+            same = have_same_bits([(first[number], other[number]) for number in equal])
+            equal = [number for number, is_same in zip(equal, same, strict=True) if is_same]
         hashes = [
-            self._hash_result(slot, column, is_alone)
-            for slot, column in zip(self.slots, columns, strict=True)
+            self._hash_result(slot, first[number], number in equal, is_alone)
+            for number, slot in enumerate(self.slots)
         ]
         return BufferReport(hashes, last=max(self._results))
 
@@ -385,22 +400,25 @@ class Buffers:
         return result * self._shares[microbatch] if start is None else result - start
 
     def _read_result(self, slot: BufferSlot) -> torch.Tensor:
-        """Return a buffer after a micro-batch: the slot's own tensor if nothing was written.
+        """Return a buffer after a micro-batch; the slot's own tensor if its shape has changed."""
+        module, name = slot.registrations[0]
+        result = module._buffers[name]
+        if result is not None and result.shape == slot.tensor.shape:
+            return result
+        now = "None" if result is None else f"{tuple(result.shape)}"
+        slot.problem = (
+            f"buffer {slot.name} changed its shape in a training step: buffers must keep "
+            f"their shape, here {tuple(slot.tensor.shape)}, which became {now}; keep what has "
+            "another size in every micro-batch in an attribute, or let it have its largest size"
+        )
+        return slot.tensor
+
+    def _keep(self, slot: BufferSlot, result: torch.Tensor, is_unchanged: bool) -> torch.Tensor:
+        """Return the tensor to keep for a micro-batch: the slot's own one if nothing was written.
 
         The copy is then reused for the next micro-batch.
         """
-        module, name = slot.registrations[0]
-        result = module._buffers[name]
-        if result is None or result.shape != slot.tensor.shape:
-            now = "None" if result is None else f"{tuple(result.shape)}"
-            slot.problem = (
-                f"buffer {slot.name} changed its shape in a training step: buffers must keep "
-                f"their shape, here {tuple(slot.tensor.shape)}, which became {now}; keep what has "
-                "another size in every micro-batch in an attribute, or let it have its largest size"
-            )
-            slot.copy = None
-            return slot.tensor
-        if has_same_bits(result, slot.tensor):
+        if is_unchanged:
             if result is not slot.copy:
                 slot.copy = None
             return slot.tensor
@@ -413,21 +431,23 @@ class Buffers:
         return result.detach()
 
     def _hash_result(
-        self, slot: BufferSlot, results: Sequence[torch.Tensor], is_alone: bool
+        self, slot: BufferSlot, first: torch.Tensor, is_equal: bool, is_alone: bool
     ) -> BufferHash:
+        """Return the hash of a buffer's results, of which `first` is the first one."""
         if slot.problem:
             return REFUSED
-        if all(result is slot.tensor for result in results):
+        if is_equal and first is slot.tensor:
             return UNCHANGED
         rule = slot.find_rule()
         if rule is None:
             return REFUSED
         if rule in MARKS:
             return MARKS[rule]
-        first, *others = results
-        if not all(has_same_bits(first, other) for other in others):
+        if not is_equal:
             return DIVERGED if rule == "mean" else REFUSED
-        return ("" if rule == "mean" else EQUAL) + ("same" if is_alone else _hash(first))
+        data = b"" if is_alone else _as_bytes(first.cpu().contiguous()).numpy().data
+        mark = hashlib.blake2b(data, digest_size=8).hexdigest()
+        return mark if rule == "mean" else EQUAL + mark
 
 
 def _add_lists(left: TensorList, right: TensorList) -> TensorList:
@@ -443,11 +463,6 @@ def _widen(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point():
         return tensor.to(torch.int64)
     return tensor if tensor.dtype == torch.float64 else tensor.float()
-
-
-def _hash(tensor: torch.Tensor) -> str:
-    data = _as_bytes(tensor.cpu().contiguous()).numpy().data
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -144,7 +144,7 @@ class StatusSummary(NamedTuple):
             ranks=self.ranks,
             batch=self.batch if self.batch == other.batch else None,
             failure=_choose_failure(self.failure, other.failure),
-            non_finite=_find_first(self.non_finite, other.non_finite),
+            non_finite=min(filter(None, (self.non_finite, other.non_finite)), default=None),
             gradients=merge_by_name(self.gradients, other.gradients, _merge_masks),
             buffers=merge_by_name(self.buffers, other.buffers, _merge_buffers),
             nodes=_add_nodes(self.nodes, other.nodes, self.leaves),
@@ -184,8 +184,6 @@ class StatusSummary(NamedTuple):
         The losses of the micro-batches, times their shares, are added in float64 along the tree.
         Micro-batches that were not computed add 0.
         """
-        if len(self.nodes) == 1 and self.nodes[0][:2] == (0, self.leaves):
-            return self.nodes[0][2]
         fold: TreeAccumulator[float] = TreeAccumulator(self.leaves, add)
         begin = 0
         for lo, hi, value in [*sorted(self.nodes), (self.leaves, self.leaves, 0.0)]:
@@ -248,7 +246,6 @@ def summarize(status: RankStatus, parallel: StepLayout, leaves: int) -> StatusSu
     ]
     terms = [(result.leaf, result.leaf + 1, result.loss * result.share) for result in results]
     terms += [(leaf, leaf + 1, 0.0) for leaf in status.skipped]
-    losses = [(result.leaf, result.loss) for result in results]
     warnings = {_sentence(message): (rank, message) for message in reversed(status.warnings)}
     return StatusSummary(
         leaves=leaves,
@@ -259,7 +256,7 @@ def summarize(status: RankStatus, parallel: StepLayout, leaves: int) -> StatusSu
         gradients={position: status.gradients},
         buffers={position: [report.of_replica(parallel.replica) for report in status.buffers]},
         nodes=_add_nodes((), terms, leaves),
-        losses=losses if ranks <= DETAILED_RANKS else [],
+        losses=[(result.leaf, result.loss) for result in results if ranks <= DETAILED_RANKS],
         metrics=_sum_metrics(results),
         warnings=list(reversed(warnings.values())),
         hooks=status.hooks,
@@ -281,17 +278,10 @@ def _sentence(message: str) -> str:
     return message.partition(": ")[2]
 
 
-def _find_first(left: NonFiniteLoss | None, right: NonFiniteLoss | None) -> NonFiniteLoss | None:
-    losses = [loss for loss in (left, right) if loss is not None]
-    return min(losses, key=lambda loss: loss.leaf) if losses else None
-
-
-def _choose_failure(
-    left: tuple[int, str, str] | None, right: tuple[int, str, str] | None
-) -> tuple[int, str, str] | None:
+def _choose_failure(*failures: tuple[int, str, str] | None) -> tuple[int, str, str] | None:
     """Return the first side effect, which may be why a stage stopped, or else the first failure."""
-    failures = [failure for failure in (left, right) if failure is not None]
-    return min(failures, key=lambda failure: failure[1] != "side_effect", default=None)
+    known = filter(None, failures)
+    return min(known, key=lambda failure: failure[1] != "side_effect", default=None)
 
 
 def _merge_masks(left: list[str], right: list[str]) -> list[str]:

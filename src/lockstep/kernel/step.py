@@ -150,8 +150,10 @@ class OptimizerStep:
                 self._merge_buffers(summary, parts, nodes)
             step.times.reduced = step.times.updated = time.perf_counter()
             prepared = PreparedStep(step, summary, norm)
-            if sharded is not None:
-                self._update_shared(prepared)
+            if sharded is not None and not self._is_skipped(norm):
+                with step.in_phase("optimizer"):
+                    self.optimization.step_shared(step.label.about)
+                step.times.updated = time.perf_counter()
             return prepared
         except BaseException as error:
             if sharded is None or not sharded.is_committed:
@@ -339,13 +341,6 @@ class OptimizerStep:
             exchange = self.parallel.make_buffer_exchange() if len(nodes) > 1 else None
             if report.hashes:  # none without buffers, or if nothing was computed
                 buffers.merge(report, nodes, summary.leaves, exchange)
-
-    def _update_shared(self, prepared: PreparedStep) -> None:
-        """Step the optimizer of shared parameters, unless float16 gradients overflowed."""
-        if not self._is_skipped(prepared.norm):
-            with prepared.step.in_phase("optimizer"):
-                self.optimization.step_shared(prepared.step.label.about)
-            prepared.step.times.updated = time.perf_counter()
 
     def _is_skipped(self, norm: float) -> bool:
         """Return whether float16 gradients overflowed."""

@@ -28,7 +28,7 @@ def raise_own_error(step: StepContext) -> None:
 
 
 def raise_failure(step: StepContext, summary: StatusSummary) -> None:
-    """Raise the failure of the first rank that stops the step, or of a loss."""
+    """Raise the failure of the first rank that stops the step, or of a loss, if there is one."""
     if summary.failure is not None:
         rank, kind, sentence = summary.failure
         if kind == "stopped":

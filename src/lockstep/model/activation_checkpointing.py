@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from lockstep.kernel.buffers import Buffers, BufferSlot, has_same_bits
+from lockstep.kernel.buffers import Buffers, BufferSlot, have_same_bits
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.seeds import isolated, remembered
 from lockstep.model.compilation import is_compiled, is_compiled_in_place
@@ -221,7 +221,7 @@ def _read_current(slot: BufferSlot) -> torch.Tensor | None:
     """Return the current value of a buffer: the step's own tensor if it has the same bits."""
     module, name = slot.registrations[0]
     tensor = module._buffers[name]
-    if tensor is None or has_same_bits(tensor, slot.tensor):
+    if tensor is None or all(have_same_bits([(tensor, slot.tensor)])):
         return slot.tensor if tensor is not None else None
     return tensor.detach().clone()
 
