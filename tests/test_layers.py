@@ -32,6 +32,7 @@ LAYERS = [
     {"pipeline"},
     {"checkpoint"},
     {"training"},
+    {"integrations"},
     # Tools: nothing above this line imports them.
     {"tools", "tools.check"},
     {"tools.remote"},

@@ -25,9 +25,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
-    "folders": 14,
-    "code lines in src": 48_900,
-    "code lines in tests": 49_700,
+    "folders": 15,
+    "code lines in src": 49_350,
+    "code lines in tests": 50_000,
     "code lines in csrc": 7_000,
     "imports per module": 4.9,
     "kernel: code lines": 2_000,

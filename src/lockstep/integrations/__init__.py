@@ -1,0 +1,1 @@
+"""Equal bits in the loops of other frameworks: Lightning, Hugging Face's Trainer, Accelerate."""

@@ -1,0 +1,442 @@
+"""Lightning, Accelerate and Hugging Face's Trainer: the same bits on 1, 2 and 4 ranks.
+
+All trainings run in one launch per number of ranks. On two ranks they save checkpoints in the
+middle of an epoch, from which the other numbers of ranks resume.
+"""
+
+import re
+import tempfile
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSampler
+
+import lockstep as ls
+from lockstep.integrations.accumulation import count_accumulation_steps
+from lockstep.kernel import spec
+from lockstep.kernel.errors import LayoutError, LockstepError
+from lockstep.launcher import fork_server
+
+FRAMEWORKS = ("lightning.pytorch", "transformers.trainer", "accelerate")
+BATCH, MICROBATCHES, SAMPLES, EPOCHS = 16, 4, 43, 2  # batches of 16, 16 and 11 samples
+SAVED = 4  # the step after which a checkpoint is saved: the first one of the second epoch
+
+
+def filter_warnings() -> None:
+    """Ignore what the frameworks warn of in their own code, and in every run of a few steps."""
+    for message in (
+        "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
+        "The '.*dataloader' does not have many workers",
+        "The number of training batches .* is smaller than the logging interval",
+        "You're resuming from a checkpoint that ended before the epoch ended",
+        "`torch.jit.script` is deprecated",
+    ):
+        warnings.filterwarnings("ignore", message)
+
+
+def make_data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, 6, generator=generator)
+    return TensorDataset(inputs, torch.randint(3, (SAMPLES,), generator=generator))
+
+
+def make_loader(data, **options) -> DataLoader:
+    return DataLoader(data, BATCH // MICROBATCHES, **{"shuffle": True} | options)
+
+
+def make_network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3)
+    )
+
+
+def make_optimizer(parameters):
+    optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+
+# --- Lightning -------------------------------------------------------------------------------
+
+
+def make_lightning_module():
+    import lightning.pytorch as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.network = make_network()
+
+        def training_step(self, batch, index):
+            inputs, targets = batch
+            return nn.functional.cross_entropy(self.network(inputs), targets)
+
+        def configure_optimizers(self):
+            optimizer, scheduler = make_optimizer(self.parameters())
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    return Module()
+
+
+def train_with_lightning(folder=None, resume=None, *, module=None, loader=None, **options):
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from lockstep.integrations.lightning import ExactStrategy
+
+    module = module or make_lightning_module()
+    saving = ModelCheckpoint(folder, "saved", every_n_train_steps=SAVED, save_top_k=-1)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=ls.world_size(),
+        strategy=ExactStrategy(microbatches=MICROBATCHES, seed=3),
+        max_epochs=EPOCHS,
+        logger=False,
+        callbacks=[*options.pop("callbacks", []), *([saving] if folder else [])],
+        enable_checkpointing=folder is not None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **options,
+    )
+    loader = loader or make_loader(make_data())
+    trainer.fit(module, loader, ckpt_path=resume and f"{resume}/saved.ckpt", weights_only=False)
+    assert trainer.global_step == EPOCHS * 3
+    return ls.digest(module.network)
+
+
+# --- Accelerate ------------------------------------------------------------------------------
+
+
+def train_with_accelerate(folder=None, resume=None, *, max_norm=None, **options):
+    from accelerate.state import AcceleratorState, GradientState
+
+    from lockstep.integrations.accelerate import ExactAccelerator
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    accelerator = ExactAccelerator(cpu=True, microbatches=MICROBATCHES, seed=3, **options)
+    network = make_network()
+    optimizer, scheduler = make_optimizer(network.parameters())
+    loader = make_loader(make_data())
+    loader, model, optimizer, scheduler = accelerator.prepare(loader, network, optimizer, scheduler)
+    if resume:
+        accelerator.load_state(resume)
+    exact = accelerator.exact
+    for epoch in range(exact.steps // 3, EPOCHS):
+        loader.set_epoch(epoch)
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.cross_entropy(model(inputs), targets))
+                if max_norm and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), max_norm)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if folder and accelerator.sync_gradients and exact.steps == SAVED:
+                accelerator.save_state(folder)
+    assert exact.steps == EPOCHS * 3
+    return ls.digest(network)
+
+
+# --- Hugging Face ----------------------------------------------------------------------------
+
+
+def train_with_transformers(model, data, folder=None, resume=None, **options):
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers import TrainingArguments
+
+    from lockstep.integrations.transformers import ExactTrainer
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    arguments = TrainingArguments(
+        folder or "unused",
+        per_device_train_batch_size=BATCH // MICROBATCHES,
+        num_train_epochs=EPOCHS,
+        save_strategy="steps" if folder else "no",
+        save_steps=SAVED,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        seed=3,
+        **options,
+    )
+    trainer = ExactTrainer(
+        model, arguments, train_dataset=data, eval_dataset=data[:5], microbatches=MICROBATCHES
+    )
+    trainer.log = lambda *_: None
+    trainer.train(resume and f"{resume}/checkpoint-{SAVED}")
+    assert trainer.state.global_step == EPOCHS * 3
+    return ls.digest(model)
+
+
+def train_language_model(*folders, **options):
+    """Train on rows with unequal numbers of tokens; the loss is a mean over tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    torch.manual_seed(0)
+    size = {"vocab_size": 16, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    model = GPT2LMHeadModel(GPT2Config(**size, bos_token_id=None, eos_token_id=None))
+    data = []
+    for index in range(SAMPLES):
+        tokens = torch.randint(16, (8,))
+        labels = tokens.clone()
+        labels[3 + index % 5 :] = -100
+        data.append({"input_ids": tokens, "labels": labels})
+    return train_with_transformers(model, data, *folders, **options)
+
+
+class Classifier(nn.Module):
+    """A model that returns the mean of its loss over samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = make_network()
+
+    def forward(self, inputs, targets):
+        outputs = self.network(inputs)
+        return {"loss": nn.functional.cross_entropy(outputs, targets), "outputs": outputs}
+
+
+def train_classifier(*folders, **options):
+    data = [{"inputs": inputs, "targets": target} for inputs, target in make_data()]
+    options.setdefault("remove_unused_columns", False)
+    return train_with_transformers(Classifier(), data, *folders, **options)
+
+
+# --- The specification -----------------------------------------------------------------------
+
+SCOPES = {"lightning": lambda network: [network], "accelerate": list}
+
+
+def train_as_specified(name):
+    network = make_network()
+    batches = [b for epoch in range(EPOCHS) for b in spec.epoch(make_data(), BATCH, 3, epoch)]
+    schedulers = []
+
+    def make(parameters):
+        optimizer, scheduler = make_optimizer(parameters)
+        schedulers.append(scheduler)
+        return optimizer
+
+    spec.train(
+        network,
+        nn.CrossEntropyLoss(),
+        make,
+        batches,
+        MICROBATCHES,
+        3,
+        scopes=SCOPES[name](network),
+        after_step=lambda *_: schedulers[0].step(),
+    )
+    return ls.digest(network)
+
+
+# --- What is refused -------------------------------------------------------------------------
+
+
+def fit_with_a_callback(name, *args):
+    from lightning.pytorch import callbacks
+
+    train_with_lightning(callbacks=[getattr(callbacks, name)(*args)])
+
+
+def fit_a_changed_module(**changes):
+    module = make_lightning_module()
+    for name, value in changes.items():
+        setattr(type(module), name, value)
+    train_with_lightning(module=module)
+
+
+def follow_a_metric(module):
+    optimizer = torch.optim.SGD(module.parameters())
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    return [optimizer], [{"scheduler": scheduler, "monitor": "loss"}]
+
+
+def resume_from_another_strategy():
+    import lightning.pytorch as pl
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, enable_checkpointing=False, **quiet)
+    trainer.fit(make_lightning_module(), make_loader(make_data()))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer.save_checkpoint(f"{folder}/saved.ckpt")
+        train_with_lightning(None, folder)
+
+
+def average_gradients():
+    from lockstep.integrations.lightning import ExactStrategy
+
+    ExactStrategy(ddp_comm_hook=print)
+
+
+def prepare(*objects, **options):
+    from accelerate.state import AcceleratorState, GradientState
+
+    from lockstep.integrations.accelerate import ExactAccelerator
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return ExactAccelerator(cpu=True, microbatches=MICROBATCHES, **options).prepare(*objects)
+
+
+REFUSED = {
+    "limit_train_batches, .* use max_steps": partial(train_with_lightning, limit_train_batches=2),
+    "EarlyStopping, which follows": partial(fit_with_a_callback, "EarlyStopping", "loss"),
+    "with GradientAccumulationScheduler": partial(
+        fit_with_a_callback, "GradientAccumulationScheduler", {1: 2}
+    ),
+    "ExactStrategy accumulates .* 3 accumulation steps are set": partial(
+        train_with_lightning, accumulate_grad_batches=3
+    ),
+    "manual optimization": partial(fit_a_changed_module, automatic_optimization=False),
+    "on_before_batch_transfer": partial(
+        fit_a_changed_module, on_before_batch_transfer=lambda self, batch, index: batch
+    ),
+    "ReduceLROnPlateau": partial(fit_a_changed_module, configure_optimizers=follow_a_metric),
+    "LBFGS computes the loss several times": partial(
+        fit_a_changed_module,
+        configure_optimizers=lambda self: torch.optim.LBFGS(self.parameters()),
+    ),
+    "saved with another strategy": resume_from_another_strategy,
+    "leave out ddp_comm_hook": average_gradients,
+    "cannot follow WeightedRandomSampler": lambda: train_with_lightning(
+        loader=make_loader(
+            make_data(), shuffle=False, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
+        ),
+        use_distributed_sampler=False,
+    ),
+    "trains on one DataLoader": lambda: train_with_lightning(loader=[make_loader(make_data())] * 2),
+    "ExactAccelerator accumulates .* 3 accumulation": partial(
+        train_with_accelerate, gradient_accumulation_steps=3
+    ),
+    "ExactAccelerator trains one model": lambda: prepare(make_network(), make_network()),
+    "prepare the model before its data": lambda: prepare(make_loader(make_data())),
+    "ExactTrainer accumulates .* 3 accumulation": partial(
+        train_classifier, gradient_accumulation_steps=3
+    ),
+    "an lr_scheduler_type that follows": partial(
+        train_classifier, lr_scheduler_type="greedy", eval_strategy="epoch"
+    ),
+    "average_tokens_across_devices=False": partial(
+        train_classifier, average_tokens_across_devices=False
+    ),
+    "cannot follow LengthGroupedSampler": partial(
+        train_language_model, train_sampling_strategy="group_by_length"
+    ),
+    "not saved by ExactTrainer": partial(train_language_model, None, "elsewhere"),
+}
+
+
+def refuse_all() -> dict[str, str]:
+    """Return the message of each refused training."""
+    messages = {}
+    for name, train in REFUSED.items():
+        try:
+            train()
+            messages[name] = "it was trained"
+        except Exception as error:
+            messages[name] = f"{type(error).__name__}: {error}"
+    return messages
+
+
+def make_short_batch() -> str:
+    """Return the message for a last batch of 3 samples, on two ranks."""
+    try:
+        train_with_lightning(loader=make_loader(Subset(make_data(), range(19))))
+    except LockstepError as error:
+        return str(error)
+    return "it was trained"
+
+
+# --- All -------------------------------------------------------------------------------------
+
+RESUMED = {
+    "lightning": train_with_lightning,
+    "accelerate": train_with_accelerate,
+    "language model": train_language_model,
+    "classifier": train_classifier,
+}
+OTHERS = {
+    "lightning, bf16, clipped": partial(
+        train_with_lightning, precision="bf16-mixed", gradient_clip_val=0.1
+    ),
+    "accelerate, bf16, clipped": partial(
+        train_with_accelerate, max_norm=0.1, mixed_precision="bf16"
+    ),
+    "language model, bf16, evaluated": partial(
+        train_language_model, bf16=True, eval_strategy="steps", eval_steps=1
+    ),
+}
+
+
+def train_all(folder: str) -> dict[str, str]:
+    """Return the digests of all trainings; some are resumed, unless this is on two ranks."""
+    filter_warnings()
+    digests = {name: train() for name, train in OTHERS.items()}
+    for name, train in RESUMED.items():
+        place = f"{folder}/{name}"
+        digests[name] = train(place if ls.world_size() == 2 else None)
+        if ls.world_size() != 2:
+            digests[f"{name}, resumed"] = train(None, place)
+    if ls.world_size() == 1:
+        digests |= {f"{name}, specified": train_as_specified(name) for name in SCOPES}
+        digests |= refuse_all()
+    if ls.world_size() == 2:
+        digests["short batch"] = make_short_batch()
+    return digests
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks, tmp_path_factory):
+    """The digests of all trainings, on every rank of every number of ranks."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with pytest.MonkeyPatch.context() as patch:
+        # One process imports the frameworks, and the ranks are its forks.
+        patch.setattr(fork_server, "_current", None)
+        preloaded = (*fork_server.PRELOADED_FOR_TRAINING, *FRAMEWORKS)
+        patch.setattr(fork_server, "PRELOADED_FOR_TRAINING", preloaded)
+        runs = [(2, None), (1, None), (4, "gloo")]
+        yield {
+            n: ranks(train_all, n, str(folder), backend=backend, timeout=100.0)
+            for n, backend in runs
+        }
+        fork_server.get_fork_server(for_training=True).close()
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *RESUMED])
+def test_every_number_of_ranks_computes_the_same_bits(outcomes, name):
+    digests = {outcome[name] for results in outcomes.values() for outcome in results}
+    assert len(digests) == 1, outcomes
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_training_resumes_on_another_number_of_ranks(outcomes, name):
+    resumed = {outcome[f"{name}, resumed"] for n in (1, 4) for outcome in outcomes[n]}
+    assert resumed == {outcomes[2][0][name]}
+
+
+@pytest.mark.parametrize("name", SCOPES)
+def test_the_bits_are_those_of_the_specification(outcomes, name):
+    (outcome,) = outcomes[1]
+    assert outcome[name] == outcome[f"{name}, specified"]
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_cannot_be_exact_is_refused_by_name(outcomes, words):
+    (outcome,) = outcomes[1]
+    assert re.match(f"(Usage|Layout)Error: .*({words})", outcome[words]), outcome[words]
+
+
+def test_ranks_with_unequal_numbers_of_microbatches_are_refused(outcomes):
+    for outcome in outcomes[2]:
+        assert "the last batch of an epoch has 3, on 2 ranks" in outcome["short batch"]
+    with pytest.raises(LayoutError, match="microbatches=4 is not a multiple of 3 ranks"):
+        count_accumulation_steps("ExactTrainer", 4, 3, 1)
