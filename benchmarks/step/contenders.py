@@ -3,7 +3,7 @@
     copies           every rank by itself, nothing is exchanged: what computing alone costs
     memcpy           no training: every rank copies as many bytes as its gradients have
     ddp-*, fsdp-*    torch's own, on Gloo and on the backend "lockstep"
-    data-parallel    `lockstep.DistributedDataParallel` in the same loop
+    exact-*          torch's own with `lockstep.exact`, in the same loop
     trainer          `lockstep.Trainer`
     shared           the same with one copy of the parameters for all ranks of the host
     stock-*          in a process as torch leaves it: Lockstep's ranks keep freed memory,
@@ -28,6 +28,7 @@ from torch import nn
 
 import lockstep
 from benchmarks.step.networks import NETWORKS, OPTIMIZERS, Batch, Network, blocks, count
+from lockstep.data.assignment import ReplicaShare, on_one_host
 
 __all__ = ["CONTENDERS", "Case", "Contender", "Fixed", "Training", "loss", "part"]
 
@@ -199,9 +200,25 @@ def distributed(case: Case, shares: bool = False) -> Training:
     return Loop(case, nn.parallel.DistributedDataParallel(case.net.model()))
 
 
-def averaged(case: Case) -> Training:
-    """Wrap the model in `lockstep.DistributedDataParallel`."""
-    return Loop(case, lockstep.DistributedDataParallel(case.net.model()))
+class Exact(Loop):
+    """The loop with `lockstep.exact` around torch's DistributedDataParallel."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case, nn.parallel.DistributedDataParallel(case.net.model()))
+        count, ranks = case.leaves(dist.get_world_size()), dist.get_world_size()
+        self._exact = lockstep.exact(self.module, microbatches=count)
+        self._share = ReplicaShare(count, on_one_host(ranks), dist.get_rank())
+
+    def step(self, batch: Batch) -> None:
+        """Run a backward for each micro-batch; the last one exchanges gradients."""
+        self._optimizer.zero_grad()
+        inputs, targets = batch
+        pieces = self._share.pieces(len(targets))
+        for _, span in self._exact.microbatches(pieces):
+            own = slice(span.start, span.stop)
+            value = loss(self.module(inputs[own]), targets[own])
+            self._exact.weigh(value, share=len(span) / len(targets)).backward()
+        self._optimizer.step()
 
 
 @dataclass(frozen=True)
@@ -243,7 +260,14 @@ _ALL = (
     ),
     Contender("fsdp-gloo", "FSDP2 (fully_shard) on gloo", "gloo", Sharded, 2.5),
     Contender("fsdp-lockstep", "FSDP2 (fully_shard) on lockstep", "lockstep", Sharded, 2.5),
-    Contender("data-parallel", "lockstep.DistributedDataParallel", "", averaged, 4.0),
+    Contender(
+        "exact-gloo", "DistributedDataParallel with lockstep.exact on gloo", "gloo", Exact, 4.0,
+        guaranteed=True,
+    ),
+    Contender(
+        "exact-lockstep", "DistributedDataParallel with lockstep.exact on lockstep", "lockstep",
+        Exact, 4.0, guaranteed=True,
+    ),
     Contender("trainer", "lockstep.Trainer", "", Trained, 4.0, guaranteed=True),
     Contender(
         "shared", 'lockstep.Trainer(storage="shared")', "lockstep",
