@@ -163,7 +163,6 @@ def measure(before: str | None, kind: str, options: argparse.Namespace) -> list[
         contenders: dict[str, Step] = {
             "plain PyTorch": make_loop(lambda model: model, build(), parts),
             "ls.Trainer": make_trainer(build(), parts),
-            "ls.DistributedDataParallel": make_loop(ls.DistributedDataParallel, build(), parts),
             "torch's DistributedDataParallel": make_loop(DistributedDataParallel, build(), parts),
         }
         seconds = alternate(contenders, device, options)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import lockstep as ls
@@ -44,13 +45,14 @@ def read_batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 def train_in_processes() -> tuple[str, float]:
     """Train on this rank: one device, and this rank's half of every batch."""
     world = ls.init()
-    model = ls.DistributedDataParallel(build())
+    model = DistributedDataParallel(build())
+    exact = ls.exact(model, microbatches=DEVICES)
     optimizer, loss_function = torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
     begin = time.perf_counter()
     for _, (images, labels) in zip(range(STEPS), read_batches(), strict=False):
         inputs, targets = (half.chunk(DEVICES)[world.rank] for half in (images, labels))
         optimizer.zero_grad()
-        loss_function(model(inputs), targets).backward()
+        exact.weigh(loss_function(model(inputs), targets)).backward()
         optimizer.step()
     return ls.digest(model.module), time.perf_counter() - begin
 

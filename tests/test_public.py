@@ -19,7 +19,6 @@ from lockstep import errors
 NAMES = [
     "CheckpointConfig",
     "DataParallel",
-    "DistributedDataParallel",
     "Driver",
     "LockstepError",
     "OptimizerConfig",

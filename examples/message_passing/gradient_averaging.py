@@ -1,4 +1,4 @@
-"""Average gradients by hand, and compare with `lockstep.DistributedDataParallel`.
+"""Average gradients by hand, and compare with torch's `DistributedDataParallel`.
 
 Every rank computes the gradient of its own samples. The mean of these gradients is the
 gradient of the whole batch. `DistributedDataParallel` computes the same in buckets,
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
-import lockstep as ls
 from harness import init, print_table, run_example
 
 
@@ -36,7 +36,7 @@ def main(backend: str | None = None) -> str:
     by_hand = torch.nn.Linear(2, 1, bias=False)
     own = compute_gradient(by_hand, world.rank).clone()
     average_gradients(by_hand)
-    wrapped = ls.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
+    wrapped = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
     return print_table(
         "averaging gradients",
         own=own,

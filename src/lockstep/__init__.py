@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from lockstep.checksum import digest as digest
     from lockstep.comm.shared_memory import empty_shared as empty_shared
     from lockstep.data.dataset_partition import partition as partition
-    from lockstep.data_parallel.distributed import (
-        DistributedDataParallel as DistributedDataParallel,
-    )
     from lockstep.data_parallel.single_process import DataParallel as DataParallel
     from lockstep.kernel.errors import LockstepError as LockstepError
     from lockstep.launcher.launch import launch as launch
@@ -60,7 +57,6 @@ PUBLIC = {
     "accuracy": "model.forward",
     "target_weight": "model.target_weights",
     "digest": "checksum",
-    "DistributedDataParallel": "data_parallel.distributed",
     "DataParallel": "data_parallel.single_process",
     "Driver": "tools.remote.driver",
     "build": "model.deferred_init",
@@ -74,6 +70,12 @@ __all__ = [*PUBLIC, "__version__"]
 def __getattr__(name: str) -> Any:
     if name == "errors":  # the module
         return importlib.import_module("lockstep.errors")
+    if name == "DistributedDataParallel":
+        raise AttributeError(
+            "lockstep has no DistributedDataParallel: use torch.nn.parallel.DistributedDataParallel"
+            ', which runs on the backend "lockstep", and lockstep.exact for the same bits on any '
+            "number of ranks"
+        )
     if name not in PUBLIC:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     importlib.import_module("lockstep.launcher.tracebacks").install()

@@ -159,18 +159,6 @@ def test_nothing_is_complete_while_a_hook_may_look_at_gradients(model, observer)
     assert {state for _, state in recorder.watch(model)} == {COMPLETE}
 
 
-def test_another_readiness_looks_at_gradients_only_if_it_tracks_every_pass(model):
-    recorder, other = Recorder(model), Recorder(model)
-    for each in (recorder, other):
-        each.watch(model)
-    assert not recorder.readiness.is_observed()
-    every_pass = Recorder(model, tracks_every_pass=True)
-    every_pass.readiness.register_hooks()
-    assert recorder.readiness.is_observed()
-    del every_pass
-    assert not recorder.readiness.is_observed()
-
-
 def queue_from(layer, callback=nothing):
     """Queue a callback for the end of backward when the gradient of a layer's output is there."""
 
@@ -216,61 +204,3 @@ def test_the_engine_of_torch_is_put_back_also_after_an_exception(model):
         fail()
     assert Variable._execution_engine is engine
     assert not recorder.readiness.is_watching
-
-
-# --- a pass that is followed to its end -------------------------------------------------------
-
-
-class Follower(Recorder):
-    """Follows the pass in which a gradient arrives, from the gradient of the loss on."""
-
-    def __init__(self, model, **options):
-        super().__init__(model, tracks_every_pass=True, **options)
-        self.readiness.register_hooks()
-        self.ends = 0
-
-    def on_gradient(self, index):
-        self.follow()
-        super().on_gradient(index)
-
-    def follow(self, *_):
-        if not self.readiness.is_following:
-            self.readiness.follow(self.on_end)
-
-    def on_end(self):
-        self.ends += 1
-
-    def backward(self, model):
-        self.states = []
-        loss = model.loss()
-        loss.register_hook(self.follow)
-        loss.backward()
-        return self.states
-
-
-def test_only_the_end_of_the_outermost_pass_is_reported(model):
-    follower = Follower(model)
-    model.recomputed = (model.middle,)
-    states = [follower.backward(model) for _ in range(2)]
-    assert follower.ends == 2
-    assert not follower.readiness.is_following
-    assert states[0] == [(2, INCOMPLETE), (1, INCOMPLETE), (0, INCOMPLETE)]
-    assert states[1] == [(2, COMPLETE), (1, INCOMPLETE), (0, COMPLETE)]
-
-
-def test_a_pass_that_raised_is_not_followed_and_has_no_end(model):
-    follower = Follower(model)
-    follower.backward(model)
-
-    def fail(gradient):
-        assert follower.readiness.is_following
-        raise KeyError
-
-    handle = model.first.weight.register_hook(fail)
-    with pytest.raises(KeyError):
-        follower.backward(model)
-    handle.remove()
-    assert not follower.readiness.is_following
-    assert follower.ends == 1
-    assert follower.backward(model) == [(2, COMPLETE), (1, COMPLETE), (0, COMPLETE)]
-    assert follower.ends == 2

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import averaging
 import lockstep as ls
 import models
 from lockstep.kernel import spec
@@ -232,29 +231,6 @@ def test_a_loss_of_the_joined_outputs_has_the_same_bits_on_any_number_of_devices
     LOSS(wrapped(inputs), targets).backward()
     for one, two in zip(gradients(plain), gradients(wrapped), strict=True):
         torch.testing.assert_close(one, two)  # those of one backward, but for rounding
-
-
-class Uses(nn.Module):
-    """Takes a flag for each sample, of which the first decides."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = averaging.net()
-
-    def forward(self, inputs, flags):
-        return self.net(inputs, bool(flags[0]))
-
-
-def test_the_bits_are_those_of_distributed_data_parallel():
-    """`averaging.expected_gradients` are those of DistributedDataParallel on this many ranks."""
-    for world in (2, 4):
-        module = Uses()
-        wrapped = ls.DataParallel(module, ["cpu"] * 2, microbatches=world)
-        inputs = torch.cat([averaging.inputs_of(rank) for rank in range(world)])
-        flags = torch.tensor([averaging.uses_some(rank) for rank in range(world)])
-        call = (inputs, flags.repeat_interleave(4), inputs)
-        wrapped.compute_loss(lambda outputs, _: outputs.square().mean(), *call).backward()
-        assert same(gradients(module), averaging.expected_gradients(world))
 
 
 Pair = namedtuple("Pair", "first second")
@@ -484,7 +460,5 @@ def test_a_mistake_gets_one_sentence(mistake, error, message):
 def test_a_compiled_module_is_refused():
     module = linear()
     module.compile(backend="eager")
-    with pytest.raises(
-        UsageError, match=r"compiled by torch.compile, .* ls.DistributedDataParallel"
-    ):
+    with pytest.raises(UsageError, match=r"compiled by torch.compile, .* ls.exact"):
         ls.DataParallel(module)

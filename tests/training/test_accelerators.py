@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
-import averaging
 import lockstep as ls
 import models
+from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.data_parallel.gradient_reducer import BucketExchange
 from lockstep.kernel.norm import BLOCK
 from simulated import ranks as simulated
@@ -175,14 +175,14 @@ def test_ranks_that_share_a_device_give_the_same_bits_in_its_memory(on_one_rank)
 
         for kind in counts:
             kind.combine = count(kind, kind.combine)
-        found = train("blocks"), average()
-        return found, counts[IpcAllReduce] > 10, counts[PortableAllReduce]
+        found = train("blocks"), train_forked()
+        return found, counts[IpcAllReduce] > 4, counts[PortableAllReduce]
 
     (first, is_shared, others), second = simulated.run(train_shared, 2, device="simulated:0")
     assert (first, is_shared, others) == second
     assert (is_shared, others) == (True, 0)
     assert first[0] == on_one_rank["blocks"]
-    assert first[1] == simulated.run(average, 2, device="cpu")[0]
+    assert first[1] == simulated.run(train_forked, 2, device="cpu")[0]
 
 
 def mirrored_messages():
@@ -225,22 +225,6 @@ def test_stages_give_the_same_bits(on_one_rank):
     assert sum(map(len, first)) > 100
 
 
-def average(comm_hook=None):
-    """Average in buckets; not every rank has all gradients."""
-    device = ls.world().device
-    module = averaging.net(seed=ls.rank()).to(device)
-    model = ls.DistributedDataParallel(module, bucket_cap_mb=300 / (1 << 20))
-    if comm_hook is not None:
-        model.register_comm_hook(None, comm_hook)
-    optimizer = SGD(model.parameters())
-    for step in range(4):
-        optimizer.zero_grad()
-        inputs = averaging.inputs_of(ls.rank(), step).to(device)
-        model(inputs, step % 2 == 0).square().mean().backward()
-        optimizer.step()
-    return ls.digest(model.module)
-
-
 class Forked(nn.Module):
     """Computes a layer in a stream of its own, as models with several branches do."""
 
@@ -262,40 +246,25 @@ class Forked(nn.Module):
 def train_forked():
     torch.manual_seed(1)
     trainer = ls.Trainer(Forked(), nn.CrossEntropyLoss(), SGD)
-    model = ls.DistributedDataParallel(Forked().to(ls.world().device))
+    model = DistributedDataParallel(Forked().to(ls.world().device))
+    exact = ls.exact(model)
     optimizer = SGD(model.parameters())
+    share = ReplicaShare(8, on_one_host(ls.world_size()), ls.rank())
     for inputs, targets in models.row_batches([16, 19, 16]):
         trainer.step((inputs, targets))
-        outputs = model(inputs.to(ls.world().device))
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(outputs, targets.to(outputs.device)).backward()
+        pieces = [span for _, span in share.pieces(len(inputs))]
+        parts = [(inputs[p.start : p.stop], targets[p.start : p.stop]) for p in pieces]
+        for part, classes in exact.microbatches(parts):
+            outputs = model(part.to(ls.world().device))
+            loss = nn.functional.cross_entropy(outputs, classes.to(outputs.device))
+            exact.weigh(loss, share=len(part) / len(inputs)).backward()
         optimizer.step()
+        optimizer.zero_grad()
     return trainer.digest(), ls.digest(model.module)
 
 
-def average_sparse():
-    device = ls.world().device
-    torch.manual_seed(1)
-    model = ls.DistributedDataParallel(Words(is_tied=False).to(device))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    for step in range(3):
-        words = torch.tensor([[ls.rank(), step, 7]], device=device)
-        optimizer.zero_grad()
-        model(words).square().mean().backward()
-        assert model.module.embedding.weight.grad.is_sparse
-        optimizer.step()
-    return ls.digest(model.module)
-
-
-def test_sparse_gradients_are_averaged_on_the_device():
-    assert simulated.run(average_sparse, 2) == simulated.run(average_sparse, 2, device="cpu")
-
-
 def test_gradients_of_several_streams_are_complete_before_they_are_sent():
-    def train_both():
-        return average(), average(default_hooks.allreduce_hook), train_forked()
-
-    assert simulated.run(train_both, 2) == simulated.run(train_both, 2, device="cpu")
+    assert simulated.run(train_forked, 2) == simulated.run(train_forked, 2, device="cpu")
 
 
 def test_buckets_are_exchanged_while_backward_runs():

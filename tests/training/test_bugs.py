@@ -190,11 +190,6 @@ def a_parameter_with_gaps_in_memory():
     trainer = classifier(model, max_grad_norm=0.1)
     inputs, targets = rows(24, 5)
     trainer.step((inputs, targets))
-    averaged = ls.DistributedDataParallel(copy.deepcopy(model))
-    averaged(inputs).square().mean().backward()
-    alone = copy.deepcopy(model)
-    alone(inputs).square().mean().backward()
-    assert torch.allclose(averaged.module.weight.grad, alone.weight.grad, atol=1e-6)
     return trainer.digest()
 
 
@@ -624,67 +619,6 @@ class Skipping(nn.Module):
         return hidden if skip else self.second(hidden)
 
 
-def test_two_wrapped_models_in_one_backward(ranks):
-    """The ranks launched their buckets in different orders, and equal sizes were swapped."""
-
-    def gradients(wrap):
-        rank = dist.get_rank()
-        torch.manual_seed(0)
-        below, above = wrap(Skipping()), wrap(Skipping())
-        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(rank))
-        above(below(inputs, False), rank == 1).square().mean().backward()
-        return [
-            None if p.grad is None else p.grad.tolist()
-            for model in (below, above)
-            for p in model.module.parameters()
-        ]
-
-    def ours():
-        return gradients(ls.DistributedDataParallel)
-
-    def theirs():
-        wrap = partial(nn.parallel.DistributedDataParallel, find_unused_parameters=True)
-        return gradients(wrap)
-
-    first, second = ranks(ours, 2)
-    assert first == second
-    expected = ranks(theirs, 2)[0]
-    for found, each in zip(first, expected, strict=True):
-        assert torch.allclose(torch.tensor(found), torch.tensor(each), atol=1e-6)
-
-
-def test_accumulating_without_no_sync_where_a_parameter_is_unused(ranks):
-    """An earlier mean that one rank did not touch again counted as absent there."""
-
-    def gradients():
-        model = ls.DistributedDataParallel(Skipping())
-        for skip in (False, dist.get_rank() == 1):
-            model(torch.ones(1, 4), skip).sum().backward()
-        bias = model.module.second.bias.grad
-        before = bias.clone()
-        model(torch.ones(1, 4), True).sum().backward()  # nobody touches it
-        return bias.tolist(), torch.equal(before, bias)
-
-    for found, kept in ranks(gradients, 2):
-        # First backward: 1 on both. Then rank 0 has 2, rank 1 still 1: the mean is 1.5.
-        assert found == [1.5] * 4
-        assert kept
-
-
-def test_two_forwards_with_batch_norm_before_one_backward(ranks):
-    """Giving out rank 0's buffers looked like a write to what the first forward had saved."""
-
-    def gradients():
-        torch.manual_seed(0)
-        model = ls.DistributedDataParallel(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
-        inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
-        (model(inputs).square().mean() + model(inputs * 2).abs().mean()).backward()
-        return model.module[0].weight.grad.tolist()
-
-    first, second = ranks(gradients, 2)
-    assert first == second
-
-
 @pytest.mark.parametrize(
     ("weight", "why"),
     [
@@ -763,14 +697,5 @@ def test_gradients_that_are_lazily_conjugated_or_negated(ranks, backend):
         trainer = classifier(LazilyDerived(), microbatches=3)
         return [trainer.step(rows()) for _ in range(2)], trainer.digest()
 
-    def average():
-        torch.manual_seed(0)
-        model = ls.DistributedDataParallel(LazilyDerived())
-        inputs, targets = rows()
-        nn.functional.cross_entropy(model(inputs), targets).backward()
-        return {name: each.grad.resolve_neg().tolist() for name, each in model.named_parameters()}
-
     for n in (2, 3):
         assert ranks(train, n, backend=backend) == ranks(train, 1, backend=backend) * n
-    (alone,), averaged = ranks(average, 1), ranks(average, 2, backend=backend)
-    assert averaged == [alone, alone]

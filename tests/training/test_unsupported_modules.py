@@ -42,7 +42,7 @@ def wrapped(wrapper):
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(
     "wrapper",
-    [ls.DistributedDataParallel, ls.DataParallel, DistributedDataParallel, nn.DataParallel],
+    [ls.DataParallel, DistributedDataParallel, nn.DataParallel],
 )
 def test_a_wrapper_is_refused_wherever_it_is(wrapper):
     for path, arguments in wrapped(wrapper):
@@ -54,7 +54,7 @@ def test_a_wrapper_is_refused_wherever_it_is(wrapper):
 
 @pytest.mark.usefixtures("world_of_one")
 def test_a_wrapper_inside_a_compiled_model_is_refused():
-    model = ls.DistributedDataParallel(nn.Linear(4, 4))
+    model = DistributedDataParallel(nn.Linear(4, 4))
     with pytest.raises(UsageError, match=r"^model is wrapped in DistributedDataParallel, "):
         ls.Trainer(torch.compile(model, backend="eager"), nn.MSELoss(), SGD)
 

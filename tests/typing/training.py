@@ -109,11 +109,13 @@ def train_manually(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -
 
 
 def train_with_an_existing_loop(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-    """Average gradients over ranks."""
-    wrapped = ls.DistributedDataParallel(model)
-    with wrapped.no_sync():
-        output: torch.Tensor = wrapped(inputs)
-    output.sum().backward()
+    """Train with the same bits on any number of ranks."""
+    exact = ls.exact(model, microbatches=4, seed=1)
+    for part in exact.microbatches([inputs]):
+        output: torch.Tensor = model(part)
+        exact.weigh(output.sum(), weight=3).backward()
+    is_complete: bool = exact.is_complete
+    print(is_complete)
     threads = ls.DataParallel(model, ["cpu", torch.device("cpu")], microbatches=4, seed=1)
     loss: torch.Tensor = threads.compute_loss(nn.MSELoss(), inputs, output.detach())
     loss.backward()

@@ -5,14 +5,13 @@
                               (3) row 5 is added, rows 1 and 7 are copied
 
 Each rank adds all rows itself. The traffic is the longest message times the number of ranks,
-which is small if few rows are used, as with large embeddings. For a mean over the ranks, the sum
-is divided at the end.
+which is small if few rows are used, as with large embeddings.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -28,7 +27,7 @@ from lockstep.comm.memory_format import in_layout_of
 from lockstep.kernel.norm import in_memory_order
 from lockstep.kernel.tree import Node, total
 
-__all__ = ["add_sparse", "average_sparse_gradients", "sparse_weights", "sum_sparse_gradients"]
+__all__ = ["add_sparse", "sparse_weights", "sum_sparse_gradients"]
 
 Rows = torch.Tensor | None
 """A coalesced tensor, sparse in its first dimension, or None."""
@@ -93,57 +92,6 @@ def add_sparse(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.T
     if left.is_sparse and right.is_sparse:
         return (left + right).coalesce()
     return right + left if left.is_sparse else left + right
-
-
-def average_sparse_gradients(
-    gradients: Mapping[int, torch.Tensor | None],
-    new: Container[int],
-    models: Mapping[int, torch.Tensor],
-    group: dist.ProcessGroup | None = None,
-) -> dict[int, torch.Tensor]:
-    """Average every gradient that is new on some rank.
-
-    Args:
-        gradients: The gradients by number, with the same numbers on every rank; None if absent.
-            Only the nonzero rows of a dense gradient are used.
-        new: The numbers of new gradients on this rank. An old gradient is used only if another
-            rank has a new one of this number.
-        models: Tensors with the shape and dtype of each gradient.
-        group: The process group; None is the default group.
-
-    Returns:
-        The coalesced means by number, with the same bits on all ranks.
-    """
-    mine = {n: _rows(gradient) for n, gradient in gradients.items() if gradient is not None}
-    header = json.dumps([(n, n in new, rows._nnz()) for n, rows in mine.items()]).encode()
-    messages = all_gather_bytes(header, "averaging sparse gradients", group)
-    headers = [json.loads(message) for message in messages]
-    wanted = sorted({n for entries in headers for n, is_new, _ in entries if is_new})
-    if not wanted:
-        return {}
-    present = [[(n, rows) for n, _, rows in entries] for entries in headers]
-    everyone = [
-        dict(zip((n for n, _ in entries), gradients_of_rank, strict=True))
-        for entries, gradients_of_rank in zip(
-            present, _gather([mine[n] for n in mine], present, models, group), strict=True
-        )
-    ]
-    means = {}
-    for n in wanted:
-        leaves: dict[tuple[int, int], Rows] = {
-            (rank, rank + 1): of_rank.get(n) for rank, of_rank in enumerate(everyone)
-        }
-        rows = total(leaves, len(everyone), add_sparse)
-        assert rows is not None
-        means[n] = (rows / len(everyone)).coalesce()
-    return means
-
-
-def _rows(gradient: torch.Tensor) -> torch.Tensor:
-    """Return a gradient as coalesced rows."""
-    if gradient.is_sparse and gradient.sparse_dim() == 1:
-        return gradient.detach().coalesce()
-    return gradient.detach().to_dense().to_sparse(1).coalesce()
 
 
 def _gather(

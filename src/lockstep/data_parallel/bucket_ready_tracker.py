@@ -25,7 +25,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -57,10 +56,8 @@ class BucketReadyTracker:
     Args:
         parameters: The parameters, which are identified by their index.
         on_gradient: A bound method, called with a parameter's index each time autograd has added
-            to its `.grad`. Its object is referenced weakly.
+            to its `.grad` inside `watch`. Its object is referenced weakly.
         modules: Modules whose backward hooks could read `.grad`.
-        tracks_every_pass: Whether `on_gradient` is called in every backward pass; otherwise it is
-            called only inside `watch`.
     """
 
     def __init__(
@@ -68,11 +65,9 @@ class BucketReadyTracker:
         parameters: Iterable[nn.Parameter],
         on_gradient: Callable[[int], None],
         modules: Iterable[nn.Module] = (),
-        tracks_every_pass: bool = False,
     ) -> None:
         self._parameters, self._modules = list(parameters), list(modules)
         self._on_gradient = weakref.WeakMethod(on_gradient)
-        self._tracks_every_pass = tracks_every_pass
         self._hooked: set[int] = set()
         # Observed in the passes so far.
         self._has_watched = False
@@ -80,7 +75,6 @@ class BucketReadyTracker:
         self._split: set[int] = set()  # arrived in several parts
         # The current pass.
         self._is_watching = False
-        self._pass: weakref.ref[_BackwardPass] | None = None
         self._arrivals = _Arrivals(counts_complete=False)
         self.has_late_callback = False
         """Whether a callback was queued, for the first time, in the last watched pass after
@@ -125,37 +119,8 @@ class BucketReadyTracker:
         """Whether the body of `watch` runs."""
         return self._is_watching
 
-    def follow(self, on_end: Callable[[], None]) -> None:
-        """Track the current backward pass, as the outermost one.
-
-        Args:
-            on_end: A function that is called when the pass ends, unless it raises an error or
-                `stop` is called before.
-        """
-        self._arrivals = _Arrivals(self._has_watched)
-        self._enter()
-        current = _BackwardPass()
-        self._pass = weakref.ref(current)
-        Variable._execution_engine.queue_callback(partial(self._end, current, on_end))
-
-    @property
-    def is_following(self) -> bool:
-        """Whether the pass given to `follow` still runs; False once it has ended or raised."""
-        return self._pass is not None and self._pass() is not None
-
-    def stop(self) -> None:
-        """Stop following the current backward pass."""
-        self._pass = None
-
     def _enter(self, *_: torch.Tensor) -> None:
         self._arrivals.outermost = torch._C._current_graph_task_id()
-
-    def _end(self, ended: _BackwardPass, on_end: Callable[[], None]) -> None:
-        if self._pass is None or self._pass() is not ended:
-            return
-        self.stop()
-        self._has_watched |= bool(self._arrivals.indices)
-        on_end()
 
     # --- decisions -----------------------------------------------------------------------------
 
@@ -225,13 +190,6 @@ class _Arrivals:
     complete_buckets: int = 0
 
 
-class _BackwardPass:
-    """A running backward pass.
-
-    Only autograd refers to it, through the callback at its end, and frees it if the pass raises.
-    """
-
-
 class _Hook:
     """A post-accumulate hook of a parameter; has no effect once its BucketReadyTracker is freed."""
 
@@ -240,23 +198,15 @@ class _Hook:
 
     def __call__(self, parameter: torch.Tensor) -> None:
         owner = self._owner()
-        if owner is not None and (owner._is_watching or owner._tracks_every_pass):
+        if owner is not None and owner._is_watching:
             on_gradient = owner._on_gradient()
             if on_gradient is not None:
                 on_gradient(self._index)
 
-    @property
-    def may_read_gradient(self) -> bool:
-        """Whether the hook is active in a backward pass that another object watches."""
-        owner = self._owner()
-        return owner is not None and owner._tracks_every_pass
-
 
 def _has_foreign_hooks(parameter: nn.Parameter) -> bool:
     hooks = parameter._post_accumulate_grad_hooks
-    return bool(hooks) and any(
-        type(hook) is not _Hook or hook.may_read_gradient for hook in hooks.values()
-    )
+    return bool(hooks) and any(type(hook) is not _Hook for hook in hooks.values())
 
 
 class _NoticingEngine:

@@ -209,7 +209,7 @@ class ReplicaPass:
         if torch.is_grad_enabled():
             raise GradientError(
                 "backward(create_graph=True) is not supported by ls.DataParallel, which computes "
-                "gradients without a graph: use ls.DistributedDataParallel, or the module itself"
+                "gradients without a graph: use the module itself"
             )
         if not self._replicas:
             raise GradientError(

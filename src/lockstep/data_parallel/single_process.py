@@ -1,7 +1,7 @@
 """DataParallel: one process computes micro-batches on several devices.
 
     DataParallel               one process for all devices, gradients added on the first device
-    DistributedDataParallel    one process per device
+    lockstep.exact             one process per device, in torch's DistributedDataParallel
     Trainer                    one process per device, and the optimizer, data and checkpoints
 
 With the same micro-batches, all add the same gradients along the same tree
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.data_parallel.distributed import DistributedDataParallel
 from lockstep.data_parallel.replica_pass import Call, ReplicaPass
 from lockstep.data_parallel.state_prefix import hide_prefix
 from lockstep.devices import count_devices, find_accelerator, is_accelerator
@@ -28,7 +27,7 @@ from lockstep.model.target_weights import infer_weight_function, loss_name
 
 __all__ = ["DataParallel"]
 
-WRAPPERS = (DistributedDataParallel, nn.DataParallel, nn.parallel.DistributedDataParallel)
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 class DataParallel(nn.Module):
@@ -44,9 +43,9 @@ class DataParallel(nn.Module):
     because it does not wait for them. The CPU may be listed several times; its micro-batches are
     computed one after another.
 
-    Prefer one process per device (`lockstep.DistributedDataParallel` or `lockstep.Trainer`) for
-    training: one thread has to keep all devices busy, and the first device holds and adds more than
-    the others. See the guide "One process or several".
+    Prefer one process per device (`lockstep.exact` or `lockstep.Trainer`) for training: one thread
+    has to keep all devices busy, and the first device holds and adds more than the others. See the
+    guide "One process or several".
 
     **Bits.** For the same micro-batches, weights, seed, step and number of intra-op threads:
 
@@ -58,9 +57,7 @@ class DataParallel(nn.Module):
       the number of rows, and the sizes of the batch and of all micro-batches are powers of two.
       Otherwise they differ by rounding: the trainer divides by the samples of a micro-batch and
       multiplies by its share of the batch, such a loss divides by the samples of the batch.
-    - `lockstep.DistributedDataParallel` on n ranks has the same gradients for `microbatches=n` and
-      batches that n divides, if n is a power of two and the module draws no random numbers. For
-      other n, its division of the sum by n rounds.
+    - `lockstep.exact` has the gradients of the trainer, too.
 
     **Outputs.** Tensors are joined in nested tuples, lists and mappings: along `dim`, or, for
     0-dimensional floating-point tensors, as the mean over the batch (torch's class returns one
@@ -224,7 +221,7 @@ def _reject_unsupported(module: nn.Module) -> None:
             compiler = "TorchScript" if is_script else "torch.compile"
             raise UsageError(
                 f"{name} is compiled by {compiler}, which does not support replicas: pass the "
-                "module before it is compiled, or use ls.DistributedDataParallel"
+                "module before it is compiled, or use ls.exact with one process per device"
             )
         if isinstance(part, (*WRAPPERS, DataParallel)):
             raise UsageError(

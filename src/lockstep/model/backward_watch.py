@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from lockstep.data.microbatch import align_tensors
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import is_in_backward
 
@@ -51,6 +52,8 @@ class BackwardWatch:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             is_watched = not is_in_backward() and watcher.before_forward()
+            if is_watched:  # as for the data of `ls.Trainer`
+                args, kwargs = align_tensors(args), align_tensors(kwargs)
             outputs = (replaced or model._call_impl)(*args, **kwargs)
             if is_watched:
                 self._watch(outputs)

@@ -25,6 +25,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data.assignment import ReplicaShare, on_one_host
+from lockstep.data.microbatch import align_tensors
 from lockstep.data.microbatch_sampler import LoadedHere, MicrobatchSampler, PlannedMicrobatch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel.errors import UsageError
@@ -185,10 +186,14 @@ class Exact:
         self._planned.append(microbatch)
 
     def microbatches(self, loader: Iterable[Item]) -> Iterator[Item]:
-        """Yield the items of a loader, each of which is a micro-batch; `begin` each of them."""
+        """Yield the items of a loader, each of which is a micro-batch; `begin` each of them.
+
+        Tensors that are views into larger ones are copied, since kernels may round differently
+        where memory is not aligned.
+        """
         for item in loader:
             self.begin()
-            yield item
+            yield align_tensors(item)
         if self.is_complete:  # the optimizer may have been skipped
             self._close()
 

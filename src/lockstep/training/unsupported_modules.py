@@ -21,7 +21,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lockstep.data_parallel.distributed import DistributedDataParallel
 from lockstep.data_parallel.single_process import DataParallel
 from lockstep.kernel.buffer_rules import ATTRIBUTE, RULES, describe_buffer_rules
 from lockstep.kernel.errors import UsageError
@@ -113,12 +112,7 @@ def _iterate_modules(values: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module
 
 def _get_wrappers() -> tuple[type, ...]:
     """Return the classes that keep the wrapped model in the attribute `module`."""
-    known = (
-        DistributedDataParallel,
-        DataParallel,
-        nn.DataParallel,
-        nn.parallel.DistributedDataParallel,
-    )
+    known = (DataParallel, nn.DataParallel, nn.parallel.DistributedDataParallel)
     return (*known, *_get_fsdp_class("FullyShardedDataParallel"))
 
 
