@@ -166,3 +166,8 @@ def test_the_reference_has_every_public_name_once():
             value = getattr(importlib.import_module(module), attribute)
             assert value.__module__ == module
             assert inspect.getdoc(value)
+
+
+def test_a_name_that_left_says_what_takes_its_place():
+    with pytest.raises(AttributeError, match=r"torch.nn.parallel.DistributedDataParallel.*exact"):
+        _ = ls.DistributedDataParallel
