@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import records
+from lockstep.audit.operator_call import OperatorCall
 from lockstep.tools.replay.bisection import Bisection, Compared, Reproduction
 from lockstep.tools.replay.divergence import Divergence
 from lockstep.tools.replay.element_difference import ElementDifference
-from lockstep.tools.replay.operator_call import OperatorCall
 from lockstep.tools.replay.record_difference import first_record_difference
 from lockstep.tools.replay.recorded_run import read_recorded_run
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lockstep import devices
+from lockstep.audit import operator_tracer
 from lockstep.kernel.seeds import default_generator, isolated, seed_torch, torch_generators
 from lockstep.model.generator_states import state_of_torch
-from lockstep.tools.replay import operator_tracer
 from simulated import ranks as simulated
 
 CPU = torch.device("cpu")

@@ -30,6 +30,7 @@ LAYERS = [
     {"model"},
     {"data_parallel"},
     {"pipeline"},
+    {"audit"},
     {"checkpoint"},
     {"training"},
     {"integrations"},

@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from lockstep.audit.operator_call import OperatorCall
+from lockstep.audit.operator_difference import OperatorDifference
 from lockstep.model.fingerprint import StepFingerprint
 from lockstep.tools.replay.bisection import group_by_rank
 from lockstep.tools.replay.divergence import (
@@ -15,8 +17,6 @@ from lockstep.tools.replay.divergence import (
     limit_to_compared,
     locate_tensor,
 )
-from lockstep.tools.replay.operator_call import OperatorCall
-from lockstep.tools.replay.operator_difference import OperatorDifference
 from lockstep.tools.replay.record_difference import RecordDifference, SearchWindow
 
 NAMES = ("0.weight", "0.mean", "1.weight")

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import lockstep as ls
+from lockstep.audit.operator_difference import first_operator_difference
+from lockstep.audit.operator_tracer import OperatorTracer
 from lockstep.launcher.launch import launch_in_this_process
-from lockstep.tools.replay.operator_difference import first_operator_difference
-from lockstep.tools.replay.operator_tracer import OperatorTracer
 from lockstep.tools.replay.recorded_program import Base
 from lockstep.tools.replay.replay_session import ReplaySession
 from lockstep.tools.replay.result import Level, ReplayedStep, ReplayRequest

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lockstep.audit.operator_difference import first_operator_difference
 from lockstep.kernel.errors import LockstepError
 from lockstep.model.fingerprint import StepFingerprint
 from lockstep.tools.replay.divergence import (
@@ -29,7 +30,6 @@ from lockstep.tools.replay.divergence import (
     locate_tensor,
 )
 from lockstep.tools.replay.element_difference import first_element_difference
-from lockstep.tools.replay.operator_difference import first_operator_difference
 from lockstep.tools.replay.record_difference import (
     RecordDifference,
     SearchWindow,

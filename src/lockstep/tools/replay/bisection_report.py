@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lockstep.audit.operator_call import OperatorCall
 from lockstep.formatting import format_quantity
 from lockstep.record.columns import as_dict
 from lockstep.tools.replay.bisection import Bisection, Reproduction
 from lockstep.tools.replay.divergence import Divergence
-from lockstep.tools.replay.operator_call import OperatorCall
 from lockstep.tools.replay.recorded_run import RecordedRun, find_source_differences
 from lockstep.tools.report.run_comparison import find_setting_differences, settings_sentences
 

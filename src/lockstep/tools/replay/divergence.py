@@ -11,11 +11,11 @@ from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
+from lockstep.audit.operator_call import OperatorCall
+from lockstep.audit.operator_difference import OperatorDifference
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 from lockstep.tools.check.difference import LayoutDifference, RankFingerprint, first_difference
 from lockstep.tools.replay.element_difference import ElementDifference
-from lockstep.tools.replay.operator_call import OperatorCall
-from lockstep.tools.replay.operator_difference import OperatorDifference
 from lockstep.tools.replay.record_difference import RecordDifference, SearchWindow
 
 __all__ = [

@@ -15,13 +15,13 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.audit.operator_tracer import OperatorTracer, record_graphs_as_operators
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepResult
 from lockstep.launcher.rank_process import get_launch_number
 from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.tools.check.check_session import choose_options
-from lockstep.tools.replay.operator_tracer import OperatorTracer, record_graphs_as_operators
 from lockstep.tools.replay.recorded_program import Base
 from lockstep.tools.replay.result import ReplayedStep, ReplayRequest
 from lockstep.tools.replay.single_microbatch import LoneMicrobatch

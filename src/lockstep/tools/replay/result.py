@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from lockstep.audit.operator_call import KeptTensors, OperatorCall
 from lockstep.model.fingerprint import StepFingerprint
 from lockstep.tools.check.layouts import Layout
-from lockstep.tools.replay.operator_call import KeptTensors, OperatorCall
 
 __all__ = ["Level", "Replay", "ReplayRequest", "ReplayedStep"]
 

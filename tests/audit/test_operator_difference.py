@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.tools.replay.operator_call import OperatorCall
-from lockstep.tools.replay.operator_difference import OperatorDifference, first_operator_difference
+from lockstep.audit.operator_call import OperatorCall
+from lockstep.audit.operator_difference import OperatorDifference, first_operator_difference
 
 PARAMETERS = 3
 """The first variables of a program, which no instruction writes."""

@@ -34,14 +34,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from lockstep.audit.operator_call import KeptTensors, OperatorCall
+from lockstep.audit.operator_schema import describe_operator, format_value, tensors_in
 from lockstep.checksum import checksum
 from lockstep.data.microbatch import Batch
 from lockstep.kernel.rng_scopes import is_in_backward
 from lockstep.kernel.seeds import default_generator
 from lockstep.kernel.step_context import Phase, Position, StepContext, StepObserver
 from lockstep.model.call_site import CallSites
-from lockstep.tools.replay.operator_call import KeptTensors, OperatorCall
-from lockstep.tools.replay.operator_schema import describe_operator, format_value, tensors_in
 
 __all__ = ["OperatorTracer", "record_graphs_as_operators"]
 

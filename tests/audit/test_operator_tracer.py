@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.audit.operator_call import OperatorCall
+from lockstep.audit.operator_tracer import OperatorTracer
 from lockstep.checksum import checksum
-from lockstep.tools.replay.operator_call import OperatorCall
-from lockstep.tools.replay.operator_tracer import OperatorTracer
 
 
 def trace(

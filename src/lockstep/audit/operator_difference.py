@@ -24,8 +24,8 @@ from difflib import SequenceMatcher
 from itertools import groupby
 from typing import Literal
 
+from lockstep.audit.operator_call import OperatorCall
 from lockstep.model.fingerprint import Checksums
-from lockstep.tools.replay.operator_call import OperatorCall
 
 __all__ = ["OperatorDifference", "first_operator_difference"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.tools.replay.operator_schema import describe_operator, format_value
+from lockstep.audit.operator_schema import describe_operator, format_value
 
 aten = torch.ops.aten
 

@@ -1,6 +1,6 @@
 """The calls of torch's operators in a step, as plain values.
 
-`lockstep.tools.replay.operator_tracer` records them; `lockstep.tools.replay.operator_difference`
+`lockstep.audit.operator_tracer` records them; `lockstep.audit.operator_difference`
 compares those of two runs. This module does not import torch.
 """
 

@@ -1,0 +1,335 @@
+"""Audited steps: hidden state is named, faults are corrected, and nothing else happens."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+from bit_flips import FaultyOperator
+from lockstep.kernel.errors import LockstepError, LossError
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+class Lines:
+    """A logger that keeps the findings of the audit."""
+
+    def __init__(self) -> None:
+        self.findings: list[dict[str, Any]] = []
+
+    def write(self, kind: str, **fields: Any) -> None:
+        if kind == "audit":
+            self.findings.append(fields)
+
+    def close(self) -> None:
+        pass
+
+
+def make_batches(steps: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(12, 6, generator=generator), torch.randn(12, 6, generator=generator))
+        for _ in range(steps)
+    ]
+
+
+def make_trainer(make: Callable[[], nn.Module] = lambda: nn.Linear(6, 6), **options: Any) -> Any:
+    torch.manual_seed(0)
+    options = {"microbatches": 6, "loggers": (), "progress": False, **options}
+    return ls.Trainer(make(), nn.MSELoss(), SGD, **options)
+
+
+def train(make: Callable[[], nn.Module] = lambda: nn.Linear(6, 6), **options: Any) -> str:
+    trainer = make_trainer(make, **options)
+    for batch in make_batches():
+        trainer.step(batch)
+    return trainer.digest()
+
+
+# --- hidden state ----------------------------------------------------------------------------
+
+CALLS = [0]
+
+
+class Hidden(nn.Module):
+    """Depends on something else than its inputs."""
+
+    def __init__(self, act: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.act = nn.Linear(6, 6), act
+        self.calls, self.mean, self.box = 0, torch.zeros(6), {"rows": [0.0]}
+        self.generators = [np.random.RandomState(3), random.Random(3)]
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.act(self, self.linear(inputs))
+
+
+def count(module: Any, outputs: torch.Tensor) -> torch.Tensor:
+    module.calls += 1
+    return outputs * (1 + module.calls / 100)
+
+
+def replace(module: Any, outputs: torch.Tensor) -> torch.Tensor:
+    before, module.mean = module.mean, outputs.detach().mean(0)
+    return outputs + before
+
+
+def write(module: Any, outputs: torch.Tensor) -> torch.Tensor:
+    module.mean.add_(1)
+    return outputs + module.mean
+
+
+def nest(module: Any, outputs: torch.Tensor) -> torch.Tensor:
+    module.box["rows"].append(module.box["rows"][-1] + 1)
+    return outputs + module.box["rows"][-1]
+
+
+def use_global(module: Any, outputs: torch.Tensor) -> torch.Tensor:
+    CALLS[0] += 1
+    return outputs + CALLS[0]
+
+
+def draw_numpy(module: Any, outputs: torch.Tensor) -> torch.Tensor:
+    return outputs + module.generators[0].random()
+
+
+def draw_python(module: Any, outputs: torch.Tensor) -> torch.Tensor:
+    return outputs + module.generators[1].random()
+
+
+def make_closure() -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    seen: list[float] = [0.0]
+
+    def act(module: Any, outputs: torch.Tensor) -> torch.Tensor:
+        seen[0] += 1
+        return outputs + seen[0]
+
+    return act
+
+
+STATE = {
+    "a counter": (count, "Hidden.calls changed"),
+    "a tensor that is replaced": (replace, "Hidden.mean changed"),
+    "a tensor that is written": (write, "Hidden.mean changed"),
+    "a container": (nest, "Hidden.box['rows'][1]"),
+    "a global": (use_global, "CALLS[0] changed"),
+    "a closure": (make_closure(), "seen[0] changed"),
+    "a numpy generator in a list": (draw_numpy, "Hidden.generators[0] changed"),
+    "a Python generator in a list": (draw_python, "Hidden.generators[1] changed"),
+}
+
+
+def list_refusals() -> list[str]:
+    said = []
+    for act, _ in STATE.values():
+        with pytest.raises(LockstepError) as raised:
+            train(partial(Hidden, act))
+        said.append(f"{type(raised.value).__name__}: {raised.value}")
+    return said
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_hidden_state_is_named_in_the_first_step(ranks, n):
+    found = ranks(list_refusals, n)
+    assert all(said == found[0] for said in found)
+    for said, (_, names) in zip(found[0], STATE.values(), strict=True):
+        assert said.startswith("StateError: rank 0, step 0, micro-batch 1: computed again"), said
+        assert names in said
+        assert re.search(r", first in aten\.\w+\.\w+ of Hidden \(test_audit_hook\.py:\d+ in", said)
+
+
+def test_state_without_effect_on_the_results_is_no_state():
+    class Keeping(nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.calls = getattr(self, "calls", 0) + 1
+            self.kept = super().forward(inputs)
+            return self.kept
+
+    ls.init()
+    assert train(partial(Keeping, 6, 6)) == train(audit=False)
+
+
+def test_an_error_that_only_the_repetition_raises_is_hidden_state():
+    class Limited(nn.Linear):
+        calls = 0
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls % 7 == 0:
+                raise RuntimeError("seven")
+            return super().forward(inputs)
+
+    ls.init()
+    with pytest.raises(RuntimeError, match="seven"):  # in the next attempt
+        train(partial(Limited, 6, 6))
+
+
+# --- faults ----------------------------------------------------------------------------------
+
+ONCE = {
+    "forward, owner": ("addmm", {"rank": 0, "call": 1}),
+    "backward, owner": ("mm", {"rank": 0, "call": 1, "phase": "backward"}),
+    "forward, repeater": ("addmm", {"rank": 1, "call": 3}),
+}
+
+
+def correct_once(operator: str, where: dict[str, Any], *, loads: bool) -> tuple[str, list[Any]]:
+    lines = Lines()
+    trainer = make_trainer(loggers=[lines] if ls.rank() == 0 else ())
+    with FaultyOperator(operator, **where):
+        if loads:
+            inputs, targets = zip(*make_batches(), strict=True)
+            dataset = TensorDataset(torch.cat(inputs), torch.cat(targets))
+            for batch in trainer.batches(dataset, 12, shuffle=False):
+                trainer.step(batch)
+        else:
+            for batch in make_batches():
+                trainer.step(batch)
+    return trainer.digest(), lines.findings
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_fault_is_corrected_before_the_sum(ranks, n, capfd):
+    for name, (operator, where) in ONCE.items():
+        if where["rank"] >= n:
+            continue
+        # Rank 1 computes three micro-batches of its own, or two.
+        where = {**where, "call": 6 // n} if name == "forward, repeater" else where
+        found = ranks(partial(correct_once, loads=n == 2), n, operator, where)
+        assert {digest for digest, _ in found} == {ranks(train, 1)[0]}
+        (finding,) = found[0][1]
+        assert finding["rank"] == where["rank"]
+        assert (finding["step"], finding["microbatch"]) == (0, 1)
+        assert finding["corrected"]
+        assert finding["core"] >= 0
+        assert f"rank {where['rank']} (host {finding['host']}, core" in capfd.readouterr().err
+
+
+def fault_always(**options: Any) -> tuple[str, list[Any]]:
+    lines = Lines()
+    options = {"loggers": [lines] if ls.rank() == 0 else (), **options}
+    with FaultyOperator("addmm", rank=1, phase="forward"):
+        try:
+            return train(**options), lines.findings
+        except LockstepError as error:
+            return f"{type(error).__name__}: {error}", lines.findings
+
+
+def test_a_rank_that_is_always_wrong_is_named_with_its_operator(ranks):
+    (_, findings), *_ = ranks(fault_always, 3)
+    assert [finding["rank"] for finding in findings] == [1, 1]
+    assert {finding["operator"] for finding in findings} == {"aten.addmm"}
+    assert [finding["count"] for finding in findings] == [1, 2]
+
+
+def test_too_many_faults_of_a_rank_end_the_run(ranks):
+    found = ranks(fault_always, 3, audit=ls.AuditConfig(max_corrections=0))
+    for said, _ in found:
+        assert re.match(
+            r"WorkError: rank 1 \(host .*, core \d+\) computed 1 wrong results, more than "
+            "max_corrections=0: continue on other cores",
+            said,
+        )
+
+
+def test_two_ranks_of_which_one_is_always_wrong_cannot_decide_which(ranks):
+    found = ranks(fault_always, 2)
+    for said, findings in found:
+        assert said.startswith("WorkError: step 0, micro-batch 1: rank 0 (host "), said
+        assert "and rank 1 (host" in said
+        assert "compute different results from the same inputs" in said
+        assert not findings
+
+
+# --- no effect -------------------------------------------------------------------------------
+
+
+def test_a_step_that_is_not_audited_computes_every_micro_batch_once():
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            Counting.calls += 1
+            return super().forward(inputs)
+
+    ls.init()
+    calls = []
+    trainer = make_trainer(partial(Counting, 6, 6))
+    for batch in make_batches(4):
+        Counting.calls = 0
+        trainer.step(batch)
+        calls.append(Counting.calls)
+    assert calls == [7, 7, 7, 6]
+    with make_trainer(partial(Counting, 6, 6)).manual_step() as step:  # the script's own code
+        Counting.calls = 0
+        for inputs, targets in step.microbatches(make_batches(1)[0]):
+            step.backward(nn.functional.mse_loss(trainer.module(inputs), targets))
+    assert Counting.calls == 6
+
+
+def test_gradients_of_other_modules_and_generators_are_those_without_an_audit():
+    def observe(audit: bool) -> list[Any]:
+        teacher = nn.Linear(6, 6)
+
+        def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return (teacher(outputs) - targets + torch.rand(1)).square().mean()
+
+        torch.manual_seed(5)
+        nn.init.ones_(teacher.weight)
+        nn.init.ones_(teacher.bias)
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout())
+        trainer = ls.Trainer(
+            model, loss, SGD, microbatches=6, loggers=(), extra_modules=[teacher], audit=audit
+        )
+        torch.manual_seed(7)
+        for batch in make_batches(3):
+            trainer.step(batch)
+        assert teacher.weight.grad is not None
+        return [trainer.digest(), teacher.weight.grad.tolist(), torch.rand(2).tolist()]
+
+    ls.init()
+    assert observe(True) == observe(False)
+
+
+def test_a_step_that_failed_is_not_compared_with_the_next_attempt():
+    ls.init()
+    trainer = make_trainer()
+    first, second, *_ = make_batches()
+    with pytest.raises(LossError):
+        trainer.step((first[0] * float("inf"), first[1]))
+    trainer.step(second)
+
+
+def test_data_that_cannot_be_sent_are_repeated_where_they_are(ranks):
+    class Rows:
+        """Data of a class that only this function knows."""
+
+        def __init__(self, rows: torch.Tensor) -> None:
+            self.rows, self.unpicklable = rows, lambda: None
+
+    def collate(samples: list[Any]) -> Any:
+        inputs, targets = zip(*samples, strict=True)
+        return Rows(torch.stack(inputs)), torch.stack(targets)
+
+    class Reading(nn.Linear):
+        def forward(self, inputs: Any) -> torch.Tensor:
+            return super().forward(inputs.rows)
+
+    def load() -> str:
+        trainer = make_trainer(partial(Reading, 6, 6))
+        inputs, targets = make_batches(1)[0]
+        for batch in trainer.batches(TensorDataset(inputs, targets), 12, collate_fn=collate):
+            trainer.step(batch)
+        return trainer.digest()
+
+    assert {*ranks(load, 2)} == {*ranks(load, 1)}
