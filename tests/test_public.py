@@ -17,6 +17,7 @@ import pytest_lockstep
 from lockstep import errors
 
 NAMES = [
+    "AuditConfig",
     "CheckpointConfig",
     "DataParallel",
     "Driver",
@@ -56,7 +57,7 @@ def test_every_public_name_is_there_and_explained(name):
 
 
 def test_the_signature_of_the_trainer_fits_a_screen():
-    assert len(inspect.signature(ls.Trainer).parameters) <= 19
+    assert len(inspect.signature(ls.Trainer).parameters) <= 20
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -14,6 +14,7 @@ TYPE_CHECKING = False  # without importing typing, which a command would wait fo
 if TYPE_CHECKING:
     from typing import Any
 
+    from lockstep.audit.audit_config import AuditConfig as AuditConfig
     from lockstep.checkpoint.save_schedule import CheckpointConfig as CheckpointConfig
     from lockstep.checksum import digest as digest
     from lockstep.comm.shared_memory import empty_shared as empty_shared
@@ -53,6 +54,7 @@ PUBLIC = {
     "OptimizerConfig": "training.optimizer_config",
     "PipelineConfig": "pipeline.partitioner",
     "CheckpointConfig": "checkpoint.save_schedule",
+    "AuditConfig": "audit.audit_config",
     "loggers": "record.loggers",
     "accuracy": "model.forward",
     "target_weight": "model.target_weights",

@@ -97,8 +97,8 @@ class StepHook:
     """
 
     name: ClassVar[str] = ""
-    first: ClassVar[int] = 0
-    every: ClassVar[int] = 1
+    first: int = 0
+    every: int = 1
     is_outermost: ClassVar[bool] = False
     events: ClassVar[frozenset[str]] = frozenset()
 

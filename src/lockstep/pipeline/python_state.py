@@ -135,10 +135,13 @@ class PythonState:
 
     def find_change(self, before: Mapping[Key, Mapping[Any, Any]]) -> str | None:
         """Return the first entry that has changed since a snapshot; None if there is none."""
+        return next(self.list_changes(before), None)
+
+    def list_changes(self, before: Mapping[Key, Mapping[Any, Any]]) -> Iterator[str]:
+        """Yield the names of all entries that have changed since a snapshot."""
         for key, after in self.snapshot().items():
             for name in _find_changes(before[key], after):
-                return _describe_entry(self._holders[key], name)
-        return None
+                yield _describe_entry(self._holders[key], name)
 
     def record_changes(self, before: Mapping[Key, Mapping[Any, Any]], where: str) -> None:
         """Record which objects a forward changed.

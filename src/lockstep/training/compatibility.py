@@ -36,7 +36,7 @@ __all__ = [
 
 # Settings without effect on the bits; the last one was saved by version 0.1.
 FREE = (
-    *("pipeline.", "storage", "checkpoint", "fingerprints", "restore_schedule"),
+    *("pipeline.", "storage", "checkpoint", "fingerprints", "audit", "restore_schedule"),
     "compression.lossless",
 )
 SHOWN = 5  # differences that are printed

@@ -18,7 +18,7 @@ from pathlib import Path
 from lockstep.checkpoint.stop_request import StoppedOnRequest
 from lockstep.checkpoint.writer import SavedCheckpoint
 from lockstep.elastic.membership import Membership
-from lockstep.kernel.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError, UsageError, WorkError
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.messages import log
 from lockstep.training.call_journal import OpenEpoch
@@ -120,6 +120,17 @@ class SafePoints:
                 message += f"; checkpoint: {os.path.relpath(saved.path)}"
                 log(message)
             raise StoppedOnRequest(message)
+
+    def stop(self, reason: str) -> None:
+        """Stop the training, for a reason that all ranks know, at the next safe point.
+
+        Raises:
+            WorkError: There are no checkpoints.
+        """
+        if self._checkpoints is None:
+            raise WorkError(reason)
+        log(reason)
+        self._checkpoints.stop.signal = "audit"
 
     def save_to(self, checkpoints: RunCheckpoints, path: Path) -> None:
         """Save a checkpoint to a folder that the user chose, and wait until it is complete."""

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.audit.audit_hook import RepeatStep
 from lockstep.elastic.membership import Membership
 from lockstep.kernel.errors import GradientError, LossError, UsageError
 from lockstep.kernel.step import OptimizerStep, PreparedStep
@@ -88,13 +89,16 @@ class StepOperation:
         return committed.result.loss
 
     def _prepare(self, batch: Any) -> PreparedStep:
-        step = self._begin()
-        try:
-            given = batch if self._executor.is_ready else self._partition(step, batch)
-            return self._optimizer_step.compute(step, given)
-        except BaseException as error:
-            self._note_failure(step, error)
-            raise
+        while True:
+            step = self._begin()
+            try:
+                given = batch if self._executor.is_ready else self._partition(step, batch)
+                return self._optimizer_step.compute(step, given)
+            except RepeatStep:
+                self._optimizer_step.undo()
+            except BaseException as error:
+                self._note_failure(step, error)
+                raise
 
     def _partition(self, step: StepContext, batch: Any) -> Any:
         """Partition the model into stages with the first batch; return this rank's part of it."""

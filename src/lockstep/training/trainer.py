@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.audit.audit_config import AuditConfig, read_audit
+from lockstep.audit.audit_hook import Audit
 from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.checkpoint.stop_request import stopping
 from lockstep.comm import native_module
@@ -73,6 +75,7 @@ from lockstep.training.trainer_hooks import (
     current_session,
 )
 from lockstep.training.weights_file import save_from_rank0
+from lockstep.training.whole_model import WholeModelExecutor
 
 __all__ = ["Trainer"]
 
@@ -139,6 +142,9 @@ class Trainer:
         fingerprints: "unit" records hashes of the results of every block in every step;
             "unit:100-110" and "unit:%50" do so in some steps. None: the environment variable
             LOCKSTEP_FINGERPRINTS decides. See the guide on monitoring.
+        audit: When a micro-batch is computed again, on another rank if there is one, to find
+            hidden state and faulty processors: an `AuditConfig`; True for its defaults, False for
+            never.
 
     Raises:
         UsageError: `lockstep.init()` was not called, or an argument is invalid.
@@ -169,6 +175,7 @@ class Trainer:
         checkpoint: CheckpointConfig | None = None,
         progress: bool | None = None,
         fingerprints: str | None = None,
+        audit: AuditConfig | bool = True,
     ) -> None:
         is_rank0 = world().rank == 0
         arguments = TrainerArguments(
@@ -187,6 +194,7 @@ class Trainer:
             storage=storage,
             checkpoint=checkpoint,
             fingerprints=read_selection(fingerprints),
+            audit=read_audit(audit),
         )
         settings = arguments.compare(model)
         arguments.check()
@@ -229,6 +237,11 @@ class Trainer:
             is_recorded = broadcast_bytes(here, "opening a record", self.parallel.group) == b"1"
         self._end.begin(self._run, is_recorded)
         hooks = self._list_hooks(setup, checkpoints, member)
+        config, executor = arguments.audit, setup.executor
+        if session is None and config is not None and isinstance(executor, WholeModelExecutor):
+            modules, stop = self.parallel.modules_with(self.model), self._run.safe_points.stop
+            record = self._record_finding
+            hooks.append(Audit(config, self.parallel, executor, modules, record, stop))
         if has_stages and is_recorded:
             hooks.append(StepTrace(clock_offset(self.parallel.group), self.history))
         if (observer := self._find_observer(arguments, setup, session, member)) is not None:
@@ -696,6 +709,12 @@ class Trainer:
             self._state.optimizer_digest,
             self._optimization.local_state,
         )
+
+    def _record_finding(self, finding: Mapping[str, Any]) -> None:
+        """Write a finding of the audit to the record, and its message to standard error."""
+        self.history.write("audit", **finding)
+        if self.parallel.rank == 0:
+            log(finding["message"])
 
     def _describe_run(self) -> dict[str, Any]:
         number = self._position.attempt.trainer

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from lockstep.audit.audit_config import AuditConfig
 from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.loss_weights import WeightFunction
@@ -38,6 +39,7 @@ class TrainerArguments:
 
     Attributes:
         fingerprints: The steps whose results are hashed; None: no step.
+        audit: The settings of the audit; None: no step is audited.
 
     The others have the names and meanings of the arguments of `Trainer`.
     """
@@ -57,6 +59,7 @@ class TrainerArguments:
     storage: Storage
     checkpoint: CheckpointConfig | None
     fingerprints: StepSelection | None
+    audit: AuditConfig | None
 
     @property
     def is_shared(self) -> bool:

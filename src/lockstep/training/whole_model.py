@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.kernel.batch import Batch
+from lockstep.audit.microbatch_results import MicrobatchResults
+from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.rng_scopes import find_scopes
 from lockstep.kernel.step_context import NOTHING, StepContext
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
+from lockstep.model.autograd_engine import run_backward
 from lockstep.model.evaluation import Evaluation, evaluate
 from lockstep.model.forward import Metric, forward
 from lockstep.model.loss_root import LossRoot
@@ -114,6 +116,31 @@ class WholeModelExecutor:
                 function = loop.step.find_loss(loop.microbatch, data)
             loss, metrics = forward(self._called, function, self._metrics, data, loop.place)
             loop.backward(loss, metrics=metrics, final=True)
+
+    def repeat(self, microbatch: Microbatch, share: float) -> MicrobatchResults:
+        """Compute a micro-batch again, inside of `open`, without an effect on the step."""
+        assert self._loop is not None
+        loop, parallel = self._loop, self._parallel
+        parameters = [part for module in self._modules.values() for part in module.parameters()]
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        where = loop.step.place(microbatch.index)
+        try:
+            loop.buffers.install_copies()
+            self._scopes.begin_microbatch(loop.step.number, microbatch.index)
+            data = parallel.move_to_device(microbatch.data)
+            with parallel.autocast():
+                loss, _ = forward(self._called, parallel.loss, {}, data, where)
+            with parallel.without_autocast():
+                run_backward(*self._roots.find(loss, share), retain_graph=False)
+            results = self._gradients.current(), loop.buffers.current()
+            return MicrobatchResults([loss.detach()], *results)
+        finally:
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient
+            for slot in loop.buffers.slots:
+                slot.copy = None
 
     @property
     def is_complete(self) -> bool:

@@ -1,0 +1,450 @@
+"""The audit of a step: one of its micro-batches is computed again, and the bits are compared.
+
+    attempt 1   check      owner A, repeater B: equal in almost every step, and nothing else happens
+    attempt 2   vote       both again, and a witness: one result alone was wrong, and is corrected
+    attempt 3   trace      both again, operator by operator: why do they differ?
+    attempt 4   correct    the right results take the place of the owner's before the sum
+
+The results travel as hashes in the status exchange of the step. The attempts 2 to 4 are made only
+after a difference; every rank undoes the attempt before and computes the step again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from lockstep.audit.audit_config import AuditConfig
+from lockstep.audit.audit_plan import AuditPlan, count_audited, is_audited, plan_audit
+from lockstep.audit.microbatch_results import MicrobatchResults, combine_hashes, hash_results
+from lockstep.audit.repetition_trace import RepetitionTrace, explain_state, find_difference
+from lockstep.audit.verdict import Computation, Verdict, judge
+from lockstep.data.assignment import ReplicaShare, assign_microbatches
+from lockstep.data.microbatch import align_tensors, clone_tensors, split_batch
+from lockstep.kernel.batch import Batch, Microbatch
+from lockstep.kernel.errors import StateError, WorkError
+from lockstep.kernel.rank_status import StatusSummary
+from lockstep.kernel.step_context import StepContext, StepObserver
+from lockstep.kernel.step_hooks import CommittedStep, StepHook
+from lockstep.model.parallel_context import ParallelContext
+
+__all__ = ["Audit", "RepeatStep", "Repeater"]
+
+Mode = Literal["check", "vote", "trace", "correct"]
+
+
+class RepeatStep(Exception):
+    """Every rank undoes the current attempt and computes the step again."""
+
+
+class Repeater(Protocol):
+    """An executor that can compute a micro-batch again."""
+
+    def position(self) -> tuple[int, int] | None:
+        """Return the micro-batch and the stage that are being computed; None between them."""
+
+    def repeat(self, microbatch: Microbatch, share: float) -> MicrobatchResults:
+        """Compute a micro-batch again, inside a step, without an effect on the step."""
+
+
+@dataclass(frozen=True)
+class _OneMicrobatch(ReplicaShare):
+    """The share of a batch that is one micro-batch."""
+
+    index: int = 0
+
+    def pieces(self, samples: int) -> tuple[tuple[int, range], ...]:
+        """Return the index and the positions of the micro-batch in a batch of `samples`."""
+        every = replace(self, hosts=((0,),), replica=0)
+        return (ReplicaShare.pieces(every, samples)[self.index],)
+
+
+class Audit(StepHook):
+    """The hook that audits some steps of a trainer.
+
+    Args:
+        config: The settings.
+        parallel: The layout.
+        executor: The executor, which computes micro-batches again.
+        modules: The model and the other modules that a step calls, by their names in messages.
+        record: A function that records a finding, given its fields.
+        stop: A function that asks for the end of the run, given the reason.
+    """
+
+    name = "audit"
+
+    def __init__(
+        self,
+        config: AuditConfig,
+        parallel: ParallelContext,
+        executor: Repeater,
+        modules: Mapping[str, nn.Module],
+        record: Callable[[Mapping[str, Any]], None],
+        stop: Callable[[str], None],
+    ) -> None:
+        self._config, self._parallel, self._executor = config, parallel, executor
+        self._modules, self._record, self._stop = modules, record, stop
+        # Steps with a smaller number than `first`, and multiples of `every`, may be audited.
+        self.first, self.every = (3, 5) if config.every_steps % 5 == 0 else (51, config.every_steps)
+        self._corrections: Counter[int] = Counter()  # by rank
+        self._host = platform.node()
+        self._begin_step(-1)
+
+    def _begin_step(self, number: int) -> None:
+        self._number, self._ranks, self._mode = number, self._parallel.hosts, "check"
+        self._computations: list[Computation] = []
+        self._verdict: Verdict | None = None
+        self._hashes: list[Mapping[str, int]] = []  # of this rank's computations, in all attempts
+        self._kept: dict[str, MicrobatchResults] = {}  # of this rank's repetitions, by their hash
+        self._right: MicrobatchResults | None = None  # what the owner puts in place of its own
+        self._finding: dict[str, Any] | None = None
+
+    # --- in a step -----------------------------------------------------------------------------
+
+    def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[None] | None:
+        """Watch the micro-batches of an audited step, and repeat one of them at the end."""
+        self._plan: AuditPlan | None = None
+        self._own: list[Computation] = []
+        if step.number != self._number or self._ranks != self._parallel.hosts:
+            self._begin_step(step.number)
+        is_due = is_audited(step.number, self._config.every_steps)
+        # A manual step is the script's own code, which cannot be called again.
+        if not is_due or batch is None or step.parallel.stages > 1:
+            return None
+        self._microbatch: Microbatch | None = None
+        self._trace = None
+        if self._mode == "trace":
+            self._trace = RepetitionTrace(self._modules, self._executor.position)
+        step.observers.append(_MicrobatchWatch(self, step, batch))
+        return self._repeating(step)
+
+    def plan(self, step: StepContext, batch: Batch, given: Any) -> bool:
+        """Decide which micro-batch is repeated; return whether this rank is its owner.
+
+        Args:
+            step: The context of the step.
+            batch: This rank's part of the batch.
+            given: The batch of the step; not a `Batch` if every rank has the whole.
+        """
+        parallel, shared = self._parallel, None
+        turn = count_audited(step.number, self._config.every_steps)
+        # Many ranks know the weights of their own micro-batches only.
+        alone = parallel.loss_weight is not None and parallel.messages.are_many
+        spans = assign_microbatches(batch.leaves, parallel.hosts)
+        plan = plan_audit(turn, spans, alone=alone)
+        is_owner = parallel.replica == plan.owner
+        own = next((part for part in batch.microbatches if part.index == plan.microbatch), None)
+        if is_owner:
+            assert own is not None
+            # A model may write into its inputs.
+            own = replace(own, data=clone_tensors(own.data))
+        if plan.repeater != plan.owner and isinstance(given, Batch):
+            shared = own = self._send(step, own, plan.owner, "sending a micro-batch")
+            if shared is None:  # what cannot be sent
+                plan = plan_audit(turn, spans, alone=True)
+        elif own is None and parallel.replica in (plan.repeater, plan.witness):
+            one = _OneMicrobatch(parallel.microbatches, parallel.hosts, 0, plan.microbatch)
+            (own,) = split_batch(given, one).microbatches
+        self._plan, self._microbatch = plan, own
+        return is_owner
+
+    @contextmanager
+    def _repeating(self, step: StepContext) -> Iterator[None]:
+        """Repeat the micro-batch after the others, where the plan says so."""
+        trace = self._trace
+        if trace is None:
+            yield
+        else:
+            with trace.recording():
+                yield
+        plan = self._plan
+        if plan is None or plan.microbatch not in step.shares or self._mode == "correct":
+            return
+        replica, is_alone = self._parallel.replica, plan.owner == plan.repeater
+        if self._mode == "check":
+            if replica == plan.repeater:
+                self._repeat(step, elsewhere=is_alone)
+        elif replica in (plan.owner, plan.repeater, plan.witness):
+            if trace is not None:
+                with trace.recording(plan.microbatch):
+                    self._repeat(step)
+            elif replica != plan.owner or is_alone:
+                self._repeat(step, elsewhere=is_alone)
+            if trace is None:
+                self._repeat(step, elsewhere=not is_alone)
+
+    def _repeat(self, step: StepContext, *, elsewhere: bool = False) -> None:
+        """Compute the micro-batch again, on another core if `elsewhere`."""
+        assert self._microbatch is not None
+        part = self._microbatch
+        microbatch = replace(part, data=clone_tensors(part.data))
+        with _on_another_core() if elsewhere else _here():
+            core = _find_core()
+            try:
+                results = self._executor.repeat(microbatch, step.shares[part.index])
+            except Exception as error:  # only in the repetition, so it differs
+                self._note(core, {f"{type(error).__name__}: {error}": 0}, is_repeated=True)
+            else:
+                bits = self._note(core, hash_results(results), is_repeated=True)
+                if self._mode == "vote":
+                    self._kept[bits] = results
+
+    def note_own(self, results: MicrobatchResults) -> None:
+        """Note the results of the owner in its turn, or put the right ones in their place."""
+        if self._right is not None:
+            pairs = zip(results.named_tensors(), self._right.named_tensors(), strict=True)
+            with torch.no_grad():
+                for (_, tensor), (_, right) in pairs:
+                    tensor.copy_(right)
+        self._note(_find_core(), hash_results(results), is_repeated=False)
+
+    def _note(self, core: int, hashes: Mapping[str, int], *, is_repeated: bool) -> str:
+        bits, rank = combine_hashes(hashes), self._parallel.rank
+        self._own.append(Computation(rank, self._host, core, bits, is_repeated))
+        if self._mode != "trace":
+            self._hashes.append(hashes)
+        return bits
+
+    # --- exchange and check --------------------------------------------------------------------
+
+    def status(self, step: StepContext) -> list[Computation]:
+        """Return this rank's computations of the micro-batch."""
+        return self._own
+
+    def decode(self, value: Any) -> list[Computation]:
+        """Return the computations from their JSON."""
+        return [Computation(*fields) for fields in value]
+
+    def merge(self, left: list[Computation], right: list[Computation]) -> list[Computation]:
+        """Return the computations of two ranges of ranks."""
+        return left + right
+
+    def check(self, step: StepContext, summary: StatusSummary) -> None:
+        """Compare the computations; after a difference, repeat the step until it is explained.
+
+        Raises:
+            RepeatStep: The step has to be computed again.
+            StateError: The micro-batch depends on something else than its inputs.
+            WorkError: Ranks or cores compute different results, and it is unknown which is wrong.
+        """
+        found: list[Computation] = summary.hooks[self.name]
+        if summary.failure is not None or not found or self._mode == "correct":
+            return
+        if self._mode == "trace":
+            self._conclude(step)
+            self._repeat_as("correct", step)
+        self._computations += found
+        if len({one.bits for one in self._computations}) == 1:
+            return
+        if self._mode == "check":
+            self._repeat_as("vote", step)
+        self._verdict = judge(self._computations)
+        if not self._verdict.is_single:
+            self._repeat_as("trace", step)
+        # The owner has computed the right results in this attempt.
+        self._finding = self._describe_fault(step, self._find_damage(step), None)
+
+    def _repeat_as(self, mode: Mode, step: StepContext) -> None:
+        self._mode = mode
+        raise RepeatStep(f"{step.where}: the step is computed again, to {mode}")
+
+    @property
+    def _culprit(self) -> Computation | None:
+        return None if self._verdict is None else self._verdict.culprit
+
+    def _find_damage(self, step: StepContext) -> str | None:
+        """Return the module in whose backward a fault showed first; None if it is unknown."""
+        first, *others = self._hashes or [{}]
+        wrong = [name for name, bits in first.items() if others and others[0].get(name) != bits]
+        assert self._culprit is not None
+        mine = wrong[-1] if wrong and "the loss" not in wrong else ""
+        about = f"locating a fault {step.label.about}"
+        messages = self._parallel.messages.gather(mine.encode(), about)
+        name = messages[self._culprit.rank].decode()
+        prefix = "the gradient of "
+        if not name.startswith(prefix):
+            return None
+        return name.removeprefix(prefix).rpartition(".")[0] or type(self._modules[""]).__name__
+
+    def _conclude(self, step: StepContext) -> None:
+        """Find out why the computations differ, with the operators that two of them called.
+
+        Raises:
+            StateError: It is something that the computation depends on.
+            WorkError: It is a fault, of an unknown rank or core.
+        """
+        plan, verdict, parallel = self._plan, self._verdict, self._parallel
+        assert plan is not None
+        assert verdict is not None
+        assert self._trace is not None
+        about = f"comparing operators {step.label.about}"
+        is_needed = parallel.replica in (plan.owner, plan.repeater)
+        mine = self._trace.encode(plan.microbatch) if is_needed else b""
+        messages = parallel.messages.gather(mine, about)
+        owner, repeater = messages[plan.owner], messages[plan.repeater]
+        difference = find_difference(owner, repeater)
+        is_fault = difference is None or difference.is_fault
+        if verdict.kind == "state" or not is_fault:
+            place = f"rank {plan.owner}, step {step.number}, micro-batch {plan.microbatch}"
+            raise StateError(f"{place}: {explain_state(owner, difference)}")
+        if verdict.kind == "split":
+            one, *others = self._computations
+            two = next(other for other in others if other.bits != one.bits)
+            raise WorkError(
+                f"step {step.number}, micro-batch {plan.microbatch}: {_describe(one)} and "
+                f"{_describe(two)} compute different results from the same inputs, again and "
+                f"again{'' if difference is None else difference.where}; one of them is faulty, "
+                "and no third one could decide which: continue from the last checkpoint without "
+                "these cores, or with a third rank"
+            )
+        module = operator = None
+        if difference is not None:
+            module, operator = difference.module, difference.operator
+        self._finding = self._describe_fault(step, module, operator)
+        assert self._culprit is not None
+        if self._culprit.rank == plan.owner:
+            good = [one for one in self._computations if one.bits == verdict.bits]
+            sources = [one.rank for one in good if one.is_repeated]
+            self._right = self._kept.get(verdict.bits)
+            if plan.owner not in sources:
+                self._right = self._send(step, self._right, sources[0], "correcting a micro-batch")
+
+    def _describe_fault(
+        self, step: StepContext, module: str | None, operator: str | None
+    ) -> dict[str, Any]:
+        """Return the fields of the finding about a fault."""
+        plan, culprit = self._plan, self._culprit
+        assert plan is not None
+        assert culprit is not None
+        count = self._corrections[culprit.rank] + 1
+        place = "" if module is None else f" in {module}"
+        how = place if operator is None else f"{place} ({operator})"
+        times = "" if count == 1 else f", its fault number {count}"
+        return {
+            "step": step.number,
+            "rank": culprit.rank,
+            "host": culprit.host,
+            "core": culprit.core,
+            "microbatch": plan.microbatch,
+            "module": module,
+            "operator": operator,
+            "corrected": True,
+            "count": count,
+            "message": f"step {step.number}, micro-batch {plan.microbatch}: "
+            f"{_describe(culprit)} computed a wrong result{how}{times}; the result that others "
+            "computed took its place",
+        }
+
+    def _send(self, step: StepContext, value: Any, source: int, doing: str) -> Any:
+        """Return the value of rank `source`, on every rank; None if it cannot be pickled."""
+        packed = b""
+        if self._parallel.rank == source:
+            try:
+                packed = pickle.dumps(value)
+            except Exception:  # whatever the classes of the user's data raise
+                packed = b""
+        about = f"{doing} {step.label.about}"
+        sizes = self._parallel.messages.gather(str(len(packed)).encode(), about)
+        if not (size := int(sizes[source])):
+            return None
+        buffer = torch.empty(size, dtype=torch.uint8)
+        if packed:
+            buffer = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        buffer = buffer.to(self._parallel.device)
+        self._parallel.make_buffer_exchange().broadcast([buffer], source)
+        if packed:
+            return value
+        received = pickle.loads(buffer.cpu().numpy().tobytes())
+        if isinstance(received, Microbatch):
+            received = replace(received, data=align_tensors(received.data))
+        return received
+
+    # --- afterwards ----------------------------------------------------------------------------
+
+    def report(self, committed: CommittedStep) -> None:
+        """Record the finding of the step, and ask for the end of the run after too many."""
+        finding = self._finding
+        self._begin_step(-1)
+        if finding is None:
+            return
+        rank = finding["rank"]
+        self._corrections[rank] += 1
+        self._record(finding)
+        if self._corrections[rank] > self._config.max_corrections:
+            self._stop(
+                f"rank {rank} (host {finding['host']}, core {finding['core']}) computed "
+                f"{self._corrections[rank]} wrong results, more than max_corrections="
+                f"{self._config.max_corrections}: continue on other cores or another host"
+            )
+
+
+class _MicrobatchWatch(StepObserver):
+    """The audit's part during the micro-batches of a step."""
+
+    def __init__(self, audit: Audit, step: StepContext, given: Any) -> None:
+        self._audit, self._step, self._given = audit, step, given
+        self._losses: list[torch.Tensor] = []
+
+    def select(self, batch: Batch) -> Batch:
+        """Plan the audit, now that the batch is known."""
+        self.observes_microbatches = self._audit.plan(self._step, batch, self._given)
+        self._audited = self._audit._plan
+        return batch
+
+    def begin_microbatch(self) -> None:
+        """Begin a micro-batch."""
+        self._losses = []
+
+    def record_loss(self, loss: torch.Tensor) -> None:
+        """Keep a loss of the micro-batch."""
+        self._losses.append(loss.detach())
+
+    def record_microbatch(
+        self,
+        microbatch: int,
+        gradients: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Hash the results of the micro-batch that is repeated."""
+        if self._audited is not None and microbatch == self._audited.microbatch:
+            self._audit.note_own(MicrobatchResults(self._losses, gradients, buffers))
+
+
+def _describe(one: Computation) -> str:
+    core = "an unknown core" if one.core < 0 else f"core {one.core}"
+    return f"rank {one.rank} (host {one.host}, {core})"
+
+
+def _find_core() -> int:
+    """Return the processor core on which this thread runs; -1 if the system does not say."""
+    try:
+        return int(ctypes.CDLL(None).sched_getcpu())
+    except (OSError, AttributeError):
+        return -1
+
+
+@contextmanager
+def _on_another_core() -> Iterator[None]:
+    """Run the body on another core than the present one, if this thread may use one."""
+    allowed = os.sched_getaffinity(0)
+    if others := allowed - {_find_core()}:
+        os.sched_setaffinity(0, others)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+@contextmanager
+def _here() -> Iterator[None]:
+    yield

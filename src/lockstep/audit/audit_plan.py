@@ -1,0 +1,70 @@
+"""The plan of the audit: which steps are audited, which micro-batch is repeated, and where.
+
+    step            0   1   2   5   10   20   50   100   200 ...
+    turn            0   1   2   3    4    5    6     7     8
+    owner           0   1   2   0    1    2    0     1     2       with three replicas
+    repeated by     1   2   0   2    0    1    1     2     0
+
+The plan is a function of the step and of the assignment of micro-batches, so all ranks know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["AuditPlan", "count_audited", "is_audited", "plan_audit"]
+
+SERIES = (0, 1, 2, 5, 10, 20, 50)
+"""The steps that are audited at the beginning of a run."""
+
+
+def is_audited(step: int, every_steps: int) -> bool:
+    """Return whether a step is audited."""
+    return step in SERIES or step % every_steps == 0
+
+
+def count_audited(step: int, every_steps: int) -> int:
+    """Return the number of audited steps before a step."""
+    multiples = -(-step // every_steps)
+    return multiples + sum(1 for number in SERIES if number < step and number % every_steps)
+
+
+@dataclass(frozen=True)
+class AuditPlan:
+    """The audit of one step.
+
+    Attributes:
+        microbatch: The micro-batch that is computed again.
+        owner: The replica that computes it in any case.
+        repeater: The replica that computes it again; the owner if there is no other one.
+        witness: The replica that computes it, too, if the results of the others differ; the
+            repeater if there is no third one.
+    """
+
+    microbatch: int
+    owner: int
+    repeater: int
+    witness: int
+
+
+def plan_audit(turn: int, spans: Sequence[range], *, alone: bool = False) -> AuditPlan:
+    """Return the plan of one audited step.
+
+    Owners, micro-batches and repeaters take turns. The first micro-batch that a rank ever computes
+    is not chosen if it has others: a program may compute its first one in another way, such as to
+    fill a cache.
+
+    Args:
+        turn: The number of audited steps before this one.
+        spans: The micro-batches of each replica, at least one of which has some.
+        alone: Whether the owner must repeat the micro-batch itself.
+    """
+    owners = [replica for replica, span in enumerate(spans) if span]
+    owner, lap = owners[turn % len(owners)], turn // len(owners)
+    span, others = spans[owner], len(spans) - 1
+    repeater = witness = owner
+    if others and not alone:
+        repeater = (owner + 1 + lap % others) % len(spans)
+        witness = (owner + 1 + (lap + 1) % others) % len(spans)
+    return AuditPlan(span[(lap + 1) % len(span)], owner, repeater, witness)

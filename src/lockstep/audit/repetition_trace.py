@@ -1,0 +1,157 @@
+"""Why two computations of a micro-batch differ: their operators, and what they left behind.
+
+An operator that gets the same values on both sides and returns others is faulty, or draws from a
+generator of its own. If its inputs differ, and no operator wrote them, they come from outside: an
+attribute, a global name, a closure. What has changed there between the two is named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from torch import nn
+
+from lockstep.audit.operator_call import OperatorCall
+from lockstep.audit.operator_difference import first_operator_difference
+from lockstep.audit.operator_tracer import OperatorTracer
+from lockstep.pipeline.python_state import find_python_state
+
+__all__ = ["RepetitionTrace", "TraceDifference", "explain_state", "find_difference"]
+
+FIELDS = fields(OperatorCall)
+
+LISTED = 3
+"""The number of changed attributes that a message names."""
+
+ADVICE = (
+    "register a buffer for what forward keeps, with a rule in lockstep_buffer_rules; draw from "
+    "torch's default generator, which is seeded for each micro-batch; or pass audit=False to train "
+    "with bits that depend on the layout"
+)
+
+
+class RepetitionTrace:
+    """The operators of a micro-batch, in its turn and once more after the others.
+
+    Args:
+        modules: The modules that a step calls, by name; the name of the model is "".
+        position: A function that returns the micro-batch and the stage being computed.
+    """
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], position: Callable[[], tuple[int, int] | None]
+    ) -> None:
+        self._modules, self._position = modules, position
+        self._tracers: list[OperatorTracer] = []
+        kinds = {name or type(module).__name__: module for name, module in modules.items()}
+        self._states = [find_python_state(module, name) for name, module in kinds.items()]
+        self._before = [state.snapshot() for state in self._states]
+
+    @contextmanager
+    def recording(self, microbatch: int | None = None) -> Iterator[None]:
+        """Record the operators of the body, for which the micro-batch may be given."""
+        tracer = OperatorTracer(self._modules)
+        self._tracers.append(tracer)
+        position = self._position if microbatch is None else lambda: (microbatch, 0)
+        with tracer.tracing("forward", position):
+            yield
+
+    def encode(self, microbatch: int) -> bytes:
+        """Return the calls in both computations, and what has changed meanwhile, as JSON."""
+        runs = [_select(tracer.calls, microbatch) for tracer in self._tracers]
+        values = [[[getattr(call, field.name) for field in FIELDS] for call in run] for run in runs]
+        pairs = zip(self._states, self._before, strict=True)
+        changed = [name for state, before in pairs for name in state.list_changes(before)]
+        return json.dumps({"runs": values, "changed": changed}).encode()
+
+
+def _select(calls: Sequence[OperatorCall], microbatch: int) -> list[OperatorCall]:
+    """Return the calls of one micro-batch, before its gradients are added to others."""
+    chosen = [
+        index
+        for index, call in enumerate(calls)
+        if call.microbatch == microbatch and call.phase != "reduction"
+    ]
+    numbers = {index: number for number, index in enumerate(chosen)}
+    return [
+        replace(
+            calls[index],
+            producers=tuple(numbers.get(producer, -1) for producer in calls[index].producers),
+            earlier=tuple(numbers[one] for one in calls[index].earlier if one in numbers),
+        )
+        for index in chosen
+    ]
+
+
+@dataclass(frozen=True)
+class TraceDifference:
+    """The operator that made two computations differ.
+
+    Attributes:
+        is_fault: Whether it got the same values both times.
+        module: The module that called it; None outside of modules.
+        operator: Its name.
+        source: The line of the user's program.
+    """
+
+    is_fault: bool
+    module: str | None
+    operator: str
+    source: str
+
+    @property
+    def where(self) -> str:
+        """The operator, its module and its line, for messages."""
+        module = "" if self.module is None else f" of {self.module}"
+        line = f" ({self.source})" if self.source else ""
+        return f", first in {self.operator}{module}{line}"
+
+
+def find_difference(owner: bytes, repeater: bytes) -> TraceDifference | None:
+    """Return the operator that made the owner's computations differ, or those of two ranks."""
+    runs = [_decode(run) for run in json.loads(owner)["runs"]]
+    runs += [_decode(run) for run in json.loads(repeater)["runs"][1:]]
+    first, *others = runs
+    for other in others:
+        if (difference := first_operator_difference(first, other)) is None:
+            continue
+        call = first[difference.a] if difference.a is not None else other[difference.b or 0]
+        return TraceDifference(
+            difference.kind == "output" and call.generator == (0, 0),
+            call.unit or None,
+            call.operator,
+            call.source,
+        )
+    return None
+
+
+def _decode(run: list[list[Any]]) -> list[OperatorCall]:
+    calls = []
+    for call in run:
+        values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in call]
+        calls.append(OperatorCall(*values))
+    return calls
+
+
+def explain_state(owner: bytes, difference: TraceDifference | None) -> str:
+    """Return the sentence about a computation that depends on more than its inputs."""
+    where = "" if difference is None else difference.where
+    again = f"computed again with the same inputs, weights, buffers and seeds, it differs{where}"
+    if difference is not None and difference.is_fault:
+        return (
+            f"{again}, which got the same inputs every time, and returned other values: the "
+            "operator is not deterministic, or this processor core is faulty"
+        )
+    changed = json.loads(owner)["changed"]
+    names = ", ".join(changed[:LISTED])
+    if len(changed) > LISTED:
+        names += f" and {len(changed) - LISTED} more"
+    cause = f"; {names} changed meanwhile" if names else ""
+    return (
+        f"{again}{cause}. The bits of the training would depend on which rank computes which "
+        f"micro-batch: {ADVICE}"
+    )
