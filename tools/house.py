@@ -29,7 +29,6 @@ LIMITS = {
     "folders": 15,
     "code lines in src": 49_400,
     "code lines in tests": 50_000,
-    "code lines in tests": 50_000,
     "code lines in csrc": 7_000,
     "imports per module": 4.9,
     "kernel: code lines": 2_000,

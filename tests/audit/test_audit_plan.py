@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lockstep.audit.audit_config import AuditConfig, read_audit
 from lockstep.audit.audit_plan import count_audited, is_audited, plan_audit
-
 from lockstep.data.assignment import assign_microbatches, on_one_host
 from lockstep.kernel.errors import UsageError
 

@@ -98,10 +98,11 @@ class Audit(StepHook):
         self.first, self.every = (3, 5) if config.every_steps % 5 == 0 else (51, config.every_steps)
         self._corrections: Counter[int] = Counter()  # by rank
         self._host = platform.node()
-        self._begin_step(-1)
+        self._is_repeating = False
+        self._begin_step()
 
-    def _begin_step(self, number: int) -> None:
-        self._number, self._ranks, self._mode = number, self._parallel.hosts, "check"
+    def _begin_step(self) -> None:
+        self._mode: Mode = "check"
         self._computations: list[Computation] = []
         self._verdict: Verdict | None = None
         self._hashes: list[Mapping[str, int]] = []  # of this rank's computations, in all attempts
@@ -115,8 +116,9 @@ class Audit(StepHook):
         """Watch the micro-batches of an audited step, and repeat one of them at the end."""
         self._plan: AuditPlan | None = None
         self._own: list[Computation] = []
-        if step.number != self._number or self._ranks != self._parallel.hosts:
-            self._begin_step(step.number)
+        if not self._is_repeating:  # such as after an error, with another batch
+            self._begin_step()
+        self._is_repeating = False
         is_due = is_audited(step.number, self._config.every_steps)
         # A manual step is the script's own code, which cannot be called again.
         if not is_due or batch is None or step.parallel.stages > 1:
@@ -136,7 +138,7 @@ class Audit(StepHook):
             batch: This rank's part of the batch.
             given: The batch of the step; not a `Batch` if every rank has the whole.
         """
-        parallel, shared = self._parallel, None
+        parallel = self._parallel
         turn = count_audited(step.number, self._config.every_steps)
         # Many ranks know the weights of their own micro-batches only.
         alone = parallel.loss_weight is not None and parallel.messages.are_many
@@ -149,9 +151,11 @@ class Audit(StepHook):
             # A model may write into its inputs.
             own = replace(own, data=clone_tensors(own.data))
         if plan.repeater != plan.owner and isinstance(given, Batch):
-            shared = own = self._send(step, own, plan.owner, "sending a micro-batch")
-            if shared is None:  # what cannot be sent
+            shared = self._send(step, own, plan.owner, "sending a micro-batch")
+            if shared is None:  # what cannot be pickled
                 plan = plan_audit(turn, spans, alone=True)
+            else:
+                own = shared
         elif own is None and parallel.replica in (plan.repeater, plan.witness):
             one = _OneMicrobatch(parallel.microbatches, parallel.hosts, 0, plan.microbatch)
             (own,) = split_batch(given, one).microbatches
@@ -198,6 +202,12 @@ class Audit(StepHook):
                 bits = self._note(core, hash_results(results), is_repeated=True)
                 if self._mode == "vote":
                     self._kept[bits] = results
+
+    def begin_own(self) -> None:
+        """Note the beginning of a micro-batch of the owner, while operators are traced."""
+        position, plan = self._executor.position(), self._plan
+        if self._trace is not None and plan is not None and position == (plan.microbatch, 0):
+            self._trace.note_turn()
 
     def note_own(self, results: MicrobatchResults) -> None:
         """Note the results of the owner in its turn, or put the right ones in their place."""
@@ -255,7 +265,7 @@ class Audit(StepHook):
         self._finding = self._describe_fault(step, self._find_damage(step), None)
 
     def _repeat_as(self, mode: Mode, step: StepContext) -> None:
-        self._mode = mode
+        self._mode, self._is_repeating = mode, True
         raise RepeatStep(f"{step.where}: the step is computed again, to {mode}")
 
     @property
@@ -374,7 +384,6 @@ class Audit(StepHook):
     def report(self, committed: CommittedStep) -> None:
         """Record the finding of the step, and ask for the end of the run after too many."""
         finding = self._finding
-        self._begin_step(-1)
         if finding is None:
             return
         rank = finding["rank"]
@@ -404,6 +413,8 @@ class _MicrobatchWatch(StepObserver):
     def begin_microbatch(self) -> None:
         """Begin a micro-batch."""
         self._losses = []
+        if self.observes_microbatches:
+            self._audit.begin_own()
 
     def record_loss(self, loss: torch.Tensor) -> None:
         """Keep a loss of the micro-batch."""

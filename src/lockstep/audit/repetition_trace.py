@@ -49,11 +49,18 @@ class RepetitionTrace:
         self._tracers: list[OperatorTracer] = []
         kinds = {name or type(module).__name__: module for name, module in modules.items()}
         self._states = [find_python_state(module, name) for name, module in kinds.items()]
+        self._before: list[Mapping[Any, Any]] = []
+        self._changed: list[str] = []
+
+    def note_turn(self) -> None:
+        """Note what the modules refer to, when the micro-batch begins in its turn."""
         self._before = [state.snapshot() for state in self._states]
 
     @contextmanager
     def recording(self, microbatch: int | None = None) -> Iterator[None]:
-        """Record the operators of the body, for which the micro-batch may be given."""
+        """Record the operators of the body: all, or those of the repetition of a micro-batch."""
+        pairs = zip(self._states, self._before, strict=False)  # none before its turn
+        self._changed = [name for state, before in pairs for name in state.list_changes(before)]
         tracer = OperatorTracer(self._modules)
         self._tracers.append(tracer)
         position = self._position if microbatch is None else lambda: (microbatch, 0)
@@ -64,9 +71,7 @@ class RepetitionTrace:
         """Return the calls in both computations, and what has changed meanwhile, as JSON."""
         runs = [_select(tracer.calls, microbatch) for tracer in self._tracers]
         values = [[[getattr(call, field.name) for field in FIELDS] for call in run] for run in runs]
-        pairs = zip(self._states, self._before, strict=True)
-        changed = [name for state, before in pairs for name in state.list_changes(before)]
-        return json.dumps({"runs": values, "changed": changed}).encode()
+        return json.dumps({"runs": values, "changed": self._changed}).encode()
 
 
 def _select(calls: Sequence[OperatorCall], microbatch: int) -> list[OperatorCall]:

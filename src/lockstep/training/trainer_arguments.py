@@ -96,6 +96,7 @@ class TrainerArguments:
         values |= {
             "checkpoint": None if self.checkpoint is None else list(self.checkpoint.stateful),
             "fingerprints": self.fingerprints and self.fingerprints.text,
+            "audit": self.audit and repr(self.audit),
             "scheduler_interval": ", ".join(
                 config.scheduler_interval or "step" for config in self.optimizers
             ),
