@@ -143,7 +143,10 @@ CASES = {
         r"checkpoint is \['a'\], on rank 0 it is None"
     ),
     "storage": ("shared", {}, "storage is 'shared', on rank 0 it is 'replicated'"),
-    "audit": (ls.AuditConfig(7), {}, r"audit is 'AuditConfig\(every_steps=7, "),
+    "audit": (
+        ls.AuditConfig(7), {},
+        r"audit is 'AuditConfig\(every_steps=7, .*', on rank 0 it is 'Audit.*=100, max_.*'",
+    ),
     "fingerprints": ("unit:%50", {}, "fingerprints is 'unit:%50', on rank 0 it is None"),
 }  # fmt: skip
 """Of each argument: its value on rank 1, what else both ranks are given, and the message."""
