@@ -515,6 +515,39 @@ def test_a_layout_that_fails_is_a_failure(check):
     assert "no second rank, please" in result.stderr
 
 
+EXACT = """
+from torch.nn.parallel import DistributedDataParallel
+
+net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 4))
+model = DistributedDataParallel(net)
+exact, optimizer = ls.exact(model), sgd(model.parameters(), momentum=0.9)
+inputs = torch.randn(2, 6)
+while True:
+    exact.weigh(model(inputs).square().mean()).backward()
+    if exact.is_complete:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_loop_of_the_users(check):
+    result, found = check(EXACT, layouts=[*PLAIN, STAGES[1]])
+    assert result.exit_code == 0
+    assert found["equal"] is True
+    assert [len(each["losses"]) for each in found["layouts"]] == [2, 2, 2]
+    assert len({each["digest"] for each in found["layouts"]}) == 1
+    assert "without stages" in found["not_applicable"][0]["reason"]
+
+
+def test_a_loop_of_the_users_that_depends_on_the_rank(check):
+    source = EXACT.replace("while", "net[2].register_forward_hook(skew)\nwhile")
+    skew = "def skew(module, inputs, output):\n    return output * (1 + ls.rank())\n"
+    result, found = check(skew + source)
+    assert result.exit_code == 1
+    assert found["first_difference"]["module"] == "2"
+    assert found["first_difference"]["step"] == 0
+
+
 def test_a_layout_has_a_deadline(check):
     result, found = check(
         "import threading\nmodel = nn.Linear(6, 4)\nthreading.Event().wait()", "--timeout", "1"
@@ -526,10 +559,10 @@ def test_a_layout_has_a_deadline(check):
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("print('nothing')", "train.py constructs no ls.Trainer, so there is nothing to check"),
+        ("print('nothing')", "uses neither ls.exact nor ls.Trainer, .*: add exact = ls.exact"),
         (
             "ls.Trainer(nn.Linear(6, 4), nn.CrossEntropyLoss(), sgd)",
-            "train.py constructs an ls.Trainer but ends without taking a step with it",
+            "train.py calls ls.Trainer or ls.exact but ends without taking a step with it",
         ),
     ],
 )

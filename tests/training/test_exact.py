@@ -324,6 +324,28 @@ def test_every_width_has_the_bits_of_one_process(ranks, alone, n):
             assert value == alone[loop], (group, loop)
 
 
+def compiled(group, outside):
+    """Compile the wrapper, or the model in it; eager code runs in the graphs."""
+    model, compile_model = network(), partial(torch.compile, backend="eager")
+    called = model if outside else compile_model(model)
+    if group is not None:
+        called = DistributedDataParallel(called, process_group=group)
+    called = compile_model(called) if outside else called
+    exact = ls.exact(called, microbatches=7, seed=3)
+    data = rows()
+    loader = DataLoader(data, batch_sampler=exact.sampler(data, 28))
+    train(exact, called, loader, SGD(model.parameters()), F.cross_entropy)
+    return ls.digest(model)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_compiled_model_has_the_same_bits_on_two_ranks(ranks):
+    def train_both():
+        return [compiled(dist.group.WORLD, outside) for outside in (False, True)]
+
+    assert ranks(train_both, 2) == [[compiled(None, outside=False)] * 2] * 2
+
+
 # --- checkpoints ----------------------------------------------------------------------------------
 
 

@@ -21,7 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data.assignment import ReplicaShare, on_one_host
@@ -31,13 +35,16 @@ from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import BEFORE, find_scopes
 from lockstep.kernel.seeds import torch_generators
+from lockstep.kernel.step_hooks import StepResult
 from lockstep.messages import log
 from lockstep.model.across_ranks import verify_across_ranks
 from lockstep.model.backward_watch import BackwardWatch
 from lockstep.model.blocks import find_block_names
 from lockstep.model.description import describe_tensors
 from lockstep.model.native_seeder import make_rng_scopes, make_seeder
+from lockstep.training.exact_observation import ExactObservation
 from lockstep.training.exact_step import ExactModel, ExactStep
+from lockstep.training.trainer_hooks import current_session
 from lockstep.training.unsupported_modules import reject_unsupported_modules
 
 __all__ = ["Exact", "exact"]
@@ -99,10 +106,9 @@ class Exact:
             )
         named = list(module.named_parameters())
         sparse = sparse_weights(module.modules())
-        # A graph that contains the whole wrapper seeds nothing inside.
-        is_whole_graph = self._wrapper is not None and model is not self._wrapper
-        scopes = [] if is_whole_graph else find_scopes(inner, find_block_names(inner, None))
-        called, device = None if is_whole_graph else inner, named[0][1].device
+        # A graph that contains the whole wrapper is one scope.
+        called, device = inner if model is self._wrapper else model, named[0][1].device
+        scopes = find_scopes(called, find_block_names(called, None))
         self._model = ExactModel(
             module,
             [parameter for _, parameter in named],
@@ -111,6 +117,8 @@ class Exact:
             share,
             group,
         )
+        session = current_session()
+        self._observation = None if session is None else ExactObservation(session, self._model)
         self._draws = _DrawsBetweenSteps(device)
         self._sampler: MicrobatchSampler | None = None
         self._planned: deque[PlannedMicrobatch] = deque()
@@ -130,11 +138,18 @@ class Exact:
         # After this, so that a micro-batch begins before the model is called as a scope.
         BackwardWatch(model, self)
 
-        def check(optimizer: Optimizer, *_: Any) -> None:
-            if (this := own()) is not None:
-                this._enter_optimizer(optimizer)
+        def enter(optimizer: Optimizer, *_: Any) -> None:
+            if (this := own()) is not None and this._is_own(optimizer):
+                this._enter_optimizer()
 
-        weakref.finalize(self, register_optimizer_step_pre_hook(check).remove)
+        def leave(optimizer: Optimizer, *_: Any) -> None:
+            if (this := own()) is not None and this._is_own(optimizer):
+                assert this._observation is not None
+                this._observation.commit(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_pre_hook(enter).remove)
+        if self._observation is not None:
+            weakref.finalize(self, register_optimizer_step_post_hook(leave).remove)
         _attached.add(self._model.module)
         self._keep_idle()
 
@@ -248,6 +263,8 @@ class Exact:
             self._draws.suspend()
             settings = "" if self._sampler is None else f", {self._sampler.settings}"
             self._step = ExactStep(self._model, self.steps, planned, settings)
+            if self._observation is not None:
+                self._observation.begin(self.steps, self._find_position)
         self.is_complete = self._is_weighed = False
         self._step.begin(planned)
 
@@ -276,6 +293,8 @@ class Exact:
             raise UsageError("call exact.weigh(loss) between the model's forward and backward")
         self._is_weighed = True
         part = self._step.weigh(loss, share, weight)
+        if self._observation is not None:
+            self._step.losses[self._current.index] = part.item()
         if divisor == 1:
             return part
         if torch.ones((), dtype=part.dtype).div(divisor).mul(divisor) != 1:
@@ -285,6 +304,10 @@ class Exact:
                 "micro-batches"
             )
         return part * divisor
+
+    def _find_position(self) -> tuple[int, int] | None:
+        """Return the micro-batch that is computed, in stage 0; None between two."""
+        return None if self._current is None else (self._current.index, 0)
 
     def before_forward(self) -> bool:
         """Begin a micro-batch at its first forward in training; return whether one has begun."""
@@ -333,16 +356,21 @@ class Exact:
         self._left_state = torch.default_generator.get_state()
         if step.remaining == 0:
             self._step, self._ended, self.is_complete = None, step, True
+            if self._observation is not None:
+                result = StepResult(self.steps, last.epoch, step.loss, last.samples, {}, 0.0)
+                self._observation.reduce(step.losses, result)
             self.steps += 1
             is_end = last.batch + 1 == last.batches
             self._next_position = (last.epoch + 1, 0) if is_end else (last.epoch, last.batch + 1)
 
-    def _enter_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse a step of the optimizer in the middle of a batch; resume the generators."""
+    def _is_own(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer has a parameter of the model."""
         own = {id(parameter) for parameter in self._model.parameters}
         groups = optimizer.param_groups
-        if not any(id(parameter) in own for group in groups for parameter in group["params"]):
-            return
+        return any(id(parameter) in own for group in groups for parameter in group["params"])
+
+    def _enter_optimizer(self) -> None:
+        """Refuse a step of the optimizer in the middle of a batch; leave the step."""
         if self._step is not None:
             raise UsageError(
                 f"{self._place}: optimizer.step() was called before the last micro-batch of the "

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
-from operator import or_
+from operator import add, or_
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel.buffers import BufferReport, Buffers, merge_reports
 from lockstep.kernel.errors import BufferMismatchError, DisagreementError, UsageError
 from lockstep.kernel.rng_scopes import RngScopes
+from lockstep.kernel.tree import total
 from lockstep.model.buffer_exchange import GroupExchange
 
 __all__ = ["ExactModel", "ExactStep"]
@@ -63,6 +64,8 @@ class ExactStep:
     Attributes:
         current: The micro-batch that has begun; None between two.
         remaining: The number of micro-batches of this rank that have not ended.
+        losses: The weighed losses of this rank's micro-batches, if a command observes the step.
+        loss: The loss of the whole batch, then.
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class ExactStep:
         self.remaining = len(model.share.pieces(first.samples))
         self._buffers = Buffers({"": model.module})
         self._weights: dict[int, float] = {}
+        self.losses: dict[int, float] = {}
+        self.loss = 0.0
         self._has_begun_gradients = False
         self._versions = self._read_versions()
 
@@ -192,6 +197,10 @@ class ExactStep:
             exchange = GroupExchange(self._model.group) if share.replicas > 1 else None
             buffers.merge(report, nodes, leaves, exchange)
         self._divide([status["weights"] for status in statuses])
+        losses = [pair for status in statuses for pair in status["losses"].items()]
+        if len(losses) == leaves:
+            nodes_of_loss = {(int(m), int(m) + 1): float.fromhex(loss) for m, loss in losses}
+            self.loss = total(nodes_of_loss, leaves, add)
 
     def _make_status(self) -> dict[str, Any]:
         """Return what this rank tells the others."""
@@ -207,6 +216,7 @@ class ExactStep:
             "used": self._model.gradients.used_parameter_mask(),
             "buffers": report.hashes,
             "last": report.last,
+            "losses": {index: loss.hex() for index, loss in self.losses.items()},
             "weights": {index: weight.hex() for index, weight in self._weights.items()},
             "failure": failure,
         }
@@ -240,15 +250,15 @@ class ExactStep:
         known = {int(index): float.fromhex(w) for part in weights for index, w in part.items()}
         if not known:
             return
-        total = sum(known[index] for index in sorted(known))
-        if len(known) < self._first.leaves or not total > 0:
+        whole = sum(known[index] for index in sorted(known))
+        if len(known) < self._first.leaves or not whole > 0:
             raise UsageError(
                 f"step {self._number}: {len(known)} of {self._first.leaves} micro-batches have a "
-                f"weight, with a sum of {total}: pass weight= for each, and not 0 for all of them"
+                f"weight, with a sum of {whole}: pass weight= for each, and not 0 for all of them"
             )
         for parameter in self._model.parameters:
             if parameter.grad is not None:
-                parameter.grad.div_(total)
+                parameter.grad.div_(whole)
 
 
 def _has_nonzero(gradient: torch.Tensor) -> bool:

@@ -115,7 +115,7 @@ def compare_layouts(
         The verdicts. If the reference fails, no other layout runs.
 
     Raises:
-        UsageError: The script does not exist, or takes no step with `ls.Trainer`.
+        UsageError: The script does not exist, or takes no step with `ls.Trainer` or `ls.exact`.
     """
     check_target("script", script)
     verdicts: list[Verdict] = []
@@ -158,16 +158,18 @@ def compare_layouts(
 
 
 def _require_training(script: str, reference: LayoutRun) -> None:
-    """Raise UsageError if the script took no step with a trainer."""
+    """Raise UsageError if the script took no observed step."""
     first = reference.ranks[0]
     if not first.trainers:
         raise UsageError(
-            f"{script} constructs no ls.Trainer, so there is nothing to check: lockstep check "
-            "compares the training steps of ls.Trainer, in the processes that it starts"
+            f"{script} uses neither ls.exact nor ls.Trainer, so there is nothing to check: add "
+            "exact = ls.exact(model) after model = DistributedDataParallel(model), load data by "
+            "batch_sampler=exact.sampler(dataset, batch_size=...), and call backward on "
+            "exact.weigh(loss), in the processes that lockstep check starts"
         )
     if not first.steps:
         raise UsageError(
-            f"{script} constructs an ls.Trainer but ends without taking a step with it"
+            f"{script} calls ls.Trainer or ls.exact but ends without taking a step with it"
         )
 
 
