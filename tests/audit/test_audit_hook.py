@@ -221,27 +221,35 @@ def test_a_fault_is_corrected_before_the_sum(ranks, n, capfd):
         assert f"rank {where['rank']} (host {finding['host']}, core" in capfd.readouterr().err
 
 
-def fault_always(**options: Any) -> tuple[str, list[Any]]:
+def fault(call: int | None = None, **options: Any) -> tuple[str, list[Any]]:
+    """Train with a fault of rank 1 in one call of an operator, or always."""
     from bit_flips import FaultyOperator
 
     lines = Lines()
     options = {"loggers": [lines] if ls.rank() == 0 else (), **options}
-    with FaultyOperator("addmm", rank=1, phase="forward", element=0):
+    with FaultyOperator("addmm", rank=1, phase="forward", call=call, element=0):
         try:
             return train(**options), lines.findings
         except LockstepError as error:
             return f"{type(error).__name__}: {error}", lines.findings
 
 
-def test_a_rank_that_is_always_wrong_is_named_with_its_operator(ranks):
-    (_, findings), *_ = ranks(fault_always, 3)
-    assert [finding["rank"] for finding in findings] == [1, 1]
-    assert {finding["operator"] for finding in findings} == {"aten.addmm"}
-    assert [finding["count"] for finding in findings] == [1, 2]
+def test_a_rank_that_is_always_wrong_ends_the_run_before_the_step(ranks):
+    """Its results that are not repeated are wrong, too, so the step must not be taken."""
+    found = ranks(fault, 3)
+    for said, _ in found:
+        assert re.match(
+            r"WorkError: step 0, micro-batch 1: rank 1 \(host .*, core \d+\) computed wrong "
+            r"results, again and again in Linear \(aten.addmm\)\. Its other results of this step ",
+            said,
+        )
+    (finding,) = found[0][1]
+    assert (finding["rank"], finding["operator"]) == (1, "aten.addmm")
+    assert (finding["corrected"], finding["count"]) == (False, 1)
 
 
 def test_too_many_faults_of_a_rank_end_the_run(ranks):
-    found = ranks(partial(fault_always, audit=ls.AuditConfig(max_corrections=0)), 3)
+    found = ranks(partial(fault, 2, audit=ls.AuditConfig(max_corrections=0)), 3)
     for said, _ in found:
         assert re.match(
             r"WorkError: rank 1 \(host .*, core \d+\) computed 1 wrong results, more than "
@@ -251,7 +259,7 @@ def test_too_many_faults_of_a_rank_end_the_run(ranks):
 
 
 def test_two_ranks_of_which_one_is_always_wrong_cannot_decide_which(ranks):
-    found = ranks(fault_always, 2)
+    found = ranks(fault, 2)
     for said, findings in found:
         assert said.startswith("WorkError: step 0, micro-batch 1: rank 0 (host "), said
         assert "and rank 1 (host" in said

@@ -3,9 +3,8 @@
     attempt 1   check      owner A, repeater B: equal in almost every step, and nothing else happens
     attempt 2   vote       both again, and a witness: one result alone was wrong, and is corrected
     attempt 3   trace      both again, operator by operator: why do they differ?
-    attempt 4   correct    the right results take the place of the owner's before the sum
 
-The results travel as hashes in the status exchange of the step. The attempts 2 to 4 are made only
+The results travel as hashes in the status exchange of the step. The attempts 2 and 3 are made only
 after a difference; every rank undoes the attempt before and computes the step again.
 """
 
@@ -19,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -40,7 +39,7 @@ from lockstep.model.parallel_context import ParallelContext
 
 __all__ = ["Audit", "RepeatStep", "Repeater"]
 
-Mode = Literal["check", "vote", "trace", "correct"]
+Mode = Literal["check", "vote", "trace"]
 
 
 class RepeatStep(Exception):
@@ -106,8 +105,6 @@ class Audit(StepHook):
         self._computations: list[Computation] = []
         self._verdict: Verdict | None = None
         self._hashes: list[Mapping[str, int]] = []  # of this rank's computations, in all attempts
-        self._kept: dict[str, MicrobatchResults] = {}  # of this rank's repetitions, by their hash
-        self._right: MicrobatchResults | None = None  # what the owner puts in place of its own
         self._finding: dict[str, Any] | None = None
 
     # --- in a step -----------------------------------------------------------------------------
@@ -172,7 +169,7 @@ class Audit(StepHook):
             with trace.recording():
                 yield
         plan = self._plan
-        if plan is None or plan.microbatch not in step.shares or self._mode == "correct":
+        if plan is None or plan.microbatch not in step.shares:
             return
         replica, is_alone = self._parallel.replica, plan.owner == plan.repeater
         if self._mode == "check":
@@ -199,9 +196,7 @@ class Audit(StepHook):
             except Exception as error:  # only in the repetition, so it differs
                 self._note(core, {f"{type(error).__name__}: {error}": 0}, is_repeated=True)
             else:
-                bits = self._note(core, hash_results(results), is_repeated=True)
-                if self._mode == "vote":
-                    self._kept[bits] = results
+                self._note(core, hash_results(results), is_repeated=True)
 
     def begin_own(self) -> None:
         """Note the beginning of a micro-batch of the owner, while operators are traced."""
@@ -210,20 +205,14 @@ class Audit(StepHook):
             self._trace.note_turn()
 
     def note_own(self, results: MicrobatchResults) -> None:
-        """Note the results of the owner in its turn, or put the right ones in their place."""
-        if self._right is not None:
-            pairs = zip(results.named_tensors(), self._right.named_tensors(), strict=True)
-            with torch.no_grad():
-                for (_, tensor), (_, right) in pairs:
-                    tensor.copy_(right)
+        """Note the results of the owner in its turn."""
         self._note(_find_core(), hash_results(results), is_repeated=False)
 
-    def _note(self, core: int, hashes: Mapping[str, int], *, is_repeated: bool) -> str:
+    def _note(self, core: int, hashes: Mapping[str, int], *, is_repeated: bool) -> None:
         bits, rank = combine_hashes(hashes), self._parallel.rank
         self._own.append(Computation(rank, self._host, core, bits, is_repeated))
         if self._mode != "trace":
             self._hashes.append(hashes)
-        return bits
 
     # --- exchange and check --------------------------------------------------------------------
 
@@ -248,11 +237,10 @@ class Audit(StepHook):
             WorkError: Ranks or cores compute different results, and it is unknown which is wrong.
         """
         found: list[Computation] = summary.hooks[self.name]
-        if summary.failure is not None or not found or self._mode == "correct":
+        if summary.failure is not None or not found:
             return
         if self._mode == "trace":
             self._conclude(step)
-            self._repeat_as("correct", step)
         self._computations += found
         if len({one.bits for one in self._computations}) == 1:
             return
@@ -262,7 +250,7 @@ class Audit(StepHook):
         if not self._verdict.is_single:
             self._repeat_as("trace", step)
         # The owner has computed the right results in this attempt.
-        self._finding = self._describe_fault(step, self._find_damage(step), None)
+        self._finding = self._describe_fault(step, self._find_damage(step))
 
     def _repeat_as(self, mode: Mode, step: StepContext) -> None:
         self._mode, self._is_repeating = mode, True
@@ -286,12 +274,12 @@ class Audit(StepHook):
             return None
         return name.removeprefix(prefix).rpartition(".")[0] or type(self._modules[""]).__name__
 
-    def _conclude(self, step: StepContext) -> None:
+    def _conclude(self, step: StepContext) -> NoReturn:
         """Find out why the computations differ, with the operators that two of them called.
 
         Raises:
             StateError: It is something that the computation depends on.
-            WorkError: It is a fault, of an unknown rank or core.
+            WorkError: It is a fault that came again, so other results are wrong, too.
         """
         plan, verdict, parallel = self._plan, self._verdict, self._parallel
         assert plan is not None
@@ -320,17 +308,21 @@ class Audit(StepHook):
         module = operator = None
         if difference is not None:
             module, operator = difference.module, difference.operator
-        self._finding = self._describe_fault(step, module, operator)
-        assert self._culprit is not None
-        if self._culprit.rank == plan.owner:
-            good = [one for one in self._computations if one.bits == verdict.bits]
-            sources = [one.rank for one in good if one.is_repeated]
-            self._right = self._kept.get(verdict.bits)
-            if plan.owner not in sources:
-                self._right = self._send(step, self._right, sources[0], "correcting a micro-batch")
+        finding = self._describe_fault(step, module, operator, is_corrected=False)
+        self._record(finding)
+        raise WorkError(
+            f"{finding['message']}. Its other results of this step are wrong, too, so no rank has "
+            "taken the step: continue from the last checkpoint without this core, or on another "
+            "host"
+        )
 
     def _describe_fault(
-        self, step: StepContext, module: str | None, operator: str | None
+        self,
+        step: StepContext,
+        module: str | None,
+        operator: str | None = None,
+        *,
+        is_corrected: bool = True,
     ) -> dict[str, Any]:
         """Return the fields of the finding about a fault."""
         plan, culprit = self._plan, self._culprit
@@ -340,6 +332,8 @@ class Audit(StepHook):
         place = "" if module is None else f" in {module}"
         how = place if operator is None else f"{place} ({operator})"
         times = "" if count == 1 else f", its fault number {count}"
+        end = "; the result that others computed took its place" if is_corrected else ""
+        often = "a wrong result" if is_corrected else "wrong results, again and again"
         return {
             "step": step.number,
             "rank": culprit.rank,
@@ -348,11 +342,10 @@ class Audit(StepHook):
             "microbatch": plan.microbatch,
             "module": module,
             "operator": operator,
-            "corrected": True,
+            "corrected": is_corrected,
             "count": count,
             "message": f"step {step.number}, micro-batch {plan.microbatch}: "
-            f"{_describe(culprit)} computed a wrong result{how}{times}; the result that others "
-            "computed took its place",
+            f"{_describe(culprit)} computed {often}{how}{times}{end}",
         }
 
     def _send(self, step: StepContext, value: Any, source: int, doing: str) -> Any:
