@@ -43,6 +43,7 @@ LIMITS = {
     "one process": 60,
     "errors": 150,
     "operators": 90,
+    "own loop": 90,
     "sums": 120,
     "speed": 150,
 }

@@ -295,6 +295,44 @@ def check_errors(check: Check) -> Rows:
             yield name, text[:400], word in text
 
 
+def check_own_loop(check: Check) -> Rows:
+    """Train in a loop of one's own, with torch's DDP and `ls.exact`."""
+    digests = []
+    for ranks in (1, 2, 4):
+        arguments = f"{check.kind}:0", check.backend
+        digests.append(check.launch(train_own_loop, *arguments, ranks=ranks)[0])
+        yield f"{ranks} ranks", digests[-1][:12], digests[-1] == digests[0]
+
+
+def train_own_loop(device: str, backend: str | None) -> str:
+    """Return the digest of a network after an epoch in float16 with a gradient scaler."""
+    place = ls.init(device=device, backend=backend, timeout=TIMEOUT).device
+    torch.manual_seed(1)
+    network = nn.Sequential(
+        nn.Linear(20, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.3), nn.Linear(64, 10)
+    ).to(place)
+    model = DistributedDataParallel(network)
+    exact = ls.exact(model, microbatches=8)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler(place.type, init_scale=256.0)
+    generator = torch.Generator().manual_seed(3)
+    data = torch.utils.data.TensorDataset(
+        torch.randn(208, 20, generator=generator), torch.randint(10, (208,), generator=generator)
+    )
+    loader = torch.utils.data.DataLoader(data, batch_sampler=exact.sampler(data, batch_size=64))
+    for inputs, targets in exact.microbatches(loader):
+        with torch.autocast(place.type, torch.float16):
+            loss = F.cross_entropy(model(inputs.to(place)), targets.to(place))
+        scaler.scale(exact.weigh(loss)).backward()
+        if exact.is_complete:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    digest = ls.digest(network)
+    ls.shutdown()
+    return digest
+
+
 def check_sums(check: Check) -> Rows:
     """Add along the tree on one device: in its memory that the ranks share, and over the CPU."""
     for ranks in (2, 4):
@@ -364,10 +402,10 @@ class Hungry(nn.Module):
 
 MISTAKES = {
     "an operator that is not deterministic": "deterministic",
-    "a label outside of the classes": "assert",
+    "a label outside of the classes": "CUDA_LAUNCH_BLOCKING",
     "out of memory": "out of memory",
     "cudnn.benchmark": "benchmark",
-    "inputs on the CPU": "cpu",
+    "inputs on the CPU": "FloatTensor",
 }
 """The mistakes, and a word of the error."""
 
@@ -542,6 +580,7 @@ PARTS: dict[str, Callable[[Check], Rows]] = {
     "compiled": check_compiled,
     "one process": check_one_process,
     "errors": check_errors,
+    "own loop": check_own_loop,
     "sums": check_sums,
     "operators": check_operators,
     "speed": check_speed,

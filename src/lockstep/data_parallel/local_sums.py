@@ -156,7 +156,8 @@ class LocalSums:
         """Do the same with one kernel per addition, where launching takes longer than adding."""
         gradients = [parameter.grad for parameter in self._tensors]
         if (
-            self._sparse
+            not gradients  # a stage may have no parameters
+            or self._sparse
             or (self._buckets is not None and self._buckets.destinations.get(self._node))
             or not all(map(_is_usual, gradients, self._tensors))
             or any(value is None for values in self._siblings or () for value in values)

@@ -94,7 +94,9 @@ def compile_extension(folder: Path, log: Path, show_progress: Callable[[int, int
         "name": "_native",
         "sources": [_write_unit(folder), *_list_units()],
         "extra_cflags": FLAGS,
-        "extra_ldflags": ["-pthread", "-Wl,-s"],
+        # Without the last one, a compiler that links libstdc++ statically gives the module a copy
+        # of it that is mixed with that of torch: the first number in a stream crashes.
+        "extra_ldflags": ["-pthread", "-Wl,-s", "-Wl,--exclude-libs,ALL"],
         "extra_include_paths": [str(CSRC / "core"), str(CSRC / "binding")],
         "build_directory": str(folder),
         "with_cuda": False,

@@ -15,11 +15,11 @@ from lockstep.kernel.rng_scopes import find_scopes
 from lockstep.kernel.step_context import NOTHING, StepContext
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.autograd_engine import run_backward
+from lockstep.model.device_errors import explain_device_error
 from lockstep.model.evaluation import Evaluation, evaluate
 from lockstep.model.forward import Metric, forward
 from lockstep.model.loss_root import LossRoot
 from lockstep.model.native_seeder import make_rng_scopes
-from lockstep.model.nondeterminism import explain_nondeterminism
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.microbatch_loop import CollectedGradients, MicrobatchLoop
 
@@ -102,7 +102,7 @@ class WholeModelExecutor:
                     yield loop
             except BaseException as error:
                 loop.close(error)
-                if explained := explain_nondeterminism(error, loop.root, self._module, loop.place):
+                if explained := explain_device_error(error, loop.root, self._module, loop.place):
                     raise explained from error
                 raise
             loop.close(None)

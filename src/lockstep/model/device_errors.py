@@ -1,6 +1,6 @@
-"""Which module calls an operator that has no deterministic implementation.
+"""Better errors for two of an accelerator: no deterministic implementation, a failed assertion.
 
-torch's error names the operator alone. An error in forward has the module in its traceback. In
+torch's error about an operator names no module. An error in forward has it in its traceback. In
 backward there is only the graph, whose nodes do not know their module: the parameters that the
 node's inputs were computed from, and those of what follows it, tell between which modules it is.
 """
@@ -17,16 +17,16 @@ from torch import nn
 
 from lockstep.kernel.errors import UsageError
 
-__all__ = ["explain_nondeterminism"]
+__all__ = ["explain_device_error"]
 
 MESSAGE = re.compile(r"(\S+)(?: with \S+.*?)? does not have a deterministic implementation")
 ENDINGS = re.compile(r"_(backward|out|cuda|gpu|kernel|template|forward)(?=_|$)")
 
 
-def explain_nondeterminism(
+def explain_device_error(
     error: BaseException, root: torch.Tensor | None, module: nn.Module, where: str
 ) -> UsageError | None:
-    """Return a better error for torch's error about an operator; None for other errors.
+    """Return a better error for torch's error; None for other errors.
 
     Args:
         error: The error.
@@ -34,7 +34,14 @@ def explain_nondeterminism(
         module: The model.
         where: The rank, step and micro-batch.
     """
-    match = MESSAGE.search(str(error)) if isinstance(error, RuntimeError) else None
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    if "device-side assert" in text:
+        return UsageError(
+            f"{where}, or earlier: an index is out of range on the device, such as a label that is "
+            "no class or a word that has no embedding; run again with CUDA_LAUNCH_BLOCKING=1, and "
+            "the traceback shows the call"
+        )
+    match = MESSAGE.search(text)
     if match is None:
         return None
     if root is None:

@@ -1,4 +1,4 @@
-"""Errors of operators without a deterministic implementation name the module that calls them."""
+"""Errors of an accelerator say where, and what to do."""
 
 from __future__ import annotations
 
@@ -51,6 +51,18 @@ def test_the_module_is_named(world_of_one, layers, place):
     with pytest.raises(UsageError, match="micro-batch 0: the operator") as caught:
         trainer.step((torch.zeros(8, 6), torch.zeros(8, dtype=torch.long)))
     assert place in str(caught.value)
+
+
+class Assert(nn.Module):
+    def forward(self, inputs):
+        raise RuntimeError("CUDA error: device-side assert triggered\nCUDA kernel errors might be")
+
+
+def test_a_failed_assertion_says_how_to_find_the_call(world_of_one):
+    model = nn.Sequential(nn.Linear(6, 3), Assert())
+    trainer = ls.Trainer(model, nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1))
+    with pytest.raises(UsageError, match="micro-batch 0, or earlier: an index is out of range"):
+        trainer.step((torch.zeros(8, 6), torch.zeros(8, dtype=torch.long)))
 
 
 def test_other_errors_stay(world_of_one):
