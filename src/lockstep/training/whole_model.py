@@ -96,16 +96,20 @@ class WholeModelExecutor:
         if self._checkpointing is not None:
             recomputing = self._checkpointing.enable(buffers)
             explaining = self._checkpointing.explain_errors()
-        with recomputing, self._scopes.seed_calls():
-            try:
-                with explaining:
-                    yield loop
-            except BaseException as error:
-                loop.close(error)
-                if explained := explain_device_error(error, loop.root, self._module, loop.place):
-                    raise explained from error
-                raise
-            loop.close(None)
+        try:
+            with recomputing, self._scopes.seed_calls():
+                try:
+                    with explaining:
+                        yield loop
+                except BaseException as error:
+                    loop.close(error)
+                    raise
+                loop.close(None)
+        except BaseException as error:
+            # After a failed assertion the generators of the device cannot be restored either.
+            if explained := explain_device_error(error, loop.root, self._module, loop.place):
+                raise explained from error
+            raise
 
     def compute(self, batch: Any) -> None:
         """Compute every micro-batch of this rank with the trainer's loss."""
