@@ -13,8 +13,7 @@ order, the split and the seeds are those of `Trainer.batches`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import Sampler, TensorDataset, get_worker_info
@@ -27,12 +26,11 @@ from lockstep.kernel.seeds import key, remembered, seed_all
 __all__ = ["LoadedHere", "MicrobatchConsumer", "MicrobatchSampler", "PlannedMicrobatch"]
 
 
-@dataclass(frozen=True)
-class PlannedMicrobatch:
+class PlannedMicrobatch(NamedTuple):
     """A micro-batch of this rank.
 
     Attributes:
-        index: Its number in the batch.
+        number: Its number in the batch.
         size: The number of its samples.
         samples: The number of samples of the batch.
         leaves: The number of micro-batches of the batch.
@@ -42,7 +40,7 @@ class PlannedMicrobatch:
         order: A digest of the epoch's order.
     """
 
-    index: int
+    number: int
     size: int
     samples: int
     leaves: int

@@ -17,18 +17,21 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
-from lockstep.data.microbatch import align_tensors
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import is_in_backward
 
-__all__ = ["BackwardWatch", "BackwardWatcher"]
+__all__ = ["Arguments", "BackwardWatch", "BackwardWatcher"]
+
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional arguments, and those by name."""
 
 
 class BackwardWatcher(Protocol):
     """What is called around the forward and backward passes of a model."""
 
-    def before_forward(self) -> bool:
-        """Take part in a forward; return whether its backward is watched."""
+    def before_forward(self, arguments: Arguments) -> Arguments | None:
+        """Take part in a forward; return its arguments, or None if its backward is not watched."""
 
     def begin_backward(self) -> None:
         """Take part in a backward pass before it computes gradients of parameters."""
@@ -51,12 +54,11 @@ class BackwardWatch:
         replaced = vars(model).get("_compiled_call_impl")
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            is_watched = not is_in_backward() and watcher.before_forward()
-            if is_watched:  # as for the data of `ls.Trainer`
-                args, kwargs = align_tensors(args), align_tensors(kwargs)
-            outputs = (replaced or model._call_impl)(*args, **kwargs)
-            if is_watched:
-                self._watch(outputs)
+            given = None if is_in_backward() else watcher.before_forward((args, kwargs))
+            if given is None:
+                return (replaced or model._call_impl)(*args, **kwargs)
+            outputs = (replaced or model._call_impl)(*given[0], **given[1])
+            self._watch(outputs)
             return outputs
 
         # A hook would become a part of a compiled model, and torch calls modules with hooks slower.

@@ -38,7 +38,7 @@ from lockstep.kernel.seeds import torch_generators
 from lockstep.kernel.step_hooks import StepResult
 from lockstep.messages import log
 from lockstep.model.across_ranks import verify_across_ranks
-from lockstep.model.backward_watch import BackwardWatch
+from lockstep.model.backward_watch import Arguments, BackwardWatch
 from lockstep.model.blocks import find_block_names
 from lockstep.model.description import describe_tensors
 from lockstep.model.native_seeder import make_rng_scopes, make_seeder
@@ -294,7 +294,7 @@ class Exact:
         self._is_weighed = True
         part = self._step.weigh(loss, share, weight)
         if self._observation is not None:
-            self._step.losses[self._current.index] = part.item()
+            self._step.losses[self._current.number] = part.item()
         if divisor == 1:
             return part
         if torch.ones((), dtype=part.dtype).div(divisor).mul(divisor) != 1:
@@ -307,12 +307,12 @@ class Exact:
 
     def _find_position(self) -> tuple[int, int] | None:
         """Return the micro-batch that is computed, in stage 0; None between two."""
-        return None if self._current is None else (self._current.index, 0)
+        return None if self._current is None else (self._current.number, 0)
 
-    def before_forward(self) -> bool:
-        """Begin a micro-batch at its first forward in training; return whether one has begun."""
+    def before_forward(self, arguments: Arguments) -> Arguments | None:
+        """Begin a micro-batch at its first forward in training, unless `begin` was called."""
         if not torch.is_grad_enabled() or not self._is_trainable:
-            return False
+            return None
         if self._current is None and self._model.module.training:
             drew = self._remaining and LoadedHere.restore is None
             if drew and not torch.equal(torch.default_generator.get_state(), self._left_state):
@@ -322,7 +322,8 @@ class Exact:
                     "exact.begin() first"
                 )
             self.begin()
-        return self._current is not None
+            arguments = align_tensors(arguments[0]), align_tensors(arguments[1])
+        return None if self._current is None else arguments
 
     @property
     def _is_trainable(self) -> bool:

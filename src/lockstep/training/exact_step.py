@@ -30,6 +30,9 @@ from lockstep.model.buffer_exchange import GroupExchange
 
 __all__ = ["ExactModel", "ExactStep"]
 
+END = b"\0"
+"""The end of a status in a message; JSON does not contain it."""
+
 
 @dataclass(frozen=True)
 class ExactModel:
@@ -85,7 +88,7 @@ class ExactStep:
     @property
     def place(self) -> str:
         """The rank, the step and the micro-batch, for messages."""
-        current = "" if self.current is None else f", micro-batch {self.current.index}"
+        current = "" if self.current is None else f", micro-batch {self.current.number}"
         return f"rank {self._model.share.replica}, step {self._number}{current}"
 
     def begin(self, planned: PlannedMicrobatch) -> None:
@@ -98,14 +101,14 @@ class ExactStep:
             )
         self.current = planned
         self._install_buffers()
-        self._model.scopes.begin_microbatch(self._number, planned.index)
+        self._model.scopes.begin_microbatch(self._number, planned.number)
 
     def weigh(self, loss: torch.Tensor, share: float | None, weight: float | None) -> torch.Tensor:
         """Return the part of the current micro-batch's loss; see `Exact.weigh`."""
         current = self.current
         assert current is not None
         if weight is not None:
-            self._weights[current.index] = share = float(weight)
+            self._weights[current.number] = share = float(weight)
         elif share is None:
             share = current.size / current.samples
         return (loss.float() if loss.dtype is torch.float16 else loss) * share
@@ -144,14 +147,14 @@ class ExactStep:
                 "optimizer.step() if exact.is_complete"
             )
         if self._buffers.slots:
-            self._buffers.collect(current.index, current.size / current.samples)
+            self._buffers.collect(current.number, current.size / current.samples)
             self._buffers.restore()
-        if self._weights.get(current.index) == 0:
+        if self._weights.get(current.number) == 0:
             for parameter in parameters:
                 parameter.grad = None
-            self._model.gradients.skip(current.index)
+            self._model.gradients.skip(current.number)
         else:
-            self._model.gradients.accumulate(current.index)
+            self._model.gradients.accumulate(current.number)
         self.remaining -= 1
         self.current = None
         if self.remaining == 0:
@@ -181,7 +184,7 @@ class ExactStep:
         """Add the gradients of all ranks, and merge the buffers."""
         leaves, share = self._first.leaves, self._model.share
         gradients, buffers = self._model.gradients, self._buffers
-        statuses = self._exchange(self._make_status())
+        statuses, messages = self._exchange(self._make_status())
         reports = [
             BufferReport(status["buffers"], last=status["last"]).of_replica(rank)
             for rank, status in enumerate(statuses)
@@ -192,7 +195,7 @@ class ExactStep:
             raise BufferMismatchError(f"step {self._number}: {reason}")
         nodes = share.nodes(leaves)
         used = reduce(or_, (int(status["used"], 16) for status in statuses))
-        gradients.reduce(nodes, f"{used:x}")
+        gradients.reduce(nodes, f"{used:x}", messages)
         if report.hashes:
             exchange = GroupExchange(self._model.group) if share.replicas > 1 else None
             buffers.merge(report, nodes, leaves, exchange)
@@ -221,8 +224,8 @@ class ExactStep:
             "failure": failure,
         }
 
-    def _exchange(self, status: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the statuses of all ranks.
+    def _exchange(self, status: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[bytes]]:
+        """Return the statuses of all ranks, and messages that end with small gradients.
 
         Raises:
             DisagreementError: The ranks train on different batches.
@@ -230,9 +233,9 @@ class ExactStep:
         """
         messages = [json.dumps(status).encode()]
         if self._model.share.replicas > 1:
-            about = "adding the gradients of ls.exact"
-            messages = all_gather_bytes(messages[0], about, self._model.group)
-        statuses: list[dict[str, Any]] = [json.loads(message) for message in messages]
+            about, packed = "adding the gradients of ls.exact", self._model.gradients.pack()
+            messages = all_gather_bytes(messages[0] + END + packed, about, self._model.group)
+        statuses: list[dict[str, Any]] = [json.loads(m.partition(END)[0]) for m in messages]
         for rank, other in enumerate(statuses):
             for part in ("batch", "order"):
                 if other[part] != statuses[0][part]:
@@ -243,7 +246,7 @@ class ExactStep:
         for rank, other in enumerate(statuses):
             if other["failure"]:
                 raise UsageError(f"rank {rank}, step {self._number}: {other['failure']}")
-        return statuses
+        return statuses, messages
 
     def _divide(self, weights: Iterable[Mapping[str, str]]) -> None:
         """Divide the gradients by the sum of the weights of all micro-batches, if there are any."""
