@@ -13,7 +13,7 @@ one read of all rows and one write of the first row.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,6 @@ from lockstep.comm import backend, native_module
 from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, slice_length
 from lockstep.comm.reproducible_all_reduce import (
     ABSENT,
-    LOCALLY_UNUSED,
     NEW,
     ReproducibleAllReduce,
     Values,
@@ -121,15 +120,12 @@ class NativeAllReduce(ReproducibleAllReduce):
     def launch(
         self,
         held: Mapping[Node, Values],
-        locally_unused: Container[int] = (),
         in_steps: bool = False,
     ) -> None:
         """Copy values to their destinations, and start; see `ReproducibleAllReduce.launch`."""
-        self._work = self._start(self._pack(held, locally_unused, self._packs_all()), in_steps)
+        self._work = self._start(self._pack(held, self._packs_all()), in_steps)
 
-    def _pack(
-        self, held: Mapping[Node, Values], locally_unused: Container[int], all_slices: bool
-    ) -> torch.Tensor | None:
+    def _pack(self, held: Mapping[Node, Values], all_slices: bool) -> torch.Tensor | None:
         """Copy values and flags to their destinations.
 
         Returns:
@@ -144,7 +140,7 @@ class NativeAllReduce(ReproducibleAllReduce):
                 if value is None:
                     flags.append(ABSENT)
                     continue
-                flags.append(LOCALLY_UNUSED if index in locally_unused else NEW)
+                flags.append(NEW)
                 if value.data_ptr() == part.data_ptr():
                     continue
                 flat = in_memory_order(value)
@@ -199,7 +195,7 @@ class NativeAllReduce(ReproducibleAllReduce):
 
     def pack(self, held: Mapping[Node, Values]) -> bytes:
         """Return this rank's nodes, to be sent with another message, instead of `launch`."""
-        self._pack(held, (), all_slices=True)
+        self._pack(held, all_slices=True)
         used = self._values.nbytes + self._flags.numel() if self._nodes else 0
         return self._packed[:used].numpy().tobytes() + self._digest
 

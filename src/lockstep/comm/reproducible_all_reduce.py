@@ -15,7 +15,7 @@ Each addition rounds to the dtype of the tensor.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -24,7 +24,6 @@ from lockstep.kernel.tree import Node
 
 __all__ = [
     "ABSENT",
-    "LOCALLY_UNUSED",
     "NEW",
     "ReproducibleAllReduce",
     "Values",
@@ -36,7 +35,7 @@ __all__ = [
 Values = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
 """Tensors by the index of their bucket member; None if absent."""
 
-ABSENT, NEW, LOCALLY_UNUSED = 0, 1, 2
+ABSENT, NEW = 0, 1
 """The flags of a tensor in a node."""
 
 
@@ -89,15 +88,12 @@ class ReproducibleAllReduce(ABC):
     def launch(
         self,
         held: Mapping[Node, Values],
-        locally_unused: Container[int] = (),
         in_steps: bool = False,
     ) -> None:
         """Start step 1: copy this rank's nodes and start the exchange.
 
         Args:
             held: The tensors of each of this rank's nodes, by index; None if absent.
-            locally_unused: The indices of tensors that count only if another rank has a tensor
-                that it used.
             in_steps: Whether the backend "lockstep" does not add in a background thread, but in
                 this one, in `advance`. It avoids that both take turns on one core.
         """

@@ -16,7 +16,7 @@ present.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ import torch.distributed as dist
 from lockstep.comm.bucket import Bucket, pieces, slice_length
 from lockstep.comm.reproducible_all_reduce import (
     ABSENT,
-    LOCALLY_UNUSED,
     NEW,
     ReproducibleAllReduce,
     Values,
@@ -72,25 +71,17 @@ class SlicedAllReduce(ReproducibleAllReduce):
     def launch(
         self,
         held: Mapping[Node, Values],
-        locally_unused: Container[int] = (),
         in_steps: bool = False,
     ) -> None:
         """Pack this rank's nodes and start step 1; see `ReproducibleAllReduce.launch`."""
-        self._start(self._pack(held, locally_unused))
+        self._start(self._pack(held))
 
-    def _pack(self, held: Mapping[Node, Values], locally_unused: Container[int]) -> bytearray:
+    def _pack(self, held: Mapping[Node, Values]) -> bytearray:
         """Copy this rank's nodes into the rows, and return their flags."""
         members, flags = self.bucket.members, bytearray()
         for number, node in enumerate(self._nodes_by_rank[self._rank]):
             values = held[node]
-            flags += bytes(
-                ABSENT
-                if values[member.index] is None
-                else LOCALLY_UNUSED
-                if member.index in locally_unused
-                else NEW
-                for member in members
-            )
+            flags += bytes(ABSENT if values[member.index] is None else NEW for member in members)
             slices = self._rows[:, number * self._slice_bytes : (number + 1) * self._slice_bytes]
             slices = slices.view(self.bucket.dtype)
             flat: dict[int, torch.Tensor] = {}
