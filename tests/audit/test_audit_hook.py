@@ -355,3 +355,28 @@ def test_data_that_cannot_be_sent_are_repeated_where_they_are(ranks):
         return trainer.digest()
 
     assert {*ranks(load, 2)} == {*ranks(load, 1)}
+
+
+def test_a_run_with_checkpoints_saves_one_before_it_ends_for_too_many_faults(ranks, tmp_path):
+    def stop() -> tuple[str, int]:
+        from bit_flips import FaultyOperator
+
+        trainer = make_trainer(
+            checkpoint=ls.CheckpointConfig(folder=tmp_path / "run", every_steps=100),
+            audit=ls.AuditConfig(max_corrections=0),
+        )
+        inputs, targets = zip(*make_batches(6), strict=True)
+        dataset = TensorDataset(torch.cat(inputs), torch.cat(targets))
+        said = ""
+        with FaultyOperator("addmm", rank=0, call=1):
+            try:
+                for batch in trainer.batches(dataset, 12, shuffle=False):
+                    trainer.step(batch)
+            except SystemExit as stopped:
+                said = str(stopped)
+        return said, trainer.steps
+
+    for said, steps in ranks(stop, 2):
+        assert "stopped on request after step 2" in said
+        assert steps == 2
+    assert [*(tmp_path / "run" / "checkpoints").iterdir()]

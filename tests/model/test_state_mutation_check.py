@@ -313,7 +313,7 @@ def test_weights_that_one_rank_changed_by_itself_are_named(ranks, over):
             trainer.step(batch())
         if ls.rank() == 3:
             if not over:
-                model[0].bias.data[2] += 1
+                model[0].bias.data += 1  # more elements than a fault in memory changes
             else:
                 model[1].running_mean[2] += 1
         try:

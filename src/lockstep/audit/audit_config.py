@@ -37,6 +37,14 @@ class AuditConfig:
                 kind = "positive whole number" if least else "whole number, at least 0"
                 raise UsageError(f"AuditConfig({name}={value!r}): expected a {kind}")
 
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The numbers (first, every) of a hook: only steps below `first` and multiples of `every`.
+
+        Most steps that are not audited are not among them.
+        """
+        return (3, 5) if self.every_steps % 5 == 0 else (51, self.every_steps)
+
 
 def read_audit(given: AuditConfig | bool) -> AuditConfig | None:
     """Return the settings that an argument `audit` selects; None: no step is audited.

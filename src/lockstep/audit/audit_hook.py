@@ -93,8 +93,7 @@ class Audit(StepHook):
     ) -> None:
         self._config, self._parallel, self._executor = config, parallel, executor
         self._modules, self._record, self._stop = modules, record, stop
-        # Steps with a smaller number than `first`, and multiples of `every`, may be audited.
-        self.first, self.every = (3, 5) if config.every_steps % 5 == 0 else (51, config.every_steps)
+        self.first, self.every = config.limits
         self._corrections: Counter[int] = Counter()  # by rank
         self._host = platform.node()
         self._is_repeating = False
@@ -440,6 +439,9 @@ def _find_core() -> int:
 @contextmanager
 def _on_another_core() -> Iterator[None]:
     """Run the body on another core than the present one, if this thread may use one."""
+    if not hasattr(os, "sched_getaffinity"):  # such as on macOS
+        yield
+        return
     allowed = os.sched_getaffinity(0)
     if others := allowed - {_find_core()}:
         os.sched_setaffinity(0, others)

@@ -19,6 +19,7 @@ from torch import nn
 
 from lockstep.audit.audit_config import AuditConfig, read_audit
 from lockstep.audit.audit_hook import Audit
+from lockstep.audit.replica_check import ReplicaCheck
 from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.checkpoint.stop_request import stopping
 from lockstep.comm import native_module
@@ -240,8 +241,11 @@ class Trainer:
         config, executor = arguments.audit, setup.executor
         if session is None and config is not None and isinstance(executor, WholeModelExecutor):
             modules, stop = self.parallel.modules_with(self.model), self._run.safe_points.stop
-            record = self._record_finding
+            record, state = self._record_finding, self._optimization.local_state
             hooks.append(Audit(config, self.parallel, executor, modules, record, stop))
+            if self.parallel.replicas > 1 and self._optimization.sharded is None:
+                # First, before other checks raise an error about what it can restore.
+                hooks.insert(0, ReplicaCheck(config, self.parallel, modules, state, record))
         if has_stages and is_recorded:
             hooks.append(StepTrace(clock_offset(self.parallel.group), self.history))
         if (observer := self._find_observer(arguments, setup, session, member)) is not None:

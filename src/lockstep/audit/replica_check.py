@@ -1,0 +1,196 @@
+"""The check of what all replicas hold: parameters, buffers and the optimizer's state.
+
+    step 5      hashes on rank 0  A     rank 1  A     rank 2  A     nothing else happens
+    step 10                       A             A             B     rank 2 gets the tensors of rank
+                                                                    0 if few elements differ, and
+                                                                    the step begins again
+
+Each replica updates its own copy, so a wrong update, or a bit that flips in memory, lasts. A tensor
+with many other elements was written by the program, on some ranks only: that is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+from torch import nn
+
+from lockstep.audit.audit_config import AuditConfig
+from lockstep.audit.audit_hook import RepeatStep
+from lockstep.audit.audit_plan import is_audited
+from lockstep.checksum import checksum
+from lockstep.kernel.rank_status import StatusSummary
+from lockstep.kernel.step_context import StepContext
+from lockstep.kernel.step_hooks import CommittedStep, StepHook
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.state_mutation_check import require_same_weights
+
+__all__ = ["OddReplica", "ReplicaCheck", "find_odd_replica"]
+
+MOST = 4
+"""The largest number of elements that are restored; what differs in more was written on purpose."""
+
+
+class OddReplica(NamedTuple):
+    """The only replica that differs from the others.
+
+    Attributes:
+        rank: Its rank.
+        source: The lowest of the other ranks.
+        names: The tensors that differ.
+    """
+
+    rank: int
+    source: int
+    names: list[str]
+
+
+def find_odd_replica(hashes: Sequence[Mapping[str, int]]) -> OddReplica | None:
+    """Return the only replica that differs from at least two equal ones; None if there is none.
+
+    Args:
+        hashes: For each rank, the hashes of its tensors by name.
+    """
+    counts = Counter(tuple(sorted(one.items())) for one in hashes)
+    (common, most), *others = counts.most_common()
+    if [most, *(number for _, number in others)] != [len(hashes) - 1, 1] or most < 2:
+        return None
+    right = dict(common)
+    rank = next(number for number, one in enumerate(hashes) if dict(one) != right)
+    if {*hashes[rank]} != {*right}:
+        return None
+    names = [name for name, value in hashes[rank].items() if value != right[name]]
+    return OddReplica(rank, 1 if rank == 0 else 0, names)
+
+
+class ReplicaCheck(StepHook):
+    """The hook that compares what the replicas hold, in audited steps.
+
+    Args:
+        config: The settings of the audit.
+        parallel: The layout.
+        modules: The model and the other modules that a step calls, by their names in messages.
+        optimizer_state: A function that returns the state of the optimizer by name.
+        record: A function that records a finding, given its fields.
+    """
+
+    name = "replicas"
+
+    def __init__(
+        self,
+        config: AuditConfig,
+        parallel: ParallelContext,
+        modules: Mapping[str, nn.Module],
+        optimizer_state: Callable[[], Mapping[str, Any]],
+        record: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._config, self._parallel, self._modules = config, parallel, modules
+        self._optimizer_state, self._record = optimizer_state, record
+        self.first, self.every = config.limits
+        self._finding: dict[str, Any] | None = None
+
+    def begin(self, step: StepContext, batch: Any) -> None:
+        """Note whether the step can be computed again, which a manual one cannot."""
+        self._is_repeatable = batch is not None
+
+    def status(self, step: StepContext) -> str:
+        """Return a hash of all that this replica holds; "" in a step that is not audited."""
+        if step.is_stopped or not is_audited(step.number, self._config.every_steps):
+            return ""
+        self._hashes = {name: _hash(value) for name, value in self._find_values().items()}
+        return xxhash.xxh3_64_hexdigest(repr(self._hashes).encode())
+
+    def merge(self, left: str | None, right: str | None) -> str | None:
+        """Return the common hash of two ranges of ranks; None if it differs."""
+        return left if left == right else None
+
+    def check(self, step: StepContext, summary: StatusSummary) -> None:
+        """Restore the only replica that differs.
+
+        Raises:
+            RepeatStep: A replica was restored; the step has to be computed again.
+            DisagreementError: Replicas differ otherwise.
+        """
+        if summary.failure is not None or summary.hooks[self.name] is not None:
+            return
+        about = f"comparing replicas {step.label.about}"
+        mine = json.dumps([platform.node(), self._hashes]).encode()
+        messages = [json.loads(one) for one in self._parallel.messages.gather(mine, about)]
+        odd = find_odd_replica([hashes for _, hashes in messages])
+        if odd is None or not self._is_repeatable or not self._restore(step, odd):
+            require_same_weights(self._hashes, step.label.about, self._parallel.group)
+            return
+        host, name = messages[odd.rank][0], odd.names[0]
+        more = f" and {len(odd.names) - 1} more" if len(odd.names) > 1 else ""
+        self._finding = {
+            "step": step.number,
+            "rank": odd.rank,
+            "host": host,
+            "core": -1,
+            "microbatch": None,
+            "module": name.partition("/")[0].rpartition(".")[0] or None,
+            "operator": None,
+            "corrected": True,
+            "message": f"step {step.number}: rank {odd.rank} (host {host}) held other bits than "
+            f"all other ranks in {name}{more}, from a wrong update or a fault in memory; they were "
+            f"restored from rank {odd.source}. Steps since the last audited one may have used "
+            "them: continue from a checkpoint before it if you need the bits of an undisturbed run",
+        }
+        raise RepeatStep(f"{step.where}: the step is computed again with restored weights")
+
+    def report(self, committed: CommittedStep) -> None:
+        """Record that a replica was restored."""
+        if self._finding is not None:
+            self._record(self._finding)
+        self._finding = None
+
+    def _find_values(self) -> dict[str, Any]:
+        """Return the tensors and numbers that this replica holds, by name."""
+        values: dict[str, Any] = {}
+        for root, module in self._modules.items():
+            for named in (module.named_parameters, module.named_buffers):
+                for name, tensor in named(prefix=root):
+                    values[name] = tensor
+        return values | dict(self._optimizer_state())
+
+    def _restore(self, step: StepContext, odd: OddReplica) -> bool:
+        """Overwrite the tensors of the odd replica, unless too many elements differ.
+
+        Returns:
+            Whether they were overwritten, on every rank.
+        """
+        values = self._find_values()
+        tensors = [values[name] for name in odd.names]
+        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+            return False
+        before = [tensor.detach().clone() for tensor in tensors]
+        self._parallel.make_buffer_exchange().broadcast(tensors, odd.source)
+        pairs = zip(before, tensors, strict=True)
+        differing = max(_count_differing(old, new.detach()) for old, new in pairs)
+        about = f"restoring a replica {step.label.about}"
+        counts = self._parallel.messages.gather(str(differing).encode(), about)
+        if int(counts[odd.rank]) <= MOST:
+            return True
+        with torch.no_grad():
+            for old, tensor in zip(before, tensors, strict=True):
+                tensor.copy_(old)
+        return False
+
+
+def _hash(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return checksum(value)
+    return int(xxhash.xxh3_64_intdigest(repr(value).encode()))
+
+
+def _count_differing(one: torch.Tensor, two: torch.Tensor) -> int:
+    """Return the number of elements with other bits."""
+    bits = [tensor.contiguous().view(torch.uint8).reshape(-1, tensor.itemsize)
+            for tensor in (one.reshape(-1), two.reshape(-1))]  # fmt: skip
+    return int((bits[0] != bits[1]).any(dim=1).sum())
