@@ -21,7 +21,7 @@ from grammar.plain import EVALUATED, change_model, hook_late, tensor_batches
 def outcome_of(case: Case, leg: Leg, folder: Path) -> Outcome:
     """Train a leg; one that is not the last leaves its state in `folder` for the next."""
     losses: list[float] = []
-    trainer, loss = _trainer(case, leg, losses)
+    trainer, loss = make_trainer(case, leg, losses)
     saved = folder / f"{case.seed}.pt"
     position: Any = None
     if leg.begin:
@@ -56,7 +56,7 @@ def outcome_of(case: Case, leg: Leg, folder: Path) -> Outcome:
     )
 
 
-def _trainer(case: Case, leg: Leg, losses: list[float]) -> tuple[ls.Trainer, Any]:
+def make_trainer(case: Case, leg: Leg, losses: list[float]) -> tuple[ls.Trainer, Any]:
     """Return the trainer, which notes its losses, and its loss function."""
     model: Any = case.model.build(case.seed)
     if case.model.form == "factories":
@@ -70,6 +70,7 @@ def _trainer(case: Case, leg: Leg, losses: list[float]) -> tuple[ls.Trainer, Any
         loss_weight=case.loss.weight,
         autocast_dtype=case.precision,
         callbacks=[lambda result: losses.append(result.loss)],
+        audit=ls.AuditConfig(every_steps=1 if case.seed % 2 else 100),
         pipeline=leg.layout.pipeline(Named.NAMES if case.model.form == "named" else None),
         **case.optimization.options(),
         **leg.layout.options(),

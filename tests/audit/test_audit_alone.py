@@ -1,0 +1,140 @@
+"""Programs with hidden state, of kinds that users have written: found by the audit alone.
+
+Every other hook of the step is removed, so no special check can find them.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import lockstep as ls
+from lockstep.audit.audit_hook import Audit
+
+STEPS = 30
+
+
+class Recurrent(nn.Module):
+    """Keeps its hidden state in an attribute, which forward replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.gru, self.head = nn.GRU(4, 8, batch_first=True), nn.Linear(8, 4)
+        self.hidden = None
+
+    def forward(self, inputs):
+        outputs, hidden = self.gru(inputs.unsqueeze(1), self.hidden)
+        self.hidden = hidden.detach()
+        return self.head(outputs[:, 0])
+
+
+class Late(nn.Module):
+    """Changes its behavior after 12 calls, for which it counts in a buffer."""
+
+    lockstep_buffer_rules = {"calls": "equal"}
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.generator, self.rows = torch.Generator().manual_seed(0), []
+
+    def forward(self, inputs):
+        self.calls += 1
+        return self.compute(inputs) if self.calls > 4 else self.query(inputs)
+
+
+class LateGenerator(Late):
+    """Draws from a generator of its own."""
+
+    def compute(self, inputs):
+        return self.query(inputs * torch.rand(4, generator=self.generator))
+
+
+class LateTeacher(Late):
+    """Writes to a parameter in forward."""
+
+    def compute(self, inputs):
+        self.key.weight.detach().lerp_(self.query.weight.detach(), 0.1)
+        return self.query(inputs) + self.key(inputs)
+
+
+class LateQueue(Late):
+    """Appends its inputs to a list, and reads it."""
+
+    def compute(self, inputs):
+        self.rows = [*self.rows[-3:], inputs.detach().mean(0)]
+        return self.query(inputs + sum(self.rows))
+
+
+class Plain(nn.Linear):
+    """Is blameless; its loss is not."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+
+
+class Counting:
+    """A loss that depends on the number of its calls."""
+
+    calls = 0
+
+    def __call__(self, outputs, targets):
+        self.calls += 1
+        return nn.functional.cross_entropy(outputs, targets) * (1 + 0.01 * (self.calls % 5))
+
+
+generator = numpy.random.default_rng(0)
+
+
+def draw_loss(outputs, targets):
+    """Smooth labels by a number of a generator of numpy's own."""
+    smoothing = float(generator.random()) / 10
+    return nn.functional.cross_entropy(outputs, targets, label_smoothing=smoothing)
+
+
+PROGRAMS = {
+    "recurrent": (Recurrent, nn.CrossEntropyLoss, 0, "of gru .*; Recurrent.hidden changed"),
+    "late generator": (LateGenerator, nn.CrossEntropyLoss, 10, "LateGenerator.generator changed"),
+    "late teacher": (LateTeacher, nn.CrossEntropyLoss, 5, "in aten.lerp_.Scalar of LateTeacher"),
+    "late queue": (LateQueue, nn.CrossEntropyLoss, 5, "LateQueue.rows changed"),
+    "counting loss": (Plain, Counting, 2, r"in aten.mul.Tensor \(.* in __call__\)"),
+    "drawing loss": (Plain, lambda: draw_loss, 2, r"\(.* in draw_loss\)"),
+}
+"""The model and the loss, the last step in which it is found, and a part of what is named."""
+
+
+def train_audited_only(name):
+    """Train a program with the audit alone; return the steps taken, and the error."""
+    make, make_loss, *_ = PROGRAMS[name]
+    torch.manual_seed(0)
+    model = make()
+    trainer = ls.Trainer(
+        model, make_loss(), partial(torch.optim.SGD, lr=0.1), microbatches=4, loggers=[]
+    )
+    step = trainer._steps._optimizer_step
+    step.hooks = [hook for hook in step.hooks if isinstance(hook, Audit)]
+    assert len(step.hooks) == 1
+    draw = torch.Generator().manual_seed(1)
+    try:
+        for _ in range(STEPS):
+            trainer.step((torch.rand(16, 4, generator=draw), torch.arange(16) % 4))
+    except ls.LockstepError as error:
+        return trainer.steps, f"{type(error).__name__}: {error}"
+    return trainer.steps, ""
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_hidden_state_is_found_by_the_audit_alone(name, n, ranks):
+    *_, step, named = PROGRAMS[name]
+    for found, error in ranks(partial(train_audited_only, name), n):
+        assert error.startswith("StateError: "), error
+        assert found <= step, error
+        assert re.search(named, error), error

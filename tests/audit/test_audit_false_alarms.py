@@ -1,0 +1,43 @@
+"""No false alarm: every step of the grammar's models is audited, and nothing is reported.
+
+LOCKSTEP_SOAK_SECONDS=3600 python -m pytest -m stress tests/audit/test_audit_false_alarms.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from functools import partial
+
+import pytest
+
+AT_A_TIME, STEPS = 40, 60
+WIDTHS = (2, 3, 1)
+ENOUGH = 20_000  # audited steps
+
+
+def train(seeds, world):
+    from grammar.audited import train_audited  # ranks find it by its name
+
+    return train_audited(seeds, world, STEPS)
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(0)
+def test_no_false_alarm(ranks, capsys):
+    """Trains models until 20,000 steps were audited or the time is over, and prints the number."""
+    from grammar.audited import find_seeds
+
+    deadline = time.monotonic() + float(os.environ.get("LOCKSTEP_SOAK_SECONDS", "120"))
+    first, audited = 30_001, 0
+    for world in itertools.cycle(WIDTHS):
+        seeds = find_seeds(first, AT_A_TIME, world)
+        compared = ranks(partial(train, seeds, world), world, timeout=900)
+        assert set(compared) == {compared[0]}
+        first, audited = seeds[-1] + 1, audited + compared[0]
+        with capsys.disabled():
+            print(f"\nseeds up to {seeds[-1]}: {audited} audited steps", flush=True)
+        if audited >= ENOUGH or time.monotonic() > deadline:
+            break
+    assert audited > AT_A_TIME * STEPS / 2
