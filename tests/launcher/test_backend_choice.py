@@ -17,6 +17,8 @@ NCCL = {"device_backend": "nccl"}
     ("xpu", True, {"device_backend": "xccl"}, "cpu:gloo,xpu:xccl", "because xccl is made for xpu"),
     ("cuda", True, {"device_backend": "gloo"}, "cpu:gloo,cuda:gloo",
      "which is slower: it copies tensors to the CPU; this torch has no other backend for cuda"),
+    ("cuda", True, {"is_shared": True, **NCCL}, "cpu:gloo,cuda:gloo",
+     "because several ranks compute on one device, which nccl refuses"),
     ("cpu", True, {}, "lockstep", "because the ranks of a host share memory"),
     ("cpu", False, {}, "lockstep", "because the ranks of a host share memory, and no byte is sent"),
     ("cpu", True, {"unavailable": HERE}, "gloo",

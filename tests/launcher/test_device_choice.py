@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher import device_choice
@@ -13,6 +15,8 @@ from lockstep.launcher.device_choice import (
     choose_device,
     find_bound_device,
     find_device_backend,
+    is_shared_by_ranks,
+    may_be_shared,
     require_deterministic,
     select_device,
 )
@@ -100,3 +104,31 @@ def test_kernels_must_not_be_chosen_by_their_speed(monkeypatch):
 def test_the_group_of_gloo_is_not_bound_to_a_device(device, backend, is_bound):
     found = find_bound_device(torch.device(device), backend)
     assert found == (torch.device(device) if is_bound else None)
+
+
+class Identities:
+    """What identifies the devices of each number."""
+
+    def __init__(self, names):
+        self.names = names
+
+    def identify(self, device):
+        return self.names[device.index]
+
+
+@pytest.mark.parametrize(("names", "is_shared"), [("abc", False), ("aba", True)])
+def test_ranks_find_out_that_they_share_a_device(monkeypatch, names, is_shared):
+    monkeypatch.setitem(device_choice.BY_DEVICE_TYPE, "cuda", Identities(names))
+    store = HashStore()
+
+    def ask(number):
+        device, place = torch.device("cuda", number), rank(number, len(names))
+        return may_be_shared(device, place), is_shared_by_ranks(device, store, place)
+
+    with ThreadPoolExecutor(len(names)) as ranks:
+        assert list(ranks.map(ask, range(len(names)))) == [(True, is_shared)] * len(names)
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("cpu", 2), ("cuda", 1), ("xpu", 2)])
+def test_other_devices_are_not_compared(kind, ranks):
+    assert not may_be_shared(torch.device(kind, 0), rank(0, ranks))

@@ -3,6 +3,7 @@
     tensors on    ranks on         backend "lockstep"    used
     accelerator   any              -                     torch's backend for it (nccl for CUDA),
                                                          and gloo for tensors on the CPU
+    a shared one  any              -                     gloo, since nccl refuses it
     CPU           one host         can be used           lockstep
     CPU           one host         cannot                gloo
     CPU           several hosts    on every host         lockstep
@@ -37,6 +38,7 @@ def choose_backend(
     *,
     kind: str = "cpu",
     device_backend: str = "gloo",
+    is_shared: bool = False,
     is_single_host: bool,
     unavailable: str | None,
     requested: str | None = None,
@@ -46,12 +48,16 @@ def choose_backend(
     Args:
         kind: The type of the devices on which the ranks compute, such as "cpu" or "cuda".
         device_backend: The backend for tensors on an accelerator.
+        is_shared: Whether several ranks compute on one accelerator.
         is_single_host: Whether all ranks are on one host.
         unavailable: Where and why the backend "lockstep" cannot be used, such as "here: it is not
             built"; None if every host of the run can use it.
         requested: The value of LOCKSTEP_BACKEND.
     """
     if kind != "cpu":
+        if is_shared:
+            reason = f"because several ranks compute on one device, which {device_backend} refuses"
+            return BackendChoice(f"cpu:gloo,{kind}:gloo", reason)
         # With a custom backend's name after "cpu:", torch has no default backend on the CPU.
         name = f"cpu:gloo,{kind}:{device_backend}"
         if device_backend == "gloo":

@@ -16,7 +16,10 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
+from lockstep.comm.device_ipc import BY_DEVICE_TYPE
+from lockstep.comm.hosts.identity import identify_host
 from lockstep.devices import count_devices, find_accelerator, is_accelerator
 from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import UsageError
@@ -26,6 +29,8 @@ __all__ = [
     "choose_device",
     "find_bound_device",
     "find_device_backend",
+    "is_shared_by_ranks",
+    "may_be_shared",
     "require_deterministic",
     "select_device",
 ]
@@ -82,6 +87,27 @@ def find_device_backend(device: torch.device) -> str:
         f"torch.distributed has no backend for tensors on {device.type}: install the package that "
         "provides one, name it with init(backend=...), or call init(device='cpu')"
     )
+
+
+def may_be_shared(device: torch.device, rank_info: RankInfo) -> bool:
+    """Return whether several ranks could compute on a device, over Gloo; the same on all ranks."""
+    return (
+        is_accelerator(device)
+        and rank_info.world_size > 1
+        and device.type in BY_DEVICE_TYPE
+        and device.type in dist.Backend.backend_capability["gloo"]
+    )
+
+
+def is_shared_by_ranks(device: torch.device, store: Store, rank_info: RankInfo) -> bool:
+    """Return whether any two ranks compute on the same device; every rank must call this.
+
+    Each rank sees its devices under numbers of its own if its launcher hides the others.
+    """
+    identity = f"{identify_host()} {BY_DEVICE_TYPE[device.type].identify(device)}"
+    store.set(f"lockstep/device/{rank_info.rank}", identity)
+    ranks = range(rank_info.world_size)
+    return len({store.get(f"lockstep/device/{rank}") for rank in ranks}) < rank_info.world_size
 
 
 def find_bound_device(device: torch.device, backend: str) -> torch.device | None:

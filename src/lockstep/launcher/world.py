@@ -32,6 +32,8 @@ from lockstep.launcher.device_choice import (
     choose_device,
     find_bound_device,
     find_device_backend,
+    is_shared_by_ranks,
+    may_be_shared,
     select_device,
 )
 from lockstep.launcher.environment import JOIN, RankInfo, is_elastic_on_hosts, read_rank_info
@@ -141,7 +143,12 @@ def init(
     _configure_torch(threads, chosen)
     if not dist.is_initialized():
         comm.register()
-        name = backend or default_backend(chosen, rank_info)
+        is_shared = False
+        if backend is None and JOIN not in os.environ and may_be_shared(chosen, rank_info):
+            if store is None:
+                store = rendezvous.wait_for_ranks(rank_info, timeout)
+            is_shared = is_shared_by_ranks(chosen, store, rank_info)
+        name = backend or default_backend(chosen, rank_info, is_shared)
         if name == "lockstep" and JOIN not in os.environ and not rank_info.is_single_host:
             if store is None:
                 store = rendezvous.wait_for_ranks(rank_info, timeout)
@@ -186,15 +193,17 @@ def cpu_backend() -> str:
     return default_backend(torch.device("cpu"), RankInfo())
 
 
-def default_backend(device: torch.device, rank_info: RankInfo) -> str:
+def default_backend(device: torch.device, rank_info: RankInfo, is_shared: bool = False) -> str:
     """Return the backend of `torch.distributed` for tensors on `device` and on the CPU.
 
-    For ranks on several hosts "lockstep" is preliminary: see `_agree_on_backend`.
+    `is_shared` says whether several ranks compute on one device. For ranks on several hosts
+    "lockstep" is preliminary: see `_agree_on_backend`.
     """
     choose = functools.partial(
         choose_backend,
         kind=device.type,
         device_backend=find_device_backend(device),
+        is_shared=is_shared,
         is_single_host=rank_info.is_single_host,
         requested=os.environ.get("LOCKSTEP_BACKEND"),
     )
