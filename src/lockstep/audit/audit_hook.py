@@ -78,6 +78,8 @@ class Audit(StepHook):
         modules: The model and the other modules that a step calls, by their names in messages.
         record: A function that records a finding, given its fields.
         stop: A function that asks for the end of the run, given the reason.
+        leave: A function of a rank and the reason that ends the process of this rank, which an
+            elastic run replaces; None outside of an elastic run.
     """
 
     name = "audit"
@@ -90,9 +92,10 @@ class Audit(StepHook):
         modules: Mapping[str, nn.Module],
         record: Callable[[Mapping[str, Any]], None],
         stop: Callable[[str], None],
+        leave: Callable[[int, str], None] | None = None,
     ) -> None:
         self._config, self._parallel, self._executor = config, parallel, executor
-        self._modules, self._record, self._stop = modules, record, stop
+        self._modules, self._record, self._stop, self._leave = modules, record, stop, leave
         self.first, self.every = config.limits
         self._corrections: Counter[int] = Counter()  # by rank
         self._host = platform.node()
@@ -309,6 +312,9 @@ class Audit(StepHook):
             module, operator = difference.module, difference.operator
         finding = self._describe_fault(step, module, operator, is_corrected=False)
         self._record(finding)
+        if self._leave is not None:
+            self._leave(finding["rank"], f"{finding['message']}; the process ends")
+            raise RepeatStep(f"{step.where}: the step is computed again without a rank")
         raise WorkError(
             f"{finding['message']}. Its other results of this step are wrong, too, so no rank has "
             "taken the step: continue from the last checkpoint without this core, or on another "
@@ -382,11 +388,16 @@ class Audit(StepHook):
         self._corrections[rank] += 1
         self._record(finding)
         if self._corrections[rank] > self._config.max_corrections:
-            self._stop(
+            reason = (
                 f"rank {rank} (host {finding['host']}, core {finding['core']}) computed "
                 f"{self._corrections[rank]} wrong results, more than max_corrections="
                 f"{self._config.max_corrections}: continue on other cores or another host"
             )
+            if self._leave is None:
+                self._stop(reason)
+            else:
+                self._corrections.clear()  # after which ranks have other numbers
+                self._leave(rank, reason)
 
 
 class _MicrobatchWatch(StepObserver):

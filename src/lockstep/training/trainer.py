@@ -8,6 +8,8 @@ batches ──> step ──> statuses ──> gradients ──> clip ──> buf
 from __future__ import annotations
 
 import copy
+import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -242,7 +244,8 @@ class Trainer:
         if session is None and config is not None and isinstance(executor, WholeModelExecutor):
             modules, stop = self.parallel.modules_with(self.model), self._run.safe_points.stop
             record, state = self._record_finding, self._optimization.local_state
-            hooks.append(Audit(config, self.parallel, executor, modules, record, stop))
+            leave = None if member is None else self._leave_if
+            hooks.append(Audit(config, self.parallel, executor, modules, record, stop, leave))
             if self.parallel.replicas > 1 and self._optimization.sharded is None:
                 # First, before other checks raise an error about what it can restore.
                 hooks.insert(0, ReplicaCheck(config, self.parallel, modules, state, record))
@@ -719,6 +722,12 @@ class Trainer:
         self.history.write("audit", **finding)
         if self.parallel.rank == 0:
             log(finding["message"])
+
+    def _leave_if(self, rank: int, reason: str) -> None:
+        """End this process if it is that rank of an elastic run; another one takes its place."""
+        if self.parallel.rank == rank:
+            log(reason)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def _describe_run(self) -> dict[str, Any]:
         number = self._position.attempt.trainer
