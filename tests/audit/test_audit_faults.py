@@ -17,6 +17,7 @@ from torch import nn
 import lockstep as ls
 from lockstep.audit.audit_plan import plan_audit
 from lockstep.data.assignment import assign_microbatches, on_one_host
+from lockstep.kernel.errors import WorkError
 from lockstep.record.recorder import RECORD_FILE
 
 RANKS, MICROBATCHES = 3, 4
@@ -166,6 +167,48 @@ def test_faults_that_last_on_one_rank(ranks, tmp_path):
 @pytest.mark.stress
 def test_60_faults_that_last_on_one_rank(ranks, tmp_path):
     check_spoilt_copies(ranks, tmp_path, 61, seed=1)
+
+
+PERMANENT = {
+    "forward": ("addmm", {"phase": "forward", "element": 5}),
+    "backward": ("mm", {"phase": "backward", "element": 3}),
+    "above a value": ("addmm", {"above": 1.0}),
+    "often": ("tanh", {"probability": 0.9, "seed": 1}),
+}
+LATER = ("backward", "often")  # in the long tests only
+BEGIN = 4  # a step in which rank 1 computes the audited micro-batch
+
+
+def train_with_permanent_fault(name, folder):
+    from bit_flips import FaultyOperator
+
+    operator, chosen = PERMANENT[name]
+    *batches, last = make_batches(BEGIN + 1)
+    config = ls.AuditConfig(every_steps=1)
+    with make_trainer(audit=config, loggers=folder) as trainer:
+        for batch in batches:
+            trainer.step(batch)
+        with (
+            FaultyOperator(operator, rank=1, **chosen),
+            pytest.raises(
+                WorkError, match=r"step 4, micro-batch 2: rank 1 .*, core \d+\) computed"
+            ),
+        ):
+            trainer.step(last)
+    return trainer.digest(), trainer.optimizer_digest()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["forward", "above a value", *(pytest.param(name, marks=pytest.mark.stress) for name in LATER)],
+)
+def test_a_permanent_fault_ends_the_run_with_the_weights_before_the_step(ranks, tmp_path, name):
+    (expected,) = ranks(partial(undisturbed, BEGIN), 1)
+    found = ranks(partial(train_with_permanent_fault, name, tmp_path), RANKS)
+    assert found == [expected] * RANKS
+    (finding,) = read_findings(tmp_path)
+    assert (finding["step"], finding["rank"], finding["corrected"]) == (BEGIN, 1, False)
+    assert finding["operator"] in (None, f"aten.{PERMANENT[name][0]}")
 
 
 def test_transient_faults(ranks, tmp_path):

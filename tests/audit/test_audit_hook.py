@@ -252,7 +252,7 @@ def test_too_many_faults_of_a_rank_end_the_run(ranks):
     found = ranks(partial(fault, 2, audit=ls.AuditConfig(max_corrections=0)), 3)
     for said, _ in found:
         assert re.match(
-            r"WorkError: rank 1 \(host .*, core \d+\) computed 1 wrong results, more than "
+            r"WorkError: rank 1 \(host .*, core \d+\) computed 1 wrong result, more than "
             "max_corrections=0: continue on other cores",
             said,
         )

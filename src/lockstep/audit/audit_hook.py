@@ -30,6 +30,7 @@ from lockstep.audit.repetition_trace import RepetitionTrace, explain_state, find
 from lockstep.audit.verdict import Computation, Verdict, judge
 from lockstep.data.assignment import ReplicaShare, assign_microbatches
 from lockstep.data.microbatch import align_tensors, clone_tensors, split_batch
+from lockstep.formatting import format_quantity
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.errors import StateError, WorkError
 from lockstep.kernel.rank_status import StatusSummary
@@ -390,8 +391,9 @@ class Audit(StepHook):
         if self._corrections[rank] > self._config.max_corrections:
             reason = (
                 f"rank {rank} (host {finding['host']}, core {finding['core']}) computed "
-                f"{self._corrections[rank]} wrong results, more than max_corrections="
-                f"{self._config.max_corrections}: continue on other cores or another host"
+                f"{format_quantity(self._corrections[rank], 'wrong result')}, more than "
+                f"max_corrections={self._config.max_corrections}: continue on other cores or "
+                "another host"
             )
             if self._leave is None:
                 self._stop(reason)
