@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lockstep as ls
 import models
 import pytest_lockstep
+from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.kernel import spec
 from lockstep.kernel.errors import RankError, UsageError
 
@@ -344,6 +345,29 @@ def test_a_compiled_model_has_the_same_bits_on_two_ranks(ranks):
         return [compiled(dist.group.WORLD, outside) for outside in (False, True)]
 
     assert ranks(train_both, 2) == [[compiled(None, outside=False)] * 2] * 2
+
+
+def misaligned(group):
+    """Slice the inputs of a micro-batch out of memory that begins elsewhere on each rank."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(37, 61), nn.ReLU(), nn.Linear(61, 3))
+    called = DistributedDataParallel(model, process_group=group)
+    exact = ls.exact(called, microbatches=7)
+    generator = torch.Generator().manual_seed(3)
+    whole = torch.randn(7, 3, 37, generator=generator)
+    shift = dist.get_rank() + dist.get_world_size()
+    memory = torch.empty(whole.numel() + shift)[shift:].view(whole.shape).copy_(whole)
+    share = ReplicaShare(7, on_one_host(dist.get_world_size()), dist.get_rank())
+    for part in exact.microbatches(index for index, _ in share.pieces(7)):
+        exact.weigh(called(memory[part]).square().mean()).backward()
+    return ls.digest({str(n): p.grad for n, p in enumerate(model.parameters())})
+
+
+def test_bits_do_not_depend_on_the_alignment_of_a_view(ranks):
+    def digest():
+        return misaligned(dist.group.WORLD)
+
+    assert {*ranks(digest, 1), *ranks(digest, 2), *ranks(digest, 3)} == {*ranks(digest, 1)}
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

@@ -322,8 +322,9 @@ class Exact:
                     "exact.begin() first"
                 )
             self.begin()
-            arguments = align_tensors(arguments[0]), align_tensors(arguments[1])
-        return None if self._current is None else arguments
+        if self._current is None:
+            return None
+        return align_tensors(arguments[0]), align_tensors(arguments[1])
 
     @property
     def _is_trainable(self) -> bool:
