@@ -95,9 +95,16 @@ class Exact:
             microbatches, on_one_host(ranks), dist.get_rank(group) if ranks > 1 else 0
         )
         _reject(module, self._wrapper, ranks)
+        if torch.get_num_threads() > 1 and share.replica == 0:
+            log(
+                f"ls.exact: bits depend on the number of intra-op threads, here "
+                f"{torch.get_num_threads()}, which launchers set (OMP_NUM_THREADS): call "
+                "torch.set_num_threads(1), or use the same number on any number of ranks"
+            )
         self._seed = seed
         if ranks > 1:
             settings = {"microbatches": f"{microbatches}", "seed": f"{seed}"}
+            settings["intra-op threads"] = f"{torch.get_num_threads()}"
             verify_across_ranks(
                 "the model of ls.exact",
                 settings | describe_tensors("model", module),
