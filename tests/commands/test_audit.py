@@ -76,12 +76,13 @@ def audit(run: Path, *words: str):
 
 
 def copy_with(run: Path, to: Path, **environment: str) -> Path:
-    """Return a copy of a run that says it was recorded on another machine."""
+    """Return a copy of a run that was recorded on another machine, with a finding."""
     copy = Path(shutil.copytree(run, to))
     header, *lines = (copy / "record.jsonl").read_text().splitlines()
     changed = json.loads(header)
     changed["environment"] |= environment
-    (copy / "record.jsonl").write_text("\n".join([json.dumps(changed), *lines, ""]))
+    finding = json.dumps({"kind": "audit", "step": 1, "rank": 0, "message": "step 1: a fault"})
+    (copy / "record.jsonl").write_text("\n".join([json.dumps(changed), finding, *lines, ""]))
     return copy
 
 
@@ -116,6 +117,7 @@ def test_a_machine_that_computes_other_bits_every_time(run, tmp_path):
     said = " ".join(audit(copy, "--steps", "3-5").stdout.split())
     assert "the machines differ (processor), so audit the run on a machine like" in said
     assert "hostname attic" in said
+    assert said.endswith("The run itself recorded: step 1: a fault.")
 
 
 def test_a_machine_that_computes_other_bits_now_and_then(run):

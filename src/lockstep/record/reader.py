@@ -6,8 +6,9 @@ Secrets that an older version wrote are redacted, and control characters are esc
 
 A line "resume" rewinds the lines before it, so that the run reads as if it had never been
 interrupted: steps and timelines from the resumed step on are dropped, and so are later epochs and
-checkpoints and the line "end". Warnings stay. A line "round" of an elastic run does the same: the
-rank that wrote the record may have died after the line of a step that the next round repeats.
+checkpoints and the line "end". Warnings and findings of the audit stay. A line "round" of an
+elastic run does the same: the rank that wrote the record may have died after the line of a step
+that the next round repeats.
 Steps are parsed in blocks and kept as columns, since a run may have millions of them
 (a million steps are 240 MB of text and take 2.5 s).
 """
@@ -50,7 +51,7 @@ State = Literal["done", "failed", "stopped", "running", "died"]
 BLOCK_BYTES = 1 << 17  # bytes read at a time: the parsed lines of a block stay in the cache
 TAIL_BYTES = 1 << 17  # bytes at the end of a record that `read_ends` reads
 RESUME_MARK, ROUND_MARK = b'"resume"', b'"round"'
-KEPT = ("epoch", "warning", "timeline", "checkpoint", "resume", "round")
+KEPT = ("epoch", "warning", "audit", "timeline", "checkpoint", "resume", "round")
 REWINDING = ("resume", "round")  # the kinds of lines that rewind the lines before them
 SOURCES = re.compile(r"sources(-[0-9]+)?")  # never a folder outside of the run's
 STALE_SECONDS = 120.0  # without a new line, after which a run on another host counts as dead
@@ -63,7 +64,7 @@ class Run:
     `state` is "running" while the writing process is alive, "stopped" if it was asked to end and
     saved a checkpoint first, "died" if it ended without a line "end", else "done" or "failed".
     `resumes` are the lines that resumed the run, in order; `rounds` the lines that began a round
-    after the first one of an elastic run.
+    after the first one of an elastic run, `findings` those of the audit.
     """
 
     folder: Path
@@ -78,6 +79,7 @@ class Run:
     checkpoints: list[Line] = field(default_factory=list)
     resumes: list[Line] = field(default_factory=list)
     rounds: list[Line] = field(default_factory=list)
+    findings: list[Line] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -378,6 +380,7 @@ class RecordParser:
             checkpoints=self.lines["checkpoint"],
             resumes=self.lines["resume"],
             rounds=self.lines["round"],
+            findings=self.lines["audit"],
         )
 
     def _state(self, locked: bool | None, age: float) -> State:

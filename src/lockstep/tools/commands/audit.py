@@ -134,6 +134,8 @@ def _print(result: RecordAudit, what: str) -> None:
                 "Computed twice here, with the same bits, on a machine of the same kind: the "
                 "machine that recorded the run computed wrong, or this one does so every time"
             )
+    for finding in result.run.run.findings:
+        sentences.append(f"The run itself recorded: {finding.get('message')}")
     for sentence in sentences:
         click.echo(escape_control("\n".join(wrap(f"{sentence}."))))
 

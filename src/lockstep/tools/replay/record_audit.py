@@ -92,6 +92,7 @@ class RecordAudit:
             "recorded": difference and difference.a,
             "computed": difference and difference.b,
             **{key: getattr(divergence, key, None) for key in ("unit", "direction")},
+            "findings": self.run.run.findings,
             "recorded_on": recorded_on,
             "here": here,
             "failure": self.failure or None,
