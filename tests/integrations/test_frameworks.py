@@ -4,15 +4,17 @@ All trainings run in one launch per number of ranks. On two ranks they save chec
 middle of an epoch, from which the other numbers of ranks resume.
 """
 
+import random
 import re
 import tempfile
 import warnings
 from functools import partial
 
+import numpy
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, WeightedRandomSampler
 
 import lockstep as ls
 from lockstep.integrations.accumulation import count_accumulation_steps
@@ -110,7 +112,7 @@ def train_with_lightning(folder=None, resume=None, *, module=None, loader=None, 
 # --- Accelerate ------------------------------------------------------------------------------
 
 
-def train_with_accelerate(folder=None, resume=None, *, max_norm=None, **options):
+def train_with_accelerate(folder=None, resume=None, *, loader=None, max_norm=None, **options):
     from accelerate.state import AcceleratorState, GradientState
 
     from lockstep.integrations.accelerate import ExactAccelerator
@@ -120,7 +122,7 @@ def train_with_accelerate(folder=None, resume=None, *, max_norm=None, **options)
     accelerator = ExactAccelerator(cpu=True, microbatches=MICROBATCHES, seed=3, **options)
     network = make_network()
     optimizer, scheduler = make_optimizer(network.parameters())
-    loader = make_loader(make_data())
+    loader = loader or make_loader(make_data())
     loader, model, optimizer, scheduler = accelerator.prepare(loader, network, optimizer, scheduler)
     if resume:
         accelerator.load_state(resume)
@@ -144,7 +146,9 @@ def train_with_accelerate(folder=None, resume=None, *, max_norm=None, **options)
 # --- Hugging Face ----------------------------------------------------------------------------
 
 
-def train_with_transformers(model, data, folder=None, resume=None, **options):
+def train_with_transformers(
+    model, data, folder=None, resume=None, *, compute_loss_func=None, **options
+):
     from accelerate.state import AcceleratorState, GradientState
     from transformers import TrainingArguments
 
@@ -166,7 +170,12 @@ def train_with_transformers(model, data, folder=None, resume=None, **options):
         **options,
     )
     trainer = ExactTrainer(
-        model, arguments, train_dataset=data, eval_dataset=data[:5], microbatches=MICROBATCHES
+        model,
+        arguments,
+        train_dataset=data,
+        eval_dataset=[data[index] for index in range(5)],
+        microbatches=MICROBATCHES,
+        compute_loss_func=compute_loss_func,
     )
     trainer.log = lambda *_: None
     trainer.train(resume and f"{resume}/checkpoint-{SAVED}")
@@ -204,8 +213,8 @@ class Classifier(nn.Module):
         return {"loss": nn.functional.cross_entropy(outputs, targets), "outputs": outputs}
 
 
-def train_classifier(*folders, **options):
-    data = [{"inputs": inputs, "targets": target} for inputs, target in make_data()]
+def train_classifier(*folders, data=None, **options):
+    data = data or [{"inputs": inputs, "targets": target} for inputs, target in make_data()]
     options.setdefault("remove_unused_columns", False)
     return train_with_transformers(Classifier(), data, *folders, **options)
 
@@ -236,6 +245,85 @@ def train_as_specified(name):
         after_step=lambda *_: schedulers[0].step(),
     )
     return ls.digest(network)
+
+
+# --- More, in the long tests -----------------------------------------------------------------
+
+
+class NoisyData(Dataset):
+    """Samples that draw from every global generator when they are loaded."""
+
+    def __init__(self, names: tuple[str, ...] = ()) -> None:
+        self.data, self.names = make_data(), names
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index):
+        inputs, targets = self.data[index]
+        inputs = inputs + torch.rand(6) * random.random() * numpy.random.rand()
+        return (
+            dict(zip(self.names, (inputs.float(), targets), strict=True))
+            if self.names
+            else (inputs, targets)
+        )
+
+
+def validate_and_draw_with_lightning():
+    module = make_lightning_module()
+
+    def validation_step(self, batch, index):
+        loss = nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+        self.log("loss", loss + torch.rand(()), sync_dist=True)
+
+    def on_after_batch_transfer(self, batch, index):
+        return [batch[0] + torch.rand_like(batch[0]), batch[1]]
+
+    def val_dataloader(self):
+        return make_loader(make_data(), shuffle=False)
+
+    for function in (validation_step, on_after_batch_transfer, val_dataloader):
+        setattr(type(module), function.__name__, function)
+    return train_with_lightning(module=module, gradient_clip_val=0.1)
+
+
+def compute_mean_of_tokens(outputs, labels, num_items_in_batch):
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
+
+
+LONG = {
+    "lightning, noisy data": lambda: train_with_lightning(loader=make_loader(NoisyData())),
+    "lightning, workers": lambda: train_with_lightning(
+        loader=make_loader(NoisyData(), num_workers=2, persistent_workers=True)
+    ),
+    "lightning, in order": lambda: train_with_lightning(
+        loader=make_loader(make_data(), shuffle=False), use_distributed_sampler=False
+    ),
+    "lightning, validation": validate_and_draw_with_lightning,
+    "accelerate, workers": lambda: train_with_accelerate(
+        loader=make_loader(NoisyData(), num_workers=2)
+    ),
+    "accelerate, noisy data": lambda: train_with_accelerate(loader=make_loader(NoisyData())),
+    "classifier, noisy data": lambda: train_classifier(data=NoisyData(("inputs", "targets"))),
+    "classifier, workers": lambda: train_classifier(
+        data=NoisyData(("inputs", "targets")), dataloader_num_workers=2
+    ),
+    "classifier, in order": lambda: train_classifier(train_sampling_strategy="sequential"),
+    "language model, checkpointing": lambda: train_language_model(activation_checkpointing=True),
+    "language model, label smoothing": lambda: train_language_model(label_smoothing_factor=0.1),
+    "language model, own loss": lambda: train_language_model(
+        compute_loss_func=compute_mean_of_tokens
+    ),
+    "language model, noise": lambda: train_language_model(neftune_noise_alpha=5.0),
+}
+
+
+def train_more(is_long: bool) -> dict[str, str]:
+    """Return the digests of the long trainings, or of the others."""
+    filter_warnings()
+    trainings = LONG if is_long else OTHERS | RESUMED
+    return {name: train() for name, train in trainings.items()}
 
 
 # --- What is refused -------------------------------------------------------------------------
@@ -395,20 +483,24 @@ def train_all(folder: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def outcomes(ranks, tmp_path_factory):
-    """The digests of all trainings, on every rank of every number of ranks."""
-    folder = tmp_path_factory.mktemp("checkpoints")
+def forks(ranks):
+    """As `ranks`, with ranks that have imported the frameworks."""
+    run = partial(ranks, timeout=100.0)
     with pytest.MonkeyPatch.context() as patch:
         # One process imports the frameworks, and the ranks are its forks.
         patch.setattr(fork_server, "_current", None)
         preloaded = (*fork_server.PRELOADED_FOR_TRAINING, *FRAMEWORKS)
         patch.setattr(fork_server, "PRELOADED_FOR_TRAINING", preloaded)
-        runs = [(2, None), (1, None), (4, "gloo")]
-        yield {
-            n: ranks(train_all, n, str(folder), backend=backend, timeout=100.0)
-            for n, backend in runs
-        }
+        yield run
         fork_server.get_fork_server(for_training=True).close()
+
+
+@pytest.fixture(scope="module")
+def outcomes(forks, tmp_path_factory):
+    """The digests of all trainings, on every rank of every number of ranks."""
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    layouts = [(2, None), (1, None), (4, "gloo")]
+    return {n: forks(train_all, n, folder, backend=backend) for n, backend in layouts}
 
 
 @pytest.mark.parametrize("name", [*OTHERS, *RESUMED])
@@ -440,3 +532,20 @@ def test_ranks_with_unequal_numbers_of_microbatches_are_refused(outcomes):
         assert "the last batch of an epoch has 3, on 2 ranks" in outcome["short batch"]
     with pytest.raises(LayoutError, match="microbatches=4 is not a multiple of 3 ranks"):
         count_accumulation_steps("ExactTrainer", 4, 3, 1)
+
+
+@pytest.mark.stress
+def test_other_layouts_compute_the_same_bits(outcomes, forks):
+    for n, backend in [(4, None), (2, "gloo"), (1, "gloo")]:
+        for outcome in forks(train_more, n, False, backend=backend):
+            assert outcome == {name: outcomes[1][0][name] for name in outcome}
+
+
+@pytest.mark.stress
+def test_more_trainings_have_the_same_bits(forks):
+    (expected,) = forks(train_more, 1, True)
+    for n, backend in [(2, None), (4, "gloo"), (4, None)]:
+        for outcome in forks(train_more, n, True, backend=backend):
+            assert outcome == expected
+    for framework in ("lightning", "accelerate", "classifier"):
+        assert expected[f"{framework}, workers"] == expected[f"{framework}, noisy data"]
