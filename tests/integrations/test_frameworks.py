@@ -24,7 +24,7 @@ from lockstep.launcher import fork_server
 
 FRAMEWORKS = ("lightning.pytorch", "transformers.trainer", "accelerate")
 BATCH, MICROBATCHES, SAMPLES, EPOCHS = 16, 4, 43, 2  # batches of 16, 16 and 11 samples
-SAVED = 4  # the step after which a checkpoint is saved: the first one of the second epoch
+SAVED = 4  # the step from which trainings resume: the first one of the second epoch
 
 
 def filter_warnings() -> None:
@@ -83,14 +83,16 @@ def make_lightning_module():
     return Module()
 
 
-def train_with_lightning(folder=None, resume=None, *, module=None, loader=None, **options):
+def train_with_lightning(
+    folder=None, resume=None, step=SAVED, *, module=None, loader=None, **options
+):
     import lightning.pytorch as pl
     from lightning.pytorch.callbacks import ModelCheckpoint
 
     from lockstep.integrations.lightning import ExactStrategy
 
     module = module or make_lightning_module()
-    saving = ModelCheckpoint(folder, "saved", every_n_train_steps=SAVED, save_top_k=-1)
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=ls.world_size(),
@@ -104,7 +106,9 @@ def train_with_lightning(folder=None, resume=None, *, module=None, loader=None, 
         **options,
     )
     loader = loader or make_loader(make_data())
-    trainer.fit(module, loader, ckpt_path=resume and f"{resume}/saved.ckpt", weights_only=False)
+    trainer.fit(
+        module, loader, ckpt_path=resume and f"{resume}/step={step}.ckpt", weights_only=False
+    )
     assert trainer.global_step == EPOCHS * 3
     return ls.digest(module.network)
 
@@ -112,7 +116,9 @@ def train_with_lightning(folder=None, resume=None, *, module=None, loader=None, 
 # --- Accelerate ------------------------------------------------------------------------------
 
 
-def train_with_accelerate(folder=None, resume=None, *, loader=None, max_norm=None, **options):
+def train_with_accelerate(
+    folder=None, resume=None, step=SAVED, *, loader=None, max_norm=None, **options
+):
     from accelerate.state import AcceleratorState, GradientState
 
     from lockstep.integrations.accelerate import ExactAccelerator
@@ -125,7 +131,7 @@ def train_with_accelerate(folder=None, resume=None, *, loader=None, max_norm=Non
     loader = loader or make_loader(make_data())
     loader, model, optimizer, scheduler = accelerator.prepare(loader, network, optimizer, scheduler)
     if resume:
-        accelerator.load_state(resume)
+        accelerator.load_state(f"{resume}/{step}")
     exact = accelerator.exact
     for epoch in range(exact.steps // 3, EPOCHS):
         loader.set_epoch(epoch)
@@ -137,8 +143,8 @@ def train_with_accelerate(folder=None, resume=None, *, loader=None, max_norm=Non
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            if folder and accelerator.sync_gradients and exact.steps == SAVED:
-                accelerator.save_state(folder)
+            if folder and accelerator.sync_gradients:
+                accelerator.save_state(f"{folder}/{exact.steps}")
     assert exact.steps == EPOCHS * 3
     return ls.digest(network)
 
@@ -147,7 +153,7 @@ def train_with_accelerate(folder=None, resume=None, *, loader=None, max_norm=Non
 
 
 def train_with_transformers(
-    model, data, folder=None, resume=None, *, compute_loss_func=None, **options
+    model, data, folder=None, resume=None, step=SAVED, *, compute_loss_func=None, **options
 ):
     from accelerate.state import AcceleratorState, GradientState
     from transformers import TrainingArguments
@@ -161,7 +167,7 @@ def train_with_transformers(
         per_device_train_batch_size=BATCH // MICROBATCHES,
         num_train_epochs=EPOCHS,
         save_strategy="steps" if folder else "no",
-        save_steps=SAVED,
+        save_steps=1,
         learning_rate=1e-2,
         use_cpu=True,
         report_to=[],
@@ -178,7 +184,7 @@ def train_with_transformers(
         compute_loss_func=compute_loss_func,
     )
     trainer.log = lambda *_: None
-    trainer.train(resume and f"{resume}/checkpoint-{SAVED}")
+    trainer.train(resume and f"{resume}/checkpoint-{step}")
     assert trainer.state.global_step == EPOCHS * 3
     return ls.digest(model)
 
@@ -319,6 +325,15 @@ LONG = {
 }
 
 
+def resume_all(folder: str) -> dict[str, set[str]]:
+    """Return the digests of the trainings that were resumed after each step."""
+    filter_warnings()
+    return {
+        name: {train(None, f"{folder}/{name}", step) for step in range(1, EPOCHS * 3)}
+        for name, train in RESUMED.items()
+    }
+
+
 def train_more(is_long: bool) -> dict[str, str]:
     """Return the digests of the long trainings, or of the others."""
     filter_warnings()
@@ -355,7 +370,7 @@ def resume_from_another_strategy():
     trainer = pl.Trainer(accelerator="cpu", max_epochs=1, enable_checkpointing=False, **quiet)
     trainer.fit(make_lightning_module(), make_loader(make_data()))
     with tempfile.TemporaryDirectory() as folder:
-        trainer.save_checkpoint(f"{folder}/saved.ckpt")
+        trainer.save_checkpoint(f"{folder}/step={SAVED}.ckpt")
         train_with_lightning(None, folder)
 
 
@@ -498,7 +513,7 @@ def forks(ranks):
 @pytest.fixture(scope="module")
 def outcomes(forks, tmp_path_factory):
     """The digests of all trainings, on every rank of every number of ranks."""
-    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    folder = str(tmp_path_factory.getbasetemp() / "checkpoints")
     layouts = [(2, None), (1, None), (4, "gloo")]
     return {n: forks(train_all, n, folder, backend=backend) for n, backend in layouts}
 
@@ -549,3 +564,11 @@ def test_more_trainings_have_the_same_bits(forks):
             assert outcome == expected
     for framework in ("lightning", "accelerate", "classifier"):
         assert expected[f"{framework}, workers"] == expected[f"{framework}, noisy data"]
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_trainings_resume_after_every_step(outcomes, forks, tmp_path_factory, n):
+    folder = str(tmp_path_factory.getbasetemp() / "checkpoints")
+    for outcome in forks(resume_all, n, folder):
+        assert outcome == {name: {outcomes[1][0][name]} for name in RESUMED}
