@@ -561,6 +561,10 @@ def test_a_layout_has_a_deadline(check):
     [
         ("print('nothing')", "uses neither ls.exact nor ls.Trainer, .*: add exact = ls.exact"),
         (
+            "if not nn:\n    from transformers import Trainer",
+            "check: replace Trainer by ExactTrainer, .* lockstep.integrations.transformers",
+        ),
+        (
             "ls.Trainer(nn.Linear(6, 4), nn.CrossEntropyLoss(), sgd)",
             "train.py calls ls.Trainer or ls.exact but ends without taking a step with it",
         ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -33,6 +34,9 @@ STATE = "lockstep"
 """The key of the position in a checkpoint."""
 
 AVERAGING = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+_fitted: WeakSet[LightningModule] = WeakSet()
+"""The modules that were passed to `fit`."""
+
 COUNTERS = ("ready", "started", "processed")
 
 
@@ -81,6 +85,7 @@ class ExactStrategy(DDPStrategy):
                 "ExactStrategy: ReduceLROnPlateau follows a metric of the validation, whose bits "
                 "depend on the number of ranks: use another scheduler"
             )
+        _fitted.add(self.lightning_module)
         self.exact = exact(self.model, microbatches=self.microbatches, seed=self.seed)
         if self._position is not None:
             self.exact.load_state_dict(self._position)
@@ -103,6 +108,8 @@ class ExactStrategy(DDPStrategy):
             ),
             "on_before_batch_transfer, where random numbers depend on the number of ranks; use "
             "on_after_batch_transfer": is_overridden("on_before_batch_transfer", module),
+            "a module a second time; pass a new one to fit, or a larger max_epochs": module
+            in _fitted,
             "a checkpoint that was saved with another strategy": trainer.ckpt_path is not None
             and self._position is None,
         }
@@ -178,8 +185,10 @@ class ExactStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
         """Save the position in the data with the checkpoint."""
-        position = self.exact.state_dict() | {"ranks": self.world_size}
-        super().save_checkpoint(checkpoint | {STATE: position}, filepath, storage_options)
+        if hasattr(self, "exact"):
+            position = self.exact.state_dict() | {"ranks": self.world_size}
+            checkpoint = checkpoint | {STATE: position}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
         """Load a checkpoint; count its micro-batches as those of a rank of this run."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
@@ -109,6 +110,12 @@ class ExactTrainer(Trainer):
         given = super().get_train_dataloader()
         model = self.model_wrapped = self.accelerator.prepare(self.model_wrapped)
         if self.exact is None:
+            wrapper = getattr(model, "_orig_mod", model)
+            if self.args.world_size > 1 and not isinstance(wrapper, DistributedDataParallel):
+                raise UsageError(
+                    "ExactTrainer cannot train after evaluate() or predict(), which prepare the "
+                    "model without DistributedDataParallel: call train() first"
+                )
             self.exact = exact(model, microbatches=self.microbatches, seed=self.args.seed)
         start = {"step": 0, "epoch": 0, "batch": 0}
         self.exact.load_state_dict(self._position or self.exact.state_dict() | start)

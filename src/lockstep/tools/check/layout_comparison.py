@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,13 @@ from lockstep.tools.check.layout_runner import LayoutRun, run_layout
 from lockstep.tools.check.layouts import Layout, layouts
 
 __all__ = ["LayoutComparison", "Verdict", "compare_layouts"]
+
+FRAMEWORKS = {
+    "lightning": "pass strategy=ExactStrategy() to the Trainer; it is part",
+    "transformers": "replace Trainer by ExactTrainer, which is part",
+    "accelerate": "replace Accelerator by ExactAccelerator, which is part",
+}
+"""What to change in a script that imports a framework."""
 
 
 @dataclass(frozen=True)
@@ -162,15 +170,27 @@ def _require_training(script: str, reference: LayoutRun) -> None:
     first = reference.ranks[0]
     if not first.trainers:
         raise UsageError(
-            f"{script} uses neither ls.exact nor ls.Trainer, so there is nothing to check: add "
-            "exact = ls.exact(model) after model = DistributedDataParallel(model), load data by "
-            "batch_sampler=exact.sampler(dataset, batch_size=...), and call backward on "
-            "exact.weigh(loss), in the processes that lockstep check starts"
+            f"{script} uses neither ls.exact nor ls.Trainer, so there is nothing to check: "
+            f"{_find_advice(script)}, in the processes that lockstep check starts"
         )
     if not first.steps:
         raise UsageError(
             f"{script} calls ls.Trainer or ls.exact but ends without taking a step with it"
         )
+
+
+def _find_advice(script: str) -> str:
+    """Return what to change in a script, which depends on the framework that it imports."""
+    path = Path(script)
+    source = path.read_text(errors="replace") if path.is_file() else ""
+    for framework, advice in FRAMEWORKS.items():
+        if re.search(rf"^\s*(import|from) {framework}\b", source, re.MULTILINE):
+            return f"{advice} of lockstep.integrations.{framework}"
+    return (
+        "add exact = ls.exact(model) after model = DistributedDataParallel(model), load data by "
+        "batch_sampler=exact.sampler(dataset, batch_size=...), and call backward on "
+        "exact.weigh(loss)"
+    )
 
 
 def _verdict(run: LayoutRun, reference: LayoutRun) -> Verdict:
