@@ -267,6 +267,32 @@ def test_two_ranks_of_which_one_is_always_wrong_cannot_decide_which(ranks):
         assert not findings
 
 
+def test_state_that_changes_seldom_is_named_as_another_possible_reason(ranks):
+    class Refreshing(nn.Linear):
+        """Refreshes what it adds after 7 calls: between a micro-batch and its repetition."""
+
+        calls = 0
+        kept = 0.0
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls == 7:
+                self.kept = 1.0
+            return super().forward(inputs) + self.kept
+
+    def find() -> list[Any]:
+        lines = Lines()
+        trainer = make_trainer(partial(Refreshing, 6, 6), loggers=[lines])
+        trainer.step(make_batches(1)[0])
+        return lines.findings
+
+    (finding,) = ranks(find, 1)[0]
+    assert "computed a wrong result" in finding["message"]
+    assert finding["message"].endswith(
+        "(or the model depends on Refreshing.calls, which forward changes)"
+    )
+
+
 # --- no effect -------------------------------------------------------------------------------
 
 
@@ -380,3 +406,14 @@ def test_a_run_with_checkpoints_saves_one_before_it_ends_for_too_many_faults(ran
         assert "stopped on request after step 2" in said
         assert steps == 2
     assert [*(tmp_path / "run" / "checkpoints").iterdir()]
+
+
+def test_settings_without_effect_are_reported(ranks, capfd):
+    def make() -> None:
+        blocks = [nn.Linear(6, 6), nn.Linear(6, 6)]
+        options = {"pipeline": ls.PipelineConfig(stages=2), "loggers": (), "progress": False}
+        ls.Trainer(blocks, nn.MSELoss(), SGD, audit=ls.AuditConfig(), **options)
+
+    ranks(make, 2)
+    said = "steps with pipeline stages are not audited: audit= has no effect"
+    assert capfd.readouterr().err.count(said) == 1

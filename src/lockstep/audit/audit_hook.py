@@ -11,12 +11,13 @@ after a difference; every rank undoes the attempt before and computes the step a
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import pickle
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, Protocol
 
@@ -26,7 +27,13 @@ from torch import nn
 from lockstep.audit.audit_config import AuditConfig
 from lockstep.audit.audit_plan import AuditPlan, count_audited, is_audited, plan_audit
 from lockstep.audit.microbatch_results import MicrobatchResults, combine_hashes, hash_results
-from lockstep.audit.repetition_trace import RepetitionTrace, explain_state, find_difference
+from lockstep.audit.repetition_trace import (
+    RepetitionTrace,
+    StateWatch,
+    explain_state,
+    find_difference,
+    join_names,
+)
 from lockstep.audit.verdict import Computation, Verdict, judge
 from lockstep.data.assignment import ReplicaShare, assign_microbatches
 from lockstep.data.microbatch import align_tensors, clone_tensors, split_batch
@@ -124,7 +131,10 @@ class Audit(StepHook):
         if not is_due or batch is None or step.parallel.stages > 1:
             return None
         self._microbatch: Microbatch | None = None
-        self._trace = None
+        self._trace = self._watch = None
+        if self._mode == "vote":
+            self._watch = StateWatch(self._modules)
+            self._watch.begin()
         if self._mode == "trace":
             self._trace = RepetitionTrace(self._modules, self._executor.position)
         step.observers.append(_MicrobatchWatch(self, step, batch))
@@ -192,7 +202,7 @@ class Audit(StepHook):
         assert self._microbatch is not None
         part = self._microbatch
         microbatch = replace(part, data=clone_tensors(part.data))
-        with _on_another_core() if elsewhere else _here():
+        with _on_another_core() if elsewhere else nullcontext():
             core = _find_core()
             try:
                 results = self._executor.repeat(microbatch, step.shares[part.index])
@@ -253,7 +263,10 @@ class Audit(StepHook):
         if not self._verdict.is_single:
             self._repeat_as("trace", step)
         # The owner has computed the right results in this attempt.
-        self._finding = self._describe_fault(step, self._find_damage(step))
+        module, changed = self._find_damage(step)
+        self._finding = finding = self._describe_fault(step, module)
+        if changed:
+            finding["message"] += f" (or the model depends on {changed}, which forward changes)"
 
     def _repeat_as(self, mode: Mode, step: StepContext) -> None:
         self._mode, self._is_repeating = mode, True
@@ -263,19 +276,27 @@ class Audit(StepHook):
     def _culprit(self) -> Computation | None:
         return None if self._verdict is None else self._verdict.culprit
 
-    def _find_damage(self, step: StepContext) -> str | None:
-        """Return the module in whose backward a fault showed first; None if it is unknown."""
+    def _find_damage(self, step: StepContext) -> tuple[str | None, str]:
+        """Return where a fault showed first, and what else could have been the reason.
+
+        Returns:
+            The module in whose backward it showed; None if it is not known. The names of what
+            forward changes in Python, on which the results may depend.
+        """
+        assert self._culprit is not None
+        assert self._watch is not None
         first, *others = self._hashes or [{}]
         wrong = [name for name, bits in first.items() if others and others[0].get(name) != bits]
-        assert self._culprit is not None
         mine = wrong[-1] if wrong and "the loss" not in wrong else ""
         about = f"locating a fault {step.label.about}"
-        messages = self._parallel.messages.gather(mine.encode(), about)
-        name = messages[self._culprit.rank].decode()
+        message = json.dumps([mine, join_names(self._watch.list_changes())]).encode()
+        messages = self._parallel.messages.gather(message, about)
+        name, changed = json.loads(messages[self._culprit.rank])
         prefix = "the gradient of "
         if not name.startswith(prefix):
-            return None
-        return name.removeprefix(prefix).rpartition(".")[0] or type(self._modules[""]).__name__
+            return None, changed
+        module = name.removeprefix(prefix).rpartition(".")[0]
+        return module or type(self._modules[""]).__name__, changed
 
     def _conclude(self, step: StepContext) -> NoReturn:
         """Find out why the computations differ, with the operators that two of them called.
@@ -462,8 +483,3 @@ def _on_another_core() -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, allowed)
-
-
-@contextmanager
-def _here() -> Iterator[None]:
-    yield

@@ -20,7 +20,14 @@ from lockstep.audit.operator_difference import first_operator_difference
 from lockstep.audit.operator_tracer import OperatorTracer
 from lockstep.pipeline.python_state import find_python_state
 
-__all__ = ["RepetitionTrace", "TraceDifference", "explain_state", "find_difference"]
+__all__ = [
+    "RepetitionTrace",
+    "StateWatch",
+    "TraceDifference",
+    "explain_state",
+    "find_difference",
+    "join_names",
+]
 
 FIELDS = fields(OperatorCall)
 
@@ -32,6 +39,28 @@ ADVICE = (
     "torch's default generator, which is seeded for each micro-batch; or pass audit=False to train "
     "with bits that depend on the layout"
 )
+
+
+class StateWatch:
+    """What the modules of a step refer to in Python, compared between two moments.
+
+    Args:
+        modules: The modules, by name; the name of the model is "".
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        kinds = {name or type(module).__name__: module for name, module in modules.items()}
+        self._states = [find_python_state(module, name) for name, module in kinds.items()]
+        self._before: list[Mapping[Any, Any]] = []
+
+    def begin(self) -> None:
+        """Note the first moment."""
+        self._before = [state.snapshot() for state in self._states]
+
+    def list_changes(self) -> list[str]:
+        """Return the names of what has changed since; none if there was no first moment."""
+        pairs = zip(self._states, self._before, strict=False)
+        return [name for state, before in pairs for name in state.list_changes(before)]
 
 
 class RepetitionTrace:
@@ -47,20 +76,17 @@ class RepetitionTrace:
     ) -> None:
         self._modules, self._position = modules, position
         self._tracers: list[OperatorTracer] = []
-        kinds = {name or type(module).__name__: module for name, module in modules.items()}
-        self._states = [find_python_state(module, name) for name, module in kinds.items()]
-        self._before: list[Mapping[Any, Any]] = []
+        self._watch = StateWatch(modules)
         self._changed: list[str] = []
 
     def note_turn(self) -> None:
         """Note what the modules refer to, when the micro-batch begins in its turn."""
-        self._before = [state.snapshot() for state in self._states]
+        self._watch.begin()
 
     @contextmanager
     def recording(self, microbatch: int | None = None) -> Iterator[None]:
         """Record the operators of the body: all, or those of the repetition of a micro-batch."""
-        pairs = zip(self._states, self._before, strict=False)  # none before its turn
-        self._changed = [name for state, before in pairs for name in state.list_changes(before)]
+        self._changed = self._watch.list_changes()
         tracer = OperatorTracer(self._modules)
         self._tracers.append(tracer)
         position = self._position if microbatch is None else lambda: (microbatch, 0)
@@ -151,12 +177,15 @@ def explain_state(owner: bytes, difference: TraceDifference | None) -> str:
             f"{again}, which got the same inputs every time, and returned other values: the "
             "operator is not deterministic, or this processor core is faulty"
         )
-    changed = json.loads(owner)["changed"]
-    names = ", ".join(changed[:LISTED])
-    if len(changed) > LISTED:
-        names += f" and {len(changed) - LISTED} more"
+    names = join_names(json.loads(owner)["changed"])
     cause = f"; {names} changed meanwhile" if names else ""
     return (
         f"{again}{cause}. The bits of the training would depend on which rank computes which "
         f"micro-batch: {ADVICE}"
     )
+
+
+def join_names(names: Sequence[str]) -> str:
+    """Return the first of some names, and the number of the others, for messages."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more

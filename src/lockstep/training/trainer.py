@@ -241,6 +241,8 @@ class Trainer:
         self._end.begin(self._run, is_recorded)
         hooks = self._list_hooks(setup, checkpoints, member)
         config, executor = arguments.audit, setup.executor
+        if isinstance(audit, AuditConfig) and has_stages and is_rank0:
+            log("steps with pipeline stages are not audited: audit= has no effect")
         if session is None and config is not None and isinstance(executor, WholeModelExecutor):
             modules, stop = self.parallel.modules_with(self.model), self._run.safe_points.stop
             record, state = self._record_finding, self._optimization.local_state
