@@ -340,7 +340,7 @@ class Exact:
 
     def begin_backward(self) -> None:
         """Prepare for gradients."""
-        if self._step is None:
+        if self._step is None or self._current is None:
             raise UsageError(
                 f"{self._place}: a second backward began after that of a micro-batch: add its "
                 "losses, and call backward once"

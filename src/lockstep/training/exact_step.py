@@ -115,11 +115,6 @@ class ExactStep:
 
     def begin_backward(self) -> None:
         """Prepare for gradients, at the first backward of the step."""
-        if self.current is None:
-            raise UsageError(
-                f"{self.place}: a second backward began after that of a micro-batch: add its "
-                "losses, and call backward once"
-            )
         if self._has_begun_gradients:
             return
         for parameter in self._model.parameters:
