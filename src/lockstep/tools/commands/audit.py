@@ -104,8 +104,8 @@ def _print(result: RecordAudit, what: str) -> None:
     if result.verdict == "same":
         digests = ", ".join(map(str, result.digests))
         compared = f"; digests of the weights after {digests} steps" if digests else ""
-        count = format_quantity(result.steps, "step")
-        sentences.append(f"{what}: this machine computes the recorded bits ({count}{compared})")
+        said = f"this machine computes the recorded bits ({format_quantity(result.steps, 'step')}"
+        sentences.append(f"{what}: {said}{compared})")
     elif difference is None:
         step = result.first + result.steps
         sentences.append(f"{what}: step {step} was not computed: {result.failure}")

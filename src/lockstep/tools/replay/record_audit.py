@@ -79,7 +79,6 @@ class RecordAudit:
     def plain(self) -> dict[str, Any]:
         """Return the object for `--json`."""
         difference, divergence = self.difference, self.divergence
-        recorded_on, here = self.machines
         return {
             "run": str(self.run.folder),
             "first": self.first,
@@ -93,8 +92,8 @@ class RecordAudit:
             "computed": difference and difference.b,
             **{key: getattr(divergence, key, None) for key in ("unit", "direction")},
             "findings": self.run.run.findings,
-            "recorded_on": recorded_on,
-            "here": here,
+            "recorded_on": self.machines[0],
+            "here": self.machines[1],
             "failure": self.failure or None,
             "seconds": round(self.seconds, 3),
         }
