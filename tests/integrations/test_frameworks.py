@@ -28,13 +28,12 @@ SAVED = 4  # the step from which trainings resume: the first one of the second e
 
 
 def filter_warnings() -> None:
-    """Ignore what the frameworks warn of in their own code, and in every run of a few steps."""
+    """Turn warnings into errors, except those of the frameworks' own code and of short runs."""
+    warnings.simplefilter("error")
     for message in (
         "`isinstance\\(treespec, LeafSpec\\)` is deprecated",
         "The '.*dataloader' does not have many workers",
-        "The number of training batches .* is smaller than the logging interval",
-        "You're resuming from a checkpoint that ended before the epoch ended",
-        "`torch.jit.script` is deprecated",
+        "Be aware that when using `ckpt_path`, callbacks",
     ):
         warnings.filterwarnings("ignore", message)
 

@@ -140,7 +140,10 @@ class ExactStrategy(DDPStrategy):
             )
         sampler.sampler = sampler  # where Lightning looks for set_epoch
         sampler.set_epoch(trainer.current_epoch)
-        return replace_sampler(dataloader, sampler)
+        loader: Any = replace_sampler(dataloader, sampler)
+        # Lightning warns of a loader without them when it resumes. The checkpoint has the position.
+        loader.state_dict, loader.load_state_dict = dict, lambda _: None
+        return loader
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
