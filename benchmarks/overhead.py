@@ -5,7 +5,8 @@
 Two linear layers, 256 samples, one thread, nothing recorded. Contenders take turns, for ten steps
 at a time as in a training, each on a batch that is written anew before it. On one rank: plain
 PyTorch that accumulates gradients, Lockstep, and those of Lightning Fabric and Accelerate that are
-installed. On several ranks: DistributedDataParallel with `no_sync`, and Lockstep. The medians are
+installed. On several ranks: DistributedDataParallel with `no_sync`, the same with
+`ls.exact`, and Lockstep. The medians are
 of rank 0; the losses of one rank are compared.
 """
 
