@@ -126,6 +126,7 @@ class Exact:
         )
         session = current_session()
         self._observation = None if session is None else ExactObservation(session, self._model)
+        self._own = set(self._model.parameters)
         self._draws = _DrawsBetweenSteps(device)
         self._sampler: MicrobatchSampler | None = None
         self._planned: deque[PlannedMicrobatch] = deque()
@@ -374,9 +375,8 @@ class Exact:
 
     def _is_own(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer has a parameter of the model."""
-        own = {id(parameter) for parameter in self._model.parameters}
         groups = optimizer.param_groups
-        return any(id(parameter) in own for group in groups for parameter in group["params"])
+        return any(parameter in self._own for group in groups for parameter in group["params"])
 
     def _enter_optimizer(self) -> None:
         """Refuse a step of the optimizer in the middle of a batch; leave the step."""
