@@ -54,7 +54,7 @@ def test_buckets_travel_while_backward_runs_and_grads_lie_in_them(ranks, monkeyp
         import lockstep.data_parallel.planned_buckets as module
 
         module.BUCKET_BYTES = 64  # a bucket for each parameter
-        trainer = ls.Trainer(deep(), nn.CrossEntropyLoss(), SGD, microbatches=4)
+        trainer = ls.Trainer(deep(), nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False)
         trainer.step(rows())  # looks on
         events = events_of(trainer)
         trainer.step(rows())
@@ -125,7 +125,7 @@ def test_gradients_of_a_small_model_are_sent_with_the_statuses(slot_bytes):
     def train():
         launches = count_launches()
         losses, digests = [], []
-        trainer = ls.Trainer(deep(), nn.CrossEntropyLoss(), SGD, microbatches=4)
+        trainer = ls.Trainer(deep(), nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False)
         for step in range(4):
             inputs, targets = rows(samples=16 - step)
             if step == 2:  # one rank has no finite loss, and its gradients are sent as well
@@ -148,7 +148,7 @@ def test_a_parameter_that_is_used_later_than_others_is_exchanged_apart():
         launches = count_launches()
         model = Late()
         model.calls = 4 - 4 // ls.world_size()
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=4)
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False)
         return [(trainer.step(rows()), trainer.digest(), len(launches)) for _ in range(4)]
 
     expected = [step[:2] for step in on_ranks(train, 1)[0]]
@@ -175,7 +175,7 @@ class Complex(nn.Module):
 @needs_native
 def test_gradients_that_travel_in_some_steps_only():
     def train():
-        trainer = ls.Trainer(Complex(), nn.CrossEntropyLoss(), SGD, microbatches=4)
+        trainer = ls.Trainer(Complex(), nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False)
         steps, kept = [], []
         for step in range(8):
             trainer.model.is_used = step % 4 > 1
@@ -191,7 +191,7 @@ def test_gradients_that_travel_in_some_steps_only():
 @needs_native
 def test_messages_with_the_gradients_of_another_plan_are_refused():
     def train():
-        trainer = ls.Trainer(deep(), nn.CrossEntropyLoss(), SGD, microbatches=4)
+        trainer = ls.Trainer(deep(), nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False)
         trainer.step(rows())
         before = trainer.digest()
         (bucket_sum,) = trainer._executor._gradients._buckets.sums
@@ -236,7 +236,7 @@ def test_a_rank_does_not_wait_for_the_others_in_backward(ranks, tmp_path):
 
         module.BUCKET_BYTES = 64  # several buckets
         store, rank = dist.FileStore(str(tmp_path / "store"), 2), dist.get_rank()
-        trainer = ls.Trainer(Slow(), nn.CrossEntropyLoss(), SGD, microbatches=4)
+        trainer = ls.Trainer(Slow(), nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False)
         for step in range(4):
             events = events_of(trainer)
             gradients = trainer._executor._gradients
@@ -283,7 +283,9 @@ class Reentrant(nn.Module):
 def test_a_gradient_in_two_parts_is_whole_before_it_travels(ranks):
     def train():
         torch.manual_seed(0)
-        trainer = ls.Trainer(Reentrant(True), nn.CrossEntropyLoss(), SGD, microbatches=4)
+        trainer = ls.Trainer(
+            Reentrant(True), nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False
+        )
         for _ in range(3):
             trainer.step(rows())
         return trainer.digest()
@@ -295,7 +297,9 @@ def test_a_gradient_in_two_parts_is_whole_before_it_travels(ranks):
 def test_a_part_that_comes_too_late_stops_every_rank(ranks):
     def train():
         torch.manual_seed(0)
-        trainer = ls.Trainer(Reentrant(False), nn.CrossEntropyLoss(), SGD, microbatches=4)
+        trainer = ls.Trainer(
+            Reentrant(False), nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False
+        )
         trainer.step(rows())
         before = trainer.digest()
         trainer.model.recompute = dist.get_rank() == 1
@@ -340,7 +344,7 @@ def test_a_rank_that_catches_its_exception_is_not_paired_with_the_others(ranks, 
     """The others have launched their buckets, or wait to; they and it get one sentence."""
 
     def train():
-        trainer = ls.Trainer(Failing(), nn.CrossEntropyLoss(), SGD, microbatches=4)
+        trainer = ls.Trainer(Failing(), nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False)
         trainer.step(rows())
         trainer.step(rows())
         before, caught = trainer.digest(), False
