@@ -190,7 +190,7 @@ def wide(layers=3):
 def digest_after(steps, model, *, microbatches=4, before_step=None):
     """Train; return the digest, and for each step the number of gradients in their places."""
     grad_bucket_views.SMALLEST = SMALLEST  # only weights get one
-    trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=microbatches)
+    trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=microbatches, audit=False)
     note, arrived = GradBucketViews.note, []
 
     def note_and_look(self, index, parameter):
@@ -321,7 +321,7 @@ def test_gradients_that_a_hook_keeps_do_not_change(ranks, microbatches):
 
     def train():
         model, kept = wide(), []
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=microbatches)
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=microbatches, audit=False)
         for step in range(5):
             if step == 3:
                 for each in model.parameters():
@@ -364,7 +364,7 @@ def test_a_step_that_fails_in_backward_leaves_no_gradient_behind(ranks, monkeypa
 
     def train():
         model = Unsteady()
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=2)
+        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=2, audit=False)
         for step in range(6):
             monkeypatch.setattr(model, "allocate", fail if step == 3 else lambda: None)
             if step == 3:
