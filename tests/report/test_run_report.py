@@ -65,6 +65,13 @@ def test_the_page_is_complete(run):
     assert "rank 1, after 50.0 ms: rank 1 &lt;b&gt;limps&lt;/b&gt; &amp; waits" in page
 
 
+def test_findings_of_the_audit_are_among_the_warnings(tmp_path):
+    finding = {"kind": "audit", "step": 3, "rank": 1, "message": "core 4 computed <wrong>"}
+    run = read_run(records.write(tmp_path / "audited", [*records.whole()[:-1], finding]))
+    assert "rank 1: core 4 computed &lt;wrong&gt;" in report_html(run)
+    assert "rank 1: core 4 computed" in report_markdown(run)
+
+
 def test_the_learning_rate_is_shown_and_drawn_where_it_changes(run, tmp_path):
     for form in (report_html(run), report_markdown(run)):
         assert "The learning rate is 0.05 in all steps." in form

@@ -69,6 +69,7 @@ def report_html(run: Run) -> str:
     summary = summarize(run)
     panels = {chart.key: draw_panel(chart) for chart in run_charts(run)}
     times, repeated = time_by_rank(run), summarize_reproduction(run)
+    warnings = [*run.findings, *run.warnings]
     return render_template(
         "report.html",
         summary=summary,
@@ -98,8 +99,8 @@ def report_html(run: Run) -> str:
         resume_sentence=resume_sentence(run),
         resume_columns=RESUME_COLUMNS,
         resumes=resume_table(run),
-        warnings=[warning_sentence(line) for line in run.warnings[:MAX_WARNINGS]],
-        num_hidden_warnings=max(0, len(run.warnings) - MAX_WARNINGS),
+        warnings=[warning_sentence(line) for line in warnings[:MAX_WARNINGS]],
+        num_hidden_warnings=max(0, len(warnings) - MAX_WARNINGS),
         command=command_line(run),
         reproduction=repeated,
         settings=settings_groups(run),
@@ -152,10 +153,10 @@ def report_markdown(run: Run) -> str:
     lines += _rounds_lines(run)
     lines += _epoch_table(run)
     lines += _checkpoint_lines(run)
-    if run.warnings:
+    if warnings := [*run.findings, *run.warnings]:
         lines += ["", "### Warnings", ""]
         lines += [
-            f"- {escape_markdown(warning_sentence(line))}" for line in run.warnings[:MAX_WARNINGS]
+            f"- {escape_markdown(warning_sentence(line))}" for line in warnings[:MAX_WARNINGS]
         ]
     if command := command_line(run):
         lines += ["", "### Command", "", *fenced_block(command)]
