@@ -321,7 +321,9 @@ def test_gradients_that_a_hook_keeps_do_not_change(ranks, microbatches):
 
     def train():
         model, kept = wide(), []
-        trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=microbatches, audit=False)
+        trainer = ls.Trainer(
+            model, nn.CrossEntropyLoss(), SGD, microbatches=microbatches, audit=False
+        )
         for step in range(5):
             if step == 3:
                 for each in model.parameters():

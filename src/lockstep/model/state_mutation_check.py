@@ -135,7 +135,7 @@ class StateMutationCheck(StepHook):
         """Record the state before the first micro-batch, and watch the micro-batches."""
         self.compare_before(step.number)
         if self.is_checked or self.reads_graphs:
-            step.observers.append(_MicrobatchWatch(self))
+            step.observers.append(_MutationWatch(self))
         return self._explaining(step) if self.is_checked or self.failure else None
 
     @contextmanager
@@ -390,7 +390,7 @@ def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> lis
     return [name for name, value in after.items() if name in before and before[name] != value]
 
 
-class _MicrobatchWatch(StepObserver):
+class _MutationWatch(StepObserver):
     """The part of the check during the micro-batches of a step."""
 
     def __init__(self, check: StateMutationCheck) -> None:

@@ -15,7 +15,7 @@ from lockstep.tools.check.difference import LayoutDifference, first_difference
 from lockstep.tools.check.layout_runner import LayoutRun, run_layout
 from lockstep.tools.check.layouts import Layout, layouts
 
-__all__ = ["LayoutComparison", "Verdict", "compare_layouts"]
+__all__ = ["LayoutComparison", "LayoutVerdict", "compare_layouts"]
 
 FRAMEWORKS = {
     "lightning": "pass strategy=ExactStrategy() to the Trainer; it is part",
@@ -26,7 +26,7 @@ FRAMEWORKS = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LayoutVerdict:
     """The comparison of one layout with the reference.
 
     Attributes:
@@ -71,7 +71,7 @@ class LayoutComparison:
             was no second run, because no layout differs.
     """
 
-    verdicts: Sequence[Verdict]
+    verdicts: Sequence[LayoutVerdict]
     unstable: LayoutDifference | None = None
 
     @property
@@ -80,7 +80,7 @@ class LayoutComparison:
         return all(verdict.word not in ("different", "failed") for verdict in self.verdicts)
 
     @property
-    def first(self) -> Verdict | None:
+    def first(self) -> LayoutVerdict | None:
         """The first layout that differs."""
         return next((verdict for verdict in self.verdicts if verdict.difference is not None), None)
 
@@ -107,7 +107,7 @@ def compare_layouts(
     steps: int,
     ranks: Sequence[int],
     timeout: float,
-    report: Callable[[Verdict], None] = lambda verdict: None,
+    report: Callable[[LayoutVerdict], None] = lambda verdict: None,
 ) -> LayoutComparison:
     """Run a script in all layouts and compare each with the first one.
 
@@ -126,9 +126,9 @@ def compare_layouts(
         UsageError: The script does not exist, or takes no step with `ls.Trainer` or `ls.exact`.
     """
     check_target("script", script)
-    verdicts: list[Verdict] = []
+    verdicts: list[LayoutVerdict] = []
 
-    def add(verdict: Verdict) -> None:
+    def add(verdict: LayoutVerdict) -> None:
         verdicts.append(verdict)
         report(verdict)
 
@@ -144,7 +144,7 @@ def compare_layouts(
 
         reference = run(Layout(ranks[0]))
         if not reference.is_complete:
-            add(Verdict(reference, "failed"))
+            add(LayoutVerdict(reference, "failed"))
             return LayoutComparison(verdicts)
         _require_training(script, reference)
         add(_verdict(reference, reference))
@@ -193,12 +193,12 @@ def _find_advice(script: str) -> str:
     )
 
 
-def _verdict(run: LayoutRun, reference: LayoutRun) -> Verdict:
+def _verdict(run: LayoutRun, reference: LayoutRun) -> LayoutVerdict:
     if run.is_refused:
-        return Verdict(run, "not applicable")
+        return LayoutVerdict(run, "not applicable")
     difference = first_difference(reference.ranks, run.ranks, run.is_complete)
     if not run.is_complete or (run.failure and difference is None):
-        return Verdict(run, "failed", difference)
+        return LayoutVerdict(run, "failed", difference)
     if difference is not None:
-        return Verdict(run, "different", difference)
-    return Verdict(run, "reference" if run is reference else "equal")
+        return LayoutVerdict(run, "different", difference)
+    return LayoutVerdict(run, "reference" if run is reference else "equal")
