@@ -13,7 +13,7 @@ from lockstep.messages import JSON_HELP, escape_control
 
 if TYPE_CHECKING:
     from lockstep.tools.check.difference import LayoutDifference
-    from lockstep.tools.check.layout_comparison import LayoutComparison, Verdict
+    from lockstep.tools.check.layout_comparison import LayoutComparison, LayoutVerdict
 
 __all__ = ["command"]
 
@@ -125,7 +125,7 @@ def command(
     sys.exit(0 if comparison.equal else 1)
 
 
-def _report(verdict: Verdict) -> None:
+def _report(verdict: LayoutVerdict) -> None:
     """Report on standard error that a layout has finished."""
     run = verdict.run
     click.echo(f"{run.name}: {verdict.word}, {run.seconds:.1f} s", err=True)
@@ -147,7 +147,7 @@ def _print(comparison: LayoutComparison, script: str, steps: int) -> None:
         click.echo(f"\n{escape_control(details)}", err=True)
 
 
-def _row(verdict: Verdict) -> list[str]:
+def _row(verdict: LayoutVerdict) -> list[str]:
     run = verdict.run
     loss = f"{float.fromhex(run.losses[-1]):.6g}" if run.losses else ""
     return [run.name, (run.digest or "")[:SHORT], loss, f"{run.seconds:.1f}", verdict.word]
@@ -156,7 +156,7 @@ def _row(verdict: Verdict) -> list[str]:
 def _explain(comparison: LayoutComparison, script: str, steps: int) -> list[str]:
     """Return sentences about causes, locations and advice, which the table does not show."""
     reference = comparison.verdicts[0].run
-    failures: dict[str, Verdict] = {}  # list each failure once: several layouts may share it
+    failures: dict[str, LayoutVerdict] = {}  # list each failure once: several layouts may share it
     for verdict in comparison.verdicts:
         if verdict.run.failure:
             failures.setdefault(verdict.run.failure, verdict)
