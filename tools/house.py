@@ -26,8 +26,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 16,
-    "code lines in src": 49_700,
-    "code lines in tests": 50_450,
+    "code lines in src": 49_990,
+    "code lines in tests": 50_550,
     "code lines in csrc": 7_000,
     "imports per module": 4.9,
     "kernel: code lines": 2_000,

@@ -10,9 +10,7 @@ after a difference; every rank undoes the attempt before and computes the step a
 
 from __future__ import annotations
 
-import ctypes
 import json
-import os
 import pickle
 import platform
 from collections import Counter
@@ -27,6 +25,7 @@ from torch import nn
 from lockstep.audit.audit_config import AuditConfig
 from lockstep.audit.audit_plan import AuditPlan, count_audited, is_audited, plan_audit
 from lockstep.audit.microbatch_results import MicrobatchResults, combine_hashes, hash_results
+from lockstep.audit.processor_core import find_core, on_another_core
 from lockstep.audit.repetition_trace import (
     RepetitionTrace,
     StateWatch,
@@ -202,8 +201,8 @@ class Audit(StepHook):
         assert self._microbatch is not None
         part = self._microbatch
         microbatch = replace(part, data=clone_tensors(part.data))
-        with _on_another_core() if elsewhere else nullcontext():
-            core = _find_core()
+        with on_another_core() if elsewhere else nullcontext():
+            core = find_core()
             try:
                 results = self._executor.repeat(microbatch, step.shares[part.index])
             except Exception as error:  # only in the repetition, so it differs
@@ -219,7 +218,7 @@ class Audit(StepHook):
 
     def note_own(self, results: MicrobatchResults) -> None:
         """Note the results of the owner in its turn."""
-        self._note(_find_core(), hash_results(results), is_repeated=False)
+        self._note(find_core(), hash_results(results), is_repeated=False)
 
     def _note(self, core: int, hashes: Mapping[str, int], *, is_repeated: bool) -> None:
         bits, rank = combine_hashes(hashes), self._parallel.rank
@@ -323,8 +322,8 @@ class Audit(StepHook):
             one, *others = self._computations
             two = next(other for other in others if other.bits != one.bits)
             raise WorkError(
-                f"step {step.number}, micro-batch {plan.microbatch}: {_describe(one)} and "
-                f"{_describe(two)} compute different results from the same inputs, again and "
+                f"step {step.number}, micro-batch {plan.microbatch}: {one.place} and "
+                f"{two.place} compute different results from the same inputs, again and "
                 f"again{'' if difference is None else difference.where}; one of them is faulty, "
                 "and no third one could decide which: continue from the last checkpoint without "
                 "these cores, or with a third rank"
@@ -372,7 +371,7 @@ class Audit(StepHook):
             "corrected": is_corrected,
             "count": count,
             "message": f"step {step.number}, micro-batch {plan.microbatch}: "
-            f"{_describe(culprit)} computed {often}{how}{times}{end}",
+            f"{culprit.place} computed {often}{how}{times}{end}",
         }
 
     def _send(self, step: StepContext, value: Any, source: int, doing: str) -> Any:
@@ -455,31 +454,3 @@ class _MicrobatchWatch(StepObserver):
         """Hash the results of the micro-batch that is repeated."""
         if self._audited is not None and microbatch == self._audited.microbatch:
             self._audit.note_own(MicrobatchResults(self._losses, gradients, buffers))
-
-
-def _describe(one: Computation) -> str:
-    core = "an unknown core" if one.core < 0 else f"core {one.core}"
-    return f"rank {one.rank} (host {one.host}, {core})"
-
-
-def _find_core() -> int:
-    """Return the processor core on which this thread runs; -1 if the system does not say."""
-    try:
-        return int(ctypes.CDLL(None).sched_getcpu())
-    except (OSError, AttributeError):
-        return -1
-
-
-@contextmanager
-def _on_another_core() -> Iterator[None]:
-    """Run the body on another core than the present one, if this thread may use one."""
-    if not hasattr(os, "sched_getaffinity"):  # such as on macOS
-        yield
-        return
-    allowed = os.sched_getaffinity(0)
-    if others := allowed - {_find_core()}:
-        os.sched_setaffinity(0, others)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, allowed)

@@ -33,6 +33,12 @@ class Computation(NamedTuple):
     bits: str
     is_repeated: bool
 
+    @property
+    def place(self) -> str:
+        """The rank, the host and the core, for messages."""
+        core = "an unknown core" if self.core < 0 else f"core {self.core}"
+        return f"rank {self.rank} (host {self.host}, {core})"
+
 
 @dataclass(frozen=True)
 class Verdict:

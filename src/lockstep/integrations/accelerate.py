@@ -86,7 +86,7 @@ class ExactAccelerator(Accelerator):
             raise UsageError(
                 "ExactAccelerator trains one model: for several, write the loop with ls.exact"
             )
-        self.exact = exact(model, microbatches=self.microbatches, seed=self.seed)
+        self.exact = exact(model, microbatches=self.microbatches, seed=self.seed, audit=False)
         self.register_for_checkpointing(self.exact)
         return model
 

@@ -86,7 +86,7 @@ class ExactStrategy(DDPStrategy):
                 "depend on the number of ranks: use another scheduler"
             )
         _fitted.add(self.lightning_module)
-        self.exact = exact(self.model, microbatches=self.microbatches, seed=self.seed)
+        self.exact = exact(self.model, microbatches=self.microbatches, seed=self.seed, audit=False)
         if self._position is not None:
             self.exact.load_state_dict(self._position)
 

@@ -116,7 +116,9 @@ class ExactTrainer(Trainer):
                     "ExactTrainer cannot train after evaluate() or predict(), which prepare the "
                     "model without DistributedDataParallel: call train() first"
                 )
-            self.exact = exact(model, microbatches=self.microbatches, seed=self.args.seed)
+            self.exact = exact(
+                model, microbatches=self.microbatches, seed=self.args.seed, audit=False
+            )
         start = {"step": 0, "epoch": 0, "batch": 0}
         self.exact.load_state_dict(self._position or self.exact.state_dict() | start)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed

@@ -1,6 +1,6 @@
 """Watching the calls of a model, and the backward passes that begin at their outputs.
 
-model(inputs)        before_forward, then hooks on the tensors of the outputs
+model(inputs)        before_forward, then hooks on the tensors of the outputs: end_forward
 loss.backward()      the first of these hooks runs: begin_backward
 its end              a callback in autograd: end_backward
 """
@@ -8,7 +8,7 @@ its end              a callback in autograd: end_backward
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from torch.autograd import Variable
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import is_in_backward
 
-__all__ = ["Arguments", "BackwardWatch", "BackwardWatcher"]
+__all__ = ["Arguments", "BackwardWatch", "BackwardWatcher", "output_tensors"]
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -32,6 +32,9 @@ class BackwardWatcher(Protocol):
 
     def before_forward(self, arguments: Arguments) -> Arguments | None:
         """Take part in a forward; return its arguments, or None if its backward is not watched."""
+
+    def end_forward(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Take part after a forward, given the tensors of its outputs."""
 
     def begin_backward(self) -> None:
         """Take part in a backward pass before it computes gradients of parameters."""
@@ -66,8 +69,8 @@ class BackwardWatch:
         vars(model)["_compiled_call_impl"] = call
 
     def _watch(self, outputs: Any) -> None:
-        has_graph = False
-        for output in _tensors(outputs):
+        has_graph, tensors = False, list(output_tensors(outputs))
+        for output in tensors:
             if output.requires_grad:
                 output.register_hook(self._begin)
                 has_graph = True
@@ -77,6 +80,7 @@ class BackwardWatch:
                 f"{type(outputs).__name__} that the model returned: return a tensor, or a tuple, "
                 "list, mapping or dataclass of tensors"
             )
+        self._watcher.end_forward(tensors)
 
     def _begin(self, _: torch.Tensor) -> None:
         """Queue the end of the backward pass that calls this hook, once."""
@@ -96,15 +100,15 @@ class _Pass:
     """A running backward pass; only autograd refers to it, and frees it if the pass raises."""
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def output_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in the outputs of a model, including lists, mappings and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
         for part in value.values():
-            yield from _tensors(part)
+            yield from output_tensors(part)
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _tensors(part)
+            yield from output_tensors(part)
     elif is_dataclass(value):
-        yield from _tensors(vars(value))
+        yield from output_tensors(vars(value))

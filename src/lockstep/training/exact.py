@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -26,7 +26,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._pytree import tree_map_only
 
+from lockstep.audit.audit_config import AuditConfig, read_audit
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.data.microbatch import align_tensors
@@ -42,6 +44,7 @@ from lockstep.model.backward_watch import Arguments, BackwardWatch
 from lockstep.model.blocks import find_block_names
 from lockstep.model.description import describe_tensors
 from lockstep.model.native_seeder import make_rng_scopes, make_seeder
+from lockstep.training.exact_audit import ExactAudit
 from lockstep.training.exact_observation import ExactObservation
 from lockstep.training.exact_step import ExactModel, ExactStep
 from lockstep.training.trainer_hooks import current_session
@@ -55,7 +58,9 @@ _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The models that have a handle."""
 
 
-def exact(model: nn.Module, microbatches: int = 8, seed: int = 0) -> Exact:
+def exact(
+    model: nn.Module, microbatches: int = 8, seed: int = 0, *, audit: AuditConfig | bool = True
+) -> Exact:
     """Give a training loop the same bits on any number of ranks. Call this on every rank.
 
     Args:
@@ -63,6 +68,8 @@ def exact(model: nn.Module, microbatches: int = 8, seed: int = 0) -> Exact:
             Either may be compiled by `torch.compile`.
         microbatches: The number of micro-batches of a batch, at least the number of ranks.
         seed: The random seed of the micro-batches.
+        audit: When each rank repeats a call of the model, to find hidden state and faulty
+            processors: an `AuditConfig`; True for its defaults, False for never.
 
     Returns:
         The handle of the loop.
@@ -72,7 +79,7 @@ def exact(model: nn.Module, microbatches: int = 8, seed: int = 0) -> Exact:
         LayoutError: There are more ranks than micro-batches.
         DisagreementError: The arguments or the models differ between ranks.
     """
-    return Exact(model, microbatches, seed)
+    return Exact(model, microbatches, seed, read_audit(audit))
 
 
 class Exact:
@@ -84,7 +91,9 @@ class Exact:
             the end of the last micro-batch's backward until the next micro-batch begins.
     """
 
-    def __init__(self, model: nn.Module, microbatches: int, seed: int) -> None:
+    def __init__(
+        self, model: nn.Module, microbatches: int, seed: int, audit: AuditConfig | None
+    ) -> None:
         outer: nn.Module = getattr(model, "_orig_mod", model)
         self._wrapper = outer if isinstance(outer, DistributedDataParallel) else None
         inner: nn.Module = outer if self._wrapper is None else self._wrapper.module
@@ -116,15 +125,18 @@ class Exact:
         # A graph that contains the whole wrapper is one scope.
         called, device = inner if model is self._wrapper else model, named[0][1].device
         scopes = find_scopes(called, find_block_names(called, None))
+        rng, session = make_rng_scopes(scopes, called, seed, device), current_session()
+        call = _make_call(called, self._wrapper)
         self._model = ExactModel(
             module,
             [parameter for _, parameter in named],
             GradientReducer(named, group, modules=[module], sparse=sparse),
-            make_rng_scopes(scopes, called, seed, device),
+            rng,
+            # A command that observes the steps would record the repetition.
+            ExactAudit(audit if session is None else None, share.replica, call, module, rng),
             share,
             group,
         )
-        session = current_session()
         self._observation = None if session is None else ExactObservation(session, self._model)
         self._own = set(self._model.parameters)
         self._draws = _DrawsBetweenSteps(device)
@@ -271,6 +283,8 @@ class Exact:
             self._draws.suspend()
             settings = "" if self._sampler is None else f", {self._sampler.settings}"
             self._step = ExactStep(self._model, self.steps, planned, settings)
+            own = [index for index, _ in self._model.share.pieces(planned.samples)]
+            self._model.audit.begin_step(self.steps, own)
             if self._observation is not None:
                 self._observation.begin(self.steps, self._find_position)
         self.is_complete = self._is_weighed = False
@@ -320,6 +334,8 @@ class Exact:
     def before_forward(self, arguments: Arguments) -> Arguments | None:
         """Begin a micro-batch at its first forward in training, unless `begin` was called."""
         if not torch.is_grad_enabled() or not self._is_trainable:
+            if self._current is not None:
+                self._model.audit.begin_call(self._current.number, None)
             return None
         if self._current is None and self._model.module.training:
             drew = self._remaining and LoadedHere.restore is None
@@ -332,7 +348,14 @@ class Exact:
             self.begin()
         if self._current is None:
             return None
-        return align_tensors(arguments[0]), align_tensors(arguments[1])
+        given = align_tensors(arguments[0]), align_tensors(arguments[1])
+        self._model.audit.begin_call(self._current.number, given)
+        return given
+
+    def end_forward(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Let the audit record the outputs."""
+        if self._current is not None:
+            self._model.audit.end_call(self._current.number, outputs)
 
     @property
     def _is_trainable(self) -> bool:
@@ -347,6 +370,7 @@ class Exact:
                 "losses, and call backward once"
             )
         self._step.begin_backward()
+        self._model.audit.begin_backward(self._current.number)
 
     @torch.no_grad()
     def end_backward(self) -> None:
@@ -362,6 +386,7 @@ class Exact:
                 "of the whole batch, which does not depend on the number of ranks"
             )
         last = step.current
+        self._model.audit.end_microbatch(last.number)
         step.end()
         self._left_state = torch.default_generator.get_state()
         if step.remaining == 0:
@@ -465,6 +490,23 @@ class _DrawsBetweenSteps:
             self._suspended.remove(self)
             if not self._suspended:
                 self._restore.pop()()
+
+
+def _make_call(called: nn.Module, wrapper: DistributedDataParallel | None) -> Callable[..., Any]:
+    """Return a function that calls a model as its wrapper does, which moves inputs to a device."""
+    if wrapper is None or not wrapper.device_ids:
+        return called
+    device = torch.device(wrapper.device_type, wrapper.device_ids[0])
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return called(
+            *tree_map_only(torch.Tensor, move, args), **tree_map_only(torch.Tensor, move, kwargs)
+        )
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device)
+
+    return call
 
 
 def _reject(module: nn.Module, wrapper: DistributedDataParallel | None, ranks: int) -> None:

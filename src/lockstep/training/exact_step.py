@@ -23,10 +23,18 @@ from lockstep.data.assignment import ReplicaShare
 from lockstep.data.microbatch_sampler import PlannedMicrobatch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel.buffers import BufferReport, Buffers, merge_reports
-from lockstep.kernel.errors import BufferMismatchError, DisagreementError, UsageError
+from lockstep.kernel.errors import (
+    BufferMismatchError,
+    DisagreementError,
+    LockstepError,
+    StateError,
+    UsageError,
+    WorkError,
+)
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.kernel.tree import total
 from lockstep.model.buffer_exchange import GroupExchange
+from lockstep.training.exact_audit import ExactAudit
 
 __all__ = ["ExactModel", "ExactStep"]
 
@@ -43,6 +51,7 @@ class ExactModel:
         parameters: Its parameters.
         gradients: The reducer of their gradients.
         scopes: The RNG scopes.
+        audit: The audit.
         share: The micro-batches of this rank.
         group: The ranks; None for the default group.
     """
@@ -51,6 +60,7 @@ class ExactModel:
     parameters: list[nn.Parameter]
     gradients: GradientReducer
     scopes: RngScopes
+    audit: ExactAudit
     share: ReplicaShare
     group: dist.ProcessGroup | None
 
@@ -83,6 +93,7 @@ class ExactStep:
         self.losses: dict[int, float] = {}
         self.loss = 0.0
         self._has_begun_gradients = False
+        self._audit_failure: LockstepError | None = None
         self._versions = self._read_versions()
 
     @property
@@ -153,6 +164,7 @@ class ExactStep:
         self.remaining -= 1
         self.current = None
         if self.remaining == 0:
+            self._audit_failure = self._model.audit.find_failure(self._buffers.preserve)
             self._reduce()
         self._install_buffers()
 
@@ -203,6 +215,7 @@ class ExactStep:
     def _make_status(self) -> dict[str, Any]:
         """Return what this rank tells the others."""
         first, failure, report = self._first, self._model.gradients.failure, BufferReport([])
+        found = self._audit_failure
         try:
             report = self._buffers.hash_results(is_alone=self._model.share.replicas == 1)
         except BufferMismatchError as error:
@@ -217,6 +230,7 @@ class ExactStep:
             "losses": {index: loss.hex() for index, loss in self.losses.items()},
             "weights": {index: weight.hex() for index, weight in self._weights.items()},
             "failure": failure,
+            "audit": found and [type(found).__name__, str(found)],
         }
 
     def _exchange(self, status: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[bytes]]:
@@ -225,6 +239,8 @@ class ExactStep:
         Raises:
             DisagreementError: The ranks train on different batches.
             UsageError: A rank cannot continue.
+            StateError: The audit of a rank has found hidden state.
+            WorkError: The audit of a rank has found a faulty processor.
         """
         messages = [json.dumps(status).encode()]
         if self._model.share.replicas > 1:
@@ -241,6 +257,9 @@ class ExactStep:
         for rank, other in enumerate(statuses):
             if other["failure"]:
                 raise UsageError(f"rank {rank}, step {self._number}: {other['failure']}")
+            if other["audit"]:
+                kind, message = other["audit"]
+                raise {"StateError": StateError, "WorkError": WorkError}[kind](message)
         return statuses, messages
 
     def _divide(self, weights: Iterable[Mapping[str, str]]) -> None:

@@ -1,0 +1,256 @@
+"""A call of the model in the user's own loop, recorded so that it can be computed again.
+
+    model(inputs)        begin, end         inputs, states and the nodes of the outputs are kept
+    loss.backward()      begin_backward     the gradients that arrive at the outputs are kept
+    its end              finish             the results: outputs, buffers, gradients of parameters
+    later                repeat             the call and its backward pass once more
+
+What the loop does with the outputs is not repeated. So nothing but the outputs may lead from its
+loss to the model: a loss that also reads parameters or hidden activations adds to the gradients.
+The graph of the backward pass shows whether it does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import graph
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lockstep.audit.microbatch_results import MicrobatchResults, hash_results
+from lockstep.checksum import checksum
+from lockstep.kernel.rng_scopes import RngScopes
+from lockstep.kernel.seeds import isolated, remembered
+from lockstep.model.backward_watch import Arguments, output_tensors
+
+__all__ = ["CannotRepeatError", "RecordedCall"]
+
+Edge = tuple[Any, int]
+"""A node of an autograd graph, and the number of one of the gradients that it receives."""
+
+PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+"""The types of inputs that a call cannot change, apart from the values of tensors."""
+
+BACKWARD = graph._engine_run_backward.__code__
+"""The function of torch whose first argument is what a backward pass begins with."""
+
+
+class CannotRepeatError(Exception):
+    """The call cannot be repeated, for the reason in the message; that is nobody's mistake."""
+
+
+class RecordedCall:
+    """One call of a model and its backward pass.
+
+    Args:
+        call: What is called: the model below DistributedDataParallel, perhaps compiled.
+        module: The model itself.
+        scopes: Its RNG scopes.
+        arguments: The arguments of the call.
+
+    Raises:
+        CannotRepeatError: An argument is an object that the call may change.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        scopes: RngScopes,
+        arguments: Arguments,
+    ) -> None:
+        self._call, self._module, self._scopes = call, module, scopes
+        self._named = dict(module.named_parameters())
+        self._device = next(iter(self._named.values())).device
+        self._arguments = arguments
+        for value in tree_leaves(arguments):
+            if not isinstance(value, PLAIN):
+                raise CannotRepeatError(f"an input of the model is a {type(value).__name__}")
+        self._state = self._read_state()
+        is_cached = torch.is_autocast_cache_enabled()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), is_cached)
+            for kind in sorted({"cpu", self._device.type})
+        ]
+        self._seed = remembered(self._device, everything=True)
+        self._received: dict[int, tuple[torch.Tensor, int]] = {}  # by the number of the output
+
+    def end(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Record the outputs of the call.
+
+        Raises:
+            CannotRepeatError: One of them is a parameter.
+        """
+        self._calls = self._scopes.pause()
+        self._scopes.resume(self._calls)
+        self._outputs = _hash_outputs(outputs)
+        self._buffers_after = [checksum(buffer) for buffer in self._module.buffers()]
+        if any(output.requires_grad and output.grad_fn is None for output in outputs):
+            raise CannotRepeatError("the model returns a parameter")
+        self._edges: dict[Edge, int] = {}
+        for index, output in enumerate(outputs):
+            if output.grad_fn is not None:
+                self._edges.setdefault((output.grad_fn, output.output_nr), index)
+        self._gradients: dict[int, torch.Tensor | None] = {}
+        for (node, number), index in self._edges.items():
+            # Not a hook of the tensor, after which the loop may register others.
+            node.register_prehook(_make_receiver(self._gradients, number, index))
+
+    def begin_backward(self) -> None:
+        """Record how the backward pass reaches the outputs, when it reaches the first of them.
+
+        Raises:
+            CannotRepeatError: It reaches the model in another way, too.
+        """
+        if [checksum(buffer) for buffer in self._module.buffers()] != self._buffers_after:
+            raise CannotRepeatError("buffers change between the call of the model and backward")
+        self._gradients.clear()
+        self._roots = _find_roots(self._edges, {id(one) for one in self._named.values()})
+        self._seed_backward = remembered(self._device, everything=True)
+
+    def finish(self) -> dict[str, int]:
+        """Return the hashes of the results, at the end of the backward pass."""
+        for index in sorted(self._roots):
+            if (gradient := self._gradients[index]) is not None:
+                self._received[index] = gradient, checksum(gradient)
+        self._gradients.clear()
+        self._edges.clear()  # which keep the graph
+        return self._outputs | self._hash_results()
+
+    def repeat(self) -> dict[str, int]:
+        """Return the hashes of the results of another computation, which has no other effect.
+
+        Call it while no parameter has a gradient, with fresh buffers.
+
+        Raises:
+            CannotRepeatError: The loop has changed what the call depends on, or it fails.
+        """
+        is_same = all(checksum(one) == bits for one, bits in self._received.values())
+        if not is_same or self._read_state() != self._state:
+            raise CannotRepeatError(
+                "inputs of the model are written to, or its settings or those of torch change "
+                "between micro-batches"
+            )
+        calls = self._scopes.pause()
+        try:
+            with isolated(self._device, everything=True), torch.enable_grad():
+                return self._compute()
+        except Exception as error:  # such as of a framework that expects no call now
+            name = type(error).__name__
+            raise CannotRepeatError(f"the model raises {name} if called again: {error}") from None
+        finally:
+            self._scopes.resume(calls)
+            for parameter in self._named.values():
+                parameter.grad = None
+
+    def _compute(self) -> dict[str, int]:
+        args, kwargs = tree_map(_detach, self._arguments)
+        # In a backward pass, a scope finds the number of its call among those of the first time.
+        self._scopes.resume(self._calls)
+        self._seed()
+        with ExitStack() as stack:
+            for settings in self._autocast:
+                stack.enter_context(torch.autocast(*settings))
+            torch.clear_autocast_cache()
+            outputs = list(output_tensors(self._call(*args, **kwargs)))
+        hashes = _hash_outputs(outputs)
+        self._seed_backward()
+        roots = [outputs[index] for index in self._received]
+        torch.autograd.backward(roots, [gradient for gradient, _ in self._received.values()])
+        return hashes | self._hash_results()
+
+    def _hash_results(self) -> dict[str, int]:
+        gradients = {name: one.grad for name, one in self._named.items() if one.grad is not None}
+        return hash_results(MicrobatchResults([], gradients, dict(self._module.named_buffers())))
+
+    def _read_state(self) -> tuple[Any, ...]:
+        """Return the inputs, the buffers and the settings that select kernels and parameters."""
+        tensors = [one for one in tree_leaves(self._arguments) if isinstance(one, torch.Tensor)]
+        cuda = torch.backends.cuda
+        return (
+            [checksum(tensor) for tensor in (*tensors, *self._module.buffers())],
+            [module.training for module in self._module.modules()],
+            [parameter.requires_grad for parameter in self._named.values()],
+            (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
+            (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
+            (torch.get_num_threads(), torch.get_default_dtype()),
+            vars(self._module).get("forward"),  # which frameworks replace for one call
+        )
+
+
+def _make_receiver(gradients: dict[int, Any], number: int, index: int) -> Callable[[Any], None]:
+    def receive(received: Sequence[torch.Tensor | None]) -> None:
+        gradients[index] = received[number]
+
+    return receive
+
+
+def _hash_outputs(outputs: Iterable[torch.Tensor]) -> dict[str, int]:
+    return {f"output {number}": checksum(output) for number, output in enumerate(outputs)}
+
+
+def _detach(value: Any) -> Any:
+    """Return an input without the graph that computed it; one with a gradient may be written to."""
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return value
+    return value.detach().requires_grad_().clone()
+
+
+def _find_roots(edges: Mapping[Edge, int], parameters: Collection[int]) -> set[int]:
+    """Return the outputs at which the running backward pass enters the graph of a model.
+
+    Args:
+        edges: The outputs' numbers.
+        parameters: The ids of its parameters.
+
+    Raises:
+        CannotRepeatError: It enters the graph elsewhere, or between two outputs.
+    """
+    inside, internal, stack = set[Any](), set[Edge](), [node for node, _ in edges]
+    while stack:
+        if (node := stack.pop()) not in inside:
+            inside.add(node)
+            following = [edge for edge in node.next_functions if edge[0] is not None]
+            internal.update(following)
+            stack += [target for target, _ in following]
+    roots, outside = set[int](), set[Any]()
+    entries = _find_starts()
+    while entries:
+        edge = entries.pop()
+        node = edge[0]
+        if edge in edges and edge not in internal:
+            roots.add(edges[edge])
+        elif node in inside or id(getattr(node, "variable", None)) in parameters:
+            raise CannotRepeatError(
+                "the loss depends on parameters or on hidden activations of the model, not only "
+                "on its outputs"
+            )
+        elif node not in outside:
+            outside.add(node)
+            entries += [edge for edge in node.next_functions if edge[0] is not None]
+    return roots
+
+
+def _find_starts() -> list[Edge]:
+    """Return where the running backward pass begins.
+
+    Raises:
+        CannotRepeatError: It is unknown, since several threads run one, or none does.
+    """
+    passes = []
+    for frame in sys._current_frames().values():  # hooks run in another thread on a GPU
+        caller: FrameType | None = frame
+        while caller is not None and caller.f_code is not BACKWARD:
+            caller = caller.f_back
+        if caller is not None:
+            passes.append(caller.f_locals["t_outputs"])
+    if len(passes) != 1:
+        raise CannotRepeatError("several threads run backward passes")
+    edges = map(graph.get_gradient_edge, passes[0])
+    return [(edge.node, edge.output_nr) for edge in edges]
