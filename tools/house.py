@@ -26,10 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 16,
-    "code lines in src": 49_990,
-    "code lines in tests": 50_550,
-    "code lines in csrc": 7_000,
-    "imports per module": 4.9,
+    "code lines in src": 49_970,
+    "code lines in tests": 50_540,
+    "code lines in csrc": 6_975,
+    "imports per module": 4.8,
     "kernel: code lines": 2_000,
     "kernel: modules reached": 0,
     "step: modules reached": 60,

@@ -73,7 +73,7 @@ def methods(native: Any) -> dict[str, Callable[[], object]]:
     """Return a call of every method of the backend that other ranks take part in or notice."""
     one, two = torch.ones(2), torch.ones(4)
     lists, plan = [[torch.ones(2), torch.ones(2)]], Bucket(torch.float32, (Member(0, 4, 0),), 16)
-    exact = NativeAllReduce(native, plan, [[(0, 1)], [(1, 2)]], 2, native.rank(), 1)
+    exact = NativeAllReduce(native, plan, [[(0, 1)], [(1, 2)]], 2, native.rank())
     return {
         "_abort_because": lambda: native._abort_because("a test"),
         "_allgather_base": lambda: native._allgather_base(two, one),

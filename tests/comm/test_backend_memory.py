@@ -214,7 +214,7 @@ def read_dead_rank(folder: Path) -> None:
     nodes_by_rank: list[list[tuple[int, int]]] = [[(0, 2)], [(2, 3), (3, 4)], []]
     native = backend.of_group(None)
     made = NativeAllReduce(
-        native, bucket, nodes_by_rank, 4, rank, 1, cuts=[0, 0, 112, 112], scatter=True
+        native, bucket, nodes_by_rank, 4, rank, cuts=[0, 0, 112, 112], scatter=True
     )
     made.launch({node: [torch.full((100,), 2.0 + node[0])] for node in nodes_by_rank[rank]})
     made.gather()
@@ -322,7 +322,7 @@ def cut_sums(cuts: list[int], scatter: bool) -> list[object]:
     bucket = Bucket(torch.float32, (Member(0, 100, 0),), 112)
     nodes_by_rank = [[(0, 2)], [(2, 3), (3, 4)], []][:ranks]
     native = backend.of_group(None)
-    made = NativeAllReduce(native, bucket, nodes_by_rank, 4, rank, 1, cuts=cuts, scatter=scatter)
+    made = NativeAllReduce(native, bucket, nodes_by_rank, 4, rank, cuts=cuts, scatter=scatter)
     held = {
         node: [torch.randn(100, generator=torch.Generator().manual_seed(node[0]))]
         for node in nodes_by_rank[rank]
@@ -332,7 +332,7 @@ def cut_sums(cuts: list[int], scatter: bool) -> list[object]:
     begin, end = (cuts[rank], min(cuts[rank + 1], 100)) if scatter else (0, 100)
     told = ""
     other = [0, *(cut + rank for cut in cuts[1:-1]), 112]
-    wrong = NativeAllReduce(native, bucket, nodes_by_rank, 4, rank, 1, cuts=other, scatter=scatter)
+    wrong = NativeAllReduce(native, bucket, nodes_by_rank, 4, rank, cuts=other, scatter=scatter)
     wrong.launch(held)
     try:
         wrong.gather()

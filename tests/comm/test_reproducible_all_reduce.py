@@ -44,13 +44,6 @@ def test_all_present_takes_the_whole_slice_and_gives_the_same_bits():
     assert sums_on_a_rank(8, torch.float32, 1 << 20, False) == [expected, expected]
 
 
-@pytest.mark.ranks(3, backend=BACKENDS)
-def test_a_mean_is_the_sum_divided_once():
-    values = leaf_values(3, torch.float32)
-    expected = [bits(None if each is None else each / 3) for each in expected_sums(values, 3)]
-    assert sums_on_a_rank(3, torch.float32, 300, True, 3) == [expected, expected]
-
-
 @pytest.mark.parametrize(
     "tensor",
     [
@@ -92,7 +85,7 @@ def test_a_rank_reads_its_own_slice_where_it_lies(rank, world_size, scatter):
     kept = values[rank].clone()
     added = NativeAllReduce(
         native_backend(kept.device, kept.dtype, None),
-        bucket, nodes_by_rank, world_size, rank, 1, cuts=cuts, scatter=scatter,
+        bucket, nodes_by_rank, world_size, rank, cuts=cuts, scatter=scatter,
     )  # fmt: skip
     added.launch({(rank, rank + 1): [kept]})
     ((_, found),) = added.gather()

@@ -35,7 +35,6 @@ def make_all_reduce(
     leaves: int,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
-    divisor: int = 1,
     cuts: Sequence[int] = (),
     is_device_shared: bool = False,
 ) -> ReproducibleAllReduce:
@@ -48,12 +47,11 @@ def make_all_reduce(
         leaves: The number of leaves of the tree.
         device: The device of the tensors.
         group: The process group; None is the default group.
-        divisor: The number by which the sum is divided before it is gathered.
         cuts: The bounds of the ranks' slices. If given, nothing is gathered, and a rank has only
             the sums of its own slice (backend "lockstep" only).
         is_device_shared: Whether the ranks share memory of one device (`shares_device`).
     """
-    options = divisor, cuts or None, bool(cuts)
+    options = cuts or None, bool(cuts)
     native = native_backend(device, bucket.dtype, group)
     if native is not None:
         made = NativeAllReduce(
@@ -68,4 +66,4 @@ def make_all_reduce(
         return HostAllReduce(hosts, bucket, nodes_by_rank, leaves, *options)
     assert not cuts
     sliced = IpcAllReduce if is_device_shared else PortableAllReduce
-    return sliced(bucket, nodes_by_rank, leaves, device, group, divisor)
+    return sliced(bucket, nodes_by_rank, leaves, device, group)

@@ -77,7 +77,6 @@ class NativeAllReduce(ReproducibleAllReduce):
         nodes_by_rank: Sequence[Sequence[Node]],
         leaves: int,
         rank: int,
-        divisor: int,
         cuts: Sequence[int] | None = None,
         scatter: bool = False,
     ) -> None:
@@ -105,7 +104,6 @@ class NativeAllReduce(ReproducibleAllReduce):
             [(member.offset, member.numel) for member in bucket.members],
             [list(nodes) for nodes in nodes_by_rank],
             leaves,
-            divisor,
             self._bounds,
             scatter,
         )

@@ -48,10 +48,9 @@ class SlicedAllReduce(ReproducibleAllReduce):
         leaves: int,
         device: torch.device,
         group: dist.ProcessGroup | None,
-        divisor: int,
     ) -> None:
         self.bucket, self._nodes_by_rank, self._leaves = bucket, nodes_by_rank, leaves
-        self._group, self._divisor = group, divisor
+        self._group = group
         self._rank, self._ranks = dist.get_rank(group), len(nodes_by_rank)
         self._pieces = pieces(bucket, self._ranks)
         self._length = slice_length(bucket, self._ranks)
@@ -119,8 +118,6 @@ class SlicedAllReduce(ReproducibleAllReduce):
             assert mine is not None
         else:
             mine = self._add_members(slices, flags)
-        if self._divisor != 1:
-            mine.div_(self._divisor)
         return mine
 
     def _add_members(

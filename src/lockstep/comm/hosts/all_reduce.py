@@ -44,7 +44,7 @@ class HostAllReduce(NativeAllReduce):
 
     Args:
         group: The group.
-        bucket, nodes_by_rank, leaves, divisor, cuts, scatter: As for `NativeAllReduce`.
+        bucket, nodes_by_rank, leaves, cuts, scatter: As for `NativeAllReduce`.
     """
 
     def __init__(
@@ -53,14 +53,11 @@ class HostAllReduce(NativeAllReduce):
         bucket: Bucket,
         nodes_by_rank: Sequence[Sequence[Node]],
         leaves: int,
-        divisor: int,
         cuts: Sequence[int] | None = None,
         scatter: bool = False,
     ) -> None:
-        super().__init__(
-            group.local, bucket, nodes_by_rank, leaves, group.rank, divisor, cuts, scatter
-        )
-        self._group, self._divisor, self._is_scattered = group, divisor, scatter
+        super().__init__(group.local, bucket, nodes_by_rank, leaves, group.rank, cuts, scatter)
+        self._group, self._is_scattered = group, scatter
         self._sum_plan = plan_reduction(group.map, nodes_by_rank, leaves, scatter=scatter)
         self._counts = [len(nodes) for nodes in nodes_by_rank]
         # The row of this rank for the other ranks of the host: fingerprint, handle, flags.
@@ -97,7 +94,7 @@ class HostAllReduce(NativeAllReduce):
             group.reducer, self._map_rows(rows), self._bounds, self._is_scattered, chunk, presence
         )
         ReductionPipeline(
-            group.reducer, self._sum_plan, values, bucket.dtype, self._divisor, sizes, chunk,
+            group.reducer, self._sum_plan, values, bucket.dtype, sizes, chunk,
             (term_tag, result_tag), lambda: self._compare(own, exchange.wait()),
         ).run()  # fmt: skip
         for member, is_new in enumerate(presence.find_new()):

@@ -47,7 +47,6 @@ class ReductionPipeline:
         plan: Which rank combines and sends what.
         values: The values of the ranks of this host.
         dtype: The dtype of the values.
-        divisor: The number by which the sum is divided.
         sizes: The number of elements of each slice.
         chunk: The number of elements of a chunk of a slice.
         tags: The tags of terms and of results.
@@ -61,7 +60,6 @@ class ReductionPipeline:
         plan: ReductionPlan,
         values: PackedValues,
         dtype: torch.dtype,
-        divisor: float,
         sizes: Sequence[int],
         chunk: int,
         tags: tuple[int, int],
@@ -69,7 +67,7 @@ class ReductionPipeline:
     ) -> None:
         self._term_tag, self._result_tag = tags
         self._check = check
-        self._reducer, self._plan, self._dtype, self._divisor = reducer, plan, dtype, divisor
+        self._reducer, self._plan, self._dtype = reducer, plan, dtype
         self._values, self._sizes, self._chunk = values, sizes, chunk
         self._handled = plan.handled(reducer.rank)
         self._others = [host for host in range(len(plan.map.hosts)) if host != reducer.host]
@@ -156,7 +154,7 @@ class ReductionPipeline:
         add_nodes = native_module.load().add_nodes
         for part, present in self._values.parts(keys, slice_, chunk):
             parts = [values[part] for values in inputs]
-            add_nodes(parts, term.nodes, term.leaves, present, 1.0, buffer[part])
+            add_nodes(parts, term.nodes, term.leaves, present, buffer[part])
         return buffer
 
     def _reduce(self, chunk: int) -> None:
@@ -187,7 +185,7 @@ class ReductionPipeline:
             result = self._values.result(slice_, chunk)
             for part, present in self._values.parts(keys, slice_, chunk):
                 parts = [values[part] for values in inputs]
-                add_nodes(parts, nodes, plan.leaves, present, self._divisor, result[part])
+                add_nodes(parts, nodes, plan.leaves, present, result[part])
             if plan.returns:
                 for host in self._others:
                     handler = plan.handler(slice_, host)

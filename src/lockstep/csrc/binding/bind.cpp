@@ -126,8 +126,7 @@ static int64_t compare_exchange(const at::Tensor& tensor, int64_t index, int64_t
 // are not `present` (an empty list: all are) are left out. Every node is rounded to the dtype of
 // the result. Returns whether any node is present; the result is not changed otherwise.
 static bool add_nodes(const Tensors& inputs, const std::vector<std::pair<int, int>>& nodes,
-                      int leaves, const std::vector<bool>& present, double divisor,
-                      const at::Tensor& result) {
+                      int leaves, const std::vector<bool>& present, const at::Tensor& result) {
   const char* op = "add_nodes";
   check_tensor(op, result);
   CHECK_ARGUMENT(is_plain(result) && result.is_floating_point(), op,
@@ -150,7 +149,7 @@ static bool add_nodes(const Tensors& inputs, const std::vector<std::pair<int, in
     std::rethrow_exception(to_torch_error());
   }
   if (steps.empty()) return false;
-  ReductionSpec spec{data_type_of(result.scalar_type()), Reduction::sum, true, divisor, {}};
+  ReductionSpec spec{data_type_of(result.scalar_type()), Reduction::sum, true, 1, {}};
   if (result.numel())
     TreeReducer(std::move(steps), std::move(spec))
         .run(values, {static_cast<char*>(result.data_ptr())}, static_cast<size_t>(result.numel()));
@@ -160,8 +159,8 @@ static bool add_nodes(const Tensors& inputs, const std::vector<std::pair<int, in
 static Bucket make_bucket(at::ScalarType dtype, size_t length,
                           std::vector<std::pair<size_t, size_t>> members,
                           std::vector<std::vector<std::pair<int, int>>> holders, int leaves,
-                          double divisor, std::vector<size_t> cuts, bool scatter) {
-  return {data_type_of(dtype), length, std::move(members), std::move(holders), leaves, divisor,
+                          std::vector<size_t> cuts, bool scatter) {
+  return {data_type_of(dtype), length, std::move(members), std::move(holders), leaves,
           std::move(cuts),     scatter};
 }
 
@@ -210,8 +209,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::module_::import("torch.distributed");
   py::class_<Bucket>(module, "Bucket")
       .def(py::init(&make_bucket), py::arg("dtype"), py::arg("length"), py::arg("members"),
-           py::arg("holders"), py::arg("leaves"), py::arg("divisor") = 1.0,
-           py::arg("cuts") = std::vector<size_t>(), py::arg("scatter") = false)
+           py::arg("holders"), py::arg("leaves"), py::arg("cuts") = std::vector<size_t>(),
+           py::arg("scatter") = false)
       .def_property_readonly("digest", &digest_of);
   py::class_<LockstepBackend, c10d::Backend, c10::intrusive_ptr<LockstepBackend>>(module,
                                                                                   "LockstepBackend")
@@ -266,8 +265,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("add_packed", &add_packed_nodes, py::arg("bucket"), py::arg("messages"),
              py::arg("result"), py::arg("present"));
   module.def("add_nodes", &add_nodes, py::arg("inputs"), py::arg("nodes"), py::arg("leaves"),
-             py::arg("present"), py::arg("divisor"), py::arg("result"),
-             py::call_guard<py::gil_scoped_release>());
+             py::arg("present"), py::arg("result"), py::call_guard<py::gil_scoped_release>());
   module.def("is_shared", &is_shared, py::arg("tensor"));
   module.def("handle_of", &handle_of, py::arg("tensor"));
   module.def("heap_bytes", [] { return Heap::instance().used_bytes(); });

@@ -43,7 +43,7 @@ void add_slice(const std::vector<Node>& nodes, const Bucket& bucket,
   for (char* result : results) outputs.push_back(result + slice.begin * item);
   std::vector<int> steps = tree_steps(leaves, bucket.leaves, present);
   if (steps.empty()) return;
-  ReductionSpec spec{bucket.type, Reduction::sum, true, bucket.divisor, {}};
+  ReductionSpec spec{bucket.type, Reduction::sum, true, 1, {}};
   TreeReducer(std::move(steps), std::move(spec)).run(inputs, outputs, slice.size());
 }
 
@@ -83,9 +83,6 @@ uint64_t Bucket::digest() const {
   const auto mix = [&hash](uint64_t value) { hash = (hash ^ value) * 0x100000001b3; };
   mix(static_cast<uint64_t>(type)), mix(length), mix(static_cast<uint64_t>(leaves));
   mix(scatter);
-  uint64_t bits;
-  std::memcpy(&bits, &divisor, sizeof bits);
-  mix(bits);
   for (const auto& [offset, elements] : members) mix(offset), mix(elements);
   for (const auto& held : holders) {
     mix(held.size());

@@ -43,7 +43,6 @@ struct Bucket {
   std::vector<std::pair<size_t, size_t>> members;         // offset, elements
   std::vector<std::vector<std::pair<int, int>>> holders;  // nodes of each rank
   int leaves = 1;
-  double divisor = 1;
   std::vector<size_t> cuts;  // slice j: elements [cuts[j], cuts[j + 1]); empty: even slices
   bool scatter = false;      // each rank gets only its own slice
 
