@@ -200,6 +200,8 @@ def test_a_run_that_was_resumed(recorded, folder):
     loop = "            trainer.step(batch)"
     stop = f"""\
             if trainer.steps == 5 and "STOP" in os.environ:
+                import threading  # a failure abandons the checkpoint that is being written
+                [part.join(60) for part in threading.enumerate() if "checkpoint" in part.name]
                 raise SystemExit(3)
             trainer.optimizer.param_groups[0]["lr"] *= 0.9 if "RESUMED" in os.environ else 1
 {loop}"""
