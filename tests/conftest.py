@@ -38,7 +38,7 @@ hypothesis.settings.load_profile("lockstep")
 PYTESTS_OWN = (b"PYTEST_CURRENT_TEST", b"PYTEST_VERSION", b"COLUMNS", b"TORCHINDUCTOR_CACHE_DIR")
 
 
-# The suite computes on the CPU, wherever it runs; `tools/gpu_check.py` is for a GPU.
+# The suite computes on the CPU, also on a machine with a GPU; `tools/gpu_check.py` is for that.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # `init` sets that of SIGUSR1

@@ -296,7 +296,7 @@ def check_errors(check: Check) -> Rows:
 
 
 def check_own_loop(check: Check) -> Rows:
-    """Train in a loop of one's own, with torch's DDP and `ls.exact`."""
+    """Train with torch's DDP and `ls.exact`, in a loop without a trainer."""
     digests = []
     for ranks in (1, 2, 4):
         arguments = f"{check.kind}:0", check.backend

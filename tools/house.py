@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 16,
-    "code lines in src": 49_970,
+    "code lines in src": 49_960,
     "code lines in tests": 50_540,
     "code lines in csrc": 6_975,
     "imports per module": 4.8,

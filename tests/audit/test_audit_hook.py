@@ -16,22 +16,9 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.kernel.errors import LockstepError, LossError
+from records import FindingLogger
 
 SGD = partial(torch.optim.SGD, lr=0.1)
-
-
-class Lines:
-    """A logger that keeps the findings of the audit."""
-
-    def __init__(self) -> None:
-        self.findings: list[dict[str, Any]] = []
-
-    def write(self, kind: str, **fields: Any) -> None:
-        if kind == "audit":
-            self.findings.append(fields)
-
-    def close(self) -> None:
-        pass
 
 
 def make_batches(steps: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -190,7 +177,7 @@ ONCE = {
 def correct_once(operator: str, where: dict[str, Any], *, loads: bool) -> tuple[str, list[Any]]:
     from bit_flips import FaultyOperator
 
-    lines = Lines()
+    lines = FindingLogger()
     trainer = make_trainer(loggers=[lines] if ls.rank() == 0 else ())
     with FaultyOperator(operator, **where):
         if loads:
@@ -225,7 +212,7 @@ def fault(call: int | None = None, **options: Any) -> tuple[str, list[Any]]:
     """Train with a fault of rank 1 in one call of an operator, or always."""
     from bit_flips import FaultyOperator
 
-    lines = Lines()
+    lines = FindingLogger()
     options = {"loggers": [lines] if ls.rank() == 0 else (), **options}
     with FaultyOperator("addmm", rank=1, phase="forward", call=call, element=0):
         try:
@@ -281,7 +268,7 @@ def test_state_that_changes_seldom_is_named_as_another_possible_reason(ranks):
             return super().forward(inputs) + self.kept
 
     def find() -> list[Any]:
-        lines = Lines()
+        lines = FindingLogger()
         trainer = make_trainer(partial(Refreshing, 6, 6), loggers=[lines])
         trainer.step(make_batches(1)[0])
         return lines.findings

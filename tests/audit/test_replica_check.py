@@ -12,6 +12,7 @@ from torch import nn
 import lockstep as ls
 from lockstep.audit.replica_check import find_odd_replica
 from lockstep.kernel.errors import DisagreementError
+from records import FindingLogger
 
 
 def test_one_replica_that_differs_from_all_others_is_the_odd_one():
@@ -25,20 +26,6 @@ def test_one_replica_that_differs_from_all_others_is_the_odd_one():
 )
 def test_otherwise_there_is_none(values):
     assert find_odd_replica([{} if each is None else {"a": each} for each in values]) is None
-
-
-class Lines:
-    """A logger that keeps the findings of the audit."""
-
-    def __init__(self) -> None:
-        self.findings: list[dict[str, Any]] = []
-
-    def write(self, kind: str, **fields: Any) -> None:
-        if kind == "audit":
-            self.findings.append(fields)
-
-    def close(self) -> None:
-        pass
 
 
 def spoil(trainer: Any, what: str) -> None:
@@ -58,7 +45,7 @@ def spoil(trainer: Any, what: str) -> None:
 
 def train(what: str) -> tuple[str, str, list[Any]]:
     torch.manual_seed(0)
-    lines = Lines()
+    lines = FindingLogger()
     trainer = ls.Trainer(
         nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.MSELoss(),
         partial(torch.optim.SGD, lr=0.1, momentum=0.9), microbatches=3,

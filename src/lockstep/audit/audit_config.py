@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import UsageError
 
 __all__ = ["AuditConfig", "read_audit"]
@@ -36,6 +37,13 @@ class AuditConfig:
             if type(value) is not int or value < least:
                 kind = "positive whole number" if least else "whole number, at least 0"
                 raise UsageError(f"AuditConfig({name}={value!r}): expected a {kind}")
+
+    def explain_excess(self, corrections: int) -> str:
+        """Return why a rank with this number of wrong results cannot go on, after its name."""
+        return (
+            f"computed {format_quantity(corrections, 'wrong result')}, more than "
+            f"max_corrections={self.max_corrections}: continue on other cores or another host"
+        )
 
     @property
     def limits(self) -> tuple[int, int]:

@@ -36,7 +36,6 @@ from lockstep.audit.repetition_trace import (
 from lockstep.audit.verdict import Computation, Verdict, judge
 from lockstep.data.assignment import ReplicaShare, assign_microbatches
 from lockstep.data.microbatch import align_tensors, clone_tensors, split_batch
-from lockstep.formatting import format_quantity
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.errors import StateError, WorkError
 from lockstep.kernel.rank_status import StatusSummary
@@ -380,7 +379,7 @@ class Audit(StepHook):
         if self._parallel.rank == source:
             try:
                 packed = pickle.dumps(value)
-            except Exception:  # whatever the classes of the user's data raise
+            except Exception:  # classes of the user's data are pickled by their own code
                 packed = b""
         about = f"{doing} {step.label.about}"
         sizes = self._parallel.messages.gather(str(len(packed)).encode(), about)
@@ -409,12 +408,8 @@ class Audit(StepHook):
         self._corrections[rank] += 1
         self._record(finding)
         if self._corrections[rank] > self._config.max_corrections:
-            reason = (
-                f"rank {rank} (host {finding['host']}, core {finding['core']}) computed "
-                f"{format_quantity(self._corrections[rank], 'wrong result')}, more than "
-                f"max_corrections={self._config.max_corrections}: continue on other cores or "
-                "another host"
-            )
+            excess = self._config.explain_excess(self._corrections[rank])
+            reason = f"rank {rank} (host {finding['host']}, core {finding['core']}) {excess}"
             if self._leave is None:
                 self._stop(reason)
             else:

@@ -68,9 +68,7 @@ def judge(computations: Sequence[Computation]) -> Verdict:
     if most == second:
         return Verdict("split")
     wrong = [computation for computation in computations if computation.bits != right]
-    places = {(one.rank, one.host) for one in wrong}
-    if len({(one.rank, one.host) for one in computations}) == 1:
-        places = {(one.rank, one.host, one.core) for one in wrong}  # type: ignore[misc]
-    if len(places) > 1:
+    is_alone = len({(one.rank, one.host) for one in computations}) == 1
+    if len({(one.rank, one.host, is_alone and one.core) for one in wrong}) > 1:
         return Verdict("state")
     return Verdict("fault", right, wrong[0], len(wrong) == 1)

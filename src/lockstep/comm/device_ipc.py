@@ -23,7 +23,7 @@ from lockstep.comm.collectives import all_gather_bytes
 from lockstep.comm.hosts.identity import identify_host
 from lockstep.messages import escape_control, log
 
-__all__ = ["BY_DEVICE_TYPE", "CudaIpc", "DeviceIpc", "shares_device"]
+__all__ = ["BY_DEVICE_TYPE", "CudaIpc", "DeviceIpc", "identify_device", "shares_device"]
 
 PROBE_BYTES = 64
 """The size of the memory with which a group tries whether it can share some."""
@@ -72,6 +72,11 @@ class CudaIpc:
 BY_DEVICE_TYPE: dict[str, DeviceIpc] = {"cuda": CudaIpc()}
 
 
+def identify_device(device: torch.device) -> str:
+    """Return a text that two processes have in common if they compute on the same device."""
+    return f"{identify_host()} {BY_DEVICE_TYPE[device.type].identify(device)}"
+
+
 def shares_device(device: torch.device, group: dist.ProcessGroup | None) -> bool:
     """Return whether the ranks of a group compute on one device, and can share memory of it.
 
@@ -81,7 +86,7 @@ def shares_device(device: torch.device, group: dist.ProcessGroup | None) -> bool
     if ipc is None or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return False
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    own = f"{identify_host()} {ipc.identify(device)}"
+    own = identify_device(device)
     about = "comparing the devices of the ranks"
     identities = all_gather_bytes(own.encode(), about, group)
     if identities.count(identities[0]) < ranks:

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lockstep.comm.device_ipc import BY_DEVICE_TYPE
-from lockstep.comm.hosts.identity import identify_host
+from lockstep.comm.device_ipc import BY_DEVICE_TYPE, identify_device
 from lockstep.devices import count_devices, find_accelerator, is_accelerator
 from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import UsageError
@@ -104,8 +103,7 @@ def is_shared_by_ranks(device: torch.device, store: Store, rank_info: RankInfo) 
 
     Each rank sees its devices under numbers of its own if its launcher hides the others.
     """
-    identity = f"{identify_host()} {BY_DEVICE_TYPE[device.type].identify(device)}"
-    store.set(f"lockstep/device/{rank_info.rank}", identity)
+    store.set(f"lockstep/device/{rank_info.rank}", identify_device(device))
     ranks = range(rank_info.world_size)
     return len({store.get(f"lockstep/device/{rank}") for rank in ranks}) < rank_info.world_size
 

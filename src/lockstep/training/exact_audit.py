@@ -32,7 +32,6 @@ from lockstep.audit.repetition_trace import (
     join_names,
 )
 from lockstep.audit.verdict import Computation, judge
-from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import LockstepError, StateError, WorkError
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.messages import log
@@ -179,8 +178,5 @@ class ExactAudit:
         )
         if self._corrections <= self._config.max_corrections:
             return None
-        return WorkError(
-            f"{culprit.place} computed {format_quantity(self._corrections, 'wrong result')}, more "
-            f"than max_corrections={self._config.max_corrections}: continue on other cores or "
-            "another host; if they do the same, pass audit=False"
-        )
+        excess = self._config.explain_excess(self._corrections)
+        return WorkError(f"{culprit.place} {excess}; if they do the same, pass audit=False")

@@ -14,8 +14,8 @@ import click
 from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import JSON_HELP, escape_control, log
-from lockstep.tools.commands.replay import ReplayProgress
-from lockstep.tools.commands.report import find_run
+from lockstep.tools.commands.replay import ReplayProgress, timeout_option
+from lockstep.tools.commands.report import find_run, runs_option
 
 if TYPE_CHECKING:
     from lockstep.tools.replay.record_audit import RecordAudit
@@ -33,13 +33,8 @@ RANGE = re.compile(r"(\d+)(?:-(\d+))?")
     help="The steps to compute, from 0: 40-99, or a single one.  [default: the steps since the "
     "last checkpoint]",
 )  # fmt: skip
-@click.option(
-    "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
-    help="End each replay after this many seconds.  [default: no limit]",
-)  # fmt: skip
-@click.option(
-    "--runs", "folder", default="runs", show_default=True, metavar="DIR", help="Folder of runs."
-)
+@timeout_option
+@runs_option
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def command(run: str, steps: str | None, timeout: float | None, folder: str, as_json: bool) -> None:
     """Check whether this machine computes the recorded bits of RUN (name or folder).

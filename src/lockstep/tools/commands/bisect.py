@@ -11,8 +11,8 @@ import click
 
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import JSON_HELP, escape_control, log
-from lockstep.tools.commands.replay import ReplayProgress
-from lockstep.tools.commands.report import find_run
+from lockstep.tools.commands.replay import ReplayProgress, timeout_option
+from lockstep.tools.commands.report import find_run, runs_option
 
 if TYPE_CHECKING:
     from lockstep.tools.replay.bisection import Bisection
@@ -22,13 +22,8 @@ __all__ = ["command"]
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="A B")
-@click.option(
-    "--runs", "folder", default="runs", show_default=True, metavar="DIR", help="Folder of runs."
-)
-@click.option(
-    "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
-    help="End each replay after this many seconds.  [default: no limit]",
-)  # fmt: skip
+@runs_option
+@timeout_option
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def command(
     runs: tuple[str, ...],

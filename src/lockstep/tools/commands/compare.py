@@ -13,7 +13,7 @@ import click
 
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import JSON_HELP, escape_control
-from lockstep.tools.commands.report import find_run, format_of, open_in_browser, save
+from lockstep.tools.commands.report import find_run, format_of, open_in_browser, runs_option, save
 
 if TYPE_CHECKING:
     from lockstep.tools.report.run_comparison import RunComparison
@@ -23,9 +23,7 @@ __all__ = ["command"]
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True)
-@click.option(
-    "--runs", "folder", default="runs", show_default=True, metavar="DIR", help="Folder of runs."
-)
+@runs_option
 @click.option(
     "--format",
     "kind",

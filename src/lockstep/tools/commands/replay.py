@@ -17,18 +17,23 @@ import click
 from lockstep.formatting import format_duration
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.messages import JSON_HELP, discard_if_lost, escape_control, log
-from lockstep.tools.commands.report import find_run
+from lockstep.tools.commands.report import find_run, runs_option
 
 if TYPE_CHECKING:
     from lockstep.record.reader import Run
     from lockstep.tools.replay.replay_comparison import Recorded, ReplayComparison
 
-__all__ = ["ReplayProgress", "command"]
+__all__ = ["ReplayProgress", "command", "timeout_option"]
 
 POSITIVE = click.IntRange(min=1)
 SHORT = 24
 """The number of characters of a digest that are shown; no float is longer."""
 MOST_NAMED = 16  # the largest number of samples in a sentence
+timeout_option = click.option(
+    "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
+    help="End each replay after this many seconds.  [default: no limit]",
+)  # fmt: skip
+"""The option of a command that makes several replays."""
 INTERVAL = 30.0  # seconds between two lines of progress if standard error is not a terminal
 
 
@@ -66,9 +71,7 @@ INTERVAL = 30.0  # seconds between two lines of progress if standard error is no
     "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
     help="End the replay after this many seconds; not with --pdb.  [default: no limit]",
 )  # fmt: skip
-@click.option(
-    "--runs", "folder", default="runs", show_default=True, metavar="DIR", help="Folder of runs."
-)
+@runs_option
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def command(
     run: str,

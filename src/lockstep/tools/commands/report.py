@@ -17,16 +17,19 @@ from lockstep.messages import escape_control, log
 if TYPE_CHECKING:
     from lockstep.record.reader import Run
 
-__all__ = ["command", "find_run", "format_of", "open_in_browser", "save"]
+__all__ = ["command", "find_run", "format_of", "open_in_browser", "runs_option", "save"]
 
 SUFFIXES = ("html", "md")
+
+runs_option = click.option(
+    "--runs", "folder", default="runs", show_default=True, metavar="DIR", help="Folder of runs."
+)
+"""The option of a command that finds its runs in a folder, its argument `folder`."""
 
 
 @click.command()
 @click.argument("run")
-@click.option(
-    "--runs", "folder", default="runs", show_default=True, metavar="DIR", help="Folder of runs."
-)
+@runs_option
 @click.option(
     "--format",
     "kind",
