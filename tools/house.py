@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 16,
-    "code lines in src": 49_960,
-    "code lines in tests": 50_540,
-    "code lines in csrc": 6_975,
+    "code lines in src": 53_900,
+    "code lines in tests": 53_600,
+    "code lines in csrc": 8_475,
     "imports per module": 4.8,
     "kernel: code lines": 2_000,
     "kernel: modules reached": 0,

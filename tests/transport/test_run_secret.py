@@ -20,6 +20,7 @@ TEXT = "5ec7e7" * 10 + "5ec7"
 PATIENCE = 60.0
 
 SCRIPT = """
+import contextlib
 import glob
 import os
 import socket
@@ -34,7 +35,10 @@ dist.all_reduce(total)
 group = dist.new_group([0, world.world_size - 1])
 print(f"rank {world.rank}: {int(total)}", flush=True)
 if world.rank == 0:
-    lines = [open(path, "rb").read() for path in glob.glob("/proc/[0-9]*/cmdline")]
+    lines = []
+    for path in glob.glob("/proc/[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # the process has ended since it was listed
+            lines.append(open(path, "rb").read())
     print(f"{len(lines)} commands,", sum(b"5ec7e75ec7e7" in line for line in lines), "with secret")
 dist.barrier()
 lines = [line.split() for name in ("tcp", "tcp6", "udp", "udp6")
