@@ -37,10 +37,11 @@ def main() -> None:
     )
     for epoch in range(3):
         for batch in trainer.batches(training, batch_size=64, seed=1234, epoch=epoch):
-            loss = trainer.step(batch)
+            trainer.step(batch)
     result = trainer.evaluate(held_out, batch_size=64)
     if ls.rank() == 0:
-        print(f"last loss {loss:.6f}, held-out accuracy {result.metrics['accuracy']:.2%}")
+        loss, accuracy = trainer.last_result.loss, result.metrics["accuracy"]
+        print(f"last loss {loss:.6f}, held-out accuracy {accuracy:.2%}")
         print(f"digest {trainer.digest()}")
 
 

@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -20,10 +21,13 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep as ls
+import warm
 from lockstep.checkpoint import writer as writer_module
 from lockstep.checkpoint.folder import find_checkpoints
 from lockstep.checkpoint.stop_request import StoppedOnRequest
 from lockstep.kernel.errors import LockstepError
+from lockstep.launcher import tracebacks
+from lockstep.launcher.rank_process import describe_error
 from lockstep.record.reader import read_run
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -457,3 +461,48 @@ def test_a_checkpoint_is_recorded_with_its_digest(ranks, world_of_one, tmp_path)
     ranks(train_in_stages, 2)
     checkpoints = read_run(tmp_path / "stages").checkpoints
     assert {line["digest"] for line in checkpoints} == {None}, "each stage wrote its part"
+
+
+SKIPPED = """
+import sys, torch, lockstep as ls
+from functools import partial
+from torch.utils.data import TensorDataset
+ls.init()
+torch.manual_seed(1)
+data = TensorDataset(torch.ones(8, 2), torch.ones(8, 2))
+trainer = ls.Trainer(
+    torch.nn.Linear(2, 2), torch.nn.MSELoss(), partial(torch.optim.SGD, lr=0.1),
+    loggers="run", checkpoint=ls.CheckpointConfig(), progress=False,
+)
+trainer.resume()
+for epoch in range(2):
+    for batch in trainer.batches(data, 4, epoch=epoch):
+        loss = trainer.step(batch)
+    if not trainer.is_replaying:
+        print(epoch, trainer.last_result.loss)
+trainer.finish()
+print(unknown if len(sys.argv) > 1 else loss)
+"""
+
+
+def test_a_variable_that_a_finished_epoch_does_not_set_is_explained(tmp_path):
+    """Without the note, `NameError: name 'loss' is not defined` blames a correct script."""
+    command = [sys.executable, "-c", SKIPPED]
+    first, again = (warm.run(command, cwd=tmp_path, text=True, timeout=60) for _ in range(2))
+    typo = warm.run([*command, "typo"], cwd=tmp_path, text=True, timeout=60)
+    lines = first.stdout.splitlines()
+    assert first.returncode == 0, first.stderr
+    assert [line[0] for line in lines[:2]] == ["0", "1"]
+    assert again.stdout.splitlines() == lines[1:2]  # those of earlier epochs are not repeated
+    said = again.stderr.replace("[rank0]: ", "")
+    assert "NameError: name 'loss' is not defined\nthe run was resumed, and epoch 0" in said
+    assert "write trainer.last_result.loss" in said
+    assert "NameError: name 'unknown'" in typo.stderr
+    assert "resumed, and" not in typo.stderr
+
+
+def test_a_launcher_reports_the_notes_of_an_error(monkeypatch):
+    monkeypatch.setattr(tracebacks, "explanations", [lambda error: f"note on {error}"])
+    report = describe_error(NameError("x"))
+    assert report["message"] == "x\nnote on x"
+    assert report["traceback"].endswith("NameError: x\nnote on x\n")

@@ -219,6 +219,8 @@ def with_everything(lab):
             meter.add(loss * torch.rand(()).item() + random.random() + numpy.random.rand())
         evaluation = trainer.evaluate(Pairs(16, seed=5), 8, ema=True)
         seen.append((evaluation.loss, evaluation.metrics["accuracy"], trainer.digest()[:8]))
+        last = trainer.last_result
+        seen.append((last.step, last.epoch, last.loss, last.metrics, last.norm, last.samples))
         draws.add(random.random())
         if evaluation.loss < best - 0.01:
             best = evaluation.loss
@@ -256,9 +258,11 @@ def with_raw_batches(lab):
         inputs = torch.randn(BATCH, 6, generator=generator)
         targets = torch.randint(0, 3, (BATCH,), generator=generator)
         losses.append(trainer.step((inputs, targets)))
+        losses.append((trainer.last_result.step, trainer.last_result.loss))
         digests.append(trainer.digest())
         if number % 3 == 1:
             losses.append(trainer.evaluate(Pairs(8), 8).loss)
+    assert trainer.folder == Path(lab.folder).absolute()
     return finish(trainer, losses, digests, torch.rand(()).item())
 
 

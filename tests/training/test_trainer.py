@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import gc
 import json
 import math
 import os
@@ -486,9 +487,10 @@ def test_rank_zero_records_the_run_line_by_line(ranks, tmp_path):
                 for batch in trainer.batches(rows(), 16, epoch=epoch):
                     trainer.step(batch)
                 evaluation = trainer.evaluate(rows(), 16)
-            return trainer.digest(), evaluation.loss
+            return trainer.digest(), evaluation.loss, trainer.folder
 
-    (digest, loss), _ = ranks(train, 2)
+    (digest, loss, folder), (*_, elsewhere) = ranks(train, 2)
+    assert folder == elsewhere == tmp_path / "run"
     lines = [json.loads(line) for line in (tmp_path / "run/record.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines] == [
         "run", "step", "step", "step", "epoch", "step", "step", "step", "epoch", "end",
@@ -524,6 +526,24 @@ def test_a_record_that_cannot_be_finished_fails_the_run_at_its_end(tmp_path, cap
     with pytest.raises(FileError, match="No space left on device"):
         trainer.finish()
     assert capsys.readouterr().err.count("No space left on device") == 1
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_run_without_a_folder_or_a_step_says_so():
+    """A check gets a temporary folder instead, which is removed with the trainer."""
+    trainer = classifier(loggers=[])
+    with pytest.raises(UsageError, match='the run has no folder: pass loggers="runs/mine"'):
+        _ = trainer.folder
+    with pytest.raises(UsageError, match=r"trainer\.last_result: the trainer has not taken a step"):
+        _ = trainer.last_result
+    with open_session(CheckSession(Layout(1), 1, print)):
+        trainer = classifier()
+        folder = trainer.folder
+    assert trainer.folder == folder
+    assert folder.is_dir()
+    del trainer
+    gc.collect()
+    assert not folder.exists()
 
 
 @pytest.mark.usefixtures("world_of_one")

@@ -72,7 +72,14 @@ CALL = OneOf(
     {"kind": {"save", "manual"}, "steps": COUNT},
     {"kind": {"steps"}, "steps": COUNT, "losses": bytes, "batches": str},
     {"kind": {"evaluation"}, "steps": COUNT, "samples": OneOf(None, COUNT), "result": EVALUATION},
-    {"kind": {"epoch"}, "steps": COUNT, "epoch": COUNT, "complete": bool, "state": BATCHES},
+    {
+        "kind": {"epoch"},
+        "steps": COUNT,
+        "epoch": COUNT,
+        "complete": bool,
+        "state": BATCHES,
+        "last?": OneOf(None, STEP),
+    },
 )
 GENERATORS = {
     "torch?": torch.Tensor,

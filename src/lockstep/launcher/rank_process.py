@@ -44,6 +44,7 @@ from lockstep.launcher.channel import Channel, Message, open_channel, read_memfd
 from lockstep.launcher.signals import print_stack_on_signal
 from lockstep.launcher.stacks import STACK_SIGNAL
 from lockstep.launcher.tracebacks import (
+    add_notes,
     find_location,
     find_user_location,
     format_user_frames,
@@ -400,12 +401,13 @@ def describe_error(error: BaseException) -> Message:
     For Lockstep's own errors it contains only the user's frames.
     """
     is_own = is_own_error(error)
+    add_notes(error)
     shown = format_user_frames(error) if is_own else "".join(traceback.format_exception(error))
     return {
         "kind": "error",
         "time": time.monotonic(),
         "type": type(error).__name__,
-        "message": str(error)[:MAX_REPORT],
+        "message": "\n".join([str(error), *getattr(error, "__notes__", ())])[:MAX_REPORT],
         "where": find_user_location(error) if is_own else find_location(error),
         "traceback": shown[-MAX_REPORT:],
         "plain": is_own,

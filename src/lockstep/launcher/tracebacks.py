@@ -16,6 +16,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -38,6 +39,9 @@ FULL = "LOCKSTEP_TRACEBACK"
 BACKEND_ERRORS = ("DistBackendError", "GroupError", "DistNetworkError")
 COMMUNICATION = "/torch/distributed/"  # the folder of torch that calls the backend
 
+explanations: list[Callable[[BaseException], str]] = []
+"""Functions that return a note for an uncaught error of the user's program, or ""."""
+
 
 def is_full() -> bool:
     """Return whether the environment asks for every frame."""
@@ -54,6 +58,14 @@ def is_own_error(error: BaseException) -> bool:
         return True
     is_said_by_rank = re.match(r"rank \d+\b", str(error)) is not None
     return kind.__name__ in BACKEND_ERRORS and is_said_by_rank
+
+
+def add_notes(error: BaseException) -> None:
+    """Add the notes of `explanations` to an uncaught error."""
+    for explain in explanations:
+        note = explain(error)
+        if note and note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
 
 
 def install() -> None:
@@ -97,6 +109,7 @@ def _show_uncaught(
     kind: type[BaseException], error: BaseException, frames: TracebackType | None
 ) -> None:
     if is_full() or not is_own_error(error):
+        add_notes(error)
         sys.__excepthook__(kind, error, frames)
         return
     print("".join(_format(kind, error, frames)), end="", file=sys.stderr)

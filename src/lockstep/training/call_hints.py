@@ -46,8 +46,7 @@ INSTEAD = {
     "the trainer is made",
     "average": "write `trainer.ema_model`",
     "ema": "write `trainer.ema_model`",
-    "last": "`trainer.step(batch)` returns the loss; after `with trainer.manual_step() as step:` "
-    "read `step.result.loss`",
+    "last": "write `trainer.last_result`",
     "lr": "write `trainer.optimizer.param_groups[0]['lr']`",
 }
 """The correct call, by the name of a method or attribute in other libraries."""

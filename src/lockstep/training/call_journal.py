@@ -123,8 +123,14 @@ class CallJournal:
         for epoch in self._open:
             epoch.begun_at = -1
 
-    def end_epoch(self, epoch: OpenEpoch, steps: int) -> None:
-        """Log the end of an iteration, complete or left by the script."""
+    def end_epoch(self, epoch: OpenEpoch, steps: int, last: Entry | None = None) -> None:
+        """Log the end of an iteration, complete or left by the script.
+
+        Args:
+            epoch: The iteration.
+            steps: The number of finished steps.
+            last: The result of the last of them; None if there was none.
+        """
         if epoch not in self._open:
             return  # it was inside an iteration that has ended
         if self.is_outermost(epoch):
@@ -133,7 +139,7 @@ class CallJournal:
             state = epoch.batches.state_dict()
             kept = {name: state[name] for name in IDENTITY}
             entry = {"kind": "epoch", "epoch": state["epoch"], "complete": True, "state": kept}
-            self._entries.append(entry | {"steps": steps})
+            self._entries.append(entry | {"steps": steps, "last": last})
         else:
             self._open.remove(epoch)
 

@@ -158,6 +158,16 @@ class History(StepHook):
         for logger in self.loggers:
             logger.write(kind, **fields)
 
+    def describe_last(self) -> dict[str, Any] | None:
+        """Return the result of the last step as plain values, without those of single ranks."""
+        if self.last is None:
+            return None
+        return asdict(replace(self.last, ranks=[], losses=[], rank_summary=None))
+
+    def set_last(self, last: Mapping[str, Any] | None) -> None:
+        """Set the result of the last step to one that `describe_last` returned."""
+        self.last = None if last is None else StepResult(**last)
+
     @property
     def steps(self) -> int:
         """The number of steps in the record."""
@@ -245,11 +255,11 @@ class History(StepHook):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that `state_dict` returned."""
         self._open = _Sums.from_state(state["open"])
-        pending, last = state.get("pending"), state.get("last")
+        pending = state.get("pending")
         if pending is not None and pending["evaluation"] is not None:
             pending = {**pending, "evaluation": Evaluation(**pending["evaluation"])}
         self._pending = None if pending is None else EpochResult(**pending)
-        self.last = None if last is None else StepResult(**last)
+        self.set_last(state.get("last"))
         self.samples, self.epochs = state.get("samples", 0), state.get("epochs", 0)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:

@@ -10,6 +10,7 @@ resumed script │ batches, evaluate, ... │ restored │ batches, step, evalua
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from lockstep.elastic.membership import Membership
 from lockstep.elastic.restart_source import RestartSource, find_restart_source
 from lockstep.kernel.batch import Batch
 from lockstep.kernel.errors import FileError, LockstepError, UsageError
+from lockstep.kernel.step_hooks import StepResult
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.model.generator_states import global_states
 from lockstep.model.parallel_context import ParallelContext
@@ -38,6 +40,7 @@ from lockstep.training.run_record import RunRecord
 from lockstep.training.safe_points import SafePoints
 from lockstep.training.script_position import ScriptPosition
 from lockstep.training.state import TrainingState
+from lockstep.training.unset_variables import explain_unset_variables
 
 __all__ = ["ResumableRun"]
 
@@ -85,6 +88,11 @@ class ResumableRun:
     def resumed_from(self) -> int | None:
         """The number of steps that the training was resumed after; None if it was not."""
         return self._position.resumed_from
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether the script has not yet reached the position of the interrupted one."""
+        return self._position.is_replaying
 
     # --- resuming -------------------------------------------------------------------------
 
@@ -286,6 +294,8 @@ class ResumableRun:
         answer = self._position.log.answer_step(identity)
         if answer is not None:
             loss, steps = answer
+            epoch = self._position.state.position.epoch
+            self._history.last = StepResult(steps - 1, epoch, loss, 0, {}, math.nan)
             self._position.note_answer(steps)
             return loss
         loss = step()
@@ -316,6 +326,8 @@ class ResumableRun:
         epoch, entry = self._position.log.begin_epoch(batches)
         if epoch is None:
             assert entry is not None, "only an iteration that was complete has an answer"
+            self._history.set_last(entry.get("last"))
+            explain_unset_variables(entry["epoch"])
             self._position.note_answer(entry["steps"])
         elif epoch.resumed is not None:
             batches.load_state_dict(epoch.resumed)
@@ -337,7 +349,8 @@ class ResumableRun:
 
     def end_epoch(self, epoch: OpenEpoch) -> None:
         """End an iteration, completed or left by the script."""
-        self._position.log.end_epoch(epoch, self._position.steps)
+        last = self._history.describe_last()
+        self._position.log.end_epoch(epoch, self._position.steps, last)
 
     def save_to(self, path: Path) -> None:
         """Save a checkpoint to a folder that the user chose, and wait until it is complete."""

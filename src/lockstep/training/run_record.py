@@ -19,7 +19,10 @@ import json
 import os
 import re
 import shlex
+import shutil
 import sys
+import tempfile
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -283,6 +286,28 @@ class RunRecord:
         said = json.dumps([path, self.checkpoints]).encode()
         path, name = json.loads(broadcast_bytes(said, "beginning the run", group))
         self.agreed = path, name
+
+    def share_folder(self, group: dist.ProcessGroup | None, is_temporary: bool) -> Path:
+        """Return the folder of the run, which rank 0 sends to the others in the first call.
+
+        Args:
+            group: The ranks.
+            is_temporary: Whether to return a folder that is removed with this object instead.
+
+        Raises:
+            UsageError: The run has no folder.
+        """
+        if is_temporary and not self.agreed[0]:
+            self.agreed = tempfile.mkdtemp(prefix="lockstep-"), CHECKPOINTS
+            weakref.finalize(self, shutil.rmtree, self.agreed[0], ignore_errors=True)
+        elif not self.agreed[0]:
+            self.agree_on_folder(group)
+        if not self.agreed[0]:
+            raise UsageError(
+                'the run has no folder: pass loggers="runs/mine" to the trainer, or start the '
+                "script with `lockstep run`"
+            )
+        return Path(self.agreed[0])
 
     def take_over(self, given: LoggerLike | Sequence[LoggerLike] | None) -> None:
         """Continue the record of the lost rank 0, on the rank that replaces it.

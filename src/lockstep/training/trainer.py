@@ -31,11 +31,12 @@ from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Batches, GatherFn
 from lockstep.data.samplers import keep_sampler
 from lockstep.elastic.membership import Membership, exchange, membership, run_transaction
+from lockstep.kernel.errors import UsageError
 from lockstep.kernel.loss_weights import WeightFunction
 from lockstep.kernel.rank_status import StatusSummary
 from lockstep.kernel.step import OptimizerStep
 from lockstep.kernel.step_context import StepLabel
-from lockstep.kernel.step_hooks import StepHook
+from lockstep.kernel.step_hooks import StepHook, StepResult
 from lockstep.launcher.world import world
 from lockstep.messages import log
 from lockstep.model.batch_norm import BatchNormCheck, has_batch_norm
@@ -554,6 +555,44 @@ class Trainer:
     def resumed_from(self) -> int | None:
         """The step that the training was resumed from; None if it was not resumed."""
         return self._run.resumed_from
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether a resumed script has not yet reached the place where the run was interrupted.
+
+        Until then, calls have no effect and return what they returned in the interrupted run. Use
+        it to leave out what should not be repeated, such as `print`.
+        """
+        return self._run.is_replaying
+
+    @property
+    def last_result(self) -> StepResult:
+        """The result of the latest step, the same after resuming; its `loss` is that of `step`.
+
+        After a loop over batches that a resumed script does not repeat, it is the result of the
+        last step of that loop, without `ranks`, `losses` and `rank_summary`. Of a step outside of
+        such a loop that is not repeated, only `step`, `epoch` and `loss` are known.
+
+        Raises:
+            UsageError: No step was taken.
+        """
+        if self.history.last is None:
+            raise UsageError("trainer.last_result: the trainer has not taken a step")
+        return self.history.last
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run, the same on every rank; read it on every rank.
+
+        It is a good place for files that belong to the run, such as the best weights. Reading it
+        begins the run, so call `resume` before. Under `lockstep check` and `lockstep replay` it is
+        a temporary folder.
+
+        Raises:
+            UsageError: The run has no folder, since it is not recorded.
+        """
+        self._run.begin()
+        return self._record.share_folder(self.parallel.group, self._is_in_session)
 
     @property
     def scheduler(self) -> Any:

@@ -1,0 +1,47 @@
+"""Variables that a resumed script has not set, because it does not repeat finished epochs.
+
+    for batch in trainer.batches(data, 128):      yields nothing: the epoch was finished before
+        loss = trainer.step(batch)
+    print(loss)                                   NameError, with a note that explains it
+
+The note is added where an uncaught error is shown.
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+import traceback
+
+from lockstep.launcher import tracebacks
+
+__all__ = ["explain_unset_variables"]
+
+_first: list[int] = []  # the first epoch that yielded nothing
+
+
+def explain_unset_variables(epoch: int) -> None:
+    """Add a note to an uncaught NameError, since an epoch of a resumed script yields nothing."""
+    if not _first:
+        _first.append(epoch)
+        tracebacks.explanations.append(_explain)
+
+
+def _explain(error: BaseException) -> str:
+    """Return the note; "" for other errors, and for names that the failing function never sets."""
+    name = re.search(r"'(\w+)'", str(error)) if isinstance(error, NameError) else None
+    if name is None:
+        return ""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    stored = {
+        step.argval
+        for step in dis.get_instructions(frame.f_code)
+        if step.opname.startswith("STORE_")
+    }
+    if name[1] not in stored:
+        return ""
+    return (
+        f"the run was resumed, and epoch {_first[0]} was finished before: its loop over "
+        f"trainer.batches(...) yields nothing, so its body has not set {name[1]!r}. After the "
+        "loop, write trainer.last_result.loss, which has the loss of that epoch's last step"
+    )
