@@ -17,6 +17,7 @@ LAYERS = [
         "devices",
         "checksum",
         "messages",
+        "name_conflict",
         "redaction",
         "version",
     },

@@ -40,7 +40,7 @@ with _ExitingOnInterrupt():
 
     import click
 
-    from lockstep.kernel.errors import LockstepError
+    from lockstep.kernel.errors import LockstepError, UsageError
     from lockstep.launcher.target import check_working_directory
     from lockstep.launcher.tracebacks import is_full
     from lockstep.messages import (
@@ -51,6 +51,7 @@ with _ExitingOnInterrupt():
         log,
         open_missing_streams,
     )
+    from lockstep.name_conflict import find_conflict
 
 COMMANDS = {
     "run": "run a script or module on N ranks",
@@ -122,6 +123,8 @@ def run(command: click.Command) -> None:
 def _run(command: click.Command) -> int:
     """Run a command; print the message of an error, and return the exit status."""
     try:
+        if conflict := find_conflict():
+            raise UsageError(conflict)
         check_working_directory()
         status = command.main(standalone_mode=False)
     except SystemExit as end:

@@ -217,8 +217,12 @@ def _describe_size(a: torch.Tensor, b: torch.Tensor) -> str:
     distance = (a.double() - b.double()).abs()
     if not bool(distance.isfinite().all()):
         return ""
-    steps = int((_number(a) - _number(b)).abs().max())
-    return f", by at most {distance.max().item():.3g} ({steps} ulp{'s' if steps > 1 else ''})"
+    if bool((a.signbit() != b.signbit()).any()):
+        how = "opposite signs"
+    else:
+        steps = int((_number(a) - _number(b)).abs().max())
+        how = f"{steps} ulp{'s' if steps > 1 else ''}"
+    return f", by at most {distance.max().item():.3g} ({how})"
 
 
 def _number(tensor: torch.Tensor) -> torch.Tensor:

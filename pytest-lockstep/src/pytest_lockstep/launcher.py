@@ -86,8 +86,11 @@ class Launcher:
             self.pytest_unconfigure()
 
     def _start_template(self, *, trains: bool) -> Template:
+        from lockstep.name_conflict import find_conflict
         from pytest_lockstep.template import Template
 
+        if conflict := find_conflict():
+            raise pytest.UsageError(conflict)
         self._template = Template(self._config, trains=trains)
         return self._template
 

@@ -107,13 +107,12 @@ class DashboardLogger(abc.ABC):
     """
 
     package = ""
-    extra = ""
 
     def __init__(self, every: int) -> None:
         if importlib.util.find_spec(self.package) is None:
             raise UsageError(
                 f"{type(self).__name__} needs the package {self.package}: "
-                f"pip install 'torch-lockstep[{self.extra}]'"
+                f"pip install {self.package}"
             )
         if every < 1:
             raise UsageError(
@@ -234,7 +233,7 @@ class TensorBoard(DashboardLogger):
         every: Write every n-th step.
     """
 
-    package, extra = "tensorboard", "tensorboard"
+    package = "tensorboard"
 
     def __init__(self, folder: str | Path, *, every: int = 1) -> None:
         super().__init__(every)
@@ -278,7 +277,7 @@ class WandB(DashboardLogger):
         options: Passed to `wandb.init`: `project`, `entity`, `mode`, ...
     """
 
-    package, extra = "wandb", "wandb"
+    package = "wandb"
 
     def __init__(self, *, every: int = 1, **options: Any) -> None:
         super().__init__(every)
@@ -320,7 +319,7 @@ class MLflow(DashboardLogger):
         options: Passed to `mlflow.start_run`.
     """
 
-    package, extra = "mlflow", "mlflow"
+    package = "mlflow"
 
     def __init__(self, *, every: int = 10, **options: Any) -> None:
         super().__init__(every)
