@@ -19,9 +19,7 @@ def other_distribution(tmp_path, monkeypatch):
     """Another distribution with a module of this name was installed last."""
     metadata = tmp_path / "lockstep_clock-1.0.dist-info"
     metadata.mkdir()
-    (metadata / "METADATA").write_text(
-        "Name: lockstep-clock\nVersion: 1.0\n"
-    )
+    (metadata / "METADATA").write_text("Name: lockstep-clock\nVersion: 1.0\n")
     (metadata / "top_level.txt").write_text("lockstep\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "lockstep", ModuleType("lockstep"))

@@ -47,6 +47,8 @@ def server():
 def stores(server):
     """Two clients, and a number to make keys unique."""
     made = [SecretStore("127.0.0.1", server.port, SECRET, PATIENCE) for _ in range(2)]
+    for store in made:
+        store.check(["a"])  # the server's thread for this client answers, so it has started
     yield made
     for store in made:
         store._connection.close()

@@ -2,7 +2,8 @@
 
 From outside, a rank in a long computation looks like a rank that hangs; the difference is that
 other ranks wait for the latter. So a launch hangs when a rank has waited for other ranks in one
-operation, or has been stopped by a signal, for longer than the timeout.
+operation, or has been stopped by a signal, for longer than the timeout. Ranks that wait for each
+other in messages can never continue, so such a deadlock is reported after a few seconds.
 
     operation of a rank    read from its activity page (`lockstep.comm.activity`), which costs
                            the rank nothing; for programs that publish nothing, from its stack
@@ -25,6 +26,7 @@ from lockstep.comm.activity import Activity
 from lockstep.files import replace_file
 from lockstep.formatting import format_duration, format_numbered
 from lockstep.kernel.errors import RankError
+from lockstep.launcher.deadlock import find_deadlock
 from lockstep.launcher.failure_attribution import Outcome
 from lockstep.launcher.stacks import (
     describe_location,
@@ -49,8 +51,12 @@ __all__ = [
 
 REMARK_INTERVAL = 5.0  # seconds between two looks for stopped ranks
 PAGE_INTERVALS = 16  # reads of the activity pages within the timeout
+MAX_PAGE_INTERVAL = 1.0  # seconds
 STACK_INTERVALS = 8  # samples of the stacks of ranks that publish nothing, within the timeout
-MAX_PAGE_INTERVAL = 5.0  # seconds
+MAX_STACK_INTERVAL = 10.0  # seconds
+# Seconds in which the ranks of a deadlock neither move nor use a processor. A long message that
+# is on its way uses one; a machine that is busy leaves every process waiting for it now and then.
+DEADLOCK_SECONDS = 3.0
 IDLE = 0.02  # share of a core below which a process counts as asleep
 
 REPORT_FILE = "hang.txt"
@@ -65,11 +71,14 @@ class HangPolicy:
             The default is below the 300 s after which collectives fail by default.
         ends_launch: Whether to end all ranks after the report, instead of waiting further.
         folder: Folder for the reports (hang.txt); None writes no file.
+        has_other_hosts: Whether the world has ranks on other hosts, which this launcher does not
+            see.
     """
 
     timeout: float = 240.0
     ends_launch: bool = False
     folder: Path | None = None
+    has_other_hosts: bool = False
 
 
 class Ranks(Protocol):
@@ -143,12 +152,14 @@ class Hang:
         busy: Ranks that do not wait, although others wait for them.
         waiting: Ranks that wait.
         returned: Ranks that have returned or exited.
+        is_deadlock: Whether the waiting ranks wait for each other in messages.
     """
 
     stopped: tuple[RankSnapshot, ...]
     busy: tuple[RankSnapshot, ...]
     waiting: tuple[RankSnapshot, ...]
     returned: tuple[int, ...] = ()
+    is_deadlock: bool = False
 
     @property
     def culprit(self) -> int:
@@ -165,13 +176,14 @@ class Hang:
 
     def __str__(self) -> str:
         """Return, in one sentence, which ranks hang, and which wait for how long."""
-        waits = _describe_waits(self.waiting)
+        waiting = map(_add_line, self.waiting) if self.is_deadlock else self.waiting
+        waits = _describe_waits(tuple(waiting))
         if self.stopped:
             return _describe_stops(self.stopped) + (f", while {waits}" if waits else "")
         if self.busy:
             call_sites = ", ".join(_describe_call_site(snapshot) for snapshot in self.busy)
             return f"{call_sites}, while {waits}"
-        if self._is_deadlock:
+        if self.is_deadlock or self._has_different_calls:
             return f"the ranks wait for each other: {waits}"
         if self.returned:
             noun = self.waiting[0].noun
@@ -187,12 +199,14 @@ class Hang:
         if self.busy:
             ranks = _format_names(self.busy)
             return f"unless that is a long computation, see the stack of {ranks} below"
-        if self._is_deadlock or self.returned:
+        if self.is_deadlock:
+            return "send first on one of the ranks, or use dist.batch_isend_irecv"
+        if self._has_different_calls or self.returned:
             return "make the same calls in the same order on every rank"
         return "receive what another rank sends; with several hosts, see the other launchers"
 
     @property
-    def _is_deadlock(self) -> bool:
+    def _has_different_calls(self) -> bool:
         return len({snapshot.operation for snapshot in self.waiting}) > 1
 
 
@@ -261,6 +275,13 @@ def _describe_waits(waiting: Sequence[RankSnapshot]) -> str:
     return ", and ".join(parts)
 
 
+def _add_line(snapshot: RankSnapshot) -> RankSnapshot:
+    """Return a snapshot whose operation ends with the user's line, as far as it is known."""
+    line = snapshot.location.rpartition(" ")[2]
+    is_named = not line or line in snapshot.operation
+    return snapshot if is_named else replace(snapshot, operation=f"{snapshot.operation}, {line}")
+
+
 def _format_names(snapshots: Sequence[RankSnapshot]) -> str:
     return format_numbered(snapshots[0].noun, [snapshot.rank for snapshot in snapshots])
 
@@ -322,6 +343,7 @@ class HangMonitor:
         self._stopped_since: dict[int, float] = {}
         self._samples: dict[int, _Sample] = {}
         self._hang: Hang | None = None
+        self._deadlock: _Deadlock | None = None
         self._reports = ""  # the content of the report file
 
     def check(self) -> RankError | None:
@@ -356,7 +378,8 @@ class HangMonitor:
         """Sample the stacks of ranks that publish nothing, if a sample is due."""
         now = time.monotonic()
         if now >= self._next_samples:
-            self._next_samples = now + self._policy.timeout / STACK_INTERVALS
+            interval = min(self._policy.timeout / STACK_INTERVALS, MAX_STACK_INTERVAL)
+            self._next_samples = now + interval
             self._view()  # notes the stopped ranks, which would not answer
             self._sample_silent_ranks()
 
@@ -404,8 +427,38 @@ class HangMonitor:
 
     def _find_hang(self, snapshots: Sequence[RankSnapshot], timeout: float) -> Hang | None:
         outcomes = self._ranks.outcomes
+        stuck = self._find_deadlock(snapshots)
+        if self._is_proven(stuck):
+            return Hang((), (), stuck, is_deadlock=True)
         inside = [snapshot for snapshot in snapshots if not outcomes[snapshot.rank].is_outside]
         return find_hang(inside, timeout, self._returned())
+
+    def _find_deadlock(self, snapshots: Sequence[RankSnapshot]) -> tuple[RankSnapshot, ...]:
+        """Return the ranks that wait for each other in messages."""
+        waiting = {
+            snapshot.rank: snapshot
+            for snapshot in snapshots
+            # Messages name ranks, which are not the numbers of the members of an elastic run.
+            if snapshot.is_waiting and snapshot.stopped_for is None and snapshot.noun == "rank"
+        }
+        ranks = find_deadlock({rank: waiting[rank].operation for rank in waiting})
+        # The stacks of ranks that publish nothing do not say from which rank they receive.
+        receiving = [rank for rank in waiting if waiting[rank].operation.startswith("recv, ")]
+        if len(receiving) == len(snapshots) > 1 and not self._policy.has_other_hosts:
+            ranks = tuple(receiving)
+        return tuple(waiting[rank] for rank in ranks)
+
+    def _is_proven(self, stuck: Sequence[RankSnapshot]) -> bool:
+        """Return whether ranks that wait for each other have done nothing for long enough."""
+        now = time.monotonic()
+        waits = {snapshot.rank: snapshot.operation for snapshot in stuck}
+        cpu_seconds = sum(map(self._probes.cpu_seconds, waits))
+        first = self._deadlock
+        used = 0.0 if first is None else cpu_seconds - first.cpu_seconds
+        if first is None or first.waits != waits or used > IDLE * (now - first.since):
+            self._deadlock = first = _Deadlock(waits, now, cpu_seconds)
+        ages = [snapshot.age or 0.0 for snapshot in stuck]
+        return bool(stuck) and min(now - first.since, *ages) >= DEADLOCK_SECONDS
 
     def _sample_silent_ranks(self) -> None:
         """Sample the stacks of ranks that have published nothing since the previous sample."""
@@ -500,6 +553,21 @@ class HangMonitor:
                 file.write(escape_control(self._reports).encode(errors="replace"))
         except OSError as error:
             log(f"the report cannot be written to {path}: {error.strerror}")
+
+
+@dataclass(frozen=True)
+class _Deadlock:
+    """Ranks that wait for each other, when they were first seen.
+
+    Attributes:
+        waits: The operation in which each rank waits.
+        since: When they were seen.
+        cpu_seconds: The processor time that they had used.
+    """
+
+    waits: Mapping[int, str]
+    since: float
+    cpu_seconds: float
 
 
 @dataclass(frozen=True)

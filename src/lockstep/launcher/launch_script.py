@@ -317,7 +317,8 @@ def open_channel(config: LaunchConfig) -> Channel:
 
 def make_hang_policy(config: LaunchConfig, folder: RunFolder) -> HangPolicy:
     """Return the policy for ranks that hang."""
-    return HangPolicy(config.hang_timeout, config.on_hang == "end", folder.path)
+    ends_launch, has_other_hosts = config.on_hang == "end", config.nnodes > 1
+    return HangPolicy(config.hang_timeout, ends_launch, folder.path, has_other_hosts)
 
 
 def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:
