@@ -339,6 +339,48 @@ def with_loops_of_all_kinds(lab):
     return finish(trainer, meter.state_dict())
 
 
+class Chunks(Dataset):
+    """Three chunks of 12 lanes: samples that know their lane."""
+
+    def __len__(self):
+        return 36
+
+    def __getitem__(self, index):
+        return torch.randn(6), index % 12
+
+
+def with_lanes(lab):
+    """Hidden states of lanes, pairs of batches, and a loss over the whole batch."""
+    model, cell, lanes = network(), nn.GRUCell(6, 6), Judge()
+    lanes.register_buffer("hidden", torch.zeros(12, 6))
+    trainer = lab.trainer(nn.ModuleList([model, cell]), None, SGD, extra_modules=[lanes])
+
+    def encode(data):
+        (inputs, lane), _ = data
+        return model(cell(inputs, lanes.hidden[lane]))
+
+    for epoch in range(EPOCHS):
+        pairs = zip(
+            trainer.batches(Chunks(), 12, epoch=epoch, shuffle=False),
+            trainer.batches(Pairs(), BATCH, epoch=epoch),
+            strict=False,
+        )
+        for chunks, batch in pairs:
+            hidden = []
+            with trainer.manual_step() as step:
+                assert step.total(lambda data: len(data[1][1]), chunks, batch) == batch.size
+                for (inputs, lane), (others, targets) in step.microbatches(chunks, batch):
+                    hidden.append(cell(inputs, lanes.hidden[lane]))
+                    step.backward(hidden[-1].square().mean(), share=1 / 4)
+                    loss = nn.functional.cross_entropy(model(others), targets)
+                    step.backward(loss, share=len(others) / batch.size)
+                hidden = step.gather(hidden)
+            with trainer.manual_step() as step:
+                step.backward_whole_batch(encode, lambda rows: (rows @ rows.T).var(), chunks, batch)
+            lanes.hidden.copy_(hidden)
+    return finish(trainer, lanes.hidden.tolist())
+
+
 class OfEpochs:
     """A callback with a state, which is registered."""
 
@@ -395,6 +437,7 @@ SCRIPTS: list[tuple[Any, Any, int, list[int]]] = [  # script, layouts, steps, in
     (with_raw_batches, [ONE, MEASURED, TWO], 8, [1, 3, 4, 8]),
     (with_manual_steps, [TWO, SHARED_BY_1, ONE, SHARED_BY_2], 9, [3, 4, 8, 9]),
     (with_two_trainers, [ONE, SHARED_BY_2, TWO], 9, [2, 4, 9]),
+    (with_lanes, [TWO, ONE, SHARED_BY_2, THREE], 18, [2, 5, 6, 11, 18]),
     (with_loops_of_all_kinds, [STAGES, TWO, SHARED_BY_2], 16, [2, 3, 5, 6, 7, 8, 9, 10, 16]),
     (with_half_precision, [STAGES, THREE, ONE], 9, [4, 5, 9]),
 ]

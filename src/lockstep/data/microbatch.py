@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from copy import copy
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.data.assignment import ReplicaShare
 from lockstep.kernel.batch import Batch, Microbatch
-from lockstep.kernel.errors import DatasetError
+from lockstep.kernel.errors import DatasetError, UsageError
 from lockstep.kernel.splitting import split_evenly
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "align_tensors",
     "clone_tensors",
     "halve_samples",
+    "join_batches",
     "join_samples",
     "map_tensors",
     "split_batch",
@@ -79,6 +81,35 @@ def split_batch(batch: Any, share: ReplicaShare, epoch: int = 0) -> Batch:
         )
     own = share.pieces(size)
     return _make_batch(size, share, epoch, own, _cut(batch, [span for _, span in own], {}))
+
+
+def join_batches(batches: Sequence[Batch]) -> Batch:
+    """Return the batch whose micro-batch m is the tuple of those of several batches.
+
+    Its samples, and their number, are those of the first one.
+
+    Raises:
+        UsageError: The batches have different numbers of micro-batches.
+    """
+    first = batches[0]
+    leaves = [batch.leaves for batch in batches]
+    if len({*leaves}) > 1:
+        raise UsageError(
+            f"the batches of a step have {leaves} micro-batches, because a batch of few samples "
+            "has one per sample: pass drop_last=True to trainer.batches, or let every batch have "
+            "as many samples as the trainer has microbatches"
+        )
+    microbatches = tuple(
+        replace(parts[0], data=tuple(part.data for part in parts))
+        for parts in zip(*(batch.microbatches for batch in batches), strict=True)
+    )
+    rest = "+".join(batch.identity.pack().replace(" ", ":") for batch in batches[1:])
+    identity = first.identity
+    if first.identity.order:
+        identity = replace(identity, order=f"{identity.order}+{rest}")
+    else:
+        identity = replace(identity, checksum=f"{identity.checksum}+{rest}")
+    return replace(first, microbatches=microbatches, identity=identity, load=None)
 
 
 def _count_rows(batch: Any) -> int | None:

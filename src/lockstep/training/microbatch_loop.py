@@ -14,16 +14,16 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 
 from lockstep.data.assignment import Hosts
-from lockstep.kernel.batch import Microbatch
+from lockstep.data.microbatch import join_batches
+from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.parts import GradientSums
@@ -36,7 +36,12 @@ from lockstep.model.loss_root import LossRoot, record_loss
 from lockstep.model.loss_shares import start_batch
 from lockstep.model.parallel_context import ParallelContext
 
-__all__ = ["CollectedGradients", "ManualStep", "MicrobatchLoop"]
+__all__ = ["CollectedGradients", "MicrobatchLoop"]
+
+ONE_BATCH = (
+    "one step takes one batch: pass several to one call, as in step.microbatches(labeled, "
+    "unlabeled), or begin another step for the next batch"
+)
 
 
 class CollectedGradients(GradientSums, Protocol):
@@ -76,6 +81,13 @@ class MicrobatchLoop:
     """The loop of one step; use it as `ManualStep` describes.
 
     Attributes:
+        step: The context of the step.
+        parallel: The layout, the loss and the arithmetic.
+        scopes: The RNG scopes of the model.
+        buffers: The buffers of the model.
+        gradients: The sums of the gradients.
+        roots: The roots of backward passes.
+        parameters: The parameters of the model.
         result: The result of the step; None before it is committed.
         place: The rank, the step and the micro-batch, for messages.
         root: The tensor whose backward pass is running, or has failed.
@@ -89,12 +101,14 @@ class MicrobatchLoop:
         buffers: Buffers,
         gradients: CollectedGradients,
         roots: LossRoot,
+        parameters: Sequence[nn.Parameter],
     ) -> None:
-        self.step, self._parallel = step, parallel
+        self.step, self.parallel = step, parallel
         self.result: StepResult | None = None
         self.root: torch.Tensor | None = None
         self.buffers, self.gradients = buffers, gradients
-        self._scopes, self._roots = scopes, roots
+        self.scopes, self.roots, self.parameters = scopes, roots, parameters
+        self._given: tuple[Any, ...] = ()
         self._iteration: Iterator[Any] | None = None
         self._current: ComputedMicrobatch | None = None
         self._watched = -1  # the micro-batch in whose backward buckets are launched
@@ -117,17 +131,40 @@ class MicrobatchLoop:
         assert self._current is not None
         return self._current.microbatch
 
-    def microbatches(self, batch: Any) -> Iterator[Any]:
+    def start(self, *batches: Any) -> Batch:
+        """Set the batch of the step, of several the batch of their pairs; return this rank's part.
+
+        A collective call, unless the same batches are set.
+        """
+        if not self._given:
+            self._given, self._whole = batches, batches[0]
+            if len(batches) > 1:
+                self._whole = join_batches([self.parallel.split(batch) for batch in batches])
+            return start_batch(self.step, self._whole)
+        if [*map(id, batches)] != [*map(id, self._given)]:
+            raise UsageError(ONE_BATCH)
+        assert self.step.batch is not None
+        return self.step.batch
+
+    def own_microbatches(self) -> tuple[Microbatch, ...]:
+        """Return this rank's micro-batches, also those that an observer has left out."""
+        return self.parallel.split(self._whole).microbatches
+
+    def microbatches(self, *batches: Any) -> Iterator[Any]:
         """Yield the data of this rank's micro-batches of a batch, one after another."""
         if self._iteration is not None:
-            raise UsageError("one step takes one batch: begin another step for the next batch")
-        self._iteration = self._microbatches(batch)
+            raise UsageError(ONE_BATCH)
+        self._iteration = self._microbatches(batches)
         return self._iteration
 
-    def _microbatches(self, batch: Any) -> Iterator[Any]:
-        step, parallel, has_buffers = self.step, self._parallel, bool(self.buffers.slots)
+    def _microbatches(self, batches: tuple[Any, ...]) -> Iterator[Any]:
+        step, parallel, has_buffers = self.step, self.parallel, bool(self.buffers.slots)
         first, autocast = self.place, parallel.autocast()
-        batch = start_batch(step, batch)
+        if self._given or len(batches) > 1:
+            batch = self.start(*batches)
+        else:  # the usual case, without a call
+            self._given, self._whole = batches, batches[0]
+            batch = start_batch(step, self._whole)
         self.gradients.begin(batch.leaves, parallel.hosts, step.require_same_batch)
         is_read = any(observer.observes_microbatches for observer in step.observers)
         if batch.microbatches and self.gradients.can_launch_early and not is_read:
@@ -143,7 +180,7 @@ class MicrobatchLoop:
                 self.buffers.install_copies()
             for observer in step.observers:
                 observer.begin_microbatch()
-            self._scopes.begin_microbatch(step.number, index)
+            self.scopes.begin_microbatch(step.number, index)
             data = parallel.move_to_device(microbatch.data)
             with autocast:
                 yield data
@@ -166,6 +203,7 @@ class MicrobatchLoop:
         self,
         loss: torch.Tensor,
         *,
+        share: float | None = None,
         metrics: Mapping[str, Any] | None = None,
         retain_graph: bool = False,
         final: bool = False,
@@ -177,14 +215,23 @@ class MicrobatchLoop:
                 "call step.backward(loss) inside the loop over step.microbatches(batch)"
             )
         index = current.microbatch.index
+        if share is None:
+            if len(self._given) > 1:
+                raise UsageError(
+                    f"{self.place}: the step has {len(self._given)} batches: pass the share of the "
+                    "loss, such as step.backward(loss, share=len(inputs) / batch.size) for a mean "
+                    "over the inputs from one of them"
+                )
+            share = current.share
         record_loss(step, loss, self.place)
         for observer in step.observers:
             observer.record_graph(loss, (step.number, index))
-        current.losses.append(loss.detach())
+        noted, own = loss.detach(), current.share  # the report multiplies by this share
+        current.losses.append(noted if share == own else noted * (share / own))
         if metrics:
             current.metrics.update(metrics)
-        with self._parallel.without_autocast():
-            root, gradient = self._roots.find(loss, current.share)
+        with self.parallel.without_autocast():
+            root, gradient = self.roots.find(loss, share)
             watched = NOTHING
             if final and index == self._watched:
                 watched = self.gradients.watch_backward(root, index)
@@ -192,6 +239,12 @@ class MicrobatchLoop:
             with watched:
                 run_backward(root, gradient, retain_graph)
             self.root = None
+
+    def note_mean(self, loss: torch.Tensor, samples: int) -> None:
+        """Note a mean over a batch of `samples` samples, to which the micro-batch contributes."""
+        assert self._current is not None
+        factor = self.microbatch.size / samples / self._current.share
+        self._current.losses.append(loss.detach() * factor)
 
     def close(self, error: BaseException | None) -> None:
         """Leave the loop; add a note that names the micro-batch to its error.
@@ -210,129 +263,3 @@ class MicrobatchLoop:
             raise explained from error
         if "micro-batch" not in str(error):
             error.add_note(f"in {self.place}")
-
-
-class ManualStep:
-    """One optimizer step whose micro-batches are computed by a loop in your script.
-
-    `Trainer.manual_step` returns it, and `Trainer.attempts` yields it. Use it in a `with`
-    statement; leaving the statement finishes the step on every rank. An exception inside leaves
-    weights and buffers unchanged.
-
-    Attributes:
-        was_interrupted: Whether a rank of an elastic run was lost in the step, so that it is
-            repeated.
-    """
-
-    def __init__(self, opened: AbstractContextManager[MicrobatchLoop], batch: Any = None) -> None:
-        self._opened, self._batch = opened, batch
-        self.was_interrupted = False
-        self._loop: MicrobatchLoop | None = None
-        self._result: StepResult | None = None
-        self._was_entered = False
-
-    def __del__(self) -> None:
-        """Warn of a step that was never taken."""
-        if not self._was_entered:
-            warnings.warn(
-                "trainer.manual_step() was called, but its context was never entered, so no step "
-                "was taken: write `with trainer.manual_step() as step:`",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-    def __enter__(self) -> ManualStep:
-        """Begin the step."""
-        self._was_entered = True
-        self._loop = self._opened.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None:
-        """Finish the step, or undo it after an exception."""
-        loop, self._loop = self._entered(), None
-        is_suppressed = self._opened.__exit__(kind, error, traceback)
-        self._result = loop.result
-        is_left = bool(is_suppressed) or error is None
-        self.was_interrupted = is_left and loop.result is None
-        return is_suppressed
-
-    def microbatches(self, batch: Any = None) -> Iterator[Any]:
-        """Yield the data of this rank's micro-batches, one after another.
-
-        Call `backward` for each micro-batch before requesting the next one.
-
-        Args:
-            batch: A batch from `Trainer.batches`, or a whole global batch of tensors, the same
-                on every rank, which is split here. None: the batch of `Trainer.attempts(batch)`.
-
-        Raises:
-            UsageError: The step already has a batch, or its context was not entered.
-        """
-        given = self._batch if batch is None else batch
-        return self._entered().microbatches(given)
-
-    def backward(
-        self,
-        loss: torch.Tensor,
-        *,
-        metrics: Mapping[str, Any] | None = None,
-        retain_graph: bool = False,
-        final: bool = False,
-    ) -> None:
-        """Run backward from the loss of the current micro-batch.
-
-        You may call it several times for one micro-batch; the losses are added.
-
-        Args:
-            loss: A scalar, the mean over the samples of the micro-batch.
-            metrics: Means over the samples of the micro-batch, for the record.
-            retain_graph: As in `torch.Tensor.backward`.
-            final: Whether this is the only backward of the micro-batch. If so, the backend
-                "lockstep" exchanges the gradients of the last micro-batch during its backward.
-
-        Raises:
-            LossError: The loss is not a scalar that depends on a trainable parameter.
-            UsageError: No micro-batch is being computed.
-        """
-        self._entered().backward(loss, metrics=metrics, retain_graph=retain_graph, final=final)
-
-    @property
-    def number(self) -> int:
-        """The number of the step, from 0."""
-        return self._entered().step.number
-
-    @property
-    def place(self) -> str:
-        """The rank, step and micro-batch, for messages."""
-        return self._entered().place
-
-    @property
-    def result(self) -> StepResult:
-        """The result of the finished step, such as `result.loss`, the same on every rank.
-
-        Raises:
-            UsageError: The step has not finished yet, or was left by an exception.
-        """
-        if self._result is None:
-            raise UsageError(
-                "the step has no result yet: read step.result after the block of "
-                "`with trainer.manual_step() as step:`, which finishes it on every rank"
-                if self._loop is not None
-                else "the step has no result: it was not entered, or an exception ended it"
-            )
-        return self._result
-
-    def _entered(self) -> MicrobatchLoop:
-        if self._loop is None:
-            state = "has ended" if self._was_entered else "was not entered"
-            self._was_entered = True  # __del__ need not warn as well
-            raise UsageError(
-                f"the context of trainer.manual_step() {state}: write "
-                "`with trainer.manual_step() as step:` and use step inside"
-            )
-        return self._loop

@@ -27,7 +27,8 @@ from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.history import History
 from lockstep.training.hyperparameter_check import HyperparameterCheck
-from lockstep.training.microbatch_loop import ManualStep, MicrobatchLoop
+from lockstep.training.manual_step import ManualStep
+from lockstep.training.microbatch_loop import MicrobatchLoop
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.run_record import RunRecord
 from lockstep.training.state import TrainingState
@@ -110,11 +111,11 @@ class StepOperation:
         self._require_whole_model()
         return ManualStep(self._open(is_repeatable=False))
 
-    def open_attempts(self, batch: Any) -> Iterator[ManualStep]:
-        """Yield the attempts at a step on a batch, whose micro-batches the script computes."""
+    def open_attempts(self, *batches: Any) -> Iterator[ManualStep]:
+        """Yield the attempts at a step on batches, whose micro-batches the script computes."""
         self._require_whole_model()
         while True:
-            step = ManualStep(self._open(is_repeatable=True), batch)
+            step = ManualStep(self._open(is_repeatable=True), *batches)
             yield step
             if not step.was_interrupted:
                 return

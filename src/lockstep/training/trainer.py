@@ -54,7 +54,7 @@ from lockstep.training.call_hints import explain_calls
 from lockstep.training.epoch import Epoch
 from lockstep.training.fingerprint_recorder import FingerprintRecorder, read_selection
 from lockstep.training.history import Callback, History, describe_run
-from lockstep.training.microbatch_loop import ManualStep
+from lockstep.training.manual_step import ManualStep
 from lockstep.training.model_setup import ModelSetup, set_up_model
 from lockstep.training.optimization import OptimizerHookCheck
 from lockstep.training.optimizer_config import OptimizerConfig, OptimizerFactory, list_configs
@@ -447,7 +447,7 @@ class Trainer:
         """
         return self._steps.open_manual()
 
-    def attempts(self, batch: Any) -> Iterator[ManualStep]:
+    def attempts(self, *batches: Any) -> Iterator[ManualStep]:
         """Yield attempts at one step that your own loop computes, until an attempt succeeds.
 
         Use it instead of `manual_step` in an elastic run, where the body is repeated if a rank
@@ -463,13 +463,13 @@ class Trainer:
             ```
 
         Args:
-            batch: A batch from `batches`, or a whole global batch of tensors whose first dimension
-                counts the samples, the same on every rank.
+            *batches: A batch from `batches`, or a whole global batch of tensors whose first
+                dimension counts the samples, the same on every rank; or several of them.
 
         Raises:
             UsageError: The trainer has pipeline stages: no rank has the whole model.
         """
-        return self._steps.open_attempts(batch)
+        return self._steps.open_attempts(*batches)
 
     def evaluate(
         self, dataset: Any, batch_size: int | None = None, *, ema: bool = False, **options: Any

@@ -90,6 +90,7 @@ class WholeModelExecutor:
             buffers,
             self._gradients,
             self._roots,
+            self.parameters,
         )
         self._loop = loop
         recomputing = explaining = NOTHING
