@@ -37,6 +37,7 @@ LAYERS = [
     {"integrations"},
     # Tools: nothing above this line imports them.
     {"tools", "tools.check"},
+    {"tools.plan"},
     {"tools.remote"},
     {"tools.report"},
     {"tools.recipes", "tools.bench"},

@@ -57,6 +57,7 @@ COMMANDS = {
     "run": "run a script or module on N ranks",
     "scale": "change the number of ranks of an elastic run",
     "check": "compare the bits of a script in several layouts",
+    "plan": "predict the memory of a script in each storage",
     "chaos": "kill ranks of a training at random and compare the bits",
     "worker": "serve a driver on another host with workers",
     "train": "train a recipe",

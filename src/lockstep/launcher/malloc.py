@@ -9,11 +9,12 @@ stays at its peak, which the next step needs anyway.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
 
-__all__ = ["keep_freed_memory"]
+__all__ = ["keep_freed_memory", "release_freed_memory"]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 TRIM_THRESHOLD = 2**31 - 1  # bytes, the largest value that mallopt accepts
@@ -34,3 +35,9 @@ def keep_freed_memory() -> bool:
         return False
     large = any(mallopt(M_MMAP_THRESHOLD, size) for size in MMAP_THRESHOLDS)
     return bool(mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD)) and large
+
+
+def release_freed_memory() -> None:
+    """Return memory that was freed so far to the kernel, as far as glibc can."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)

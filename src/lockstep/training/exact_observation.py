@@ -69,6 +69,7 @@ class ExactObservation:
                 partial(digest, model.module),
                 lambda: digest(self._state()),
                 self._state,
+                is_exact=True,
             )
         )
         self._recording = ExitStack()

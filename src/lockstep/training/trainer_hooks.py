@@ -53,6 +53,7 @@ class ObservedTrainer:
         optimizer_digest: The same for the optimizer's state.
         optimizer_state: The function that returns the optimizer's state on this rank, by names
             such as "weight/exp_avg".
+        is_exact: Whether it is a handle of `ls.exact`.
     """
 
     backend: str
@@ -63,6 +64,7 @@ class ObservedTrainer:
     digest: Callable[[], str]
     optimizer_digest: Callable[[], str]
     optimizer_state: Callable[[], Mapping[str, Any]]
+    is_exact: bool = False
 
 
 class RecordingObserver(Protocol):

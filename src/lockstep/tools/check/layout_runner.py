@@ -13,8 +13,9 @@ import pickle
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from lockstep.tools.check.difference import RankFingerprint
 from lockstep.tools.check.layouts import Layout
 
 __all__ = ["LayoutRun", "describe_failure", "is_refusal", "log_of", "read_values", "record_of"]
-__all__ += ["redirect_output", "run_layout"]
+__all__ += ["redirect_output", "run_in_session", "run_layout"]
 
 TAIL = 12
 """The number of lines shown of a failed rank's output."""
@@ -142,18 +143,43 @@ def run_layout(
 def _run_rank(
     rank: int, script: str, arguments: Sequence[str], layout: Layout, steps: int, folder: str
 ) -> None:
-    """Run the script in this process as `python SCRIPT` would, and record what it computes."""
+    """Run the script, and record what it computes."""
     from lockstep.tools.check.check_session import CheckSession
+
+    run_in_session(
+        rank, script, arguments, layout.backend, folder, partial(CheckSession, layout, steps)
+    )
+
+
+def run_in_session(
+    rank: int,
+    script: str,
+    arguments: Sequence[str],
+    backend: str,
+    folder: str,
+    make_session: Callable[[Callable[[Any], None]], Any],
+) -> None:
+    """Run a script in this process as `python SCRIPT` would, in the session of a command.
+
+    Args:
+        rank: The rank of this process.
+        script: The file, or a folder with a `__main__.py`.
+        arguments: The script's own arguments.
+        backend: The backend for CPU tensors; "" for the script's own choice.
+        folder: The folder for the output and the recorded values.
+        make_session: A function of `record`, which pickles a value to the file `record_of`. Its
+            method `record_unfinished` is called if the script fails.
+    """
     from lockstep.training.trainer_hooks import SessionComplete, open_session
 
     redirect_output(log_of(Path(folder), rank))
     os.environ["LOCKSTEP_RUN"] = folder
-    if layout.backend:
-        os.environ["LOCKSTEP_BACKEND"] = layout.backend
+    if backend:
+        os.environ["LOCKSTEP_BACKEND"] = backend
     sys.argv[:] = [script, *arguments]
     sys.path[0] = os.path.dirname(os.path.realpath(script))
     with record_of(Path(folder), rank).open("xb", buffering=0) as file:
-        session = CheckSession(layout, steps, lambda fingerprint: pickle.dump(fingerprint, file))
+        session = make_session(lambda value: pickle.dump(value, file))
         try:
             with open_session(session), launch_in_this_process():
                 run_code("script", script)

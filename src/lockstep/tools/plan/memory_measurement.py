@@ -1,0 +1,62 @@
+"""Running a script on one rank to measure the memory of its training."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from lockstep.kernel.errors import RankError, UsageError
+from lockstep.launcher.fork_server import get_fork_server
+from lockstep.launcher.launch import launch
+from lockstep.launcher.target import check_target
+from lockstep.tools.check.layout_runner import (
+    describe_failure,
+    log_of,
+    read_values,
+    record_of,
+    run_in_session,
+)
+from lockstep.tools.plan.memory_plan import TrainingMemory
+
+__all__ = ["measure_training"]
+
+
+def measure_training(script: str, arguments: Sequence[str], timeout: float) -> TrainingMemory:
+    """Run the first steps of a script on one rank; return the memory of its training.
+
+    Args:
+        script: The file, or a folder with a `__main__.py`.
+        arguments: The script's own arguments.
+        timeout: The time in seconds after which the rank is terminated.
+
+    Raises:
+        UsageError: The script does not exist, fails, or takes too few steps with `ls.Trainer`.
+    """
+    check_target("script", script)
+    get_fork_server(for_training=True)
+    with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as name:
+        folder = Path(name)
+        order = script, tuple(arguments), name
+        try:
+            launch(_run_rank, order, 1, timeout=timeout, pass_rank=True)
+        except RankError as error:
+            raise UsageError(
+                f"{script} could not be measured on one rank: {error}\n"
+                f"{describe_failure(error, log_of(folder, 0))}"
+            ) from None
+        measured = list(read_values(record_of(folder, 0)))
+    if not measured:
+        raise UsageError(
+            f"{script} ended before its first ls.Trainer had taken enough steps to measure its "
+            "memory: let it take 3 steps or more"
+        )
+    (training,) = measured
+    assert isinstance(training, TrainingMemory)
+    return training
+
+
+def _run_rank(rank: int, script: str, arguments: Sequence[str], folder: str) -> None:
+    from lockstep.tools.plan.memory_session import MemorySession
+
+    run_in_session(rank, script, arguments, "", folder, MemorySession)

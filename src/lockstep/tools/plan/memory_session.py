@@ -1,0 +1,178 @@
+"""The session of `lockstep plan`: the memory of a script's training, measured in its steps.
+
+Trainer()         the process without the model: its memory less that of the parameters
+first steps       the peak of the memory, in a thread; the outputs of the blocks, by hooks
+after the last    the state of the optimizer; SessionComplete unwinds the script
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lockstep.kernel.errors import UsageError
+from lockstep.kernel.step_context import Position, StepContext
+from lockstep.kernel.step_hooks import StepResult
+from lockstep.launcher.malloc import release_freed_memory
+from lockstep.model.blocks import Blocks, find_block_names
+from lockstep.pipeline.partitioner import PipelineConfig
+from lockstep.tools.plan.memory_plan import TrainingMemory, count_sums
+from lockstep.training.trainer_hooks import ObservedTrainer, SessionComplete
+
+__all__ = ["MemorySession"]
+
+STEPS = 3
+"""The steps until the memory of a process stays the same: the first one makes the optimizer's
+state, and the later ones use the memory that the first has freed."""
+
+INTERVAL = 0.005
+"""Seconds between two readings of the memory."""
+
+PRIVATE = "/proc/self/smaps_rollup", ("Private_Dirty:",)
+RESIDENT = "/proc/self/status", ("RssAnon:", "RssShmem:")
+
+
+class MemorySession:
+    """The measurement of the first trainer of a script, on a single rank.
+
+    Args:
+        record: Called with the `TrainingMemory`.
+    """
+
+    def __init__(self, record: Callable[[TrainingMemory], None]) -> None:
+        self.record = record
+        self._blocks: Blocks | None = None
+
+    def options(self, model: nn.Module | Any, given: PipelineConfig) -> tuple[PipelineConfig, bool]:
+        """Return one stage, and storage that is not shared."""
+        self._blocks = given.blocks
+        return PipelineConfig(blocks=given.blocks), False
+
+    def attach(self, trainer: ObservedTrainer) -> MeasuredTrainer:
+        """Return the observer of a newly constructed trainer.
+
+        Raises:
+            UsageError: The memory of such a training cannot be planned.
+        """
+        if trainer.is_exact:
+            raise UsageError("lockstep plan measures ls.Trainer, and this script uses ls.exact")
+        if trainer.parallel.device.type != "cpu":
+            raise UsageError(
+                f"lockstep plan measures trainings on the CPU, and this one is on "
+                f"{trainer.parallel.device}: hide the accelerators, for instance by "
+                "CUDA_VISIBLE_DEVICES="
+            )
+        return MeasuredTrainer(self, trainer, find_block_names(trainer.module, self._blocks))
+
+    def record_unfinished(self) -> None:
+        """Do nothing: steps that do not end are not measured."""
+
+
+class MeasuredTrainer:
+    """The observer of one trainer."""
+
+    checkpoint: Path | None = None
+
+    def __init__(self, session: MemorySession, trainer: ObservedTrainer, blocks: list[str]) -> None:
+        self._session, self._trainer = session, trainer
+        self._blocks = [trainer.module.get_submodule(name) for name in blocks]
+        self._outputs = [0] * len(blocks)
+        self._steps = 0
+        release_freed_memory()
+        parameters = list(trainer.module.parameters())
+        self._parameters = sum(parameter.nbytes for parameter in parameters)
+        self._gradients = sum(p.nbytes for p in parameters if p.requires_grad)
+        private = _read_memory(PRIVATE)
+        self._shared = max(_read_memory(RESIDENT) - private, 0)
+        self._process = max(private - self._parameters, 0)
+        self._peak = PeakMemory()
+
+    def begin_step(self, step: int) -> MeasuredTrainer:
+        """Return this object, which observes the step."""
+        return self
+
+    @contextmanager
+    def recording(self, step: StepContext, position: Position) -> Iterator[None]:
+        """Measure the outputs of the blocks while the body runs."""
+
+        def measure(number: int, output: Any) -> None:
+            size = sum(leaf.nbytes for leaf in tree_leaves(output) if torch.is_tensor(leaf))
+            self._outputs[number] = max(self._outputs[number], size)
+
+        handles = [
+            block.register_forward_hook(lambda _, __, output, n=n: measure(n, output))
+            for n, block in enumerate(self._blocks)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def commit(self, result: StepResult) -> None:
+        """Record the memory and raise SessionComplete after the last step."""
+        self._steps += 1
+        if self._steps < STEPS:
+            return
+        leaves = len(result.losses)
+        state = self._trainer.optimizer_state().values()
+        optimizer = sum(value.nbytes for value in state if torch.is_tensor(value))
+        sums = self._gradients * count_sums(range(leaves), leaves)
+        self._session.record(
+            TrainingMemory(
+                parameters=self._parameters,
+                gradients=self._gradients,
+                optimizer=optimizer,
+                activations=max(self._peak.stop() - optimizer - sums, 0),
+                process=self._process,
+                shared=self._shared,
+                microbatches=leaves,
+                blocks=tuple(
+                    sum(parameter.nbytes for parameter in block.parameters())
+                    for block in self._blocks
+                ),
+                outputs=tuple(self._outputs),
+            )
+        )
+        raise SessionComplete
+
+
+class PeakMemory:
+    """The peak of the memory that this process takes from now on, read by a thread."""
+
+    def __init__(self) -> None:
+        self._start = _read_memory(RESIDENT)
+        self._peak = self._start
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="lockstep-plan", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> int:
+        """Return the bytes of the peak, beyond those at the start, and end the thread."""
+        self._is_over.set()
+        self._thread.join()
+        return self._peak - self._start
+
+    def _watch(self) -> None:
+        is_over = False
+        while not is_over:
+            is_over = self._is_over.wait(INTERVAL)
+            self._peak = max(self._peak, _read_memory(RESIDENT))
+
+
+def _read_memory(source: tuple[str, tuple[str, ...]]) -> int:
+    """Return the bytes of this process that are not pages of files.
+
+    Args:
+        source: `PRIVATE`, without pages that processes share, or `RESIDENT`, which is read faster.
+    """
+    name, rows = source
+    with open(name, encoding="ascii") as file:
+        return 1024 * sum(int(line.split()[1]) for line in file if line.startswith(rows))

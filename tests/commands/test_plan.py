@@ -1,0 +1,111 @@
+"""`lockstep plan`: what it measures in a script, what it prints, and every way it can end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from click.testing import CliRunner
+
+from lockstep.cli import cli
+from lockstep.kernel.errors import UsageError
+
+HEAD = """
+import sys
+from functools import partial
+
+import torch
+from torch import nn
+
+import lockstep as ls
+
+ls.init(timeout=60)
+optimizer = partial(torch.optim.Adam, lr=0.1)
+"""
+
+TRAIN = """
+class Wide(nn.Module):
+    def forward(self, x):
+        return x.repeat(1, 1_000_000).tanh().sum(1, keepdim=True)
+
+model = nn.Sequential(nn.Linear(3, 4), Wide(), nn.Linear(1, 2))
+model[0].weight.requires_grad_(False)
+trainer = ls.Trainer(model, nn.CrossEntropyLoss(), optimizer, storage="shared")
+for step in range(int(sys.argv[1])):
+    trainer.step((torch.randn(8, 3), torch.randint(0, 2, (8,))))
+    print("step", step)
+"""
+
+
+@pytest.fixture
+def plan(tmp_path, monkeypatch):
+    """Plan a script in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(source, *arguments, catch=False):
+        Path("train.py").write_text(HEAD + source)
+        words = ["plan", *arguments[:-1], "train.py", *arguments[-1:]]
+        return CliRunner().invoke(cli, words, catch_exceptions=catch)
+
+    return run
+
+
+def test_a_script_that_would_go_on_for_ever(plan, monkeypatch):
+    result = plan(TRAIN, "--hosts", "2", "--ranks", "4", "--json", "1000000")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])
+    measured = found["measured"]
+    assert measured["parameters"] == 4 * (12 + 4 + 2 + 2)
+    assert measured["gradients"] == 4 * (4 + 2 + 2)
+    assert 2 * measured["gradients"] <= measured["optimizer"] <= 2 * measured["gradients"] + 64
+    assert measured["microbatches"] == 8
+    assert measured["blocks"] == [4 * 16, 0, 4 * 4]
+    assert measured["outputs"] == [4 * 4, 4, 4 * 2]
+    # A micro-batch has 4 M numbers before tanh, and as many after it.
+    assert 32_000_000 < measured["activations"] < 600_000_000
+    assert measured["process"] > 10_000_000
+    replicated, shared, stages = found["storages"]
+    assert found["choice"] == replicated["argument"] == 'storage="replicated"'
+    assert replicated["fits"]
+    assert replicated["network_bytes"] == measured["gradients"]
+    assert (shared["fits"], shared["refusal"]) == (False, "all ranks must be on one host")
+    assert stages["stages"] == 2
+    assert found["host_memory_bytes"] == psutil.virtual_memory().total
+    assert "lockstep run -n 2 --nnodes 2 train.py 1000000" in result.stderr
+
+
+def test_a_host_that_is_too_small(plan, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1_000_000))
+    result = plan(TRAIN, "--ranks", "2", "9")
+    assert result.exit_code == 1
+    assert result.output.count("too large") == 3
+    assert "No storage fits: the smallest, " in result.output
+    assert "a host has 1.00 MB" in result.output
+
+
+def test_a_script_that_ends_too_early(plan):
+    with pytest.raises(UsageError, match=r"let it take 3 steps or more"):
+        plan(TRAIN, "2")
+
+
+def test_a_script_that_fails(plan):
+    with pytest.raises(UsageError, match=r"on one rank: rank 0 raised ValueError: no data"):
+        plan('raise ValueError("no data")', "3")
+
+
+def test_a_loop_with_exact(plan):
+    source = """
+model = nn.parallel.DistributedDataParallel(nn.Linear(3, 4))
+ls.exact(model, microbatches=2)
+"""
+    with pytest.raises(UsageError, match=r"measures ls\.Trainer, and this script uses ls\.exact"):
+        plan(source, "3")
+
+
+def test_ranks_that_are_not_a_multiple_of_the_hosts(plan):
+    result = plan(TRAIN, "--hosts", "2", "--ranks", "3", "9")
+    assert result.exit_code == 2
+    assert "3 ranks are not a multiple of 2 hosts" in result.output
