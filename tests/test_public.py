@@ -20,7 +20,6 @@ NAMES = [
     "AuditConfig",
     "CheckpointConfig",
     "DataParallel",
-    "DatasetMetric",
     "Driver",
     "LockstepError",
     "OptimizerConfig",

@@ -8,7 +8,7 @@ import pytest
 import pytest_lockstep
 from lockstep.tools.report.checks.hosts import HostFacts, compare_hosts, gather_facts
 
-HOST = HostFacts("a", "3.11.7", "2.13.0", "0.1.0", "AVX512", "AuthenticAMD", "", "none")
+HOST = HostFacts("a", "3.11.7", "2.13.0", "0.1.0", "softmax=1, numpy=2", "", "none")
 
 
 def compare(**changes):
@@ -26,8 +26,6 @@ def test_equal_hosts_have_good_results_only():
     ("lockstep", "0.2.0", "bad"),
     ("python", "3.12.1", "bad"),
     ("python", "3.11.9", "note"),
-    ("instructions", "AVX2", "bad"),
-    ("vendor", "GenuineIntel", "bad"),
     ("gpus", "NVIDIA H100", "note"),
 ])  # fmt: skip
 def test_a_difference_names_both_hosts(fact, value, verdict):
@@ -35,6 +33,13 @@ def test_a_difference_names_both_hosts(fact, value, verdict):
     assert result.verdict == verdict
     assert f"{getattr(HOST, fact)} on a; {value} on b" in result.what
     assert result.advice
+
+
+def test_other_arithmetic_names_the_operators():
+    result = compare(arithmetic="softmax=3, numpy=2")["arithmetic"]
+    assert (result.verdict, result.what) == ("bad", "softmax: other bits on b than on a")
+    assert "--portable" in result.advice
+    assert "C library" in compare(arithmetic="softmax=1, numpy=4")["arithmetic"].advice
 
 
 def test_a_host_without_the_backend_is_named():

@@ -160,6 +160,16 @@ def test_the_first_step_at_which_losses_differ(run):
     assert first_differing_step(a, b) == 41
 
 
+def test_processors_that_compute_other_bits_are_named_if_the_results_differ(run):
+    environment = {"processor": "A", "instructions": "AVX2", "arithmetic": "softmax=1, numpy=2"}
+    other = environment | {"processor": "B", "arithmetic": "softmax=3, numpy=2"}
+    a = run("a", header={"environment": environment})
+    b = run("b", losses={41: 0.5}, end={"digest": "ff"}, header={"environment": other})
+    said = "B (AVX2) computes softmax with other bits than A (AVX2)."
+    assert said in sentences(a, b)
+    assert said not in sentences(a, run("c", header={"environment": other}))
+
+
 def test_nan_losses_of_both_runs_are_equal(run):
     assert first_differing_step(run("a", losses={3: None}), run("b", losses={3: None})) is None
     assert first_differing_step(run("c", losses={3: None}), run("d")) == 3

@@ -29,7 +29,7 @@ def drive() -> list[float]:
 
 def join() -> str:
     """Join the world of a launcher."""
-    world = ls.init(backend="gloo", timeout=60.0)
+    world = ls.init(backend="gloo", timeout=60.0, portable=False)
     part = ls.partition(digits(), [0.5, 0.5])
     digest = ls.digest({"numbers": torch.ones(3)})
     print(world.rank, world.local_world_size, ls.world_size(), ls.local_rank(), part)

@@ -33,8 +33,10 @@ __all__ = [
 ]
 
 # Variables that are read once, at startup, before a rank could change them.
-READ_ONCE = ("PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "LD_")
-READ_LATER = ("TORCHELASTIC_", "TORCHINDUCTOR_")
+READ_ONCE = (
+    "PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "GOMP_", "NPY_", "OPENBLAS_", "LD_",
+)  # fmt: skip
+READ_LATER = ("TORCHELASTIC_", "TORCHINDUCTOR_", "MKL_CBWR")  # the last by MKL's first computation
 
 OPEN_FILES = 16  # upper limit of the launcher's own
 OPEN_FILES_PER_RANK = 6  # pipes, sockets, stack, activity page and log

@@ -37,6 +37,7 @@ from lockstep.files import make_folder, open_or_create, replace_file
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.environment import LAUNCHER, read_rank_info
 from lockstep.launcher.failure_attribution import read_stat
+from lockstep.launcher.kernel_variables import is_portable_requested
 from lockstep.redaction import redact
 
 __all__ = [
@@ -103,6 +104,7 @@ class LaunchDescription:
         exit_status: The launcher's exit status; None while it runs, or if it was killed.
         is_redacted: Whether secrets were removed, so that the command cannot be repeated.
         min_nprocs: The minimum number of ranks of an elastic run; None for other runs.
+        portable: Whether the ranks compute portable bits.
         version: Version of the format.
     """
 
@@ -117,13 +119,14 @@ class LaunchDescription:
     exit_status: int | None = None
     is_redacted: bool = False
     min_nprocs: int | None = None
+    portable: bool = False
     version: int = VERSION
 
     def is_same_command(self, other: LaunchDescription) -> bool:
         """Return whether both ran the same command in the same working directory."""
         return all(
             getattr(self, name) == getattr(other, name)
-            for name in ("kind", "target", "arguments", "cwd")
+            for name in ("kind", "target", "arguments", "cwd", "portable")
         )
 
 
@@ -150,7 +153,9 @@ def describe_launch(
     fields = redact(plain)
     is_redacted = fields != plain
     return LaunchDescription(
-        **{**fields, "arguments": tuple(fields["arguments"])}, is_redacted=is_redacted
+        **{**fields, "arguments": tuple(fields["arguments"])},
+        is_redacted=is_redacted,
+        portable=is_portable_requested(os.environ),
     )
 
 
@@ -179,7 +184,9 @@ def command_words(environ: Mapping[str, str], argv: Sequence[str]) -> list[str]:
         ranks = ["-n", str(launched.nprocs)]
         if launched.min_nprocs is not None:
             ranks = ["--min", str(launched.min_nprocs), "--max", str(launched.nprocs)]
-        return ["lockstep", "run", *ranks, *hosts, *kind, launched.target, *launched.arguments]
+        portable = ["--portable"] if launched.portable else []
+        words = ["lockstep", "run", *ranks, *hosts, *portable, *kind]
+        return [*words, launched.target, *launched.arguments]
     here = read_rank_info(environ)
     if here.launcher == "torchrun":
         words = ["torchrun", "--nproc-per-node", str(here.local_world_size)]

@@ -39,6 +39,7 @@ from lockstep.launcher.device_choice import (
 from lockstep.launcher.environment import JOIN, RankInfo, is_elastic_on_hosts, read_rank_info
 from lockstep.launcher.group_connections import GroupConnections
 from lockstep.launcher.malloc import keep_freed_memory
+from lockstep.launcher.portable import choose_kernels
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.launcher.signals import print_stack_on_signal
 from lockstep.messages import escape_control, log
@@ -99,6 +100,7 @@ def init(
     timeout: float = 300.0,
     threads: int = 1,
     device: str | torch.device | None = None,
+    portable: bool | None = None,
 ) -> World:
     """Join the world that the environment describes, and return this rank's view of it.
 
@@ -116,6 +118,9 @@ def init(
             on every rank.
         device: The device of this rank. None: the accelerator with its local rank if there is
             one, else the CPU.
+        portable: Whether to compute the same bits on every x86-64 processor with AVX2. It must be
+            called before torch computes anything. None: whether LOCKSTEP_PORTABLE is 1, which
+            `lockstep run --portable` sets.
 
     Raises:
         LaunchEnvironmentError: The environment variables contradict each other.
@@ -123,7 +128,7 @@ def init(
         RendezvousError: The other ranks did not join before the timeout.
     """
     global _current, _arguments
-    arguments = backend, timeout, threads, None if device is None else str(device)
+    arguments = backend, timeout, threads, None if device is None else str(device), portable
     if _current is not None and dist.is_initialized():
         if arguments != _arguments:
             raise UsageError(
@@ -141,6 +146,11 @@ def init(
         rank_info = rendezvous.find_place(store, rank_info)
     chosen = choose_device(device, rank_info)
     _configure_torch(threads, chosen)
+    try:
+        choose_kernels(portable, _set_variable)
+    except UsageError:
+        _unset_variables()
+        raise
     if not dist.is_initialized():
         comm.register()
         is_shared = False
@@ -411,7 +421,7 @@ def _ranks() -> World | RankInfo:
 
 
 def _format_arguments(arguments: tuple[object, ...]) -> str:
-    names = ("backend", "timeout", "threads", "device")
+    names = ("backend", "timeout", "threads", "device", "portable")
     return ", ".join(f"{name}={value}" for name, value in zip(names, arguments, strict=True))
 
 

@@ -9,6 +9,7 @@ block 1        -    memory   -    memory       rank 1 sends it to rank 3
 from __future__ import annotations
 
 import json
+import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 
@@ -24,8 +25,10 @@ from lockstep.comm.collectives import (
     send_tensors,
 )
 from lockstep.kernel.errors import DisagreementError, UsageError
+from lockstep.launcher.arithmetic_difference import advise, name_differences
 from lockstep.model.deferred_init import materialize, named_tensors
-from lockstep.model.description import find_difference
+from lockstep.model.description import ARITHMETIC, find_difference
+from lockstep.record.run_environment import processor_name
 
 __all__ = ["broadcast_weights", "verify_across_ranks"]
 
@@ -57,10 +60,10 @@ def verify_across_ranks(
     summary = xxhash.xxh3_128_digest(lines.encode(errors="surrogatepass"))
     if not gather_unless_equal(summary, TOPIC, group):
         return
-    message = zlib.compress(json.dumps([what, description]).encode())
+    message = zlib.compress(json.dumps([what, description, _describe_processor()]).encode())
     received = all_gather_bytes(message, f"{TOPIC}, which differ", group)
     sent = [json.loads(zlib.decompress(message)) for message in received]
-    subjects, descriptions = zip(*sent, strict=True)
+    subjects, descriptions, processors = zip(*sent, strict=True)
     odd = next((rank for rank, subject in enumerate(subjects) if subject != subjects[0]), None)
     if odd is not None:
         raise DisagreementError(
@@ -68,8 +71,22 @@ def verify_across_ranks(
             "objects in the same order on every rank; if one rank catches an exception, all must"
         )
     difference = find_difference(descriptions)
+    if difference is not None and difference.entry == ARITHMETIC:
+        odd, other = difference.odd, difference.other
+        ours, theirs = (descriptions[rank][ARITHMETIC] for rank in (odd, other))
+        raise DisagreementError(
+            f"rank {odd} ({processors[odd]}) computes {name_differences(ours, theirs)} "
+            f"with other bits than rank {other} ({processors[other]}); "
+            f"{advise(ours, theirs)}"
+        )
     if difference is not None:
         raise DisagreementError(difference.format_message(advice))
+
+
+def _describe_processor() -> str:
+    """Return the host, the processor and the instructions that torch uses, in words."""
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return f"host {socket.gethostname()}, {processor_name()}, {instructions}"
 
 
 def broadcast_weights(

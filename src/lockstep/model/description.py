@@ -16,15 +16,12 @@ an attribute `lockstep_ignore`.
 
 from __future__ import annotations
 
-import os
-import platform
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache, partial
+from functools import partial
 from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
@@ -48,13 +45,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.checksum import checksum
 from lockstep.devices import device_names
 from lockstep.kernel.buffer_rules import describe_buffer_rules
+from lockstep.launcher import arithmetic
 
 __all__ = [
+    "ARITHMETIC",
     "MACHINERY",
     "PLAIN",
     "Description",
     "Difference",
     "describe",
+    "describe_arithmetic",
     "describe_environment",
     "describe_module",
     "describe_object",
@@ -87,12 +87,8 @@ NAMED = (type, BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodTy
 
 INDEXED_DEVICE = re.compile(r"(cuda|xpu|hpu|mps|npu|xla|privateuseone):\d+")
 
-PORTABLE = {
-    "MKL_CBWR": "compatible",
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "ONEDNN_MAX_CPU_ISA": "avx2",
-}
-"""The variables with which MKL, ATen and oneDNN compute the same bits for each vendor."""
+ARITHMETIC = "arithmetic"
+"""The entry with the fingerprint of the bits that a process computes."""
 
 HIDDEN_OF_MODULES = MACHINERY - {"training"}
 HIDDEN_OF_OPTIMIZERS = frozenset({"state", "param_groups", "defaults"})
@@ -223,9 +219,7 @@ def describe_environment() -> Description:
             torch.are_deterministic_algorithms_enabled()
         ),
         "torch.backends.mkldnn.enabled": str(torch.backends.mkldnn.enabled),
-        # Kernels for other instructions round otherwise; ATEN_CPU_CAPABILITY selects fewer.
-        "torch.backends.cpu.get_cpu_capability()": torch.backends.cpu.get_cpu_capability(),
-        "processor vendor": "any" if _is_portable() else _processor_vendor(),
+        **describe_arithmetic(),
     }
     if names := device_names():
         # Another model of accelerator rounds otherwise, and so does another precision of float32.
@@ -234,19 +228,9 @@ def describe_environment() -> Description:
     return entries
 
 
-def _is_portable() -> bool:
-    """Return whether MKL, ATen and oneDNN were told to compute alike for each vendor."""
-    return all(os.environ.get(name, "").lower() == value for name, value in PORTABLE.items())
-
-
-@cache
-def _processor_vendor() -> str:
-    """Return the vendor of the processor: MKL's kernels for the same instructions differ by it."""
-    with suppress(OSError), open("/proc/cpuinfo", errors="replace") as lines:
-        for line in lines:
-            if line.startswith("vendor_id"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
+def describe_arithmetic() -> Description:
+    """Describe the bits that this process computes."""
+    return {ARITHMETIC: arithmetic.measure()}
 
 
 def iterate_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -471,10 +455,19 @@ def _hash(text: str) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first entry in which ranks differ, and the clause that describes it."""
+    """The first entry in which ranks differ, and the clause that describes it.
+
+    Attributes:
+        entry: The entry.
+        clause: The clause.
+        odd: The first rank that differs from the majority.
+        other: A rank of the majority.
+    """
 
     entry: str
     clause: str
+    odd: int
+    other: int
 
     def format_message(self, advice: str, when: str = "") -> str:
         """Return the message; `advice` says how to make the entry the same on all ranks."""
@@ -507,5 +500,5 @@ def find_difference(descriptions: Sequence[Mapping[str, str]]) -> Difference | N
             clause = f"rank {odd}: {entry} is {values[odd]}, and rank {other} has none"
         else:
             clause = f"rank {odd}: {entry} is {values[odd]}, on rank {other} it is {common}"
-        return Difference(entry, clause)
+        return Difference(entry, clause, odd, other)
     return None

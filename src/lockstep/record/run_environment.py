@@ -13,11 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.launcher.arithmetic_difference import name_differences
 from lockstep.redaction import redact
 
 __all__ = [
     "count_usable_cores",
     "describe_environment",
+    "describe_other_arithmetic",
+    "find_environment_differences",
     "processor_name",
     "recorded_variables",
 ]
@@ -34,7 +37,7 @@ NAMES = {
     "CUDA_MODULE_LOADING", "CUDA_VISIBLE_DEVICES",
     "DDP_DISABLE_COMM_MEM",
     "GLIBC_TUNABLES", "LD_PRELOAD",
-    "LOCKSTEP_BACKEND",
+    "LOCKSTEP_BACKEND", "LOCKSTEP_PORTABLE",
     "NVIDIA_TF32_OVERRIDE",
     "PYTHONHASHSEED",
     "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING",
@@ -62,6 +65,8 @@ def describe_environment() -> dict[str, Any]:
     import torch
 
     from lockstep.devices import device_names
+    from lockstep.launcher import arithmetic
+    from lockstep.launcher.kernel_variables import is_portable_requested
     from lockstep.launcher.world import variables_set
     from lockstep.version import VERSION
 
@@ -74,6 +79,8 @@ def describe_environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": processor_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
+        "arithmetic": arithmetic.measure(),
+        "portable": is_portable_requested(os.environ),
         "cores": count_usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "hostname": os.uname().nodename,
@@ -84,6 +91,36 @@ def describe_environment() -> dict[str, Any]:
             if name not in own and OWN_VALUES.get(name) != value
         },
     }
+
+
+def find_environment_differences(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Return the differences of two environments that bits may depend on, as sentences.
+
+    Args:
+        recorded: The environment of a record or checkpoint.
+        here: That of this process.
+    """
+    names = ["lockstep", "torch", "python", "processor", "instructions", "gpus"]
+    sentence = describe_other_arithmetic(recorded, here)
+    if sentence or (recorded.get("portable") and here.get("portable")):
+        names = [name for name in names if name not in ("processor", "instructions")]
+    return [f"{sentence}: the bits differ"] * bool(sentence) + [
+        f"{name} is {here.get(name)}, it was {recorded[name]}: the bits may differ"
+        for name in names
+        if None not in (recorded.get(name), here.get(name)) and recorded[name] != here[name]
+    ]
+
+
+def describe_other_arithmetic(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Return how the arithmetic of two environments differs; "" if it does not, as far as known."""
+    before, now = recorded.get("arithmetic"), here.get("arithmetic")
+    if not isinstance(before, str) or not isinstance(now, str) or before == now:
+        return ""
+    kinds = [
+        f"{environment.get('processor')} ({environment.get('instructions')})"
+        for environment in (here, recorded)
+    ]
+    return f"{kinds[0]} computes {name_differences(before, now)} with other bits than {kinds[1]}"
 
 
 def processor_name() -> str:

@@ -23,7 +23,7 @@ from lockstep.formatting import format_numbered
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import CHECKPOINTS, find_launch_folder
 from lockstep.messages import log
-from lockstep.record.run_environment import describe_environment
+from lockstep.record.run_environment import describe_environment, find_environment_differences
 from lockstep.record.sources import find_sources
 
 __all__ = [
@@ -92,12 +92,10 @@ def find_differences(
         here: The same of this trainer, before the checkpoint was loaded.
         used: The settings of the optimizers and schedulers, after it was loaded.
     """
-    differences = []
-    names = ("torch", "python", "processor", "instructions", "lockstep", "gpus")
-    for name in names:
-        before, now = saved["environment"].get(name), here["environment"].get(name)
-        if before != now:
-            differences.append(f"{name} is {now}, it was {before}: the bits may differ from now on")
+    differences = [
+        f"{difference} from now on"
+        for difference in find_environment_differences(saved["environment"], here["environment"])
+    ]
     # Version 0.1 could round the sums between hosts to bfloat16.
     here_settings = {"compression.bf16": "False", **here["settings"]}
     saved_settings = {"compression.bf16": "False", **saved["settings"]}

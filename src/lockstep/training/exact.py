@@ -42,7 +42,7 @@ from lockstep.messages import log
 from lockstep.model.across_ranks import verify_across_ranks
 from lockstep.model.backward_watch import Arguments, BackwardWatch
 from lockstep.model.blocks import find_block_names
-from lockstep.model.description import describe_tensors
+from lockstep.model.description import describe_arithmetic, describe_tensors
 from lockstep.model.native_seeder import make_rng_scopes, make_seeder
 from lockstep.training.exact_audit import ExactAudit
 from lockstep.training.exact_observation import ExactObservation
@@ -116,7 +116,7 @@ class Exact:
             settings["intra-op threads"] = f"{torch.get_num_threads()}"
             verify_across_ranks(
                 "the model of ls.exact",
-                settings | describe_tensors("model", module),
+                settings | describe_arithmetic() | describe_tensors("model", module),
                 "pass the same arguments and the same model to ls.exact on every rank",
                 group,
             )

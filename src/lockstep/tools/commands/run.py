@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +15,11 @@ from lockstep.elastic.elastic_launch import launch_elastic
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.environment import RankInfo, read_rank_info
 from lockstep.launcher.hang_monitor import HangPolicy
+from lockstep.launcher.kernel_variables import (
+    PORTABLE,
+    find_of_launch,
+    is_portable_requested,
+)
 from lockstep.launcher.launch_config import HOST_TIMEOUT, LaunchConfig
 from lockstep.launcher.launch_script import Interrupted, launch_script
 from lockstep.launcher.listening_socket import (
@@ -123,6 +128,12 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
 )
 @option("module", "-m", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @option("no-python", is_flag=True, help="SCRIPT is a program to execute without Python.")
+@option(
+    "portable",
+    is_flag=True,
+    help="Compute the same bits on every x86-64 processor with AVX2; slower. Default: whether the "
+    "variable LOCKSTEP_PORTABLE is 1; with --resume, as before.",
+)
 @option(
     "start-method",
     type=click.Choice(["forkserver", "spawn"]),
@@ -240,6 +251,8 @@ def command(script: str | None, arguments: tuple[str, ...], **options: Any) -> N
     """
     if script is None:
         script, arguments = recall_command(options)
+    if _is_portable(options):
+        os.environ.update(find_of_launch(os.environ))
     try:
         config = make_config(script, arguments, options)
         launch = launch_elastic if config.is_elastic else launch_script
@@ -292,6 +305,24 @@ def recall_command(options: dict[str, Any]) -> tuple[str, tuple[str, ...]]:
     if options["min"] is None:
         options["min"] = recorded.min_nprocs
     return recorded.target, recorded.arguments
+
+
+def _is_portable(options: Mapping[str, Any]) -> bool:
+    """Return whether to compute portable bits; raise UsageError if a resumed run did not."""
+    name = options["resume"]
+    is_requested = options["portable"] or is_portable_requested(os.environ)
+    if name in (None, AUTO):
+        return is_requested
+    folder = find_run(name, Path(options["log_dir"] or RUNS))
+    recorded = read_description(folder)
+    if recorded is None or recorded.portable == is_requested:
+        return is_requested
+    if is_requested:
+        raise UsageError(
+            f"--portable: the run {folder} was started without it, and would continue with other "
+            f"bits: omit it and unset {PORTABLE}, or start a new run"
+        )
+    return True
 
 
 def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]) -> LaunchConfig:

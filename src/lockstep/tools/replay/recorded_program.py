@@ -17,9 +17,9 @@ from lockstep.checkpoint.folder import MANIFEST, find_checkpoints, verify
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import CHECKPOINTS
 from lockstep.record.columns import as_dict, as_float
-from lockstep.record.program import REPLAYABLE
+from lockstep.record.program import REPLAYABLE, select_variables
 from lockstep.record.reader import Run
-from lockstep.record.run_environment import describe_environment
+from lockstep.record.run_environment import describe_environment, find_environment_differences
 from lockstep.redaction import MARK
 
 __all__ = ["Base", "Program", "find_base", "find_obstacles", "read_program"]
@@ -181,13 +181,22 @@ def find_obstacles(run: Run, step: int, program: Program, base: Base) -> list[st
             f"from {base.steps} on are computed as the resumed program would have"
         )
     recorded, here = as_dict(run.latest("environment", step)), describe_environment()
-    for name in ("lockstep", "torch", "python", "processor", "instructions", "gpus"):
-        before, now = recorded.get(name), here.get(name)
-        is_set = name == "instructions" and "ATEN_CPU_CAPABILITY" in program.environ
-        if before is not None and before != now and not is_set:
-            obstacles.append(f"{name} is {now}, it was {before}: the bits may differ")
+    if recorded.get("portable"):  # which the ranks verify
+        here |= {name: recorded.get(name) for name in ("arithmetic", "portable", "instructions")}
+    elif _choose_kernels(program.environ) != _choose_kernels(os.environ):
+        del here["arithmetic"], here["instructions"]
+    obstacles += find_environment_differences(recorded, here)
     if program.kind == "recipe":
         return obstacles
     if program.sources is None or not program.sources.is_dir():
         obstacles.append("the sources of the run are not stored: today's files are run")
     return obstacles
+
+
+def _choose_kernels(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables by which torch and its libraries choose kernels."""
+    return {
+        name: value
+        for name, value in select_variables(environ).items()
+        if name.startswith(("ATEN_", "DNNL_", "LOCKSTEP_", "MKL_", "ONEDNN_"))
+    }

@@ -30,6 +30,7 @@ from lockstep.kernel.errors import FileError
 from lockstep.messages import escape_control
 from lockstep.record.columns import Column, as_dict
 from lockstep.record.reader import Run
+from lockstep.record.run_environment import describe_other_arithmetic
 from lockstep.tools.report.breakdown import resume_table
 from lockstep.tools.report.chart import comparison_charts
 from lockstep.tools.report.markdown import escape_markdown, markdown_table
@@ -284,7 +285,7 @@ INDECISIVE = {
 
 
 def settings_sentences(first: Run, second: Run, *, is_same: bool) -> list[str]:
-    """Return the sentence about the settings that may explain different results."""
+    """Return sentences about settings and processors that may explain different results."""
     if is_same:
         return []
     differences = [
@@ -293,11 +294,13 @@ def settings_sentences(first: Run, second: Run, *, is_same: bool) -> list[str]:
         if all(values)  # a record of another version may lack a setting
         and (name == RATE or (name.startswith(DECISIVE) and name not in INDECISIVE))
     ]
+    other = describe_other_arithmetic(first.environment, second.environment)
+    sentences = [f"{other}."] if other else []
     if not differences:
-        return []
+        return sentences
     hidden = f" and {len(differences) - MAX_NAMED} more" if len(differences) > MAX_NAMED else ""
     named = ", ".join(differences[:MAX_NAMED])
-    return [f"These settings differ and can change results: {named}{hidden}."]
+    return [*sentences, f"These settings differ and can change results: {named}{hidden}."]
 
 
 def _loss_sentences(losses: LossDifference, first: str, second: str) -> list[str]:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from lockstep.formatting import format_duration
+from lockstep.launcher.arithmetic_difference import advise, name_differences
 from lockstep.messages import escape_control
 from lockstep.tools.report.checks import CheckResult, bad, good, note
 from lockstep.version import VERSION
@@ -27,18 +28,11 @@ __all__ = ["HostFacts", "compare_hosts", "gather_facts"]
 TIMEOUT = 120.0  # seconds for the other hosts
 MAX_CLOCK_DIFFERENCE = 1.0  # seconds
 
-SAME_ARITHMETIC = (
-    "set MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 on every host: "
-    "results depend on the processor"
-)
-
 # What must be the same on every host: the fact, and what to do about a difference.
 EQUAL = {
     "lockstep": "install the same version of Lockstep on every host",
     "torch": "install the same build of torch on every host: results depend on it",
     "python": "install the same version of Python on every host",
-    "instructions": SAME_ARITHMETIC,
-    "vendor": SAME_ARITHMETIC,
 }
 
 
@@ -51,8 +45,7 @@ class HostFacts:
         python: The version of Python.
         torch: The version of torch.
         lockstep: The version of Lockstep.
-        instructions: The instruction set that torch's kernels use, such as "AVX512".
-        vendor: The vendor of the processor, which decides about MKL's kernels.
+        arithmetic: The fingerprint of the bits that it computes.
         backend: Why the backend "lockstep" cannot be used; "" if it can.
         gpus: The names of the GPUs, or "none".
         clock: The clock of the host minus that of rank 0, in seconds.
@@ -62,8 +55,7 @@ class HostFacts:
     python: str
     torch: str
     lockstep: str
-    instructions: str
-    vendor: str
+    arithmetic: str
     backend: str
     gpus: str
     clock: float = 0.0
@@ -81,8 +73,8 @@ def gather_facts() -> list[HostFacts]:
     from lockstep.comm.clock_offset import clock_offset
     from lockstep.comm.collectives import all_gather_bytes
     from lockstep.devices import device_names
+    from lockstep.launcher import arithmetic
     from lockstep.launcher.world import init, shutdown
-    from lockstep.model.description import describe_environment
 
     world = init(timeout=TIMEOUT)
     facts = HostFacts(
@@ -90,8 +82,7 @@ def gather_facts() -> list[HostFacts]:
         python=platform.python_version(),
         torch=torch.__version__,
         lockstep=VERSION,
-        instructions=torch.backends.cpu.get_cpu_capability(),
-        vendor=describe_environment()["processor vendor"],
+        arithmetic=arithmetic.measure(),
         backend=backend.reason_unavailable() or "",
         gpus=", ".join(sorted(device_names())) or "none",
         clock=-clock_offset(clock=time.time),
@@ -115,6 +106,7 @@ def compare_hosts(hosts: Sequence[HostFacts]) -> Iterator[CheckResult]:
             yield (note if is_harmless else bad)(fact, _describe(values), advice)
     if same:
         yield good("versions", f"on every host: {', '.join(same)}")
+    yield from _compare_arithmetic(hosts)
     backends = _hosts_by_value(hosts, "backend")
     for reason, names in backends.items():
         if reason and len(backends) > 1:
@@ -134,6 +126,17 @@ def compare_hosts(hosts: Sequence[HostFacts]) -> Iterator[CheckResult]:
         )
     else:
         yield good("clocks", f"at most {format_duration(max(apart, 1e-6))} apart")
+
+
+def _compare_arithmetic(hosts: Sequence[HostFacts]) -> Iterator[CheckResult]:
+    """Yield whether the hosts compute the same bits."""
+    (common, first), *others = _hosts_by_value(hosts, "arithmetic").items()
+    for value, names in others:
+        families = name_differences(value, common)
+        what = f"{families}: other bits on {names} than on {first}"
+        yield bad("arithmetic", what, advise(value, common))
+    if not others:
+        yield good("arithmetic", "every host computes the same bits")
 
 
 def _hosts_by_value(hosts: Sequence[HostFacts], fact: str) -> dict[str, str]:

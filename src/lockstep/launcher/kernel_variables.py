@@ -1,0 +1,84 @@
+"""The environment variables by which libraries choose kernels, and their values for portable bits.
+
+lockstep run --portable     OF_TORCH and OF_NUMPY are set in every process
+ls.init(portable=True)      OF_TORCH are set; numpy has been loaded before
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+from lockstep.kernel.errors import UsageError
+
+__all__ = [
+    "OF_NUMPY",
+    "OF_TORCH",
+    "PORTABLE",
+    "find_missing",
+    "find_of_launch",
+    "is_portable_requested",
+]
+
+PORTABLE = "LOCKSTEP_PORTABLE"
+"""The variable that is 1 if ranks compute portable bits."""
+
+OF_TORCH = {
+    "MKL_CBWR": "COMPATIBLE",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+}
+"""Variables that each library reads at its first computation."""
+
+OF_NUMPY = {
+    "OPENBLAS_CORETYPE": "Haswell",
+    "NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL "
+    "AVX512_ICL AVX512_SPR",
+}
+"""Variables that numpy reads when it is loaded. It ignores the features that it does not know."""
+
+
+def is_portable_requested(environ: Mapping[str, str]) -> bool:
+    """Return whether the environment asks for portable arithmetic."""
+    return environ.get(PORTABLE, "") not in ("", "0")
+
+
+def find_of_launch(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to add to the environment of a launch with portable arithmetic.
+
+    Raises:
+        UsageError: As for `find_missing`.
+    """
+    return find_missing(environ, {PORTABLE: "1", **OF_TORCH, **OF_NUMPY})
+
+
+def find_missing(environ: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:
+    """Return those of `variables` that are not set yet.
+
+    Raises:
+        UsageError: One has another value, or this processor cannot compute portable bits.
+    """
+    if problem := _find_problem():
+        raise UsageError(f"portable arithmetic needs an x86-64 processor with AVX2: {problem}")
+    for name, value in variables.items():
+        if environ.get(name, value).lower() != value.lower():
+            raise UsageError(
+                f"{name}={environ[name]} contradicts portable arithmetic, which needs {value}: "
+                "unset it, or run without --portable"
+            )
+    return {name: value for name, value in variables.items() if name not in environ}
+
+
+@functools.cache
+def _find_problem() -> str:
+    """Return why this processor cannot compute portable bits; "" if it can."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"this is {platform.machine()}"
+    try:
+        flags = Path("/proc/cpuinfo").read_text(errors="replace").partition("\n\n")[0]
+    except OSError:  # another system than Linux
+        return ""
+    missing = [name for name in ("avx2", "fma") if f" {name} " not in f"{flags} "]
+    return f"it has no {' and no '.join(missing)}" if missing else ""
