@@ -1,0 +1,92 @@
+#include "gemm.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+#include <memory>
+#include <new>
+
+namespace lockstep {
+
+namespace plain {
+void multiply(const Product& product);
+}
+#if defined(__x86_64__)
+namespace avx2 {
+void multiply(const Product& product);
+}
+namespace avx512 {
+void multiply(const Product& product);
+}
+#endif
+
+const Gemm* find_gemm(const char* name) {
+  static const Gemm plain{plain::multiply, "plain"};
+  if (std::strcmp(name, plain.name) == 0) return &plain;
+#if defined(__x86_64__)
+  static const Gemm avx2{avx2::multiply, "avx2"}, avx512{avx512::multiply, "avx512"};
+  if (std::strcmp(name, avx2.name) == 0 && __builtin_cpu_supports("avx2") &&
+      __builtin_cpu_supports("fma"))
+    return &avx2;
+  if (std::strcmp(name, avx512.name) == 0 && __builtin_cpu_supports("avx512f") &&
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl"))
+    return &avx512;
+#endif
+  return nullptr;
+}
+
+static const Gemm& select_gemm() {
+  const char* requested = std::getenv("LOCKSTEP_KERNELS");
+  if (requested)
+    if (const Gemm* found = find_gemm(requested)) return *found;
+  for (const char* name : {"avx512", "avx2"})
+    if (const Gemm* found = find_gemm(name)) return *found;
+  return *find_gemm("plain");
+}
+
+const Gemm& gemm() {
+  static const Gemm& chosen = select_gemm();
+  return chosen;
+}
+
+void* get_scratch(int use, int64_t bytes) {
+  struct Free {
+    void operator()(void* data) const { std::free(data); }
+  };
+  static thread_local struct {
+    std::unique_ptr<void, Free> data;
+    size_t bytes = 0;
+  } memory[3];
+  auto& scratch = memory[use];
+  const size_t needed = (static_cast<size_t>(bytes) + 63) / 64 * 64;
+  if (needed > scratch.bytes) {
+    scratch.bytes = 0;
+    scratch.data.reset();
+    scratch.data.reset(std::aligned_alloc(64, needed));
+    if (!scratch.data) throw std::bad_alloc();
+    scratch.bytes = needed;
+  }
+  return scratch.data.get();
+}
+
+static Operand shift(const Operand& operand, int64_t row, int64_t column, size_t element) {
+  const int64_t offset = row * operand.row_stride + column * operand.column_stride;
+  const char* data = static_cast<const char*>(operand.data);
+  return {data ? data + offset * static_cast<int64_t>(element) : data, operand.row_stride,
+          operand.column_stride};
+}
+
+Product take_block(const Product& product, int64_t row, int64_t rows, int64_t column,
+                   int64_t columns) {
+  const size_t element = element_size(product.type);
+  Product block = product;
+  block.m = rows, block.n = columns;
+  block.a = shift(product.a, row, 0, element);
+  block.b = shift(product.b, 0, column, element);
+  block.c = shift(product.c, row, column, element);
+  block.result = shift(product.result, row, column, element);
+  return block;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,56 @@
+// Matrix products whose bits depend on nothing but the operands.
+//
+//     result = alpha * (a b) + beta * c
+//
+// Element (i, j) of a b is a chain of fused multiply-adds in the order of k, which begins at 0:
+//
+//     sum = 0;  for p in 0 .. k-1:  sum = fma(a[i][p], b[p][j], sum)
+//
+// Vectors, tiles and threads only decide which elements are computed together. So every processor,
+// instruction set and number of threads gives the same bits, which no BLAS library does. Products
+// and sums of bfloat16 are float32. Afterwards alpha * sum, beta * c and their sum are each rounded
+// to the type of the sums; only then the result is rounded to its own type. If beta is 0, c is not
+// read; if alpha is 1 and beta is 0, the result is the sum.
+//
+// The kernels are compiled three times, like those of kernels.h: "plain" (uses NEON on Arm, and
+// elsewhere the fma of the C library, which is slow), AVX2 with FMA, and AVX-512.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace lockstep {
+
+// Strides are in elements, and may be 0.
+struct Operand {
+  const void* data;
+  int64_t row_stride, column_stride;
+};
+
+struct Product {
+  DataType type;    // f32, f64 or bf16, of all operands
+  int64_t m, n, k;  // a is m x k, b is k x n
+  Operand a, b, c;  // c is read only if beta is not 0
+  Operand result;   // its data is written; may be c with the same strides, but not a or b
+  double alpha, beta;
+};
+
+struct Gemm {
+  // Computes a product in the calling thread; it should not be larger than a block.
+  void (*multiply)(const Product& product);
+  const char* name;
+};
+
+// The part of a product that a thread computes at once: it packs the operands' parts once.
+constexpr int64_t kBlockRows = 768, kBlockColumns = 1536;
+Product take_block(const Product& product, int64_t row, int64_t rows, int64_t column,
+                   int64_t columns);
+
+// Memory of the calling thread that is kept for its next product; `use` is 0, 1 or 2.
+void* get_scratch(int use, int64_t bytes);
+
+const Gemm& gemm();                       // the fastest for this processor, or $LOCKSTEP_KERNELS
+const Gemm* find_gemm(const char* name);  // nullptr if not supported here
+
+}  // namespace lockstep

@@ -1,0 +1,29 @@
+// The products for x86 processors with AVX2 and FMA. The headers are included before the target
+// is set, so that no shared inline function is compiled for it.
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "gemm.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma")
+#endif
+#define VECTOR_BYTES 32
+namespace lockstep::avx2 {
+#include "gemm.inc"
+}
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

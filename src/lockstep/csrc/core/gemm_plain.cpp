@@ -1,0 +1,15 @@
+// The products for any processor; on Arm they use NEON.
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "gemm.h"
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define VECTOR_BYTES 16
+namespace lockstep::plain {
+#include "gemm.inc"
+}

@@ -1,0 +1,359 @@
+"""Matrix products whose bits depend on the operands only, compared with chains of fused adds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.comm import backend, native_module, portable_products
+from lockstep.errors import UsageError
+from lockstep.native.binding import BindingError
+
+pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
+
+KERNELS = ["plain", "avx2", "avx512"]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+
+def use(kernels: str) -> None:
+    try:
+        native_module.load().use_portable_products(True, kernels)
+    except ValueError:
+        pytest.skip(f"this processor has no {kernels}")
+
+
+def find_kernels() -> list[str]:
+    """Return the names of the kernels that this processor has."""
+    found = []
+    for name in KERNELS:
+        try:
+            native_module.load().use_portable_products(True, name)
+            found.append(name)
+        except ValueError:
+            pass
+    native_module.load().use_portable_products(False)
+    return found
+
+
+@pytest.fixture(scope="module")
+def kernel_names() -> list[str]:
+    return find_kernels()
+
+
+@pytest.fixture(autouse=True)
+def restore() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    native_module.load().use_portable_products(True)
+    yield
+    native_module.load().use_portable_products(False)
+    torch.set_num_threads(threads)
+
+
+# ---- the reference: a chain of fused multiply-adds, from numpy's rounded operations ----
+
+
+def split(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return two halves with half of the bits, whose sum is x (Veltkamp)."""
+    scaled = x * x.dtype.type(2**12 + 1 if x.dtype == np.float32 else 2**27 + 1)
+    high = scaled - (scaled - x)
+    return high, x - high
+
+
+def add_exactly(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rounded sum and its error (Knuth)."""
+    total = a + b
+    rest = total - a
+    return total, (a - (total - rest)) + (b - rest)
+
+
+def multiply_exactly(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rounded product and its error (Dekker)."""
+    product = a * b
+    (a1, a0), (b1, b0) = split(a), split(b)
+    return product, ((a1 * b1 - product) + a1 * b0 + a0 * b1) + a0 * b0
+
+
+def add_to_odd(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return a + b; an inexact sum is the neighbor whose last bit is 1."""
+    total, error = add_exactly(a, b)
+    integers = total.view(np.int32 if total.dtype == np.float32 else np.int64)
+    neighbors = np.nextafter(total, np.copysign(np.inf, error).astype(total.dtype))
+    return np.where((error != 0) & (integers % 2 == 0), neighbors, total)
+
+
+def fused_multiply_add(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """Return a * b + c, rounded once (Boldo and Melquiond)."""
+    product, error = multiply_exactly(a, b)
+    high, low = add_exactly(c, error)
+    total, rest = add_exactly(product, high)
+    return total + add_to_odd(rest, low)
+
+
+def multiply_in_order(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return the sums of a @ b; of bfloat16 in float32."""
+    wide = torch.float32 if a.dtype == torch.bfloat16 else a.dtype
+    x, y = a.to(wide).numpy(), b.to(wide).numpy()
+    total = np.zeros((*x.shape[:-1], y.shape[-1]), dtype=x.dtype)
+    for p in range(x.shape[-1]):
+        total = fused_multiply_add(*np.broadcast_arrays(x[..., p, None], y[..., None, p, :], total))
+    return torch.from_numpy(total)
+
+
+def expect(a, b, c=None, alpha=1.0, beta=0.0):
+    """Return alpha * (a @ b) + beta * c by the definition in gemm.h."""
+    total = multiply_in_order(a, b)
+    if (alpha, beta) != (1, 0):
+        total = total * alpha
+    if beta != 0:
+        total = total + c.to(total.dtype) * beta
+    return total.to(a.dtype)
+
+
+def draw(generator, sizes, dtype, layout="row"):
+    """Return normal numbers, in one of several layouts."""
+    if layout == "column":
+        return draw(generator, [*sizes[:-2], sizes[-1], sizes[-2]], dtype).mT
+    if layout == "every third":
+        return draw(generator, [*sizes[:-1], 3 * sizes[-1]], dtype)[..., 1::3]
+    if layout == "wide rows":
+        return draw(generator, [*sizes[:-1], sizes[-1] + 5], dtype)[..., 2:-3]
+    return torch.randn(sizes, generator=generator, dtype=torch.float64).to(dtype)
+
+
+LAYOUTS = ["row", "column", "every third", "wide rows"]
+LENGTH = st.integers(1, 20) | st.sampled_from([31, 32, 33, 47])
+layout = st.sampled_from(LAYOUTS)
+
+
+def assert_same(result: torch.Tensor, expected: torch.Tensor) -> None:
+    assert (result.dtype, result.shape) == (expected.dtype, expected.shape)
+    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[result.element_size()]
+    same = result.contiguous().view(integers) == expected.contiguous().view(integers)
+    assert same.all(), (~same).nonzero()[0].tolist()
+
+
+@pytest.mark.hypothesis
+@given(
+    m=LENGTH, n=LENGTH, k=LENGTH, seed=st.integers(0, 99), dtype=st.sampled_from(DTYPES),
+    layouts=st.tuples(layout, layout, layout, layout),
+    factors=st.sampled_from([(1, 0), (1, 1), (0.3, 0), (0.3, -1.7), (-2, 1)]),
+)  # fmt: skip
+def test_products_add_in_order(kernel_names, m, n, k, seed, dtype, layouts, factors):
+    generator = torch.Generator().manual_seed(seed)
+    a, b, c, out = (
+        draw(generator, sizes, dtype, layout)
+        for sizes, layout in zip(((m, k), (k, n), (m, n), (m, n)), layouts, strict=True)
+    )
+    alpha, beta = factors
+    expected = expect(a, b, c, alpha, beta)
+    for kernels in kernel_names:
+        use(kernels)
+        result = torch.addmm(c, a, b, alpha=alpha, beta=beta, out=out)
+        assert result.data_ptr() == out.data_ptr()
+        assert_same(out, expected)
+
+
+def test_long_sums_continue(kernel_names):
+    # More products than one part of k holds, more rows and columns than a packed part.
+    generator = torch.Generator().manual_seed(0)
+    for dtype in DTYPES:
+        a, b = draw(generator, (180, 700), dtype), draw(generator, (700, 37), dtype)
+        expected = expect(a, b)
+        for kernels in kernel_names:
+            use(kernels)
+            assert_same(a @ b, expected)
+            assert_same((b.T.contiguous() @ a.T).T, expected)
+
+
+def test_torch_adds_in_another_order():
+    # Otherwise no test shows that the kernels of torch were replaced.
+    generator = torch.Generator().manual_seed(0)
+    a, b = (draw(generator, sizes, torch.float32) for sizes in ((100, 3000), (3000, 100)))
+    assert_same(a @ b, expect(a, b))
+    portable_products.use_portable_products(False)
+    assert not torch.equal(a @ b, expect(a, b))
+    portable_products.use_portable_products()
+    assert_same(a @ b, expect(a, b))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_forms_of_the_operators(dtype):
+    generator = torch.Generator().manual_seed(1)
+    long = 1500  # torch's kernels add this many products in another order
+
+    def new(*sizes):
+        return draw(generator, sizes, dtype)
+
+    a, b, c, x, y = new(5, long), new(long, 7), new(5, 7), new(long), new(5)
+    as_, bs, cs = new(3, 5, long), new(3, long, 7), new(3, 5, 7)
+    product, products = expect(a, b), expect(as_, bs)
+    added = expect(a, b, c, alpha=0.5, beta=3.0)
+    all_added = expect(as_, bs, cs, alpha=0.5, beta=3.0)
+    vector = expect(a, x[:, None]).squeeze(1)
+    vector_added = expect(a, x[:, None], y[:, None], alpha=0.5, beta=3.0).squeeze(1)
+    bias = new(7)
+    factors = {"alpha": 0.5, "beta": 3.0}
+    for result, expected in [
+        (torch.mm(a, b), product),
+        (torch.mm(a, b, out=new(5, 7)), product),
+        (torch.mm(a, b, out=new(0)), product),
+        (torch.addmm(c, a, b, **factors), added),
+        (torch.addmm(c, a, b, **factors, out=new(5, 7)), added),
+        (c.clone().addmm_(a, b, **factors), added),
+        (torch.bmm(as_, bs), products),
+        (torch.bmm(as_, bs, out=new(3, 5, 7)), products),
+        (torch.baddbmm(cs, as_, bs, **factors), all_added),
+        (torch.baddbmm(cs, as_, bs, **factors, out=new(3, 5, 7)), all_added),
+        (cs.clone().baddbmm_(as_, bs, **factors), all_added),
+        (torch.mv(a, x), vector),
+        (torch.mv(a, x, out=new(5)), vector),
+        (torch.addmv(y, a, x, **factors), vector_added),
+        (torch.addmv(y, a, x, **factors, out=new(5)), vector_added),
+        (y.clone().addmv_(a, x, **factors), vector_added),
+        (a @ x, vector),
+        (x @ a.T, vector),
+        (as_ @ b, expect(as_, b)),
+        (torch.einsum("bik,bkj->bij", as_, bs), products),
+        (torch.nn.functional.linear(a, b.T), product),
+        (torch.nn.functional.linear(a, b.T, bias), expect(a, b, bias, 1, 1.0)),
+        (torch.nn.functional.linear(as_, b.T, bias), expect(as_, b, bias, 1, 1.0)),
+        (torch.tensordot(as_, b, dims=1), expect(as_, b)),
+    ]:
+        assert_same(result, expected)
+
+
+def test_in_place_into_every_layout():
+    generator = torch.Generator().manual_seed(2)
+    a, b = draw(generator, (9, 40), torch.float32), draw(generator, (40, 21), torch.float32)
+    for layout in LAYOUTS:
+        c = draw(generator, (9, 21), torch.float32, layout)
+        expected = expect(a, b, c, 1, 1.0)
+        assert_same(c.addmm_(a, b), expected)
+
+
+def test_result_in_the_memory_of_an_operand():
+    generator = torch.Generator().manual_seed(3)
+    square, b = draw(generator, (40, 40), torch.float32), draw(generator, (40, 40), torch.float32)
+    expected = expect(square, b)
+    torch.mm(square, b, out=square)
+    assert_same(square, expected)
+    rows = draw(generator, (41, 40), torch.float32)
+    expected = expect(square, b, rows[1:], 1, 1.0)
+    torch.addmm(rows[1:], square, b, out=rows[:-1])
+    assert_same(rows[:-1], expected)
+
+
+def test_threads_do_not_matter(kernel_names):
+    generator = torch.Generator().manual_seed(4)
+    cases = [((300, 500), (500, 400)), ((8, 2000), (2000, 700)), ((64, 40, 33), (64, 33, 50))]
+    for dtype in DTYPES:
+        for size_a, size_b in cases:
+            a, b = draw(generator, size_a, dtype), draw(generator, size_b, dtype)
+            results = []
+            for kernels in kernel_names[1:] or kernel_names:
+                use(kernels)
+                for threads in (1, 2, 3):
+                    torch.set_num_threads(threads)
+                    results.append(a @ b)
+            for result in results[1:]:
+                assert_same(result, results[0])
+
+
+def test_nan_and_infinity():
+    nan, inf = float("nan"), float("inf")
+    a = torch.tensor([[1.0, nan], [inf, 1.0], [inf, -inf], [0.0, 0.0]])
+    b = torch.tensor([[1.0, 2.0], [1.0, 0.0]])
+    for dtype in DTYPES:
+        x, y = a.to(dtype), b.to(dtype)
+        expected = torch.tensor([[nan, nan], [inf, inf], [nan, nan], [0, 0]], dtype=dtype)
+        assert torch.equal((x @ y).nan_to_num(7, 8, 9), expected.nan_to_num(7, 8, 9))
+        c = torch.full((4, 2), nan, dtype=dtype)
+        result = torch.addmm(c, x, y, beta=0)
+        assert torch.equal(result.nan_to_num(7, 8, 9), expected.nan_to_num(7, 8, 9))
+        assert torch.addmm(c, x, y).isnan().all()
+
+
+def test_empty_products_and_wrong_arguments_are_those_of_torch():
+    def run(function):
+        try:
+            return function()
+        except RuntimeError as error:
+            return str(error)
+
+    c = torch.ones(2, 4)
+    cases = [
+        lambda: torch.mm(torch.ones(2, 0), torch.ones(0, 4)),
+        lambda: torch.addmm(c, torch.ones(2, 0), torch.ones(0, 4), beta=2),
+        lambda: torch.mm(torch.ones(0, 3), torch.ones(3, 4)),
+        lambda: torch.bmm(torch.ones(0, 2, 3), torch.ones(0, 3, 4)),
+        lambda: torch.mv(torch.ones(3, 0), torch.ones(0)),
+        lambda: torch.mm(torch.ones(2, 3), torch.ones(4, 4)),
+        lambda: torch.mm(torch.ones(2, 3), torch.ones(3)),
+        lambda: torch.mm(torch.ones(2, 3), torch.ones(3, 4, dtype=torch.float64)),
+        lambda: torch.mm(torch.ones(2, 3), torch.ones(3, 4), out=torch.ones(2, 4).double()),
+        lambda: torch.bmm(torch.ones(2, 2, 3), torch.ones(1, 3, 4)),
+        lambda: torch.addmm(torch.ones(3), torch.ones(2, 3), torch.ones(3, 4)),
+        lambda: torch.addmm(c, torch.ones(2, 3), torch.ones(3, 4), alpha=1j),
+        lambda: torch.ones(1, 4).addmm_(torch.ones(2, 3), torch.ones(3, 4)),
+        lambda: torch.mm(torch.ones(2, 3).long(), torch.ones(3, 4).long()),
+        lambda: torch.mm(torch.ones(2, 3) + 1j, torch.ones(3, 4) + 1j),
+    ]
+    ours = [run(case) for case in cases]
+    portable_products.use_portable_products(False)
+    for mine, case in zip(ours, cases, strict=True):
+        theirs = run(case)
+        if isinstance(theirs, str):
+            assert mine == theirs
+        else:
+            assert torch.equal(mine, theirs)
+
+
+def test_gradients():
+    generator = torch.Generator().manual_seed(5)
+    x = draw(generator, (6, 90), torch.float32).requires_grad_()
+    weight = draw(generator, (11, 90), torch.float32).requires_grad_()
+    bias = draw(generator, (11,), torch.float32).requires_grad_()
+    upstream = draw(generator, (6, 11), torch.float32)
+    torch.nn.functional.linear(x, weight, bias).backward(upstream)
+    assert_same(x.grad, expect(upstream, weight.detach()))
+    assert_same(weight.grad, expect(upstream.T, x.detach()))
+    double = [value.detach().double().requires_grad_() for value in (x, weight, bias)]
+    assert torch.autograd.gradcheck(torch.nn.functional.linear, double)
+
+
+def test_digests():
+    """Every processor must compute these: they are the definition, and portable mode's bits."""
+    digests = {
+        torch.float32: "6bbee48d3d3138f6",
+        torch.float64: "0d9e41d2c834e697",
+        torch.bfloat16: "9a4778b36992906d",
+    }
+    numbers = torch.arange(1, 1 + 130 * 270, dtype=torch.float64)
+    values = (numbers * 0.6180339887498949).frac() - 0.5
+    for dtype, digest in digests.items():
+        a, b = values[: 70 * 270].view(70, 270).to(dtype), values[: 270 * 130].view(270, 130)
+        product = a @ b.to(dtype)
+        content = product.view(torch.uint8).numpy().tobytes()
+        assert hashlib.sha256(content).hexdigest()[:16] == digest, (
+            f"this processor, compiler or library computes other products of {dtype}"
+        )
+
+
+def test_without_the_native_module(monkeypatch):
+    def fail():
+        raise BindingError("it has not been built for torch 2.13.0 yet", "run `lockstep build`")
+
+    monkeypatch.setattr(native_module, "load", fail)
+    native_module.reason_unavailable.cache_clear()
+    try:
+        with pytest.raises(UsageError, match=r"portable mode .* run `lockstep build`"):
+            portable_products.use_portable_products()
+    finally:
+        monkeypatch.undo()
+        native_module.reason_unavailable.cache_clear()
