@@ -19,6 +19,7 @@ LAYERS = [
         "messages",
         "name_conflict",
         "redaction",
+        "sharded_tensors",
         "version",
     },
     {"transport"},

@@ -57,6 +57,7 @@ PRELOADED = (
     "lockstep.launcher.pickling",
     "encodings.idna",
     "functorch.compile",
+    "torch.distributed.fsdp",
     "pytest",
     "torch._dynamo",
     "torch._subclasses.schema_check_mode",

@@ -15,6 +15,7 @@ import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lockstep.kernel.errors import UsageError
+from lockstep.sharded_tensors import gather
 
 __all__ = ["checksum", "digest", "name_optimizer_tensors"]
 
@@ -101,7 +102,8 @@ def digest(state: Mapping[str, Any] | torch.nn.Module) -> str:
     Args:
         state: A state dict, or a module, whose state dict is used. Tensors may be on any device
             and have any layout and dtype. Numbers count as zero-dimensional tensors (float64 or
-            int64). Other entries (extra state) are left out.
+            int64). Other entries (extra state) are left out. Sharded tensors (`DTensor`) are
+            gathered one after another: call this on every rank.
 
     Returns:
         64 hexadecimal digits.
@@ -112,7 +114,7 @@ def digest(state: Mapping[str, Any] | torch.nn.Module) -> str:
     sha = hashlib.sha256()
     tensors = _named_tensors(state)
     for name in sorted(tensors):
-        value = tensors[name].detach()
+        value = gather(tensors[name].detach())
         sha.update(f"{name}|{value.dtype}|{tuple(value.shape)}|".encode())
         for part in [value] if value.layout is torch.strided else _strided_parts(value):
             sha.update(_bytes_of(part.cpu()))

@@ -165,7 +165,7 @@ class Audit(StepHook):
             else:
                 own = shared
         elif own is None and parallel.replica in (plan.repeater, plan.witness):
-            one = _OneMicrobatch(parallel.microbatches, parallel.hosts, 0, plan.microbatch)
+            one = _OneMicrobatch(parallel.microbatches, parallel.hosts, 0, index=plan.microbatch)
             (own,) = split_batch(given, one).microbatches
         self._plan, self._microbatch = plan, own
         return is_owner

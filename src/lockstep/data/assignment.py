@@ -7,6 +7,11 @@ tree and sends fewer sums to other hosts:
     replicas 0, 2 on host A, 1, 3 on host B      replica 0 | replica 2 | replica 1 | replica 3
     M = 8                                        m = 0, 1  | m = 2, 3  | m = 4, 5  | m = 6, 7
 
+The replicas of a sharded model take turns instead, so that each exchange of gradients adds one node
+of the tree:
+
+    replicas 0, 1, M = 8         turn 0: m = 0 | 1    turn 1: m = 2 | 3    ...
+
 The functions are pure and do not depend on processes.
 """
 
@@ -99,11 +104,13 @@ class ReplicaShare:
         microbatches: The number of micro-batches of a batch.
         hosts: The replicas of each host.
         replica: The replica.
+        is_interleaved: Whether the replicas take turns, as those of a sharded model.
     """
 
     microbatches: int
     hosts: Hosts
     replica: int
+    is_interleaved: bool = False
 
     def __post_init__(self) -> None:
         """Raise LayoutError if the replica has no micro-batches, or does not exist."""
@@ -114,6 +121,13 @@ class ReplicaShare:
                 f"{self.replicas} replicas cannot share {self.microbatches} micro-batches; "
                 f"use at least {self.replicas} micro-batches, or fewer replicas"
             )
+        ranks = self.replicas
+        if self.is_interleaved and (ranks & (ranks - 1) or self.microbatches % ranks):
+            raise LayoutError(
+                f"{ranks} ranks cannot train a sharded model with {self.microbatches} "
+                "micro-batches: use a number of ranks that is a power of two and divides the "
+                "number of micro-batches"
+            )
 
     @property
     def replicas(self) -> int:
@@ -122,7 +136,10 @@ class ReplicaShare:
 
     def nodes(self, leaves: int) -> Sequence[Sequence[Node]]:
         """Return, for each replica, the nodes of the tree that cover its micro-batches."""
-        return assign_nodes(leaves, self.hosts)
+        if not self.is_interleaved:
+            return assign_nodes(leaves, self.hosts)
+        owned = [range(replica, leaves, self.replicas) for replica in range(self.replicas)]
+        return [[(leaf, leaf + 1) for leaf in leaves_of_one] for leaves_of_one in owned]
 
     def pieces(self, samples: int) -> tuple[tuple[int, range], ...]:
         """Return (index, positions) of this replica's micro-batches in a batch of `samples`."""
@@ -135,5 +152,14 @@ def _pieces(samples: int, share: ReplicaShare) -> tuple[tuple[int, range], ...]:
         return ()
     leaves = count_microbatches(samples, share.microbatches)
     cuts = split_evenly(samples, leaves)
-    owned = assign_microbatches(leaves, share.hosts)[share.replica]
+    if share.is_interleaved:
+        if leaves % share.replicas:
+            raise LayoutError(
+                f"a batch of {samples} samples has {leaves} micro-batches, which the "
+                f"{share.replicas} ranks of a sharded model cannot share evenly: pass "
+                "drop_last=True, or use fewer ranks"
+            )
+        owned = range(share.replica, leaves, share.replicas)
+    else:
+        owned = assign_microbatches(leaves, share.hosts)[share.replica]
     return tuple((index, cuts[index]) for index in owned)

@@ -161,7 +161,9 @@ class MicrobatchSampler(Sampler[list[int]]):
         order = EpochOrder.from_indices(torch.arange(self._samples), batch_size, drop_last)
         self._sizes = [len(order.span(batch)) for batch in (0, len(order) - 1)]
         self.batches = len(order)
-        if min(self._sizes) < share.replicas:
+        if min(self._sizes) >= share.replicas:
+            share.pieces(self._sizes[1])  # raises LayoutError if replicas cannot share it
+        else:
             raise LayoutError(
                 f"the last batch of an epoch has {self._sizes[1]} samples, fewer than the "
                 f"{share.replicas} ranks: pass drop_last=True, or change the batch_size"

@@ -24,6 +24,7 @@ __all__ = [
     "BLOCK",
     "SHARED_ELEMENTS",
     "clip_gradients_",
+    "compute_block_norms",
     "compute_norm",
     "compute_squares",
     "in_memory_order",
@@ -97,7 +98,7 @@ def compute_squares(
             else:
                 norms += _compute_short_norms(short)
                 short = []
-                norms += _compute_norms(vector[first * BLOCK : last * BLOCK])
+                norms += compute_block_norms(vector[first * BLOCK : last * BLOCK])
         begin += count
     return [norm * norm for norm in _read(norms + _compute_short_norms(short))]
 
@@ -107,13 +108,12 @@ def _compute_short_norms(vectors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.stack(torch._foreach_norm(vectors))] if vectors else []
 
 
-def _compute_norms(vector: torch.Tensor) -> list[torch.Tensor]:
+def compute_block_norms(vector: torch.Tensor) -> list[torch.Tensor]:
     """Return the norms of a vector's blocks; one call computes all full blocks."""
     rows, rest = divmod(vector.numel(), BLOCK)
     norms: list[torch.Tensor] = []
     if rows:
-        matrix = vector[: rows * BLOCK].view(rows, BLOCK)
-        norms.append(torch.linalg.vector_norm(matrix, dim=1))
+        norms.append(torch.linalg.vector_norm(vector[: rows * BLOCK].view(rows, BLOCK), dim=1))
     if rest:
         norms.append(torch.linalg.vector_norm(vector[rows * BLOCK :]).view(1))
     return norms

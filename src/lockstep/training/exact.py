@@ -7,7 +7,9 @@
     optimizer.step()          your code; the generators continue as if the step had drawn nothing
 
 DistributedDataParallel gives all ranks the same weights, and is idle afterwards: the trainer's
-reducer adds the gradients (`lockstep.training.exact_step`).
+reducer adds the gradients (`lockstep.training.exact_step`). A model that `fully_shard` has sharded
+exchanges gradients in backward, in the order of the tree, and `.grad` has this rank's shards
+(`lockstep.data_parallel.sharded_gradients`).
 """
 
 from __future__ import annotations
@@ -29,12 +31,20 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_map_only
 
 from lockstep.audit.audit_config import AuditConfig, read_audit
+from lockstep.comm.collectives import as_bytes
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.data.microbatch import align_tensors
 from lockstep.data.microbatch_sampler import LoadedHere, MicrobatchSampler, PlannedMicrobatch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
-from lockstep.kernel.errors import UsageError
+from lockstep.data_parallel.sharded_gradients import (
+    ShardedGradients,
+    find_group,
+    is_fully_sharded,
+)
+from lockstep.data_parallel.sharded_norm import compute_sharded_sums
+from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.kernel.norm import clip_gradients_, compute_norm, compute_squares
 from lockstep.kernel.rng_scopes import BEFORE, find_scopes
 from lockstep.kernel.seeds import torch_generators
 from lockstep.kernel.step_hooks import StepResult
@@ -44,15 +54,20 @@ from lockstep.model.backward_watch import Arguments, BackwardWatch
 from lockstep.model.blocks import find_block_names
 from lockstep.model.description import describe_arithmetic, describe_tensors
 from lockstep.model.native_seeder import make_rng_scopes, make_seeder
+from lockstep.sharded_tensors import local_part
 from lockstep.training.exact_audit import ExactAudit
 from lockstep.training.exact_observation import ExactObservation
 from lockstep.training.exact_step import ExactModel, ExactStep
+from lockstep.training.sharded_step import require_shardable
 from lockstep.training.trainer_hooks import current_session
 from lockstep.training.unsupported_modules import reject_unsupported_modules
 
 __all__ = ["Exact", "exact"]
 
 Item = TypeVar("Item")
+
+SAMPLED = 64
+"""The number of elements of each gradient that are compared to find changes of all of them."""
 
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The models that have a handle."""
@@ -64,8 +79,8 @@ def exact(
     """Give a training loop the same bits on any number of ranks. Call this on every rank.
 
     Args:
-        model: The model in torch's DistributedDataParallel; on one rank also the model itself.
-            Either may be compiled by `torch.compile`.
+        model: The model in torch's DistributedDataParallel, or sharded by torch's `fully_shard`; on
+            one rank also the model itself. Any of them may be compiled by `torch.compile`.
         microbatches: The number of micro-batches of a batch, at least the number of ranks.
         seed: The random seed of the micro-batches.
         audit: When each rank repeats a call of the model, to find hidden state and faulty
@@ -98,12 +113,13 @@ class Exact:
         self._wrapper = outer if isinstance(outer, DistributedDataParallel) else None
         inner: nn.Module = outer if self._wrapper is None else self._wrapper.module
         module: nn.Module = getattr(inner, "_orig_mod", inner)
+        self._is_sharded = is_fully_sharded(module)
         group = None if self._wrapper is None else self._wrapper.process_group
+        group = find_group(module) if self._is_sharded else group
         ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-        share = ReplicaShare(
-            microbatches, on_one_host(ranks), dist.get_rank(group) if ranks > 1 else 0
-        )
-        _reject(module, self._wrapper, ranks)
+        rank = dist.get_rank(group) if ranks > 1 else 0
+        share = ReplicaShare(microbatches, on_one_host(ranks), rank, self._is_sharded)
+        _reject(module, self._wrapper, 1 if self._is_sharded else ranks)
         if torch.get_num_threads() > 1 and share.replica == 0:
             log(
                 f"ls.exact: bits depend on the number of intra-op threads, here "
@@ -121,16 +137,25 @@ class Exact:
                 group,
             )
         named = list(module.named_parameters())
-        sparse = sparse_weights(module.modules())
         # A graph that contains the whole wrapper is one scope.
         called, device = inner if model is self._wrapper else model, named[0][1].device
         scopes = find_scopes(called, find_block_names(called, None))
         rng, session = make_rng_scopes(scopes, called, seed, device), current_session()
+        if self._is_sharded:
+            if session is not None:
+                raise LayoutError("lockstep commands cannot observe a model that is sharded")
+            audit = None  # the other ranks would have to take part in a repetition
         call = _make_call(called, self._wrapper)
+        gradients: GradientReducer | ShardedGradients
+        if self._is_sharded:
+            gradients = ShardedGradients(named, module)
+        else:
+            sparse = sparse_weights(module.modules())
+            gradients = GradientReducer(named, group, modules=[module], sparse=sparse)
         self._model = ExactModel(
             module,
             [parameter for _, parameter in named],
-            GradientReducer(named, group, modules=[module], sparse=sparse),
+            gradients,
             rng,
             # A command that observes the steps would record the repetition.
             ExactAudit(audit if session is None else None, share.replica, call, module, rng),
@@ -146,6 +171,8 @@ class Exact:
         self._step: ExactStep | None = None
         self._ended: ExactStep | None = None  # the last step, until its optimizer is called
         self._is_weighed = self._has_warned = False
+        self._complete = torch.empty(0)  # of `_sample_gradients`
+        self._known_optimizers = weakref.WeakSet[Optimizer]()
         self._left_state = torch.empty(0)  # of torch's generator after the last micro-batch
         self.steps, self.is_complete = 0, False
         self._attach(model)
@@ -160,7 +187,7 @@ class Exact:
 
         def enter(optimizer: Optimizer, *_: Any) -> None:
             if (this := own()) is not None and this._is_own(optimizer):
-                this._enter_optimizer()
+                this._enter_optimizer(optimizer)
 
         def leave(optimizer: Optimizer, *_: Any) -> None:
             if (this := own()) is not None and this._is_own(optimizer):
@@ -327,6 +354,44 @@ class Exact:
             )
         return part * divisor
 
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale the gradients to a 2-norm of at most `max_norm`; return their norm before.
+
+        Call it on every rank between the last backward and `optimizer.step()`. The norm has the
+        same bits on any number of ranks, also if the model is sharded.
+
+        Raises:
+            UsageError: The gradients are not those of a whole batch.
+        """
+        if not self.is_complete:
+            raise UsageError(
+                f"{self._place}: exact.clip_grad_norm_() was called before the last micro-batch of "
+                "the batch: call it if exact.is_complete"
+            )
+        group = self._model.group
+        gradients = [p.grad for p in self._model.parameters if p.grad is not None]
+        if self._is_sharded and group is not None:
+            squares = compute_sharded_sums(gradients, group, f"clipping in step {self.steps}")
+            gradients = [*map(local_part, gradients)]
+        else:
+            gradients = [g._values() if g.is_sparse else g for g in gradients]
+            squares = compute_squares(gradients)
+        norm = compute_norm(squares)
+        clip_gradients_(gradients, norm, max_norm)
+        self._complete = self._sample_gradients()
+        return norm
+
+    def _sample_gradients(self) -> torch.Tensor:
+        """Return bytes of each of this rank's shards, to find later changes of all its elements.
+
+        The versions of sharded tensors do not tell: torch's loops over tensors leave them.
+        """
+        if not self._is_sharded:
+            return torch.empty(0)
+        grads = [local_part(p.grad) for p in self._model.parameters if p.grad is not None]
+        return torch.cat([as_bytes(grad.reshape(-1)[:SAMPLED]) for grad in grads])
+
     def _find_position(self) -> tuple[int, int] | None:
         """Return the micro-batch that is computed, in stage 0; None between two."""
         return None if self._current is None else (self._current.number, 0)
@@ -391,6 +456,7 @@ class Exact:
         self._left_state = torch.default_generator.get_state()
         if step.remaining == 0:
             self._step, self._ended, self.is_complete = None, step, True
+            self._complete = self._sample_gradients()
             if self._observation is not None:
                 result = StepResult(self.steps, last.epoch, step.loss, last.samples, {}, 0.0)
                 self._observation.reduce(step.losses, result)
@@ -403,14 +469,31 @@ class Exact:
         groups = optimizer.param_groups
         return any(parameter in self._own for group in groups for parameter in group["params"])
 
-    def _enter_optimizer(self) -> None:
+    def _enter_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse a step of the optimizer in the middle of a batch; leave the step."""
         if self._step is not None:
             raise UsageError(
                 f"{self._place}: optimizer.step() was called before the last micro-batch of the "
                 "batch: call it if exact.is_complete"
             )
+        if self._is_sharded:
+            self._check_sharded(optimizer)
         self._close()
+
+    def _check_sharded(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer, or gradients, whose bits depend on the number of ranks."""
+        if optimizer not in self._known_optimizers:
+            named = self._model.module.named_parameters()
+            names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named}
+            require_shardable(optimizer, names, self._model.share.replicas)
+            self._known_optimizers.add(optimizer)
+        if self.is_complete and not torch.equal(self._sample_gradients(), self._complete):
+            raise UsageError(
+                f"rank {self._model.share.replica}, step {self.steps - 1}: the gradients were "
+                "changed after backward, and what is computed from the shards of several ranks, "
+                "such as their norm, depends on the number of ranks: clip them by "
+                "exact.clip_grad_norm_(max_norm), and scale the loss instead of the gradients"
+            )
 
     def _close(self) -> None:
         """Leave the last step: the buffers and the generators are those of no micro-batch."""
@@ -525,7 +608,7 @@ def _reject(module: nn.Module, wrapper: DistributedDataParallel | None, ranks: i
             "ls.exact cannot train SyncBatchNorm, whose statistics depend on the number of ranks: "
             "use BatchNorm, whose statistics are those of each micro-batch"
         )
-    reject_unsupported_modules({"model": module})
+    reject_unsupported_modules({"model": module}, allows_shards=is_fully_sharded(module))
     if wrapper is None:
         return
     refused = {

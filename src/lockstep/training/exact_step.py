@@ -22,6 +22,7 @@ from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.assignment import ReplicaShare
 from lockstep.data.microbatch_sampler import PlannedMicrobatch
 from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.data_parallel.sharded_gradients import ShardedGradients
 from lockstep.kernel.buffers import BufferReport, Buffers, merge_reports
 from lockstep.kernel.errors import (
     BufferMismatchError,
@@ -34,6 +35,7 @@ from lockstep.kernel.errors import (
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.kernel.tree import total
 from lockstep.model.buffer_exchange import GroupExchange
+from lockstep.sharded_tensors import local_part, read_version
 from lockstep.training.exact_audit import ExactAudit
 
 __all__ = ["ExactModel", "ExactStep"]
@@ -58,7 +60,7 @@ class ExactModel:
 
     module: nn.Module
     parameters: list[nn.Parameter]
-    gradients: GradientReducer
+    gradients: GradientReducer | ShardedGradients
     scopes: RngScopes
     audit: ExactAudit
     share: ReplicaShare
@@ -129,7 +131,7 @@ class ExactStep:
         if self._has_begun_gradients:
             return
         for parameter in self._model.parameters:
-            if parameter.grad is not None and _has_nonzero(parameter.grad):
+            if parameter.grad is not None and _has_nonzero(local_part(parameter.grad)):
                 raise UsageError(
                     f"{self.place}: gradients are left from before the step: call "
                     "optimizer.zero_grad() once per batch; to add up several batches, let the "
@@ -185,7 +187,7 @@ class ExactStep:
         self._buffers.install_copies()
 
     def _read_versions(self) -> list[int]:
-        return [parameter._version for parameter in self._model.parameters]
+        return [read_version(parameter) for parameter in self._model.parameters]
 
     def _reduce(self) -> None:
         """Add the gradients of all ranks, and merge the buffers."""
@@ -275,7 +277,7 @@ class ExactStep:
             )
         for parameter in self._model.parameters:
             if parameter.grad is not None:
-                parameter.grad.div_(whole)
+                local_part(parameter.grad).div_(whole)
 
 
 def _has_nonzero(gradient: torch.Tensor) -> bool:

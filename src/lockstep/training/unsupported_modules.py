@@ -24,16 +24,18 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lockstep.data_parallel.single_process import DataParallel
 from lockstep.kernel.buffer_rules import ATTRIBUTE, RULES, describe_buffer_rules
 from lockstep.kernel.errors import UsageError
+from lockstep.sharded_tensors import is_sharded
 
 __all__ = ["reject_unsupported_modules"]
 
 
-def reject_unsupported_modules(values: Mapping[str, Any]) -> None:
+def reject_unsupported_modules(values: Mapping[str, Any], *, allows_shards: bool = False) -> None:
     """Raise UsageError if a module or one of its submodules cannot be trained.
 
     Args:
         values: Modules and lists of modules, by the names that messages use; other values are
             ignored.
+        allows_shards: Whether `fully_shard` may have been called with them.
     """
     for root, module in _iterate_modules(values):
         module = getattr(module, "_orig_mod", module)
@@ -44,7 +46,7 @@ def reject_unsupported_modules(values: Mapping[str, Any]) -> None:
                     f"{path} is wrapped in {type(part).__name__}, which exchanges gradients by "
                     f"itself, as the Trainer does: pass {path}.module to the Trainer"
                 )
-            if isinstance(part, _get_sharded()):
+            if not allows_shards and isinstance(part, _get_sharded()):
                 raise UsageError(
                     f"{path} is sharded by fully_shard, which exchanges gradients by itself, as "
                     "the Trainer does: pass the model to the Trainer without it (storage='shared' "
@@ -58,7 +60,7 @@ def reject_unsupported_modules(values: Mapping[str, Any]) -> None:
                     "rows of the output in forward (torch.renorm), or the weight between steps"
                 )
             for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
-                if tensor is not None:
+                if tensor is not None and not (allows_shards and is_sharded(tensor)):
                     _reject_tensor(f"{path}.{name}", tensor, part)
 
 

@@ -1,0 +1,199 @@
+"""Gradients of a model that torch's `fully_shard` has divided over the ranks.
+
+    micro-batch jR + r on rank r     backward ──tree reduce-scatter──> shard of node j in `.grad`
+    the next turns                   shards of nodes are added along the tree of M / R leaves
+
+R is a power of two that divides M, and in turn j the R ranks compute the micro-batches jR to
+jR + R - 1. The shards therefore have the bits of one rank that adds all M leaves by itself. torch
+gathers parameters and frees them; nothing but the order of the additions is Lockstep's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.comm.sparse_gradients import sparse_weights
+from lockstep.data.assignment import Hosts
+from lockstep.data_parallel.tree_reduce_scatter import CallOrder, TreeReduceScatter
+from lockstep.kernel.errors import UsageError
+from lockstep.kernel.tree import Node, TreeAccumulator
+from lockstep.sharded_tensors import is_sharded, local_part
+
+__all__ = ["ShardedGradients", "find_group", "is_fully_sharded"]
+
+Gradients = list[torch.Tensor | None]
+"""This rank's shard of the gradient of every parameter; None for a parameter without one."""
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Return whether `fully_shard` was called with a module."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes seconds
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def find_group(module: nn.Module) -> dist.ProcessGroup:
+    """Return the ranks over which a model is sharded.
+
+    Raises:
+        UsageError: A parameter is sharded in a way that cannot be exact, or not at all.
+    """
+    group: dist.ProcessGroup | None = None
+    for name, parameter in module.named_parameters():
+        sharded: Any = parameter
+        if not is_sharded(parameter):
+            raise UsageError(
+                f"the parameter {name} is not sharded: call fully_shard(model) with the whole "
+                "model, after its blocks, and without ignored_params"
+            )
+        mesh, placements = sharded.device_mesh, sharded.placements
+        group = group or mesh.get_group(0)
+        if mesh.ndim > 1 or mesh.get_group(0) != group or not placements[0].is_shard(0):
+            raise UsageError(
+                f"the parameter {name} has the placements {placements} on {mesh}: "
+                "call fully_shard with one mesh of one dimension, and without shard_placement_fn"
+            )
+        if parameter.device.type != mesh.device_type:
+            raise UsageError(
+                f"the parameter {name} is kept on {parameter.device.type}: leave offload_policy out"
+            )
+    assert group is not None
+    return group
+
+
+class ShardedGradients:
+    """Adds the gradients of one step over its micro-batches and over the ranks.
+
+    After `reduce`, each `.grad` is this rank's shard of the sum (`DTensor`).
+
+    Args:
+        parameters: Names and parameters, the same on every rank.
+        module: The model, on which `fully_shard` was called.
+
+    Attributes:
+        failure: Always "": gradients are not accumulated before a backward pass has ended.
+        can_launch_early: Always False.
+
+    Raises:
+        UsageError: torch is too old, or a parameter cannot be sharded exactly.
+    """
+
+    failure = ""
+    can_launch_early = False
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        module: nn.Module,
+    ) -> None:
+        if not hasattr(module, "set_reduce_scatter_unused_params"):
+            raise UsageError(f"sharding needs torch 2.13: this is {torch.__version__}")
+        if sparse := sparse_weights(module.modules()):
+            (name, *_) = [name for name, parameter in parameters if parameter in sparse]
+            raise UsageError(
+                f"the parameter {name} gets sparse gradients, which torch does not shard: let its "
+                "module have sparse=False"
+            )
+        self._parameters = list(parameters)
+        self._ranks = dist.get_world_size(find_group(module))
+        numbers: dict[torch.Tensor, int] = {
+            parameter: number for number, (_, parameter) in enumerate(parameters)
+        }
+        calls, states = CallOrder(), set[Any]()
+        self._units: list[TreeReduceScatter] = []
+        for name, part in module.named_modules():
+            if not is_fully_sharded(part):
+                continue
+            unit = TreeReduceScatter(name or "the model", len(states), part, calls, numbers)
+            if unit.state not in states:  # one group may have several modules
+                states.add(unit.state)
+                self._units.append(unit)
+                unit.install()
+        self._sums = TreeAccumulator[Gradients](1, _add_lists)
+
+    def begin(
+        self, leaves: int, hosts: Hosts, announce: Callable[[], object] | None = None
+    ) -> None:
+        """Start a step and empty `.grad`; the arguments are those of `GradientReducer.begin`."""
+        self.clear()
+        self._sums = TreeAccumulator(leaves // self._ranks, _add_lists)
+
+    def clear(self) -> None:
+        """Empty `.grad` of every parameter, and discard the accumulated gradients."""
+        self._sums.nodes.clear()
+        for _, parameter in self._parameters:
+            parameter.grad = None
+        for unit in self._units:
+            unit.end_microbatch()
+
+    def enter_group(self) -> None:
+        """Do nothing: nothing is planned for a group."""
+
+    def current(self) -> dict[str, torch.Tensor]:
+        """Return this rank's shards in `.grad` by the names of their parameters."""
+        named = ((name, parameter.grad) for name, parameter in self._parameters)
+        return {name: local_part(grad) for name, grad in named if grad is not None}
+
+    @torch.no_grad()
+    def accumulate(self, microbatch: int) -> None:
+        """Move the shards in `.grad`, of the micro-batches of a turn, to a leaf of the tree."""
+        gradients: Gradients = [parameter.grad for _, parameter in self._parameters]
+        for unit in self._units:
+            for number in unit.end_microbatch():
+                gradients[number] = None
+        for _, parameter in self._parameters:
+            parameter.grad = None
+        turn = microbatch // self._ranks
+        self._sums.put((turn, turn + 1), gradients)
+
+    def skip(self, microbatch: int) -> None:
+        """Raise UsageError: the other ranks would wait for the gradients of the micro-batch."""
+        raise UsageError(
+            f"micro-batch {microbatch} has a weight of 0, and every rank of a sharded model "
+            "computes a micro-batch in each turn: leave out samples without weight"
+        )
+
+    def pack(self) -> bytes:
+        """Return nothing: gradients are exchanged in backward."""
+        return b""
+
+    def watch_backward(self, loss: torch.Tensor, microbatch: int) -> AbstractContextManager[None]:
+        """Return a context without an effect."""
+        return nullcontext()
+
+    def launch_remaining(self) -> None:
+        """Do nothing: nothing is launched early."""
+
+    def used_parameter_mask(self) -> str:
+        """Return, as a hex number, a mask whose bit n is set if parameter n has a gradient."""
+        columns = zip(*self._sums.nodes.values(), strict=True)
+        used = [n for n, column in enumerate(columns) if any(v is not None for v in column)]
+        return f"{sum(1 << number for number in used):x}"
+
+    def reduce(
+        self, nodes: Sequence[Sequence[Node]], mask: str, statuses: Sequence[bytes] = ()
+    ) -> None:
+        """Set `.grad` of every parameter to this rank's shard of the sum over all micro-batches."""
+        (sums,) = self._sums.nodes.values()
+        self._sums.nodes.clear()
+        for (_, parameter), gradient in zip(self._parameters, sums, strict=True):
+            parameter.grad = gradient
+
+
+def _add_lists(left: Gradients, right: Gradients) -> Gradients:
+    """Add the shards of two nodes, into the memory of the left one."""
+    return [
+        two if one is None else one if two is None else _add(one, two)
+        for one, two in zip(left, right, strict=True)
+    ]
+
+
+def _add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    local_part(left).add_(local_part(right))
+    return left

@@ -1,0 +1,165 @@
+"""The reduce-scatter of torch's `fully_shard`, with the additions in the order of the tree.
+
+torch calls it in backward, once for each group of parameters and micro-batch:
+
+    rank r, micro-batch jR + r       | shard 0 | shard 1 | ...         the whole gradients
+    announcement                     the group and its parameters with a gradient
+    all-to-all                       rank s gets shard s of the leaves jR, ..., jR + R - 1
+    addition on rank s               shard s of the node (jR, (j + 1)R)
+
+The leaves travel in the dtype of the policy (`reduce_dtype`), and are added in that of the
+parameters: which additions are rounded to which dtype does not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.comm.activity import Waiting
+from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.reproducible_all_reduce import add_present
+from lockstep.kernel.errors import UsageError
+from lockstep.kernel.tree import total
+
+__all__ = ["CallOrder", "TreeReduceScatter"]
+
+
+class CallOrder:
+    """The order in which the sharded modules were called, which all ranks must share."""
+
+    def __init__(self) -> None:
+        self._hash = 0
+
+    def note(self, number: int) -> None:
+        """Note a call."""
+        self._hash = (self._hash * 1_000_003 + number + 1) % (1 << 32)
+
+    def __str__(self) -> str:
+        """Return a text that differs after other calls."""
+        return f"{self._hash:08x}"
+
+
+class TreeReduceScatter:
+    """The reduce-scatter of the parameters of one sharded module, or of several in one group.
+
+    Args:
+        name: The name of the module, for messages.
+        number: Its number among the sharded modules.
+        module: The module.
+        calls: The order of the calls of all sharded modules.
+        numbers: The numbers of the model's parameters.
+
+    Attributes:
+        state: What torch keeps for the modules of the group.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        module: Any,
+        calls: CallOrder,
+        numbers: Mapping[torch.Tensor, int],
+    ) -> None:
+        self._name, self._number, self._module, self._calls = name, number, module, calls
+        self.state = module._get_fsdp_state()
+        self._parts = [part for g in self.state._fsdp_param_groups for part in g.fsdp_params]
+        self._numbers = [numbers[part.sharded_param] for part in self._parts]
+        self._used = [False] * len(self._parts)
+        self._present: list[bool] | None = None
+        self._watched: set[int] = set()  # the parameters whose gradients are noted
+        self._allocations = 0
+
+    def install(self) -> None:
+        """Let torch call this object."""
+        for module in self.state._modules:
+            module.register_forward_pre_hook(self._note_call)
+        if self._parts:
+            self._module.set_custom_reduce_scatter(self)
+            self._module.set_gradient_divide_factor(1.0)
+            self._module.set_force_sum_reduction_for_comms(True)
+            # A parameter without a gradient on one rank only has a place in the exchange, too.
+            self._module.set_reduce_scatter_unused_params(True, recurse=False)
+
+    def end_microbatch(self) -> list[int]:
+        """End a micro-batch; return the parameters without a gradient on any rank."""
+        used, self._used = self._present or self._used, [False] * len(self._parts)
+        self._present, self._allocations = None, 0
+        return [number for number, is_used in zip(self._numbers, used, strict=True) if not is_used]
+
+    def _note_call(self, _module: nn.Module, _inputs: Any) -> None:
+        """Note a call, and watch the whole parameters, which torch has gathered for it."""
+        self._calls.note(self._number)
+        for index, part in enumerate(self._parts):
+            if part.unsharded_param.requires_grad and index not in self._watched:
+                self._watched.add(index)
+                note = partial(self._note_gradient, index)
+                part.unsharded_param.register_post_accumulate_grad_hook(note)
+
+    def _note_gradient(self, index: int, _: torch.Tensor) -> None:
+        self._used[index] = True
+
+    # --- called by torch ----------------------------------------------------------------------
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return memory: first for the gradients, then for this rank's shard of their sum."""
+        self._allocations += 1
+        if self._allocations > 2:
+            raise UsageError(
+                f"{self._name} was called several times in a micro-batch, and torch adds the "
+                "gradients of each call over the ranks: call it once, or call fully_shard with a "
+                "module that contains all calls instead"
+            )
+        if self._allocations == 2:
+            dtype = self._parts[0].sharded_param.dtype
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Add the gradients of all ranks, and return when this rank's shard is complete.
+
+        Raises:
+            DisagreementError: The ranks have called other modules.
+        """
+        about = f"adding the gradients of {self._name} after the calls {self._calls}"
+        flags = all_gather_bytes(bytes(self._used), about, group)
+        columns = [*zip(*flags, strict=True)]
+        self._present = [any(column) for column in columns]
+        received = torch.empty_like(input_tensor)
+        with Waiting(f"reduce_scatter of the gradients of {self._name}"):
+            dist.all_to_all_single(received, input_tensor, group=group)
+        rows = [row.to(output_tensor.dtype) for row in received.chunk(len(flags))]
+        trained = [n for n, part in enumerate(self._parts) if part.sharded_param.requires_grad]
+        if all(all(columns[index]) for index in trained):
+            output_tensor.copy_(_add(rows))
+            return
+        lengths = [self._parts[index].padded_sharded_param_size.numel() for index in trained]
+        members = zip(*[row.split(lengths) for row in rows], strict=True)
+        sums = output_tensor.zero_().split(lengths)
+        for index, values, into in zip(trained, members, sums, strict=True):
+            if self._present[index]:
+                pairs = zip(values, columns[index], strict=True)
+                into.copy_(_add([value if is_used else None for value, is_used in pairs]))
+
+
+def _add(values: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Return the sum of leaves along the tree; None is absent, and does not count as zero."""
+    leaves = {(leaf, leaf + 1): value for leaf, value in enumerate(values)}
+    added = total(leaves, len(leaves), add_present)
+    assert added is not None
+    return added

@@ -1,0 +1,33 @@
+"""Tensors that torch's `fully_shard` has divided over ranks (`DTensor`), without importing them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["gather", "is_sharded", "local_part", "read_version"]
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Return whether each rank has a part of a tensor."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a sharded tensor, in the same memory; any other tensor itself."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def read_version(tensor: torch.Tensor) -> int:
+    """Return a number that changes if a tensor, or this rank's part of it, is written in place."""
+    # An operation on a sharded tensor does not count as one on its part.
+    return tensor._version + (local_part(tensor)._version if is_sharded(tensor) else 0)
+
+
+def gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a sharded tensor, a collective call; any other tensor itself."""
+    sharded: Any = tensor
+    whole: torch.Tensor = sharded.full_tensor() if is_sharded(tensor) else tensor
+    return whole

@@ -1,0 +1,79 @@
+"""Optimizers that step shards of parameters, with the bits of a step on whole parameters.
+
+the whole parameter    vector instructions, 64 elements | 64 elements | the rest one by one
+the shards             cut after a multiple of 64: the same instructions for every element
+                       cut elsewhere: other instructions, which may round differently
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.optim import Optimizer
+
+from lockstep.data_parallel.sharded_norm import find_spans
+from lockstep.kernel.errors import LayoutError
+from lockstep.training.optimizer_probe import require_separate
+
+__all__ = ["require_shardable"]
+
+ELEMENTWISE = frozenset(
+    {
+        "ASGD",
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    }
+)
+"""The optimizers of torch that treat each element by itself."""
+
+WIDTH = 64
+"""Elements, a multiple of the length of vector instructions."""
+
+EXACT = (torch.float32, torch.float64)
+"""The dtypes in which torch's optimizers round alike with and without vector instructions.
+
+Not if they are fused, and not in bfloat16, which vector instructions round less often.
+"""
+
+
+def require_shardable(optimizer: Optimizer, names: Mapping[torch.Tensor, str], ranks: int) -> None:
+    """Raise LayoutError if an optimizer's step on shards may give other bits than a whole step.
+
+    Args:
+        optimizer: The optimizer, before its first step.
+        names: The names of the model's parameters.
+        ranks: The number of ranks that share the parameters.
+    """
+    kind = type(optimizer)
+    is_torchs = kind.__module__.startswith("torch.optim")
+    if is_torchs and kind.__name__ not in ELEMENTWISE:
+        raise LayoutError(
+            f"{kind.__name__} does not treat each element by itself, so it cannot step the shards "
+            "of parameters exactly: use an optimizer like AdamW or SGD, or do not shard the model"
+        )
+    for group in optimizer.param_groups:
+        is_exact = is_torchs and not group.get("fused")
+        for parameter in group["params"]:
+            if is_exact and parameter.dtype in EXACT:
+                continue
+            cuts = [start for start, _ in find_spans(parameter.shape, ranks)[1:]]
+            if any(cut % WIDTH and cut < parameter.numel() for cut in cuts):
+                raise LayoutError(
+                    f"{names.get(parameter, 'a parameter')} {tuple(parameter.shape)} is cut after "
+                    f"{cuts[0]} elements on {ranks} ranks, no multiple of {WIDTH}, and "
+                    f"{kind.__name__} may round the last elements differently: use one of torch's "
+                    "optimizers without fused=True and float32 parameters, or a dimension 0 that "
+                    "the number of ranks divides"
+                )
+    if not is_torchs:
+        device = next(iter(names)).device
+        require_separate(optimizer, names, (), device, elements=True)

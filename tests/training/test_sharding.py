@@ -1,0 +1,300 @@
+"""Models that torch's `fully_shard` has divided over the ranks have the bits of one rank.
+
+All trainings of a width run in the same ranks, each on a group of the backend "lockstep" and on
+one of Gloo.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import lockstep as ls
+import models
+from lockstep.data.assignment import ReplicaShare, on_one_host
+from lockstep.data_parallel.sharded_norm import find_spans
+from lockstep.kernel.errors import LayoutError, LockstepError
+from lockstep.training.sharded_step import require_shardable
+
+SAMPLES, BATCH = 40, 16  # batches of 16, 16 and 8 samples
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def wide():
+    """A gradient of several blocks of the norm, which shards cut in the middle."""
+    return nn.Sequential(nn.Linear(6, 400), nn.GELU(), nn.Linear(400, 500), nn.Linear(500, 10))
+
+
+class Rare(nn.Module):
+    """A parameter without a gradient in some micro-batches, and with one of -0.0 in others."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.zero = nn.Linear(6, 10), nn.Parameter(torch.full((10,), -0.0))
+
+    def forward(self, inputs):
+        outputs = self.layer(inputs)
+        return outputs + self.zero * -0.0 if inputs[0, 0] > 0 else outputs
+
+
+class Residual(nn.Module):
+    """A block of a ResNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(6, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+
+    def forward(self, inputs):
+        return F.relu(inputs + self.second(F.relu(self.norm(self.first(inputs)))))
+
+
+def residual():
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 10))
+    return nn.Sequential(nn.Conv2d(1, 6, 3), Residual(), Residual(), head)
+
+
+CASES = models.CASES | {
+    "rare": (Rare, models.row_batches, nn.CrossEntropyLoss),
+    "wide": (wide, models.row_batches, nn.CrossEntropyLoss),
+    "residual": (residual, models.picture_batches, nn.CrossEntropyLoss),
+}
+
+POLICIES = {"bf16": None, "mixed": torch.float32}
+"""The dtypes in which gradients of bfloat16 weights are exchanged; None: that of the gradients."""
+
+
+def prepared(case):
+    """Return the model, the whole data and the loss of a case."""
+    model, batches, loss = CASES[case]
+    ((inputs, targets),) = batches([SAMPLES])
+    torch.manual_seed(5)
+    return model(), TensorDataset(inputs, targets), loss()
+
+
+def shard(model, group, **options):
+    """Call `fully_shard` with the blocks of a model, and with the model."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    options["mesh"] = DeviceMesh.from_group(group, "cpu")
+    blocks = model.children() if isinstance(model, nn.Sequential) else []
+    for block in [*blocks, *([model.block] if hasattr(model, "block") else [])]:
+        if any(True for _ in block.parameters()):
+            fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def low_precision(reduce_dtype):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+
+
+def train(exact, model, loader, optimizer, loss, max_norm=0.5):
+    """Return the norms of a training; the model has the final weights."""
+    norms = []
+    for inputs, targets in exact.microbatches(loader):
+        exact.weigh(loss(model(inputs), targets)).backward()
+        if exact.is_complete:
+            norms.append(exact.clip_grad_norm_(max_norm).hex())
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms
+
+
+def train_case(case, group=None, make_optimizer=ADAMW, **options):
+    """Return the norms and the digest of a case, sharded over a group; None: not sharded."""
+    model, data, loss = prepared(case)
+    if group is not None:
+        shard(model, group, **options)
+    exact = ls.exact(model, seed=11)
+    loader = DataLoader(data, batch_sampler=exact.sampler(data, BATCH))
+    norms = train(exact, model, loader, make_optimizer(model.parameters()), loss)
+    return norms, ls.digest(model)
+
+
+def whole_cases():
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    return {case: train_case(case) for case in CASES} | {"sgd": train_case("rare", None, SGD)}
+
+
+def sharded_cases():
+    """Train everything on the ranks' own backend; on 2 or more ranks some of it on Gloo, too."""
+    found = {}
+    groups = {dist.group.WORLD: [*CASES, "sgd", *POLICIES]}
+    if dist.get_backend() != "gloo" and dist.get_world_size() > 1:
+        cases = [*CASES] if dist.get_world_size() == 2 else ["rare", "wide"]
+        groups[dist.new_group(backend="gloo")] = cases
+    for group, cases in groups.items():
+        for case in cases:
+            if case in POLICIES:
+                result = train_case("wide", group, mp_policy=low_precision(POLICIES[case]))
+            elif case == "sgd":
+                result = train_case("rare", group, SGD)
+            else:
+                result = train_case(case, group)
+            found[dist.get_backend(group), case] = result
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(ranks):
+    """The norms and digests of models that are not sharded, and of policies on one rank."""
+    (whole,) = ranks(whole_cases, 1)
+    (alone,) = ranks(sharded_cases, 1)
+    return whole | {case: value for (_, case), value in alone.items() if case not in whole}
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_sharded_model_has_the_bits_of_one_rank(ranks, expected, n):
+    for found in ranks(sharded_cases, n):
+        for (backend, case), result in found.items():
+            assert result == expected[case], (backend, case)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+def test_ranks_take_turns():
+    shares = [ReplicaShare(8, on_one_host(4), rank, is_interleaved=True) for rank in range(4)]
+    turns = [[index for index, _ in share.pieces(19)] for share in shares]
+    assert turns == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert shares[0].nodes(8)[1] == [(1, 2), (5, 6)]
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(3, 9), (4, 6), (8, 4)])
+def test_ranks_must_be_a_power_of_two_that_divides_the_microbatches(ranks, microbatches):
+    with pytest.raises(LayoutError, match="micro-batches"):
+        ReplicaShare(microbatches, on_one_host(ranks), 0, is_interleaved=True)
+
+
+def test_a_short_batch_must_be_divisible():
+    share = ReplicaShare(8, on_one_host(2), 0, is_interleaved=True)
+    with pytest.raises(LayoutError, match="a batch of 5 samples has 5 micro-batches"):
+        share.pieces(5)
+
+
+class Normalized(torch.optim.Optimizer):
+    """Steps along the gradient, divided by its norm."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= self.param_groups[0]["lr"] * F.normalize(parameter.grad, dim=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "dtype", "reason"),
+    [
+        (torch.optim.AdamW, (96, 3), torch.float32, None),
+        (partial(torch.optim.AdamW, fused=True), (128, 2), torch.float32, None),
+        (partial(torch.optim.AdamW, fused=True), (96, 3), torch.float32, "cut after 144 elements"),
+        (torch.optim.SGD, (96, 3), torch.bfloat16, "cut after 144 elements"),
+        (torch.optim.Adafactor, (128, 2), torch.float32, "does not treat each element by itself"),
+        (Normalized, (128, 2), torch.float32, "reads other elements"),
+    ],
+)
+def test_the_optimizer_must_treat_each_element_by_itself(make, shape, dtype, reason):
+    parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+    refusals = []
+    try:
+        require_shardable(make([parameter], lr=0.1), {parameter: "w"}, ranks=2)
+    except LayoutError as error:
+        refusals.append(str(error))
+    assert len(refusals) == (reason is not None)
+    assert all(reason in refusal for refusal in refusals)
+
+
+def test_spans_are_those_of_torch():
+    assert find_spans(torch.Size([5, 3]), 4) == [(0, 6), (6, 12), (12, 15), (15, 15)]
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = nn.Linear(6, 6), nn.Linear(6, 10)
+
+    def forward(self, inputs):
+        return self.head(self.block(self.block(inputs)))
+
+
+def refused(action):
+    """Return the message of the error that an action raises."""
+    try:
+        action()
+    except LockstepError as error:
+        return str(error)
+    return "no error"
+
+
+def train_twice():
+    model = shard(Twice(), dist.group.WORLD)
+    exact = ls.exact(model, microbatches=2)
+    exact.weigh(model(torch.ones(2, 6)).sum()).backward()
+
+
+def train_clipped_by_torch():
+    model = shard(nn.Sequential(nn.Linear(6, 10)), dist.group.WORLD)
+    exact = ls.exact(model, microbatches=2)
+    optimizer = SGD(model.parameters())
+    while not exact.is_complete:
+        exact.weigh(model(torch.ones(2, 6)).sum()).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def train_other_modules():
+    class Chosen(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = nn.Linear(6, 10), nn.Linear(6, 10)
+
+        def forward(self, inputs):
+            return self.left(inputs) if dist.get_rank() == 0 else self.right(inputs)
+
+    model = Chosen()
+    for part in (model.left, model.right):
+        shard(part, dist.group.WORLD)
+    shard(model, dist.group.WORLD)
+    exact = ls.exact(model, microbatches=2)
+    exact.weigh(model(torch.ones(2, 6)).sum()).backward()
+
+
+def wrap_a_part():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    shard(model[0], dist.group.WORLD)
+    model.register_parameter("scale", nn.Parameter(torch.ones(2)))
+    ls.exact(shard_root(model))
+
+
+def shard_root(model):
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(model, ignored_params={model.scale})
+
+
+def refusals():
+    actions = [train_twice, train_clipped_by_torch, wrap_a_part]
+    if dist.get_world_size() > 1:
+        actions.append(train_other_modules)  # the last one: torch's module is left in its backward
+    return {action.__name__: refused(action) for action in actions}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_what_cannot_be_exact_is_refused_on_every_rank(ranks, n):
+    for found in ranks(refusals, n):
+        assert "block was called several times in a micro-batch" in found["train_twice"]
+        assert "exact.clip_grad_norm_(max_norm)" in found["train_clipped_by_torch"]
+        assert "the parameter scale is not sharded" in found["wrap_a_part"]
+        if n > 1:
+            assert "make the same calls on every rank" in found["train_other_modules"]
