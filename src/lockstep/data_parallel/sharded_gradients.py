@@ -28,6 +28,9 @@ from lockstep.sharded_tensors import is_sharded, local_part
 
 __all__ = ["ShardedGradients", "find_group", "is_fully_sharded"]
 
+SAMPLED = 64
+"""The number of elements of each gradient that are compared to find changes of all of them."""
+
 Gradients = list[torch.Tensor | None]
 """This rank's shard of the gradient of every parameter; None for a parameter without one."""
 
@@ -175,6 +178,15 @@ class ShardedGradients:
         columns = zip(*self._sums.nodes.values(), strict=True)
         used = [n for n, column in enumerate(columns) if any(v is not None for v in column)]
         return f"{sum(1 << number for number in used):x}"
+
+    def sample(self) -> torch.Tensor:
+        """Return bytes of each shard in `.grad`, to find later changes of all its elements.
+
+        The versions of sharded tensors do not tell: torch's loops over tensors leave them.
+        """
+        grads = [local_part(p.grad) for _, p in self._parameters if p.grad is not None]
+        first = [grad.reshape(-1)[:SAMPLED].clone().view(torch.uint8) for grad in grads]
+        return torch.cat([torch.empty(0, dtype=torch.uint8, device=grads[0].device), *first])
 
     def reduce(
         self, nodes: Sequence[Sequence[Node]], mask: str, statuses: Sequence[bytes] = ()

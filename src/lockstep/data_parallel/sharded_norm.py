@@ -24,10 +24,16 @@ import torch.distributed as dist
 from lockstep.comm.activity import Waiting
 from lockstep.comm.collectives import all_reduce_messages
 from lockstep.kernel.exact_sum import PartialSums, compute_partial_sums, merge_partial_sums
-from lockstep.kernel.norm import BLOCK, compute_block_norms, compute_squares
+from lockstep.kernel.norm import (
+    BLOCK,
+    clip_gradients_,
+    compute_block_norms,
+    compute_norm,
+    compute_squares,
+)
 from lockstep.sharded_tensors import local_part
 
-__all__ = ["compute_sharded_squares", "compute_sharded_sums", "find_spans"]
+__all__ = ["clip_grad_norm_", "compute_sharded_squares", "find_spans"]
 
 
 @dataclass(frozen=True)
@@ -103,16 +109,10 @@ def compute_sharded_squares(
     return [number * number for number in numbers] + compute_squares(short)
 
 
-def compute_sharded_sums(
+def _sum_squares(
     gradients: Sequence[torch.Tensor], group: dist.ProcessGroup, about: str
 ) -> PartialSums:
-    """Return partial sums of all squares: those of `compute_sharded_squares` on all ranks.
-
-    Args:
-        gradients: The sharded gradients, of the same parameters on every rank.
-        group: The ranks.
-        about: A few words on the activity, for messages.
-    """
+    """Return partial sums of the squares of all ranks."""
     return all_reduce_messages(
         compute_partial_sums(compute_sharded_squares(gradients, group)),
         merge_partial_sums,
@@ -121,6 +121,28 @@ def compute_sharded_sums(
         about,
         group,
     )
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    gradients: Sequence[torch.Tensor], max_norm: float, group: dist.ProcessGroup | None, about: str
+) -> float:
+    """Scale gradients to a 2-norm of at most `max_norm`; return their norm before.
+
+    Args:
+        gradients: The gradients, the same on every rank, or sharded.
+        max_norm: The largest norm.
+        group: The ranks over which they are sharded; None if they are not.
+        about: A few words on the activity, for messages.
+    """
+    if group is None:
+        parts = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+        norm = compute_norm(compute_squares(parts))
+    else:
+        parts = [local_part(gradient) for gradient in gradients]
+        norm = compute_norm(_sum_squares(gradients, group, about))
+    clip_gradients_(parts, norm, max_norm)
+    return norm
 
 
 def _find_whole(start: int, stop: int, length: int) -> Iterator[tuple[int, int]]:

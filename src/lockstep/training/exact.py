@@ -31,7 +31,6 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_map_only
 
 from lockstep.audit.audit_config import AuditConfig, read_audit
-from lockstep.comm.collectives import as_bytes
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.data.microbatch import align_tensors
@@ -42,9 +41,8 @@ from lockstep.data_parallel.sharded_gradients import (
     find_group,
     is_fully_sharded,
 )
-from lockstep.data_parallel.sharded_norm import compute_sharded_sums
+from lockstep.data_parallel.sharded_norm import clip_grad_norm_
 from lockstep.kernel.errors import LayoutError, UsageError
-from lockstep.kernel.norm import clip_gradients_, compute_norm, compute_squares
 from lockstep.kernel.rng_scopes import BEFORE, find_scopes
 from lockstep.kernel.seeds import torch_generators
 from lockstep.kernel.step_hooks import StepResult
@@ -54,7 +52,6 @@ from lockstep.model.backward_watch import Arguments, BackwardWatch
 from lockstep.model.blocks import find_block_names
 from lockstep.model.description import describe_arithmetic, describe_tensors
 from lockstep.model.native_seeder import make_rng_scopes, make_seeder
-from lockstep.sharded_tensors import local_part
 from lockstep.training.exact_audit import ExactAudit
 from lockstep.training.exact_observation import ExactObservation
 from lockstep.training.exact_step import ExactModel, ExactStep
@@ -65,9 +62,6 @@ from lockstep.training.unsupported_modules import reject_unsupported_modules
 __all__ = ["Exact", "exact"]
 
 Item = TypeVar("Item")
-
-SAMPLED = 64
-"""The number of elements of each gradient that are compared to find changes of all of them."""
 
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The models that have a handle."""
@@ -171,7 +165,7 @@ class Exact:
         self._step: ExactStep | None = None
         self._ended: ExactStep | None = None  # the last step, until its optimizer is called
         self._is_weighed = self._has_warned = False
-        self._complete = torch.empty(0)  # of `_sample_gradients`
+        self._complete = torch.empty(0)  # a sample of the gradients
         self._known_optimizers = weakref.WeakSet[Optimizer]()
         self._left_state = torch.empty(0)  # of torch's generator after the last micro-batch
         self.steps, self.is_complete = 0, False
@@ -369,28 +363,11 @@ class Exact:
                 f"{self._place}: exact.clip_grad_norm_() was called before the last micro-batch of "
                 "the batch: call it if exact.is_complete"
             )
-        group = self._model.group
         gradients = [p.grad for p in self._model.parameters if p.grad is not None]
-        if self._is_sharded and group is not None:
-            squares = compute_sharded_sums(gradients, group, f"clipping in step {self.steps}")
-            gradients = [*map(local_part, gradients)]
-        else:
-            gradients = [g._values() if g.is_sparse else g for g in gradients]
-            squares = compute_squares(gradients)
-        norm = compute_norm(squares)
-        clip_gradients_(gradients, norm, max_norm)
-        self._complete = self._sample_gradients()
+        group = self._model.group if self._is_sharded else None
+        norm = clip_grad_norm_(gradients, max_norm, group, f"clipping in step {self.steps - 1}")
+        self._complete = self._model.gradients.sample()
         return norm
-
-    def _sample_gradients(self) -> torch.Tensor:
-        """Return bytes of each of this rank's shards, to find later changes of all its elements.
-
-        The versions of sharded tensors do not tell: torch's loops over tensors leave them.
-        """
-        if not self._is_sharded:
-            return torch.empty(0)
-        grads = [local_part(p.grad) for p in self._model.parameters if p.grad is not None]
-        return torch.cat([as_bytes(grad.reshape(-1)[:SAMPLED]) for grad in grads])
 
     def _find_position(self) -> tuple[int, int] | None:
         """Return the micro-batch that is computed, in stage 0; None between two."""
@@ -456,7 +433,7 @@ class Exact:
         self._left_state = torch.default_generator.get_state()
         if step.remaining == 0:
             self._step, self._ended, self.is_complete = None, step, True
-            self._complete = self._sample_gradients()
+            self._complete = self._model.gradients.sample()
             if self._observation is not None:
                 result = StepResult(self.steps, last.epoch, step.loss, last.samples, {}, 0.0)
                 self._observation.reduce(step.losses, result)
@@ -487,7 +464,8 @@ class Exact:
             names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named}
             require_shardable(optimizer, names, self._model.share.replicas)
             self._known_optimizers.add(optimizer)
-        if self.is_complete and not torch.equal(self._sample_gradients(), self._complete):
+        sample = self._model.gradients.sample()
+        if self.is_complete and not torch.equal(sample, self._complete):
             raise UsageError(
                 f"rank {self._model.share.replica}, step {self.steps - 1}: the gradients were "
                 "changed after backward, and what is computed from the shards of several ranks, "
