@@ -20,6 +20,7 @@ NAMES = [
     "AuditConfig",
     "CheckpointConfig",
     "DataParallel",
+    "DatasetMetric",
     "Driver",
     "LockstepError",
     "OptimizerConfig",

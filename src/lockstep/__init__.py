@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lockstep.launcher.world import world as world
     from lockstep.launcher.world import world_size as world_size
     from lockstep.model.deferred_init import build as build
+    from lockstep.model.forward import DatasetMetric as DatasetMetric
     from lockstep.model.forward import accuracy as accuracy
     from lockstep.model.target_weights import target_weight as target_weight
     from lockstep.pipeline.partitioner import PipelineConfig as PipelineConfig
@@ -56,6 +57,7 @@ PUBLIC = {
     "CheckpointConfig": "checkpoint.save_schedule",
     "AuditConfig": "audit.audit_config",
     "loggers": "record.loggers",
+    "DatasetMetric": "model.forward",
     "accuracy": "model.forward",
     "target_weight": "model.target_weights",
     "digest": "checksum",

@@ -61,7 +61,7 @@ def train(folder: Path) -> float:
         ],
         microbatches=4,
         loss_weight=ls.target_weight(nn.CrossEntropyLoss()),
-        metrics={"accuracy": ls.accuracy},
+        metrics={"accuracy": ls.accuracy, "mean": ls.DatasetMetric(lambda outputs, targets: 1.0)},
         max_grad_norm=1.0,
         ema_decay=0.999,
         autocast_dtype=torch.bfloat16,
@@ -94,6 +94,9 @@ def train(folder: Path) -> float:
     trainer.load_state_dict(state)
     digest: str = trainer.digest()
     ema_model: nn.Module | None = trainer.ema_model
+    outputs: torch.Tensor = trainer.predict(digits(), 64, ema=True)
+    if not trainer.is_replaying:
+        print(trainer.last_result.loss, trainer.folder / "outputs", outputs)
     print(digest, ema_model, resumed_from, evaluation.metrics["accuracy"])
     return loss + evaluation.loss
 

@@ -154,17 +154,21 @@ def halve_samples(data: Any, size: int) -> list[Any]:
     return _cut(data, split_evenly(size, 2), {})
 
 
-def join_samples(one: Any, two: Any) -> Any:
-    """Return the samples of two micro-batches as one; ValueError if they do not fit together."""
+def join_samples(*parts: Any) -> Any:
+    """Return the samples of micro-batches as one; ValueError if they do not fit together."""
+    one = parts[0]
     if isinstance(one, torch.Tensor) and one.dim():
-        return torch.cat([one, two])
+        return torch.cat(parts)
     if _is_column(one):
-        return [*one, *two] if isinstance(one, (list, tuple)) else numpy.concatenate([one, two])
+        if not isinstance(one, (list, tuple)):
+            return numpy.concatenate(parts)
+        return [sample for part in parts for sample in part]
     if isinstance(one, Mapping):
-        return _assembled(one, {key: join_samples(part, two[key]) for key, part in one.items()})
+        joined = {key: join_samples(*(part[key] for part in parts)) for key in one}
+        return _assembled(one, joined)
     if isinstance(one, (tuple, list)):
-        return _assembled(one, [join_samples(*pair) for pair in zip(one, two, strict=True)])
-    if not bool(one == two):
+        return _assembled(one, [join_samples(*entries) for entries in zip(*parts, strict=True)])
+    if not all(bool(one == part) for part in parts):
         raise ValueError("the micro-batches have different values")
     return one
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from lockstep.data.microbatch import halve_samples
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import LossError, StoppedError, UsageError
@@ -23,29 +25,46 @@ from lockstep.kernel.exact_sum import (
 from lockstep.kernel.loss_weights import is_sum
 from lockstep.kernel.rng_scopes import find_scopes
 from lockstep.model.collective_calls import CollectiveCallGuard
-from lockstep.model.forward import Metric, forward
+from lockstep.model.forward import (
+    DatasetMetric,
+    Metric,
+    call_model,
+    compute_metrics,
+    compute_results,
+    find_inputs,
+    has_loss,
+    split_targets,
+)
 from lockstep.model.loss_root import check_scalar
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.predictions import GatheredSamples
 from lockstep.model.static_shapes import static_shapes
 
 __all__ = [
     "Evaluation",
-    "MicrobatchScores",
-    "combine_scores",
+    "EvaluationTask",
+    "Scoring",
     "evaluate",
     "evaluation_mode",
-    "score_microbatch",
 ]
+
+TOLERANCE = 1e-2
+"""The largest relative difference between a mean and the mean of the means of two halves."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation: mean loss and mean metrics over `samples` samples."""
+    """The result of an evaluation: mean loss and metrics over `samples` samples.
+
+    `loss` is NaN if the model returns its loss, but none in evaluation mode. `ema` tells whether
+    the averaged weights were evaluated.
+    """
 
     loss: float
     metrics: dict[str, float]
     samples: int
+    ema: bool = False
 
 
 @contextmanager
@@ -135,28 +154,42 @@ class EvaluationSums(NamedTuple):
         return cls(*json.loads(message))
 
 
+class EvaluationTask(Protocol):
+    """What an evaluation computes from the outputs of every micro-batch."""
+
+    about: str
+
+    def prepare(self, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """Return the batches in the form that the executor expects."""
+
+    def compute(self, outputs: Any, data: Any, where: str) -> Any:
+        """Return the results of a micro-batch."""
+
+    def add(self, number: int, microbatch: Microbatch, data: Any, result: Any, where: str) -> None:
+        """Add the results of a micro-batch of the batch with this number."""
+
+    def combine(self, failure: str = "") -> Any:
+        """Combine the results of all ranks. A collective call."""
+
+
 def evaluate(
     model: nn.Module,
     batches: Iterable[Batch],
     parallel: ParallelContext,
-    metrics: Mapping[str, Metric],
+    task: EvaluationTask,
     seed: int,
     names: Sequence[str] = (),
-) -> Evaluation:
+) -> Any:
     """Evaluate this rank's micro-batches, and combine the results of all ranks.
-
-    The loss is the mean over all samples: weighted if there is a weight function, and the sum
-    for a loss with `reduction="sum"`. Sums are exact, so the layout changes no bit.
 
     Args:
         model: The model.
         batches: This rank's part of each batch.
         parallel: The layout and the loss.
-        metrics: Functions of (outputs, targets) by name.
+        task: What is computed from the outputs.
         seed: The seed of all random numbers.
         names: The names of the model's blocks.
     """
-    rows: list[MicrobatchScores] = []
     scopes = make_rng_scopes(find_scopes(model, names), model, seed, parallel.device)
     buffers = Buffers(parallel.modules_with(model))
     where = ""
@@ -169,60 +202,121 @@ def evaluate(
                 where = f"rank {parallel.rank}, evaluation batch {number}, {microbatch.index}"
                 # Modules may write buffers even in evaluation mode, so they get copies.
                 with buffers.preserve(), parallel.autocast():
-                    loss, values = forward(model, parallel.loss, metrics, data, where)
-                rows.append(score_microbatch(parallel, microbatch, loss, values, where))
+                    outputs = call_model(model, find_inputs(parallel.loss, data, where), where)
+                    result = task.compute(outputs, data, where)
+                task.add(number, microbatch, data, result, where)
                 where = ""
-    return combine_scores(rows, parallel)
+    return task.combine()
 
 
-def score_microbatch(
-    parallel: ParallelContext,
-    microbatch: Microbatch,
-    loss: Any,
-    metrics: Mapping[str, Any],
-    where: str,
-) -> MicrobatchScores:
-    """Return the contribution of one micro-batch."""
-    check_scalar(loss, where)
-    weight = _weight(parallel, microbatch.size, microbatch.data)
-    numbers = {name: float(value) for name, value in metrics.items()}
-    return MicrobatchScores(microbatch.size, weight, float(loss) if weight else 0.0, numbers)
+class Scoring:
+    """The loss and the metrics of an evaluation.
 
-
-def combine_scores(
-    rows: Sequence[MicrobatchScores], parallel: ParallelContext, failure: str = ""
-) -> Evaluation:
-    """Combine the scores of all ranks. A collective call.
+    The loss is the mean over all samples: weighted if there is a weight function, and the sum
+    for a loss with `reduction="sum"`. Sums are exact, so the layout changes no bit.
 
     Args:
-        rows: The scores of this rank's micro-batches.
         parallel: The layout and the loss.
-        failure: The reason why the evaluation failed on this rank; "" if it did not.
+        metrics: The metrics by name.
+        ema: Whether the averaged weights are evaluated.
 
-    Raises:
-        StoppedError: The evaluation failed on a rank. Raised on every rank.
-        LossError: The weights of all samples sum to 0.
+    Attributes:
+        warnings: Sentences about metrics that are no means, on the rank of the first micro-batch.
     """
-    total = parallel.messages.reduce(
-        EvaluationSums.of(rows, failure),
-        EvaluationSums.merge,
-        EvaluationSums.pack,
-        EvaluationSums.unpack,
-        "evaluating",
-    )
-    if total.failure:
-        raise StoppedError(f"rank {parallel.rank} stopped because {total.failure}")
-    loss, whole, samples = round_sum(total.loss), round_sum(total.weight), total.samples
-    if whole == 0:
-        raise LossError(
-            f"the weights of the {samples} samples add up to 0, so their loss has no mean: check "
-            "whether all targets are ignored"
+
+    about = "an evaluation"
+
+    def __init__(
+        self, parallel: ParallelContext, metrics: Mapping[str, Metric], ema: bool = False
+    ) -> None:
+        self._parallel, self._ema = parallel, ema
+        self._metrics = {k: m for k, m in metrics.items() if not isinstance(m, DatasetMetric)}
+        self._of_dataset = {k: m for k, m in metrics.items() if isinstance(m, DatasetMetric)}
+        self._rows: list[MicrobatchScores] = []
+        self._kept = GatheredSamples(parallel)
+        self.warnings: list[str] = []
+
+    def prepare(self, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """Return the batches unchanged."""
+        return batches
+
+    def compute(self, outputs: Any, data: Any, where: str) -> tuple[Any, dict[str, Any], Any]:
+        """Return the loss, the metrics and the outputs."""
+        loss, metrics = self._parallel.loss, self._metrics
+        if loss is None and (metrics or self._of_dataset) and not has_loss(outputs, where):
+            missing = torch.tensor(math.nan)
+            return missing, compute_metrics(metrics, outputs, data, where), outputs
+        return *compute_results(loss, metrics, outputs, data, where), outputs
+
+    def add(self, number: int, microbatch: Microbatch, data: Any, result: Any, where: str) -> None:
+        """Add the results of a micro-batch of the batch with this number."""
+        loss, metrics, outputs = result
+        check_scalar(loss, where)
+        weight = _weight(self._parallel, microbatch.size, microbatch.data)
+        numbers = {name: float(value) for name, value in metrics.items()}
+        scores = MicrobatchScores(microbatch.size, weight, float(loss) if weight else 0.0, numbers)
+        self._rows.append(scores)
+        targets = data if self._parallel.loss is None else split_targets(data, where)[1]
+        if self._of_dataset:
+            pairs = [metric.select(outputs, targets) for metric in self._of_dataset.values()]
+            self._kept.add(number, microbatch, [value for pair in pairs for value in pair])
+        if number == 0 and microbatch.index == 0 and microbatch.size > 1:
+            self._check_means(microbatch.size, numbers, (outputs, targets))
+
+    def _check_means(self, size: int, numbers: Mapping[str, float], whole: Any) -> None:
+        """Warn if a metric of a micro-batch is not the mean of those of its halves."""
+        first = (size + 1) // 2 / size
+        for name, value in numbers.items():
+            with suppress(Exception), torch.no_grad():  # of data that are not one row per sample
+                one, two = (
+                    float(self._metrics[name](*half)) for half in halve_samples(whole, size)
+                )
+                mean = first * one + (1 - first) * two
+                if not abs(value - mean) <= TOLERANCE * max(abs(one), abs(two)):
+                    self.warnings.append(
+                        f"evaluation: the metric {name} is not a mean over the samples: it is "
+                        f"{value:.4g} for {size} samples, and the mean of those of their halves is "
+                        f"{mean:.4g}; pass ls.DatasetMetric({name}), which gets all outputs and "
+                        "targets of the dataset at once"
+                    )
+
+    def combine(self, failure: str = "") -> Evaluation:
+        """Combine the scores of all ranks. A collective call.
+
+        Args:
+            failure: The reason why the evaluation failed on this rank; "" if it did not.
+
+        Raises:
+            StoppedError: The evaluation failed on a rank. Raised on every rank.
+            LossError: The weights of all samples sum to 0.
+        """
+        parallel = self._parallel
+        total = parallel.messages.reduce(
+            EvaluationSums.of(self._rows, failure),
+            EvaluationSums.merge,
+            EvaluationSums.pack,
+            EvaluationSums.unpack,
+            "evaluating",
         )
-    return Evaluation(
-        loss=loss if is_sum(parallel.loss) else loss / whole,
-        metrics={name: round_sum(sums) / samples for name, sums in total.metrics.items()},
-        samples=samples,
-    )
+        if total.failure:
+            raise StoppedError(f"rank {parallel.rank} stopped because {total.failure}")
+        loss, whole, samples = round_sum(total.loss), round_sum(total.weight), total.samples
+        if whole == 0:
+            raise LossError(
+                f"the weights of the {samples} samples add up to 0, so their loss has no mean: "
+                "check whether all targets are ignored"
+            )
+        metrics = {name: round_sum(sums) / samples for name, sums in total.metrics.items()}
+        if self._of_dataset:
+            kept = iter(self._kept.combine())
+            for name, metric in self._of_dataset.items():
+                metrics[name] = metric(next(kept), next(kept))
+        return Evaluation(
+            loss=loss if is_sum(parallel.loss) else loss / whole,
+            metrics=metrics,
+            samples=samples,
+            ema=self._ema,
+        )
 
 
 def _weight(parallel: ParallelContext, size: int, data: Any) -> float:

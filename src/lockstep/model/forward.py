@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,18 +14,49 @@ from lockstep.model.static_shapes import TOO_MANY_SHAPES, is_limit_error
 from lockstep.model.target_weights import loss_name
 
 __all__ = [
+    "DatasetMetric",
     "Metric",
     "accuracy",
     "call_model",
     "compute_loss",
+    "compute_metrics",
+    "compute_results",
     "explain_batch_norm",
-    "extract_loss",
+    "find_inputs",
     "forward",
+    "has_loss",
     "split_targets",
 ]
 
 Metric = Callable[[Any, Any], Any]
 """A function of (outputs, targets) that returns a mean over the samples of a micro-batch."""
+
+
+@dataclass(frozen=True)
+class DatasetMetric:
+    """A metric that is no mean over samples, such as F1, AUC or perplexity.
+
+    `Trainer.evaluate` calls it once, with the outputs and targets of all samples in the order of
+    the dataset, on the CPU and on every rank. Steps do not compute it.
+
+    Attributes:
+        function: A function of (outputs, targets) that returns a number or a tensor with one
+            element, or a metric of torchmetrics.
+        select: A function of the outputs and targets of a micro-batch, or with `loss=None` of the
+            outputs and the micro-batch, that returns the outputs and targets to keep. By default
+            these are kept whole.
+    """
+
+    function: Callable[[Any, Any], Any]
+    select: Callable[[Any, Any], tuple[Any, Any]] = lambda outputs, targets: (outputs, targets)
+
+    def __call__(self, outputs: Any, targets: Any) -> float:
+        """Return the metric of a whole dataset."""
+        value = self.function(outputs, targets)
+        reset = getattr(self.function, "reset", None)
+        if callable(reset):  # torchmetrics keeps all that it was given
+            reset()
+        return float(value)
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor, k: int = 1) -> torch.Tensor:
@@ -63,7 +95,8 @@ def forward(
         loss: The loss function. None: the model returns its loss. In both cases the loss is
             returned as a tensor, under the key "loss", as the attribute `.loss`, or first in a
             tuple.
-        metrics: Functions of (outputs, targets) by name.
+        metrics: Functions of (outputs, targets) by name; of (outputs, data) without a loss
+            function.
         data: With a loss function, a tuple or list (inputs, ..., targets). Without one, a
             sequence of arguments, a mapping of keyword arguments, or one input.
         where: The rank, step and micro-batch, for messages.
@@ -72,9 +105,27 @@ def forward(
         LossError: The loss function raised an exception, or no loss was returned.
     """
     if loss is None:
-        return extract_loss(call_model(model, data, where), where), {}
+        return compute_results(loss, metrics, call_model(model, data, where), data, where)
     inputs, targets = split_targets(data, where)
     return compute_loss(loss, metrics, call_model(model, inputs, where), targets, where)
+
+
+def find_inputs(loss: Callable[..., Any] | None, data: Any, where: str) -> Any:
+    """Return the inputs of the model in a micro-batch: all of it if the model returns its loss."""
+    return data if loss is None else split_targets(data, where)[0]
+
+
+def compute_results(
+    loss: Callable[..., Any] | None,
+    metrics: Mapping[str, Metric],
+    outputs: Any,
+    data: Any,
+    where: str,
+) -> tuple[Any, dict[str, Any]]:
+    """Return the loss and the metrics from the outputs and the data of a micro-batch."""
+    if loss is None:
+        return extract_loss(outputs, where), compute_metrics(metrics, outputs, data, where)
+    return compute_loss(loss, metrics, outputs, split_targets(data, where)[1], where)
 
 
 def split_targets(data: Any, where: str) -> tuple[list[Any], Any]:
@@ -117,8 +168,13 @@ def compute_loss(
         if value is not None:
             returned = f"{_describe_output(value)}: {advice}"
         raise LossError(f"{where}: the loss {loss_name(loss)} returned {returned}")
-    if not metrics:
-        return value, {}
+    return value, compute_metrics(metrics, outputs, targets, where) if metrics else {}
+
+
+def compute_metrics(
+    metrics: Mapping[str, Metric], outputs: Any, targets: Any, where: str
+) -> dict[str, Any]:
+    """Return the metrics of a micro-batch by name."""
     with torch.no_grad():
         values = {name: metric(outputs, targets) for name, metric in metrics.items()}
     for name, number in values.items():
@@ -127,7 +183,7 @@ def compute_loss(
                 f"{where}: the metric {name} has shape {tuple(number.shape)}; it must be one "
                 "number, a mean over the samples"
             )
-    return value, values
+    return values
 
 
 def call_model(model: nn.Module, data: Any, where: str) -> Any:
@@ -167,6 +223,12 @@ def extract_loss(output: Any, where: str) -> Any:
             f"loss, not {_describe_output(output)}"
         )
     return loss
+
+
+def has_loss(output: Any, where: str) -> bool:
+    """Return whether the output of a model has a loss, and not only predictions."""
+    loss = _find_loss(output, where)
+    return isinstance(loss, torch.Tensor) and (loss is not output or loss.numel() == 1)
 
 
 def _find_loss(value: Any, where: str) -> Any:

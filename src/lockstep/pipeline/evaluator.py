@@ -6,7 +6,7 @@ rank 1   stage 1      F0 F1 F2 F3 | F0 ...      computes loss and metrics of eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -18,14 +18,7 @@ from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import LostError, StoppedError
 from lockstep.kernel.seeds import isolated
 from lockstep.model.collective_calls import CollectiveCallGuard
-from lockstep.model.evaluation import (
-    Evaluation,
-    MicrobatchScores,
-    combine_scores,
-    evaluation_mode,
-    score_microbatch,
-)
-from lockstep.model.forward import Metric, compute_loss, extract_loss, split_targets
+from lockstep.model.evaluation import EvaluationTask, evaluation_mode
 from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
 from lockstep.pipeline.boundary import unflatten
 from lockstep.pipeline.composition import Composition
@@ -51,21 +44,20 @@ class PipelineEvaluator:
         model: nn.Module,
         placement: Placement,
         pipeline: Pipeline,
-        metrics: Mapping[str, Metric],
+        task: EvaluationTask,
         seed: int,
         composition: Composition | None,
     ) -> None:
         self._composition = composition
-        self._model, self._pipeline, self._metrics = model, pipeline, metrics
+        self._model, self._pipeline, self._task = model, pipeline, task
         self._parallel = pipeline.parallel
         self._blocks = {s: placement.partition.select_blocks(model, s) for s in pipeline.stages}
         self._scopes = {s: placement.make_scopes(model, s, seed) for s in pipeline.stages}
         self._buffers = {s: Buffers(self._get_modules(s)) for s in pipeline.stages}
-        self._rows: list[MicrobatchScores] = []
         self._sent: list[tuple[str, SentTensors]] = []
         self._where = f"rank {self._parallel.rank}, an evaluation"
 
-    def run(self, batches: Iterable[Batch]) -> Evaluation:
+    def run(self, batches: Iterable[Batch]) -> Any:
         """Evaluate all batches, and combine the results of all ranks."""
         failed: Exception | None = None
         failure = ""
@@ -80,7 +72,7 @@ class PipelineEvaluator:
             with suppress(RuntimeError):
                 self._pipeline.fail(failure, EVALUATION)
         try:
-            return combine_scores(self._rows, self._parallel, failure)
+            return self._task.combine(failure)
         except StoppedError:
             self._pipeline.connect()
             if failed is not None and not isinstance(failed, StoppedError):
@@ -140,22 +132,15 @@ class PipelineEvaluator:
             rng_state = RngState(scopes.last_call, others)
             if links.outputs is None:
                 scopes.begin_loss()
-                compute = partial(self._compute_loss, microbatch=microbatch, where=where)
-                loss, metrics = inspector.compute_loss(compute, value, where, others)
+                data = parallel.move_to_device(microbatch.data)
+                compute = partial(self._task.compute, data=data, where=where)
+                result = inspector.compute_loss(compute, value, where, others)
                 given.received.check(where)
             else:
                 structure, tensors = inspector.flatten_output(value, blocks, given.received, where)
         scopes.pause()
         if links.outputs is None:
-            self._rows.append(score_microbatch(parallel, microbatch, loss, metrics, where))
+            self._task.add(number, microbatch, data, result, where)
         else:
             links.outputs.send(structure, tensors, EVALUATION + number, index, rng_state)
             self._sent.append((where, SentTensors(tensors)))
-
-    def _compute_loss(
-        self, outputs: Any, microbatch: Microbatch, where: str
-    ) -> tuple[Any, dict[str, Any]]:
-        if self._parallel.loss is None:
-            return extract_loss(outputs, where), {}
-        targets = split_targets(self._parallel.move_to_device(microbatch.data), where)[1]
-        return compute_loss(self._parallel.loss, self._metrics, outputs, targets, where)

@@ -19,7 +19,7 @@ from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.step_context import StepContext
 from lockstep.model.deferred_init import named_tensors, release
-from lockstep.model.evaluation import Evaluation
+from lockstep.model.evaluation import EvaluationTask
 from lockstep.model.forward import Metric
 from lockstep.model.state_mutation_check import StateMutationCheck
 from lockstep.model.static_shapes import static_shapes
@@ -129,8 +129,10 @@ class PipelineExecutor:
         """Replace the links between stages: messages of the failed step may be in transit."""
         self._linked().connect()
 
-    def evaluate(self, model: nn.Module | None, batches: Iterable[Batch]) -> Evaluation:
-        """Return the evaluation of the model, or of one of its copies."""
+    def evaluate(
+        self, model: nn.Module | None, batches: Iterable[Batch], task: EvaluationTask
+    ) -> Any:
+        """Evaluate the model, or one of its copies."""
         remaining = iter(batches)
         first = next(remaining)
         self.prepare(first)
@@ -140,7 +142,7 @@ class PipelineExecutor:
         if composition is not None and evaluated is not self._module:
             composition = composition.apply_to(evaluated)
         evaluator = PipelineEvaluator(
-            evaluated, self.placement, self._linked(), self._metrics, self._seed, composition
+            evaluated, self.placement, self._linked(), task, self._seed, composition
         )
         return evaluator.run(chain([first], remaining))
 

@@ -18,7 +18,7 @@ from lockstep.data.microbatch import Microbatch
 from lockstep.kernel.errors import LayoutError, LostError, StoppedError
 from lockstep.kernel.seeds import isolated
 from lockstep.kernel.step_context import ComputedMicrobatch, StepContext, StepFailure
-from lockstep.model.forward import Metric, compute_loss, extract_loss, split_targets
+from lockstep.model.forward import Metric, compute_results
 from lockstep.model.loss_root import record_loss, scale_loss
 from lockstep.model.loss_shares import start_batch
 from lockstep.pipeline.aliasing import ReceivedTensors
@@ -191,15 +191,11 @@ class ScheduleExecutor:
         """Return the function that computes and records the scaled loss of the model's outputs."""
 
         def scaled(outputs: Any) -> torch.Tensor:
-            metrics: dict[str, Any] = {}
-            if self._parallel.loss is None:
-                loss = extract_loss(outputs, where)
-            else:
-                data = self._parallel.move_to_device(microbatch.data)
-                function = self.step.find_loss(microbatch, data)
-                assert function is not None
-                targets = split_targets(data, where)[1]
-                loss, metrics = compute_loss(function, self._metrics, outputs, targets, where)
+            data = microbatch.data
+            if self._parallel.loss is not None or self._metrics:
+                data = self._parallel.move_to_device(data)
+            function = self.step.find_loss(microbatch, data)
+            loss, metrics = compute_results(function, self._metrics, outputs, data, where)
             record_loss(self.step, loss, where)
             share = self.step.shares[microbatch.index]
             computed = ComputedMicrobatch(microbatch, share, [loss.detach()], metrics)

@@ -26,6 +26,8 @@ CALLS = {
     f"DataLoader: write `{LOOP}`",
     "evaluate": "trainer.evaluate takes a dataset and the batch size over all ranks, or a "
     "DataLoader: write `trainer.evaluate(dataset, batch_size)`",
+    "predict": "trainer.predict takes a dataset and the batch size over all ranks, or a "
+    "DataLoader: write `trainer.predict(dataset, batch_size)`",
 }
 """The messages for wrong arguments, by method."""
 
@@ -35,7 +37,6 @@ INSTEAD = {
     "eval": "write `trainer.evaluate(dataset, batch_size)`; the model is in evaluation mode there",
     "validate": "write `trainer.evaluate(dataset, batch_size)`",
     "test": "write `trainer.evaluate(dataset, batch_size)`",
-    "predict": "call `trainer.model`",
     "forward": "call `trainer.model`",
     "parameters": "write `trainer.model.parameters()`",
     "backward": f"`trainer.step(batch)` runs it; for a loop of your own write `{MANUAL_STEP}` and "
@@ -46,7 +47,8 @@ INSTEAD = {
     "the trainer is made",
     "average": "write `trainer.ema_model`",
     "ema": "write `trainer.ema_model`",
-    "last": "write `trainer.last_result`",
+    "last": "write `trainer.last_result`; `trainer.step(batch)` returns the loss, and after `with "
+    "trainer.manual_step() as step:` read `step.result.loss`",
     "lr": "write `trainer.optimizer.param_groups[0]['lr']`",
 }
 """The correct call, by the name of a method or attribute in other libraries."""

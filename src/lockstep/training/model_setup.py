@@ -28,7 +28,7 @@ from lockstep.model.blocks import find_block_names
 from lockstep.model.compilation import check_compilation, describe_compilation
 from lockstep.model.deferred_init import BlockLike, build, build_sequence, move_to_device
 from lockstep.model.description import describe_module
-from lockstep.model.forward import Metric
+from lockstep.model.forward import DatasetMetric, Metric
 from lockstep.model.held_parameters import HeldParameters
 from lockstep.model.memory_overlap import (
     allocate_repeated,
@@ -122,7 +122,11 @@ def set_up_model(
     hyperparameters = HyperparameterCheck(
         modules, foreign, optimization.optimizer, parallel.group, is_elastic=is_elastic
     )
-    metrics = dict(arguments.metrics or {})
+    metrics = {
+        name: metric
+        for name, metric in (arguments.metrics or {}).items()
+        if not isinstance(metric, DatasetMetric)
+    }
     executor, state_check = _build_executor(
         parallel,
         called,

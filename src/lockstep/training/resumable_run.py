@@ -278,6 +278,16 @@ class ResumableRun:
         samples = batches.state_dict()["samples"]
         return self.call("evaluation", call, ask=True, samples=samples, ema=ema)
 
+    def begin_prediction(self, batches: Batches) -> None:
+        """Begin a prediction; UsageError if the script is not where the weights belong."""
+        self.begin()
+        if self._position.is_replaying:
+            raise UsageError(
+                "trainer.predict() before the place where the run was interrupted: the weights of "
+                "that time are not kept; write `if not trainer.is_replaying:` before the call"
+            )
+        self.use_sampler(batches)
+
     def use_sampler(self, batches: Batches) -> None:
         """Restore the state of the batches' sampler if this is its first use."""
         if self.safe_points.is_logged or self._position.resumed_from is not None:

@@ -29,13 +29,10 @@ from lockstep.comm.clock_offset import clock_offset
 from lockstep.comm.collectives import broadcast_bytes
 from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Batches, GatherFn
-from lockstep.data.samplers import keep_sampler
 from lockstep.elastic.membership import Membership, exchange, membership, run_transaction
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.loss_weights import WeightFunction
-from lockstep.kernel.rank_status import StatusSummary
 from lockstep.kernel.step import OptimizerStep
-from lockstep.kernel.step_context import StepLabel
 from lockstep.kernel.step_hooks import StepHook, StepResult
 from lockstep.launcher.world import world
 from lockstep.messages import log
@@ -52,6 +49,7 @@ from lockstep.record.progress import ScriptProgress
 from lockstep.training.attempts import begin_attempts
 from lockstep.training.call_hints import explain_calls
 from lockstep.training.epoch import Epoch
+from lockstep.training.evaluation_operation import EvaluationOperation
 from lockstep.training.fingerprint_recorder import FingerprintRecorder, read_selection
 from lockstep.training.history import Callback, History, describe_run
 from lockstep.training.manual_step import ManualStep
@@ -119,7 +117,8 @@ class Trainer:
             `CrossEntropyLoss` and `NLLLoss` with class weights or a non-default `ignore_index`
             the sum of the weights of the targets.
         metrics: Functions of (outputs, targets) by name, each returning a mean over the samples
-            as a number or a tensor with one element. Not with `loss=None`.
+            as a number or a tensor with one element; with `loss=None`, of the model's outputs and
+            the micro-batch. For other metrics, such as F1 or AUC, a `DatasetMetric`.
         max_grad_norm: The largest 2-norm of the whole gradient. None: gradients are not clipped.
         ema_decay: The decay, in [0, 1), of an exponential moving average of the weights, which
             is available as `ema_model`. None: no average.
@@ -261,7 +260,9 @@ class Trainer:
             self.parallel,
             self._executor,
             self._optimization,
-            self._exchange_statuses,
+            lambda summary, hooks, label, gradients: exchange_statuses(
+                summary, hooks, label, self.parallel.messages, gradients
+            ),
             [*hooks, CollectiveCallCheck(self._executor.position)],
             max_grad_norm,
             is_repeatable=is_sharded or member is not None,
@@ -278,6 +279,15 @@ class Trainer:
             self._record,
             self.history,
             member,
+        )
+        self._evaluations = EvaluationOperation(
+            self._executor,
+            self.parallel,
+            self._state,
+            self._hyperparameters,
+            self._run,
+            self.history,
+            self.metrics,
         )
         self._rounds: RoundEntry | None = None
         if member is not None and session is None:
@@ -324,15 +334,6 @@ class Trainer:
         if member is not None:
             hooks.append(JoinRequests(member, self._run.safe_points))
         return [*hooks, self.history]
-
-    def _exchange_statuses(
-        self,
-        summary: StatusSummary,
-        hooks: Mapping[str, StepHook],
-        label: StepLabel,
-        gradients: bytes,
-    ) -> tuple[StatusSummary, Sequence[bytes]]:
-        return exchange_statuses(summary, hooks, label, self.parallel.messages, gradients)
 
     def _find_observer(
         self,
@@ -476,7 +477,8 @@ class Trainer:
     ) -> Evaluation:
         """Return the mean loss and metrics over a dataset, each sample counted once.
 
-        Changes of buffers during the evaluation are discarded.
+        Changes of buffers during the evaluation are discarded. With `loss=None` and metrics, the
+        model may return predictions without a loss in evaluation mode; the loss is then NaN.
 
         Args:
             dataset: As for `batches`.
@@ -487,28 +489,42 @@ class Trainer:
         Raises:
             UsageError: `ema` without `ema_decay`, or an invalid option.
         """
-        self._steps.require_closed("evaluate()")
-        copy = self._state.select_module() if ema else None
-        options = {"seed": self.seed, **options}
-        options = {"shuffle": False} | resolve_data(dataset, batch_size, options)
-        agree = self._make_agree(lambda: "an evaluation")
-
-        def make_batches() -> Batches:
-            return Batches(**options, **self.parallel.loader_options(), agree=agree)
-
-        def prepare() -> Evaluation:
-            with self._hyperparameters.evaluation():
-                return self._executor.evaluate(copy, make_batches())
-
-        def commit(evaluation: Evaluation) -> dict[str, Any]:
-            self.history.add_evaluation(evaluation)
-            return vars(evaluation)
-
-        def evaluate() -> dict[str, Any]:
-            return run_transaction(prepare, commit, keep_sampler(options.get("sampler")))
-
+        given = self._select_data("evaluate()", dataset, batch_size, options)
         with stopping(self.finish, self._run.safe_points.abandon):
-            return Evaluation(**self._run.evaluate(make_batches(), evaluate, ema=ema))
+            return self._evaluations.evaluate(given, ema=ema)
+
+    def predict(
+        self, dataset: Any, batch_size: int | None = None, *, ema: bool = False, **options: Any
+    ) -> Any:
+        """Return the model's outputs in evaluation mode for all samples, in the dataset's order.
+
+        Every rank gets all outputs, as tensors on the CPU. They have the form that the model
+        returns, and are joined along dimension 0; a list of mappings has one mapping per sample.
+        With a loss function, the last entry of a sample with several is its targets, which the
+        model does not get.
+
+        Args:
+            dataset: As for `batches`.
+            batch_size: As for `batches`. It affects the bits of models that compare samples.
+            ema: Whether to use the averaged weights.
+            **options: As for `batches`, but `shuffle` is False by default.
+
+        Raises:
+            UsageError: The outputs cannot be joined; or a resumed script has not yet reached the
+                place where the run was interrupted, so that the weights are not those of the call.
+        """
+        given = self._select_data("predict()", dataset, batch_size, options)
+        with stopping(self.finish, self._run.safe_points.abandon):
+            return self._evaluations.predict(given, ema=ema)
+
+    def _select_data(
+        self, call: str, dataset: Any, batch_size: int | None, options: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the options of the batches of an evaluation, and check that no step is open."""
+        self._steps.require_closed(call)
+        return {"shuffle": False} | resolve_data(
+            dataset, batch_size, {"seed": self.seed, **options}
+        )
 
     def finish(self, state: str = "done", message: str | None = None) -> None:
         """End the run: save the last checkpoint, and write the last line of the record.

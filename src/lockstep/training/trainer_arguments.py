@@ -107,12 +107,6 @@ class TrainerArguments:
 
     def check(self) -> None:
         """Raise UsageError or LayoutError for options that cannot work."""
-        if self.loss is None and self.metrics:
-            raise UsageError(
-                f"metrics={[*self.metrics]}: metrics are functions of (outputs, targets), which a "
-                "model that returns its loss (loss=None) does not separate; compute them in your "
-                "own loop and pass them to step.backward(loss, metrics={...})"
-            )
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise UsageError(f"max_grad_norm={self.max_grad_norm}: expected a positive number")
         if self.storage not in get_args(Storage):

@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.kernel.batch import Batch
 from lockstep.kernel.parts import Executor
-from lockstep.model.evaluation import Evaluation
+from lockstep.model.evaluation import EvaluationTask
 from lockstep.pipeline.partition import Placement
 
 __all__ = ["TrainerExecutor"]
@@ -29,5 +29,7 @@ class TrainerExecutor(Executor, Protocol):
     def prepare(self, batch: Any) -> Any:
         """Prepare for the first step; return the part of the batch that this rank needs."""
 
-    def evaluate(self, model: nn.Module | None, batches: Iterable[Batch]) -> Evaluation:
-        """Return the evaluation of the model, or of a copy of it with other weights."""
+    def evaluate(
+        self, model: nn.Module | None, batches: Iterable[Batch], task: EvaluationTask
+    ) -> Any:
+        """Evaluate the model, or a copy of it with other weights; return the task's result."""

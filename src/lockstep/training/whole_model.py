@@ -16,7 +16,7 @@ from lockstep.kernel.step_context import NOTHING, StepContext
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.autograd_engine import run_backward
 from lockstep.model.device_errors import explain_device_error
-from lockstep.model.evaluation import Evaluation, evaluate
+from lockstep.model.evaluation import EvaluationTask, evaluate
 from lockstep.model.forward import Metric, forward
 from lockstep.model.loss_root import LossRoot
 from lockstep.model.native_seeder import make_rng_scopes
@@ -162,7 +162,9 @@ class WholeModelExecutor:
     def reset(self) -> None:
         """Do nothing: no messages are left after a failed step."""
 
-    def evaluate(self, model: nn.Module | None, batches: Iterable[Batch]) -> Evaluation:
-        """Return the evaluation of the model, or of a copy of it with other weights."""
+    def evaluate(
+        self, model: nn.Module | None, batches: Iterable[Batch], task: EvaluationTask
+    ) -> Any:
+        """Evaluate the model, or a copy of it with other weights."""
         called = self._called if model is None else model
-        return evaluate(called, batches, self._parallel, self._metrics, self._seed, self._blocks)
+        return evaluate(called, batches, self._parallel, task, self._seed, self._blocks)

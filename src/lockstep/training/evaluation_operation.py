@@ -1,0 +1,110 @@
+"""The evaluations and predictions of a trainer as operations of every rank.
+
+prepare    every rank computes its micro-batches; repeated if a rank of an elastic run is lost
+commit     the history gets the evaluation; a resumed script gets the recorded one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lockstep.data.loader import Batches
+from lockstep.data.samplers import keep_sampler
+from lockstep.elastic.membership import exchange, run_transaction
+from lockstep.model.evaluation import Evaluation, EvaluationTask, Scoring
+from lockstep.model.forward import Metric
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.predictions import Predictions
+from lockstep.training.history import History
+from lockstep.training.hyperparameter_check import HyperparameterCheck
+from lockstep.training.resumable_run import ResumableRun
+from lockstep.training.state import TrainingState
+from lockstep.training.trainer_executor import TrainerExecutor
+
+__all__ = ["EvaluationOperation"]
+
+
+class EvaluationOperation:
+    """The evaluations and predictions of one trainer.
+
+    Args:
+        executor: The executor of the micro-batches.
+        parallel: The layout and the loss.
+        state: The state, with the averaged weights.
+        settings: The settings, which evaluation mode changes.
+        run: The run, which answers a resumed script.
+        history: The history, which gets evaluations and warnings.
+        metrics: The metrics by name.
+    """
+
+    def __init__(
+        self,
+        executor: TrainerExecutor,
+        parallel: ParallelContext,
+        state: TrainingState,
+        settings: HyperparameterCheck,
+        run: ResumableRun,
+        history: History,
+        metrics: Mapping[str, Metric],
+    ) -> None:
+        self._executor, self._parallel, self._state = executor, parallel, state
+        self._settings, self._run, self._history = settings, run, history
+        self._metrics = metrics
+
+    def evaluate(self, options: Mapping[str, Any], *, ema: bool) -> Evaluation:
+        """Return the mean loss and the metrics over a dataset.
+
+        Args:
+            options: The options of `Batches`.
+            ema: Whether to evaluate the averaged weights.
+        """
+
+        def begin() -> Scoring:
+            return Scoring(self._parallel, self._metrics, ema)
+
+        def commit(task: Scoring, evaluation: Evaluation) -> dict[str, Any]:
+            for warning in task.warnings:
+                self._history.warn(self._parallel.rank, warning, show=True)
+            self._history.add_evaluation(evaluation)
+            return vars(evaluation)
+
+        def call() -> dict[str, Any]:
+            recorded: dict[str, Any] = self._perform(options, ema, begin, commit)
+            return recorded
+
+        batches = self._make_batches(options, "an evaluation")
+        return Evaluation(**self._run.evaluate(batches, call, ema=ema))
+
+    def predict(self, options: Mapping[str, Any], *, ema: bool) -> Any:
+        """Return the outputs for a dataset; the arguments are those of `evaluate`."""
+        self._run.begin_prediction(self._make_batches(options, "a prediction"))
+        return self._perform(
+            options, ema, lambda: Predictions(self._parallel), lambda task, outputs: outputs
+        )
+
+    def _make_batches(self, options: Mapping[str, Any], about: str) -> Batches:
+        def agree(message: bytes, doing: str) -> list[bytes]:
+            return exchange(lambda: message, f"{doing} {about}", self._parallel.group)
+
+        return Batches(**options, **self._parallel.loader_options(), agree=agree)
+
+    def _perform(
+        self,
+        options: Mapping[str, Any],
+        ema: bool,
+        begin: Callable[[], Any],
+        commit: Callable[[Any, Any], Any],
+    ) -> Any:
+        """Compute a task on every rank, and again if a rank is lost; then commit its result."""
+        copy = self._state.select_module() if ema else None
+
+        def prepare() -> tuple[EvaluationTask, Any]:
+            task: EvaluationTask = begin()
+            batches = self._make_batches(options, task.about)
+            with self._settings.evaluation():
+                return task, self._executor.evaluate(copy, task.prepare(batches), task)
+
+        return run_transaction(
+            prepare, lambda done: commit(*done), keep_sampler(options.get("sampler"))
+        )

@@ -1,0 +1,193 @@
+"""Evaluations and predictions: metrics of whole datasets, outputs in the dataset's order."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import lockstep as ls
+from lockstep.kernel.errors import LossError, UsageError
+from outcomes import Trainings
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+PAIR = {"pipeline": ls.PipelineConfig(stages=2)}
+
+
+def rows(samples=45):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(samples, 6, generator=generator)
+    return TensorDataset(inputs, (inputs.sum(1) > 0).long())
+
+
+def network():
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.ReLU(), nn.Linear(8, 2))
+
+
+def auc(outputs, targets):
+    scores = outputs[:, 1] - outputs[:, 0]
+    above = scores[targets == 1][:, None] > scores[targets == 0][None]
+    return above.double().mean()
+
+
+def build(model=None, loss=nn.functional.cross_entropy, **options):
+    metrics = {"auc": ls.DatasetMetric(auc), "accuracy": ls.accuracy}
+    options = {"metrics": metrics, "loggers": [], **options}
+    return ls.Trainer(model or network(), loss, SGD, **options)
+
+
+# --- one outcome for every number of ranks ----------------------------------------------------
+
+training = Trainings()
+outcomes = training.make_fixture(1, 2, 3)
+
+
+@training
+def metrics_of_the_whole_set():
+    trainer = build()
+    for batch in trainer.batches(rows(), 16):
+        trainer.step(batch)
+    assert set(trainer.last_result.metrics) == {"accuracy"}
+    evaluation = trainer.evaluate(rows(), 16)
+    outputs = trainer.predict(rows(), 16)
+    inputs, targets = rows().tensors
+    with torch.no_grad():
+        trainer.model.eval()
+        assert torch.allclose(outputs, trainer.model(inputs), atol=1e-6)
+    assert evaluation.metrics["auc"] == auc(outputs, targets).item()
+    assert evaluation.metrics["accuracy"] == ls.accuracy(outputs, targets).item()
+    same = trainer.predict(TensorDataset(inputs), 16), trainer.predict(list(inputs), 16)
+    assert all(torch.equal(outputs, other) for other in same)
+    return evaluation, ls.digest({"outputs": outputs})
+
+
+class Detector(nn.Module):
+    """Returns a loss in training and one mapping per sample in evaluation, as torchvision does."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = network()
+
+    def forward(self, inputs, targets=None):
+        scores = self.network(inputs)
+        if self.training:
+            return {"loss": nn.functional.cross_entropy(scores, targets), "scores": scores}
+        return [{"score": row, "boxes": row.expand(int(row[0] > 0) + 1, 2)} for row in scores]
+
+
+def count_boxes(outputs, targets):
+    assert len(outputs) == len(targets)
+    return sum(len(each["boxes"]) for each in outputs) / len(outputs)
+
+
+@training
+def a_detector():
+    """Metrics get the outputs and the micro-batch; steps and evaluations get different outputs."""
+
+    def score(outputs, batch):
+        if isinstance(outputs, dict):
+            return ls.accuracy(outputs["scores"], batch[1])
+        return ls.accuracy(torch.stack([each["score"] for each in outputs]), batch[1])
+
+    def select(outputs, batch):
+        return outputs, batch[1]
+
+    metrics = {"score": score, "boxes": ls.DatasetMetric(count_boxes, select)}
+    trainer = build(Detector(), None, metrics=metrics)
+    for batch in trainer.batches(rows(), 16):
+        trainer.step(batch)
+    evaluation = trainer.evaluate(rows(), 16)
+    assert math.isnan(evaluation.loss)
+    outputs = trainer.predict(TensorDataset(rows().tensors[0]), 16)
+    assert len(outputs) == 45
+    boxes = sum(len(each["boxes"]) for each in outputs)
+    assert evaluation.metrics["boxes"] == boxes / 45
+    digest = ls.digest({str(number): each["score"] for number, each in enumerate(outputs)})
+    return trainer.last_result.metrics, evaluation.metrics, digest
+
+
+test_outcomes = training.make_test()
+
+
+def in_stages():
+    """Outputs are those of the last stage; the loss is that of the model or of a function."""
+    found = []
+    for loss in (nn.functional.cross_entropy, None):
+        model = network() if loss else nn.Sequential(*network(), WithLoss())
+        layout = PAIR if ls.world_size() > 1 else {"pipeline": ls.PipelineConfig()}
+        of_set, of_part = (auc, ls.accuracy) if loss else (count, mean)
+        metrics = {"all": ls.DatasetMetric(of_set), "one": of_part}
+        trainer = build(model, loss, metrics=metrics, **layout)
+        data = rows() if loss else TensorDataset(rows().tensors[0])
+        for batch in trainer.batches(data, 16):
+            trainer.step(batch)
+        outputs = trainer.predict(data, 16)
+        found.append((trainer.last_result.metrics, trainer.evaluate(data, 16), str(outputs)))
+    return found
+
+
+class WithLoss(nn.Module):
+    def forward(self, outputs):
+        return {"loss": outputs.square().mean(), "outputs": outputs}
+
+
+def count(outputs, batch):
+    assert outputs["outputs"].shape == (45, 2)
+    assert outputs["loss"].dim() == 1  # a number per micro-batch
+    return len(batch[0])
+
+
+def mean(outputs, batch):
+    assert len(outputs["outputs"]) == len(batch[0])
+    return outputs["outputs"].double().mean()
+
+
+def test_stages_have_the_same_metrics_and_outputs(ranks):
+    (alone,) = ranks(in_stages, 1)
+    assert ranks(in_stages, 2) == [alone, alone]
+    assert alone[1][1].metrics["all"] == 45
+
+
+# --- what goes wrong --------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_metric_that_is_no_mean_over_samples_is_named():
+    """It gave NaN, or a mean of AUCs of a few samples, without a word."""
+    trainer = build(metrics={"auc": auc, "accuracy": ls.accuracy})
+    with pytest.warns(UserWarning, match=r"the metric auc is not a mean .* ls\.DatasetMetric"):
+        trainer.evaluate(rows(), 32)
+    trainer.evaluate(rows(), 32)  # warns once; a warning here would be an error
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_model_without_a_loss_in_evaluation_needs_metrics():
+    with pytest.raises(LossError, match="so the model must return its loss"):
+        build(Detector(), None, metrics={}).evaluate(rows(), 16)
+
+
+class Uneven(nn.Module):
+    def forward(self, inputs):
+        return inputs[:, : int(inputs[0, 0] > 0) + 1]
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_outputs_that_cannot_be_joined_are_refused():
+    trainer = build(nn.Sequential(nn.Linear(6, 2), Uneven()), metrics={})
+    with pytest.raises(UsageError, match=r"cannot be joined .*: let the model return tensors"):
+        trainer.predict(rows(), 16)
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_metric_of_torchmetrics_is_reset():
+    """It keeps what it was given, and a later evaluation would count it again."""
+    torchmetrics = pytest.importorskip("torchmetrics.classification")
+    f1 = torchmetrics.MulticlassF1Score(2)
+    trainer = build(metrics={"f1": ls.DatasetMetric(f1)})
+    outputs, targets = trainer.predict(rows(), 16), rows().tensors[1]
+    expected = torchmetrics.MulticlassF1Score(2)(outputs, targets).item()
+    assert trainer.evaluate(rows(), 16).metrics == {"f1": expected}
+    assert not f1.update_called
