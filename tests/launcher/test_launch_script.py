@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import re
 import shlex
 import signal
@@ -11,6 +12,8 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -412,10 +415,14 @@ if os.environ["RANK"] == "1":
 
 
 def test_a_rank_that_returned_while_a_stock_script_waits_is_named(run, capfdbinary):
+    os.mkfifo("end")
     source = """
 import os, datetime, torch.distributed as dist
 if os.environ["RANK"] == "0":
+    open("end").read()  # until rank 1 has exited
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+else:
+    held = os.open("end", os.O_WRONLY)
 """
     flags = "-n 2 --hang-timeout 1 --on-hang end"
     said, _ = failure(run, capfdbinary, source, flags=flags)
@@ -432,7 +439,7 @@ while world.rank == 1: open("spins", "w").close()
 while not os.path.exists("spins"): pass
 dist.all_reduce(torch.ones(1))
 """
-    flags = "-n 2 --hang-timeout 0.5 --on-hang end"
+    flags = "-n 2 --hang-timeout 2 --on-hang end"  # more than two ranks take to connect
     said, shown = failure(run, capfdbinary, source, flags=flags)
     assert re.match(r"rank 1 \(process \d+\) is at train.py:6, while rank 0 has waited ", said)
     assert "; its log: runs/" in said
@@ -782,6 +789,61 @@ def test_a_run_is_continued_with_another_command(lockstep_run):
     assert description(name)["target"] == "other.py"
     Path("empty").mkdir()  # any folder will do
     assert lockstep_run("--resume", "empty", "other.py")[1] == ["empty", "1", "1"]
+
+
+SHOWN = """
+import os
+from lockstep.record.progress import Progress
+if os.environ["RANK"] == "0":
+    now = 0.0
+    progress = Progress(epochs=2, steps=3, title="[mine]", clock=lambda: now)
+    for epoch in range(2):
+        for step in range(3):
+            now += 1.0
+            progress.step(epoch=epoch, loss=0.5, samples=8, metrics={"accuracy": 0.5})
+            print("printed", epoch, step, flush=True)
+        progress.epoch(epoch=epoch, loss=0.5)
+"""
+
+
+def test_the_progress_of_rank_0_is_drawn_below_the_output_on_a_terminal(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TERM", "xterm")
+    Path("train.py").write_text(SHOWN)
+    ours, theirs = pty.openpty()
+    seen, lines = [], ["[0] epoch 1/2  loss 0.5000", "[0] epoch 2/2  loss 0.5000"]
+    with (
+        open(theirs, "w", encoding="utf-8") as terminal,
+        closing(os.fdopen(ours, "rb", 0)) as screen,
+    ):
+        reader = threading.Thread(target=lambda: seen.extend(iter(lambda: read_pty(screen), b"")))
+        reader.start()
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, terminal)
+        launch_script(parse(["-n", "2", "train.py"]))
+        assert sys.stdout is sys.stderr is terminal
+        monkeypatch.undo()
+        terminal.close()
+        reader.join()
+    text = b"".join(seen).decode().replace("\r", "")
+    printed = [f"[0] printed {epoch} {step}" for epoch in range(2) for step in range(3)]
+    shown = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text).split("\n")
+    assert [line for line in shown if line in printed] == printed
+    assert [line for line in shown if line in lines] == lines
+    assert "[mine]" in shown
+    assert any(re.match(r"epoch 2/2  ━+─*  \d/3", line) for line in shown)
+    assert "━" not in text[text.rindex("\x1b[J") :]  # it is erased at the end
+    (log,) = tmp_path.glob("runs/*/rank-0.log")
+    assert "mine" in log.read_text()  # the title, as in any log
+    assert "━" not in log.read_text()
+
+
+def read_pty(screen) -> bytes:
+    """Read what was written to a terminal; nothing if it is closed."""
+    try:
+        return screen.read(1 << 16)
+    except OSError:
+        return b""
 
 
 @pytest.mark.parametrize(

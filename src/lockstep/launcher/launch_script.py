@@ -16,7 +16,7 @@ import secrets
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -181,8 +181,9 @@ def _launch(
     start: Callable[[LaunchConfig, RunFolder], RankSupervisor],
     exits: bool,
 ) -> int:
-    with reports_on_request(), _interruptible() as requests:
+    with reports_on_request(), _interruptible() as requests, _live_region() as draw:
         ranks = start(config, folder)
+        ranks.show_progress = draw
         try:
             error = ranks.wait(
                 grace=config.grace, is_stop_requested=lambda: signal.SIGTERM in requests
@@ -438,6 +439,18 @@ def _interruptible() -> Iterator[list[int]]:
         finally:
             if requests:
                 restored.update(dict.fromkeys(restored, signal.SIG_IGN))
+
+
+@contextlib.contextmanager
+def _live_region() -> Iterator[Callable[[Sequence[str]], None]]:
+    """Yield what draws a rank's progress below the output, if standard error is a terminal."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda lines: None
+        return
+    from lockstep.launcher.live_region import LiveRegion  # imports rich, which takes 0.1 s
+
+    with contextlib.closing(LiveRegion(sys.stderr)) as region:
+        yield region.draw
 
 
 def _show_failure(ranks: RankSupervisor, error: RankError) -> RankError:

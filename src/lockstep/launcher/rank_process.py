@@ -233,6 +233,12 @@ def report_to_launcher(message: Message, descriptors: Sequence[int] = ()) -> Non
             _report.send(message, descriptors)
 
 
+def send_progress(lines: Sequence[str]) -> None:
+    """Send the lines of a live region to the launcher, unless it has not read the earlier ones."""
+    if _report is not None and select.select([], [_report], [], 0)[1]:
+        report_to_launcher({"kind": "progress", "lines": list(lines)})
+
+
 def receive_from_launcher(timeout: float | None) -> tuple[Message, list[int]] | None:
     """Wait for a message of the launcher to this rank, and the descriptors that come with it.
 

@@ -54,6 +54,7 @@ class RankProcesses:
         stores: The stores of the ranks.
         readers: What is called for descriptors that become readable.
         on_report: Called with every message of a rank; returns whether it has handled the message.
+        show_progress: Called with the lines of a rank's live region, which have rich's markup.
         has_fork_server: Whether the fork server runs; if it ends, all ranks are killed.
     """
 
@@ -68,6 +69,7 @@ class RankProcesses:
         )
         self.stores = RankStores(channel)
         self.on_report: Callable[[int, Message], bool] = lambda rank, message: False
+        self.show_progress: Callable[[Sequence[str]], None] = lambda lines: None
         self.has_fork_server = True
         self._started: set[int] = set()
         self._channel: Channel | None = channel
@@ -275,6 +277,9 @@ class RankProcesses:
 
     def take_report(self, rank: int, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Process a message that a rank has sent."""
+        if message["kind"] == "progress":
+            self.show_progress(message["lines"])
+            return
         if self.on_report(rank, message):
             return
         outcome = self.outcomes[rank]

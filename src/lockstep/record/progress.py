@@ -2,15 +2,16 @@
 
     on a terminal    a live region, redrawn at most five times per second
     elsewhere        one line per epoch, and one every ten seconds within a long epoch
-    quiet            nothing
+
+The output of a rank of `lockstep run`, or of a driver's worker, goes to a pipe. Such a rank prints
+the lines, and sends the content of the region to its launcher, which draws it on its terminal.
 
 The display of a trainer in a script does not know the number of epochs. It prints no plain line in
 its first ten seconds, and none for epochs that end within a second of the last line. One live
 region is shown at a time; that of another trainer follows when the first one takes no more steps.
 
 Everything is written to standard error; standard output is reserved for results. The calls
-themselves draw, not a thread, and the cursor is never hidden, so the terminal stays usable even if
-the process is killed.
+themselves draw, not a thread.
 
 The time left is estimated from the recent steps and the last pause between two epochs:
 
@@ -24,18 +25,18 @@ between two steps, such as loading data and the user's code.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from shutil import get_terminal_size
 from typing import Any, TextIO
 
-from rich.console import Console, Group
-from rich.text import Text
-
 from lockstep.formatting import format_duration, format_loss, format_metric, format_number
+from lockstep.launcher.live_region import LiveRegion, is_terminal
+from lockstep.launcher.rank_process import send_progress
 from lockstep.messages import discard_if_lost
-from lockstep.record.live_region import LiveRegion, is_terminal
 from lockstep.record.recorder import TIME_CATEGORIES
 
 __all__ = ["Progress", "ProgressMeter", "ScriptProgress"]
@@ -46,23 +47,20 @@ EPOCH_INTERVAL = 1.0  # minimum seconds between the lines of two epochs in a scr
 IDLE_SECONDS = 2.0  # without a step, after which a new trainer replaces the shown one
 TURN = 20  # steps that a trainer takes before it replaces a shown one that took none meanwhile
 SMOOTHING = 0.98  # weight of the past in a moving average: about the last fifty steps count
-SPEED_WINDOW = 5.0  # seconds over which the samples per second are averaged
 MIN_STEPS = 5  # steps before the time left is shown
-FILLS = {"compute": "█", "communication": "▓", "waiting": "▒", "data": "░"}
-PLAIN_FILLS = {"compute": "#", "communication": "=", "waiting": "-", "data": "."}
-STYLES = {"compute": "cyan", "communication": "blue", "waiting": "yellow", "data": "magenta"}
+BAR = 20  # cells
+COLORS = {"compute": "cyan", "communication": "blue", "waiting": "yellow", "data": "magenta"}
 
 
 class Progress:
     """The logger that displays the progress of a run.
 
-    A call of `step` that does not draw takes about 1.5 microseconds.
+    A call of `step` that does not draw takes about 2 microseconds.
 
     Args:
         epochs: The number of epochs of the run. None: unknown.
         steps: The number of steps per epoch. None: unknown.
         title: A description of the run, such as "digits, 2 replicas x 8 micro-batches, gloo".
-        quiet: Whether to show nothing.
         stream: The stream to write to. None: standard error.
         clock: A monotonic clock, in seconds.
         is_live: Whether a live region may be drawn.
@@ -74,83 +72,56 @@ class Progress:
         epochs: int | None,
         steps: int | None = None,
         title: str = "",
-        quiet: bool = False,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         is_live: bool = True,
     ) -> None:
         self.title = title
-        quiet = quiet or stream is sys.stderr is None  # without one, rich uses standard output
-        self.quiet = quiet
         self.meter = ProgressMeter(epochs, steps, clock())
-        self._clock = clock
-        stream = stream or sys.stderr
-        self._console = Console(file=stream, highlight=False, soft_wrap=False)
-        is_live = not quiet and is_live and is_terminal(stream)
-        self._live = LiveRegion(self._console) if is_live else None
-        self._next = clock() + (REDRAW_INTERVAL if self._live else LINE_INTERVAL)
-        if not quiet and title and self._live is None:
+        self._clock, self._stream = clock, stream or sys.stderr
+        self._live = LiveRegion(self._stream) if is_live and is_terminal(self._stream) else None
+        self._draw_region: Callable[[Sequence[str]], None] = lambda lines: None
+        if self._live is not None:
+            self._draw_region = self._live.draw
+        elif is_live and stream is None:
+            self._draw_region = send_progress
+        self._next = clock() + REDRAW_INTERVAL
+        self._next_line = clock() + LINE_INTERVAL
+        if title and self._live is None:
             self._print(title)
 
-    def step(
-        self,
-        *,
-        epoch: int = 0,
-        loss: float = 0.0,
-        samples: int = 0,
-        metrics: dict[str, float] | None = None,
-        ranks: Sequence[Sequence[float]] = (),
-        rank_summary: Mapping[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
-        """Add one step, and draw if the last drawing is old enough.
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a live region on the terminal of this process."""
+        return self._live is not None
 
-        Args:
-            epoch: The epoch, from 0.
-            loss: The mean loss of the step's samples.
-            samples: The number of samples.
-            metrics: The means of the metrics over the step's samples.
-            ranks: The seconds of compute, communication, waiting and data of each rank.
-            rank_summary: The means of these over the ranks, as "mean", if the ranks are many.
-        """
-        if self.quiet:
-            return
+    def step(self, **fields: Any) -> None:
+        """Add one step, with the fields of its line, and draw if the last drawing is old enough."""
         now = self._clock()
-        rows = ranks if rank_summary is None else [rank_summary["mean"]]
-        self.meter.step(now, epoch, loss, samples, metrics, rows)
+        self.meter.step(now, fields)
+        if now >= self._next_line and self._live is None:
+            self._next_line = now + LINE_INTERVAL
+            parts = [self.meter.name(), f"step {self.meter.position()}", *self._figures()]
+            self._print(*parts, self._left(now))
         if now >= self._next:
-            self._draw(now)
+            self._draw_region(self._region(now))
+            # Drawing takes at most 5% of the time.
+            self._next = now + max(REDRAW_INTERVAL, 20 * (self._clock() - now))
 
-    def epoch(
-        self,
-        *,
-        epoch: int,
-        loss: float,
-        metrics: dict[str, float] | None = None,
-        samples: int = 0,
-        seconds: float = 0.0,
-        evaluation: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
-        """Print the permanent line of an epoch that has ended."""
-        if self.quiet:
-            return
-        parts = [self.meter.name(epoch), _format_quality(loss, metrics)]
-        if evaluation:
-            held_out = _format_quality(evaluation.get("loss"), evaluation.get("metrics"))
-            parts.append(f"held out: {held_out}")
-        if seconds > 0:
-            parts += [f"{format_number(samples / seconds)} samples/s", format_duration(seconds)]
-        while self._live and len(parts) > 2 and len("  ".join(parts)) >= self._console.width:
-            parts.pop()  # a narrow terminal: the most important parts come first
-        self._print("  ".join(parts))
-        if self._live is not None:
-            self._draw(self._clock())
+    def epoch(self, **fields: Any) -> None:
+        """Print the permanent line of an epoch that has ended, with the fields of its line."""
+        parts = [self.meter.name(fields["epoch"]), ", ".join(_format_means(fields))]
+        if evaluation := fields.get("evaluation"):
+            parts.append(f"held out: {', '.join(_format_means(evaluation))}")
+        if seconds := fields.get("seconds"):
+            rate = format_number(fields["samples"] / seconds)
+            parts += [f"{rate} samples/s", format_duration(seconds)]
+        self._print(*parts)
+        self._draw_region(self._region(self._clock()))
 
-    def evaluation(self, loss: float, metrics: dict[str, float]) -> None:
+    def evaluation(self, **fields: Any) -> None:
         """Print the line of an evaluation that follows the line of its epoch."""
-        name = self.meter.name(self.meter.epoch)
-        self._print("  ".join(filter(None, [name, f"held out: {_format_quality(loss, metrics)}"])))
+        self._print(self.meter.name(), f"held out: {', '.join(_format_means(fields))}")
 
     def resume(self, *, step: int = 0, epochs: int = 0, **_: Any) -> None:
         """Continue an interrupted run at a step.
@@ -159,67 +130,37 @@ class Progress:
             step: The number of the next step, over all epochs.
             epochs: The number of completed epochs.
         """
-        if not self.quiet:
-            self.meter.resume(self._clock(), step, epochs)
-            self._next = self._clock() + (REDRAW_INTERVAL if self._live else LINE_INTERVAL)
-
-    def note(self, message: str) -> None:
-        """Print a message above the live region, or on a line if there is none."""
-        if not self.quiet:
-            self._print(message, style="yellow")
+        now = self._clock()
+        self.meter.resume(now, step, epochs)
+        self._next, self._next_line = now + REDRAW_INTERVAL, now + LINE_INTERVAL
 
     def write(self, kind: str, /, **fields: Any) -> None:
         """Display one line of the record; kinds without a display are ignored."""
-        if kind == "step":
-            self.step(**fields)
-        elif kind == "epoch":
-            self.epoch(**fields)
+        if kind in ("step", "epoch", "resume"):
+            getattr(self, kind)(**fields)
         elif kind == "warning":
-            self.note(str(fields.get("message", "")))
-        elif kind == "resume":
-            self.resume(**fields)
+            self._print(str(fields.get("message", "")))
 
     def close(self) -> None:
         """Remove the live region from the screen. Calling it again does nothing."""
+        self._draw_region([])
         if self._live is not None:
             self._live.close()
             self._live = None
 
-    def __enter__(self) -> Progress:
-        """Return the progress display."""
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Close the progress display."""
-        self.close()
-
-    @property
-    def is_live(self) -> bool:
-        """Whether there is a live region."""
-        return self._live is not None
-
-    def _draw(self, now: float) -> None:
-        if self._live is None:
-            self._next = now + LINE_INTERVAL
-            self._print("  ".join(self._line(now)))
-            return
-        self._live.draw(self._region(now))
-        # Drawing takes at most 5% of the time.
-        self._next = now + max(REDRAW_INTERVAL, 20 * (self._clock() - now))
-
-    def _print(self, line: str, style: str = "") -> None:
+    def _print(self, *texts: str) -> None:
+        parts = list(filter(None, texts))
+        width = get_terminal_size().columns if self._live else math.inf
+        while len(parts) > 2 and len("  ".join(parts)) >= width:
+            parts.pop()  # the most important parts come first
+        line = "  ".join(parts)
         if self._live is not None:
-            self._live.print(Text(line, style=style))
-        else:
+            self._live.print(line)
+        elif self._stream is not None:
             try:
-                print(line, file=self._console.file, flush=True)
+                print(line, file=self._stream, flush=True)
             except OSError as error:  # a closed terminal, a full disk
-                discard_if_lost(self._console.file, error)
-
-    def _line(self, now: float) -> list[str]:
-        meter = self.meter
-        parts = [meter.name(meter.epoch), f"step {meter.position()}", *self._figures(now)]
-        return [part for part in [*parts, self._left(now)] if part]
+                discard_if_lost(self._stream, error)
 
     def _left(self, now: float) -> str:
         left = self.meter.seconds_left(now)
@@ -228,62 +169,33 @@ class Progress:
         what = "left" if self.meter.epochs is not None else "left in the epoch"
         return f"{format_duration(round(left))} {what}"
 
-    def _figures(self, now: float) -> list[str]:
-        means = [format_metric(name, value) for name, value in self.meter.metrics().items()]
-        return [
-            f"loss {format_loss(self.meter.loss())}",
-            *means,
-            f"{format_number(self.meter.samples_per_second(now))} samples/s",
-        ]
-
-    def _region(self, now: float) -> Group:
-        """Return the live region; its lines are truncated to the width of the terminal."""
-        width = max(self._console.width - 1, 10)
-        lines = [
-            Text(self.title, style="bold"),
-            self._bar(width, self._left(now)),
-            Text("   ".join(self._figures(now))),
-            *self._time_split(width),
-        ]
-        for line in lines:
-            line.truncate(width, overflow="ellipsis" if self._unicode() else "crop")
-        return Group(*(line for line in lines if line))
-
-    def _bar(self, width: int, ending: str) -> Text:
+    def _figures(self) -> list[str]:
         meter = self.meter
-        start = f"{meter.name(meter.epoch)}  " if meter.has_epochs else "step "
-        end = f"  {meter.position()}" + (f"  {ending}" if ending else "")
-        room = min(width - len(start) - len(end), 40)
-        done = meter.fraction()
-        if room < 5 or done is None:
-            return Text(start + end.strip())
-        full = round(room * done)
-        on, off = ("━", "─") if self._unicode() else ("=", "-")
-        return Text.assemble(start, (on * full, "green"), (off * (room - full), "dim"), end)
+        metrics = {name: mean.value for name, mean in meter.metrics.items()}
+        means = _format_means({"loss": meter.loss.value, "metrics": metrics})
+        if not (seconds := meter.step_seconds.value):
+            return means
+        return [*means, f"{format_number(meter.samples.value / seconds)} samples/s"]
 
-    def _time_split(self, width: int) -> list[Text]:
-        """Return a bar of a step's time by category, and its legend."""
-        shares = self.meter.time_shares()
-        if not shares:
-            return []
-        fills = FILLS if self._unicode() else PLAIN_FILLS
-        step = self.meter.step_seconds()
-        start = f"step {format_duration(step)}  " if step else "step  "
-        bar, legend = Text(start), Text(" " * len(start))
-        for (name, share), cells in zip(
-            shares.items(),
-            apportion(list(shares.values()), min(40, width - len(start))),
-            strict=True,
-        ):
-            bar.append(fills[name] * cells, STYLES[name])
-            legend.append(fills[name], STYLES[name]).append(f" {name} {share:.0%}  ")
-        if len(legend.plain.rstrip()) <= width:
-            return [bar, legend]
-        pairs = [f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005]
-        return [bar, Text(", ".join(pairs))]
-
-    def _unicode(self) -> bool:
-        return self._console.encoding.lower().startswith("utf")
+    def _region(self, now: float) -> list[str]:
+        """Return the lines of the live region, with rich's markup."""
+        meter, bar = self.meter, ""
+        if meter.steps:
+            full = round(BAR * min(1.0, meter.done / meter.steps))
+            bar = f"[green]{'━' * full}[/][dim]{'─' * (BAR - full)}[/]"
+        position = f"{'' if meter.has_epochs else 'step '}{meter.position()}"
+        seconds = meter.step_seconds
+        shares = [f"step {format_duration(seconds.value)}"] if seconds.count else []
+        shares += [
+            f"[{COLORS[name]}]{name} {share:.0%}[/]" for name, share in meter.time_shares().items()
+        ]
+        lines = [
+            [f"[bold]{_escape(self.title)}[/]" if self.title else ""],
+            [meter.name(), bar, position, self._left(now)],
+            [_escape(figure) for figure in self._figures()],
+            shares,
+        ]
+        return [text for parts in lines if (text := "  ".join(filter(None, parts)))]
 
 
 class ScriptProgress:
@@ -343,7 +255,7 @@ class ScriptProgress:
     def evaluation(self, loss: float, metrics: dict[str, float]) -> None:
         """Print the line of an evaluation after an epoch, below that of the epoch."""
         if self._display is not None and self._has_line:
-            self._display.evaluation(loss, metrics)
+            self._display.evaluation(loss=loss, metrics=metrics)
 
     def close(self) -> None:
         """Remove the display. Another step shows it again."""
@@ -356,17 +268,10 @@ class ScriptProgress:
 
     def _try_to_show(self) -> None:
         other = ScriptProgress._shown
-        if other is not None and self._count == 1 and self._may_replace(other):
+        if other is not None and self._may_replace(other):
             other.close()
             other = None
-        if other is not None and other._count != self._seen:
-            self._seen = other._count
-            if not self._is_wanted:
-                return
-        elif other is not None:  # it has taken no step since the last attempt
-            other.close()
-            other = None
-        if not self._is_wanted and _has_progress_bar():
+        if not self._is_wanted and (other is not None or _has_progress_bar()):
             return
         if other is None:
             ScriptProgress._shown = self
@@ -379,19 +284,36 @@ class ScriptProgress:
         self._line_after = self._clock() + wait
 
     def _may_replace(self, other: ScriptProgress) -> bool:
-        """Return whether this trainer, at its first step, replaces the one that is shown.
+        """Return whether this trainer replaces the one that is shown.
 
-        It does if the other one is idle, as in an interrupted cell of a notebook, or if only this
-        one has epochs, as with a GAN.
+        It does if the other one has taken no step since the last attempt. At the first attempt, it
+        does if the other one is idle, as in an interrupted cell of a notebook, or if only this one
+        has epochs, as with a GAN.
         """
+        seen, self._seen = self._seen, other._count
+        if self._count > 1:
+            return seen == other._count
         idle = other._display.meter.seconds_idle(self._clock()) if other._display else 0.0
         return idle > IDLE_SECONDS or (self._epoch is not None and other._epoch is None)
 
 
-def _has_progress_bar() -> bool:
-    """Return whether the script shows a progress bar of tqdm."""
-    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    return bool(getattr(bars, "_instances", ()))
+class Mean:
+    """A moving average of about the last fifty values."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._total = self._weight = 0.0
+
+    def add(self, value: float) -> None:
+        """Add a value."""
+        self.count += 1
+        self._total = SMOOTHING * self._total + value
+        self._weight = SMOOTHING * self._weight + 1
+
+    @property
+    def value(self) -> float:
+        """The average; 0 before the first value."""
+        return self._total / self._weight if self.count else 0.0
 
 
 class ProgressMeter:
@@ -412,144 +334,100 @@ class ProgressMeter:
         """The current epoch, from 0."""
         self.done = 0
         """The number of completed steps in the epoch."""
+        self.loss, self.samples, self.step_seconds = Mean(), Mean(), Mean()
+        """The means over steps; a step lasts from the end of the previous one."""
+        self.metrics: dict[str, Mean] = defaultdict(Mean)
+        self._times = [0.0] * len(TIME_CATEGORIES)
         self._last = now
         self._is_resumed = False  # whether the next step is the first one after a resumption
         self._is_partial = False  # whether the epoch began in an earlier process
-        self._timed_steps = 0
-        self._step_seconds = 0.0
         self._pause = 0.0
-        self._weight = self._loss = 0.0
-        self._metrics: dict[str, tuple[float, float]] = {}  # sum and weight
-        self._times = [0.0] * len(TIME_CATEGORIES)
-        self._samples = 0
-        self._marks: deque[tuple[float, int]] = deque([(now, 0)])
 
-    def step(
-        self,
-        now: float,
-        epoch: int,
-        loss: float,
-        samples: int,
-        metrics: Mapping[str, float] | None,
-        ranks: Sequence[Sequence[float]],
-    ) -> None:
-        """Add one step, which ended at `now`; `loss` and `metrics` are means over its samples."""
+    def step(self, now: float, fields: Mapping[str, Any]) -> None:
+        """Add one step, which ended at `now`, with the fields of its line in the record."""
         passed, self._last = now - self._last, now
+        epoch = fields.get("epoch", 0)
         if self._is_resumed:  # the time before it is that of the start of the process
             self._is_resumed, self.epoch = False, epoch
         elif epoch != self.epoch:
-            self._begin_epoch(epoch, passed)
+            self._pause = max(0.0, passed - self.step_seconds.value)
+            self.begin_epoch(epoch, self.steps, 0)
         elif self.done:  # the first step of an epoch follows a pause
-            self._timed_steps += 1
-            self._step_seconds += max(1 - SMOOTHING, 1 / self._timed_steps) * (
-                passed - self._step_seconds
-            )
+            self.step_seconds.add(passed)
         self.done += 1
-        self._samples += samples
-        self._weight = SMOOTHING * self._weight + 1 - SMOOTHING
-        self._loss = SMOOTHING * self._loss + (1 - SMOOTHING) * loss
-        for name, value in (metrics or {}).items():
-            total, weight = self._metrics.get(name, (0.0, 0.0))
-            self._metrics[name] = SMOOTHING * total + value, SMOOTHING * weight + 1
-        for row in ranks:
-            self._times = [
-                SMOOTHING * past + fresh for past, fresh in zip(self._times, row, strict=True)
-            ]
+        self.loss.add(fields["loss"])
+        self.samples.add(fields.get("samples", 0))
+        for name, value in (fields.get("metrics") or {}).items():
+            self.metrics[name].add(value)
+        summary = fields.get("rank_summary")
+        rows = fields.get("ranks") or [] if summary is None else [summary["mean"]]
+        for row in rows:
+            times = zip(self._times, row, strict=True)
+            self._times = [SMOOTHING * past + new for past, new in times]
 
     def resume(self, now: float, step: int, epochs: int) -> None:
         """Continue at a step, counted over all epochs, after some completed epochs."""
         self._last, self._is_resumed, self._is_partial = now, True, True
-        self._marks = deque([(now, self._samples)])
         self.epoch, self.done = divmod(step, self.steps) if self.steps else (epochs, 0)
 
     def begin_epoch(self, epoch: int, steps: int | None, done: int) -> None:
-        """Begin an epoch of a script.
+        """Begin an epoch.
 
         Args:
             epoch: The number of the epoch, from 0.
-            steps: The number of its steps. None: unknown.
+            steps: The number of its steps. None: unknown, assumed to be that of the last epoch.
             done: The number of its steps that an earlier process took.
         """
         self.has_epochs = True
         if steps is None and self.done and epoch != self.epoch and not self._is_partial:
-            steps = self.done  # assume as many as in the last epoch
+            steps = self.done
         self.epoch, self.steps, self.done, self._is_partial = epoch, steps, done, done > 0
 
-    def _begin_epoch(self, epoch: int, passed: float) -> None:
-        """Begin an epoch; its first step and the pause before it took `passed` seconds."""
-        if not self._is_partial:
-            self.steps = self.steps or self.done or None
-        self._is_partial = False
-        self._pause = max(0.0, passed - self._step_seconds)
-        self.epoch, self.done = epoch, 0
-
-    def name(self, epoch: int) -> str:
+    def name(self, epoch: int | None = None) -> str:
         """Return the name of an epoch, such as "epoch 3/10"; empty if there are none."""
         if not self.has_epochs:
             return ""
-        return f"epoch {epoch + 1}" if self.epochs is None else f"epoch {epoch + 1}/{self.epochs}"
-
-    def loss(self) -> float:
-        """Return the mean loss of about the last fifty steps."""
-        return self._loss / self._weight if self._weight else float("nan")
-
-    def metrics(self) -> dict[str, float]:
-        """Return the mean metrics of about the last fifty steps."""
-        return {name: total / weight for name, (total, weight) in self._metrics.items()}
-
-    def seconds_idle(self, now: float) -> float:
-        """Return the seconds since the last step."""
-        return now - self._last
-
-    def step_seconds(self) -> float:
-        """Return the mean duration of a step, from the end of the previous one."""
-        return self._step_seconds
-
-    def time_shares(self) -> dict[str, float]:
-        """Return the fraction of the ranks' time per category; empty if there are no times."""
-        total = sum(self._times)
-        if total <= 0:
-            return {}
-        return {name: part / total for name, part in zip(TIME_CATEGORIES, self._times, strict=True)}
-
-    def samples_per_second(self, now: float) -> float:
-        """Return the samples per second over the last five seconds; call it once per drawing."""
-        self._marks.append((now, self._samples))
-        while len(self._marks) > 2 and self._marks[1][0] < now - SPEED_WINDOW:
-            self._marks.popleft()
-        since, before = self._marks[0]
-        seconds = now - since
-        return (self._samples - before) / seconds if seconds > 0 else float("nan")
-
-    def fraction(self) -> float | None:
-        """Return the completed fraction of the epoch; None if its number of steps is not known."""
-        return min(1.0, self.done / self.steps) if self.steps else None
+        total = "" if self.epochs is None else f"/{self.epochs}"
+        return f"epoch {(self.epoch if epoch is None else epoch) + 1}{total}"
 
     def position(self) -> str:
         """Return the step within the epoch, such as "31/51"."""
         is_within = self.steps and self.done <= self.steps
         return f"{self.done}/{self.steps}" if is_within else f"{self.done}"
 
+    def seconds_idle(self, now: float) -> float:
+        """Return the seconds since the last step."""
+        return now - self._last
+
+    def time_shares(self) -> dict[str, float]:
+        """Return the fraction of the ranks' time per category; empty if there are no times."""
+        total = sum(self._times)
+        times = zip(TIME_CATEGORIES, self._times, strict=True)
+        return {name: part / total for name, part in times} if total > 0 else {}
+
     def seconds_left(self, now: float) -> float | None:
         """Return the estimated seconds until the end of the run; None if there is no estimate."""
-        if self._timed_steps < MIN_STEPS or not self.steps:
+        if self.step_seconds.count < MIN_STEPS or not self.steps:
             return None
         epochs = 0 if self.epochs is None else max(0, self.epochs - self.epoch - 1)
         steps = max(0, self.steps - self.done) + epochs * self.steps
-        return max(0.0, steps * self._step_seconds + epochs * self._pause - (now - self._last))
+        left = steps * self.step_seconds.value + epochs * self._pause
+        return max(0.0, left - self.seconds_idle(now))
 
 
-def _format_quality(loss: float | None, metrics: dict[str, float] | None) -> str:
-    """Format a loss and metrics, separated by commas."""
-    means = [format_metric(name, value) for name, value in (metrics or {}).items()]
-    return ", ".join(means if loss is None else [f"loss {format_loss(loss)}", *means])
+def _format_means(fields: Mapping[str, Any]) -> list[str]:
+    """Format the loss and the metrics of a line."""
+    loss, metrics = fields.get("loss"), fields.get("metrics") or {}
+    means = [format_metric(name, value) for name, value in metrics.items()]
+    return means if loss is None else [f"loss {format_loss(loss)}", *means]
 
 
-def apportion(shares: list[float], cells: int) -> list[int]:
-    """Divide `cells` in proportion to `shares`, which add up to 1, by largest remainder."""
-    exact = [share * cells for share in shares]
-    whole = [int(value) for value in exact]
-    order = sorted(range(len(shares)), key=lambda at: whole[at] - exact[at])
-    for at in order[: max(0, cells - sum(whole))]:
-        whole[at] += 1
-    return whole
+def _escape(text: str) -> str:
+    """Return a text whose brackets are not rich's markup."""
+    return text.replace("[", "\\[")
+
+
+def _has_progress_bar() -> bool:
+    """Return whether the script shows a progress bar of tqdm."""
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    return bool(getattr(bars, "_instances", ()))

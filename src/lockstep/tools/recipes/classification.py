@@ -277,7 +277,7 @@ def _make_loggers(options: Options, folder: str, steps: int, samples: int) -> li
     if world.rank != 0:
         return [Path(folder), *dashboards]
     title = f"{options.recipe}, {_layout(world.world_size, options)}, {world.backend}"
-    progress = Progress(epochs=options.epochs, steps=steps, title=title, quiet=options.quiet)
+    shown = [] if options.quiet else [Progress(epochs=options.epochs, steps=steps, title=title)]
     metadata = {
         "recipe": options.recipe,
         "program": describe_program("recipe", options.recipe),
@@ -286,7 +286,7 @@ def _make_loggers(options: Options, folder: str, steps: int, samples: int) -> li
         "steps_per_epoch": steps,
         "samples": samples,
     }
-    return [Recorder(Path(folder), metadata), progress, *dashboards]
+    return [Recorder(Path(folder), metadata), *shown, *dashboards]
 
 
 def _evaluate(trainer: Trainer, data: Data, options: Options, *, ema: bool = False) -> Evaluation:
