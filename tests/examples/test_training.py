@@ -1,4 +1,4 @@
-"""The same training script under python, torchrun and lockstep run: one digest."""
+"""The training scripts under python, torchrun and lockstep run: one digest each."""
 
 import subprocess
 import sys
@@ -8,23 +8,32 @@ import pytest
 
 import warm
 
-SCRIPT = str(Path(__file__).parents[2] / "examples" / "training.py")
-ALONE = f"import runpy; runpy.run_path({SCRIPT!r}, run_name='__main__')"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ALONE = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
 TORCHRUN = [sys.executable, "-c", "from torch.distributed.run import main; main()"]
 COMMANDS = {
     "python": [sys.executable, "-c", ALONE],
-    "torchrun": [*TORCHRUN, "--nproc-per-node", "2", SCRIPT],  # its ranks are new interpreters
-    "lockstep run": [*warm.LOCKSTEP, "run", "-n", "3", SCRIPT],
+    "torchrun": [*TORCHRUN, "--nproc-per-node", "2"],  # its ranks are new interpreters
+    "lockstep run": [*warm.LOCKSTEP, "run", "-n", "3"],
 }
 
 
 @pytest.mark.parametrize(
-    "launcher", ["lockstep run", pytest.param("torchrun", marks=pytest.mark.stress)]
+    ("script", "launcher"),
+    [
+        ("training.py", "lockstep run"),
+        ("contrastive.py", "lockstep run"),
+        pytest.param("training.py", "torchrun", marks=pytest.mark.stress),
+    ],
 )
-def test_digest_is_the_same_under_every_launcher(tmp_path, launcher):
+def test_digest_is_the_same_under_every_launcher(tmp_path, script, launcher):
     running = {
         name: warm.Popen(
-            COMMANDS[name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+            [*COMMANDS[name], str(EXAMPLES / script)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
         )
         for name in ("python", launcher)
     }

@@ -34,7 +34,7 @@ from lockstep.elastic.membership import Membership, membership
 from lockstep.launcher import world as world_module
 from lockstep.kernel.buffers import Buffers
 from lockstep.record.recorder import Recorder
-from lockstep.training import round_entry
+from lockstep.training import round_entry, whole_batch
 from lockstep.training.round_entry import RoundEntry
 
 PLAN = json.loads(os.environ.get("PLAN", "[]"))
@@ -98,6 +98,7 @@ patch(collectives, "_gather_pages", "gather", "gathered")
 patch(Membership, "pass_barrier", "prepared", "passed")
 patch(Recorder, "write", "record")
 patch(Buffers, "merge", "merge", "merged")
+patch(whole_batch, "gather_rows", "rows", "rows gathered")
 patch(RoundEntry, "_share_state", "sharing", "shared")
 patch(round_entry, "send_tensors", "sending")
 patch(membership_module, "rejoin", "joining")
@@ -186,8 +187,13 @@ with trainer:
                 if FORM == "attempts":
                     for attempt in trainer.attempts(batch):
                         with attempt as step:
+                            rows = []
+                            assert step.total(lambda data: len(data[1])) == 24
                             for inputs, targets in step.microbatches():
-                                step.backward(loss(model(inputs), targets))
+                                rows.append((model(inputs), targets))
+                                step.backward(loss(*rows[-1]))
+                            rows = [step.gather(column) for column in map(list, zip(*rows))]
+                    assert abs(loss(*rows).item() - step.result.loss) < 1e-4
                 else:
                     trainer.step(batch)
                 wait_for_newcomers()

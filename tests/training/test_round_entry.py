@@ -85,7 +85,8 @@ def test_the_only_rank_with_the_state_may_die_while_it_sends_it(
 
 
 def test_a_loop_of_attempts_is_repeated(tmp_path: Path, undisturbed: Training) -> None:
-    plan = [["forward", [1], 1], ["backward", [0], 0], ["passed", [0, 2], 0]]
+    plan: list[Any] = [["forward", [1], 1], ["backward", [0], 0], ["passed", [0, 2], 0]]
+    plan += [["rows", [1], 0], ["rows gathered", [0], 1]]
     disturbed = train(tmp_path / "run", plan, steps=STEPS, form="attempts")
     require_same(disturbed, undisturbed)
     assert "in new processes" not in disturbed.output

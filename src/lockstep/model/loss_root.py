@@ -27,18 +27,26 @@ def check_scalar(loss: object, where: str) -> None:
         )
 
 
-def record_loss(step: StepContext, loss: torch.Tensor, where: str) -> None:
-    """Show a loss to the observers; raise LossError unless backward can start from it."""
+def record_loss(
+    step: StepContext, loss: torch.Tensor, where: str, factor: float = 1.0
+) -> torch.Tensor:
+    """Show a loss times a factor to the observers, and return it, detached.
+
+    Raises:
+        LossError: Backward cannot start from the loss.
+    """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         check_scalar(loss, where)
+    noted = loss.detach() if factor == 1 else loss.detach() * factor
     for observer in step.observers:
-        observer.record_loss(loss)
+        observer.record_loss(noted)
     if not loss.requires_grad:
         raise LossError(
             f"{where}: the loss depends on no trainable parameter; either all parameters are "
             "frozen, or the loss was computed under torch.no_grad() or detached by .detach(), "
             ".item() or .data"
         )
+    return noted
 
 
 def scale_loss(loss: torch.Tensor, share: float, scale: LossScale | None) -> torch.Tensor:

@@ -223,11 +223,11 @@ class MicrobatchLoop:
                     "over the inputs from one of them"
                 )
             share = current.share
-        record_loss(step, loss, self.place)
+        # The report multiplies by the micro-batch's own share.
+        noted = record_loss(step, loss, self.place, share / current.share)
+        current.losses.append(noted)
         for observer in step.observers:
             observer.record_graph(loss, (step.number, index))
-        noted, own = loss.detach(), current.share  # the report multiplies by this share
-        current.losses.append(noted if share == own else noted * (share / own))
         if metrics:
             current.metrics.update(metrics)
         with self.parallel.without_autocast():
