@@ -12,7 +12,9 @@ from torch.nn.functional import cross_entropy, mse_loss, normalize
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep as ls
-from lockstep.kernel.errors import LossError, StateError, UsageError
+from lockstep.kernel.errors import LockstepError, LossError, StateError, UsageError
+from lockstep.kernel.step_context import StepObserver
+from lockstep.kernel.step_hooks import StepHook
 from outcomes import Trainings
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -266,6 +268,31 @@ outcomes = training.make_fixture(1, 2, 3)
 test_outcomes = training.make_test()
 
 
+class Listener(StepHook, StepObserver):
+    """Observes the losses, as a replay of one micro-batch does."""
+
+    def __init__(self):
+        self.losses = []
+
+    def begin(self, step, batch):
+        step.observers.append(self)
+
+    def record_loss(self, loss):
+        self.losses.append(loss.item())
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_observers_get_the_losses_that_are_reported():
+    model, listener = nn.Linear(6, 3), Listener()
+    trainer = make_trainer(model)
+    trainer._steps._optimizer_step.hooks.append(listener)
+    with trainer.manual_step() as step:
+        for data in step.microbatches(torch.randn(19, 6)):
+            step.backward(model(data).square().sum() / 19, share=1)
+    assert listener.losses == step.result.losses
+    assert sum(step.result.losses) > 3 * step.result.loss  # each is a mean
+
+
 # --- mistakes ------------------------------------------------------------------------------------
 
 ROWS, SCALE = torch.ones(19, 6), nn.Parameter(torch.ones(()))
@@ -382,9 +409,14 @@ def test_a_mistake_is_explained(compute, error, sentence):
 
 
 def disagree(compute):
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(LockstepError) as caught:
         take_steps(compute)
     return str(caught.value)
+
+
+def with_another_second_batch(step, model):
+    for first, second in step.microbatches(ROWS, ROWS + ls.rank()):
+        step.backward(model(first).mean() + model(second).mean(), share=1)
 
 
 def with_another_dtype(step, model):
@@ -403,8 +435,9 @@ def with_a_number_on_rank_1(step, model):
     step.gather(rows)
 
 
-def test_rows_that_differ_between_ranks_are_named_on_all(ranks):
+def test_differences_between_ranks_are_named_on_all(ranks):
     for compute, sentence in [
+        (with_another_second_batch, "in step 0, rank 1 got a different batch than rank 0"),
         (with_another_dtype, "rank 1, step 0: the rows have dtypes and shapes [['float64', 6]], "),
         (with_a_number_on_rank_1, "rank 1, step 0, micro-batch 2: a tensor of shape () was given"),
     ]:
