@@ -16,16 +16,21 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.collectives import as_bytes
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.exact_sum import compute_partial_sums, merge_partial_sums, round_sum
 from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.step_context import StepContext
 
-__all__ = ["add_exactly", "gather_rows"]
+__all__ = ["add_exactly", "find_spans", "gather_rows"]
 
 END = b"\0"
 """The end of the JSON in a message, which does not contain it."""
+
+
+def find_spans(step: StepContext) -> list[range]:
+    """Return the positions of the samples of every micro-batch in the batch."""
+    assert step.batch is not None
+    return split_evenly(step.batch.size, step.batch.leaves)
 
 
 def add_exactly(step: StepContext, values: Sequence[float]) -> float:
@@ -61,27 +66,27 @@ def gather_rows(
         UsageError: On every rank, if tensors do not fit together or a micro-batch has none.
     """
     assert step.batch is not None
-    label, leaves = step.label, step.batch.leaves
-    spans = split_evenly(step.batch.size, leaves)
+    label, leaves, spans = step.label, step.batch.leaves, find_spans(step)
     problem, kinds = _read_kinds(step, rows, spans)
     packed = b""
     if not problem:
-        columns = (torch.cat(column) for column in zip(*rows.values(), strict=True))
-        packed = b"".join(as_bytes(column).detach().cpu().numpy().tobytes() for column in columns)
+        columns = (torch.cat(column).detach() for column in zip(*rows.values(), strict=True))
+        parts = (column.flatten().view(torch.uint8).cpu().numpy() for column in columns)
+        packed = b"".join(part.tobytes() for part in parts)
     header = json.dumps([problem, kinds, list(rows)]).encode()
     about = f"gathering rows {label.about}"
     messages = step.parallel.messages.gather(header + END + packed, about, label.remark)
-    parts = [(*json.loads(head), data) for head, _, data in (m.partition(END) for m in messages)]
-    if problems := [problem for problem, *_ in parts if problem]:
+    found = [(*json.loads(head), data) for head, _, data in (m.partition(END) for m in messages)]
+    if problems := [problem for problem, *_ in found if problem]:
         raise UsageError(problems[0])
-    known = {rank: kinds for rank, (_, kinds, indices, _) in enumerate(parts) if indices}
+    known = {rank: kinds for rank, (_, kinds, indices, _) in enumerate(found) if indices}
     first = next(iter(known), 0)
     if other := next((rank for rank, kinds in known.items() if kinds != known[first]), 0):
         raise UsageError(
             f"rank {other}, step {step.number}: the rows have dtypes and shapes {known[other]}, "
             f"those of rank {first} {known[first]}: let every micro-batch have the same"
         )
-    missing = {*range(leaves)}.difference(*(indices for _, _, indices, _ in parts))
+    missing = {*range(leaves)}.difference(*(indices for _, _, indices, _ in found))
     if not known or (missing and not is_part):
         raise UsageError(
             f"step {step.number}: {len(missing)} of {leaves} micro-batches have no rows, such as "
@@ -91,7 +96,7 @@ def gather_rows(
         torch.zeros(step.batch.size, *shape, dtype=getattr(torch, dtype))
         for dtype, *shape in known[first]
     ]
-    for _, _, indices, data in parts:
+    for _, _, indices, data in found:
         position = 0
         own = [row for index in indices for row in spans[index]]
         for column in result:

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from lockstep.data.assignment import Hosts
-from lockstep.data.microbatch import join_batches
-from lockstep.kernel.batch import Batch, Microbatch
+from lockstep.data.microbatch import Batch, Microbatch, join_batches
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.parts import GradientSums

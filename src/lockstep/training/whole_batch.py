@@ -14,14 +14,12 @@ from typing import Any
 
 import torch
 
-from lockstep.data.microbatch import clone_tensors
-from lockstep.kernel.batch import Microbatch
+from lockstep.data.microbatch import Microbatch, clone_tensors
 from lockstep.kernel.buffers import have_same_bits
 from lockstep.kernel.errors import LossError, UsageError
-from lockstep.kernel.splitting import split_evenly
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.loss_root import record_loss
-from lockstep.training.batch_rows import add_exactly, gather_rows
+from lockstep.training.batch_rows import add_exactly, find_spans, gather_rows
 from lockstep.training.microbatch_loop import MicrobatchLoop
 
 __all__ = ["backward_whole_batch", "gather", "total"]
@@ -84,7 +82,7 @@ def backward_whole_batch(
         root, gradient = loop.roots.find(value, 1.0)
         found = torch.autograd.grad(root, [*used, *trained], gradient, allow_unused=True)
     gradients = {id(one): part for one, part in zip([*used, *trained], found, strict=True)}
-    spans = split_evenly(batch.size, batch.leaves)
+    spans = find_spans(step)
     for data in loop.microbatches(*batches):
         index = loop.microbatch.index
         pairs = [(one, gradients[id(one)]) for one in trained if index == 0]
