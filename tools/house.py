@@ -29,7 +29,7 @@ LIMITS = {
     "code lines in src": 53_900,
     "code lines in tests": 53_600,
     "code lines in csrc": 8_475,
-    "imports per module": 4.8,
+    "imports per module": 4.9,
     "kernel: code lines": 2_000,
     "kernel: modules reached": 0,
     "step: modules reached": 60,
