@@ -1,8 +1,6 @@
 """Side effects: writes of a step to more than gradients and buffers are named, in every layout."""
 
 import random
-import sys
-import warnings
 from functools import partial
 
 import numpy as np
@@ -13,7 +11,7 @@ from torch.nn import functional as F
 
 import lockstep as ls
 from lockstep.kernel.errors import DisagreementError, LayoutError, StateError
-from lockstep.model.state_mutation_check import FIRST, StateMutationCheck
+from lockstep.model.state_mutation_check import StateMutationCheck
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 LAYOUTS = [
@@ -81,19 +79,6 @@ GENERATORS = [
 ]
 
 
-class Counting(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.calls, self.seen = nn.Linear(6, 4), 0, {"largest": [0.0]}
-        self.mean = torch.zeros(4)
-
-    def forward(self, inputs):
-        self.calls += 1
-        self.seen["largest"][0] += 1.0
-        self.mean.add_(1.0)
-        return self.linear(inputs) * (1 + 0.01 * self.calls)
-
-
 def batch():
     return torch.randn(16, 6), torch.randint(0, 4, (16,))
 
@@ -155,38 +140,6 @@ def test_a_parameter_that_forward_writes_is_named_when_blocks_are_checked(ranks)
         assert "parameter teacher.teacher.weight was written during forward" in said
 
 
-@pytest.mark.parametrize(("n", "over"), [(1, {}), (2, {}), LAYOUTS[-1]])
-def test_numbers_that_change_in_every_step_are_named_in_a_warning(ranks, n, over):
-    def warned():
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            train(Counting, {"audit": False, **over}, steps=4)
-        return [str(each.message).split()[6] for each in caught]
-
-    names = [name for each in ranks(warned, n) for name in each]
-    assert sorted(names) == ["1.calls", "1.mean", "1.seen"]  # once, by one rank
-
-
-def test_what_changes_once_or_is_replaced_is_no_state():
-    class Caching(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.longest, self.attention, self.name = 0, torch.zeros(2), "x"
-
-        def forward(self, inputs):
-            self.longest = max(self.longest, len(inputs))
-            self.attention = inputs * 2
-
-    module = Caching()
-    effects = StateMutationCheck({"": module})
-    for step in range(FIRST):
-        effects.compare_before(step)
-        module(torch.randn(3))
-        effects.compare_after()
-        assert not effects.failure
-        assert not effects.warnings
-
-
 def test_generators_without_a_state_of_their_own_are_no_state():
     """Asking a SystemRandom for its state raised NotImplementedError in the first step."""
     module = nn.Linear(2, 2)
@@ -243,64 +196,6 @@ def test_what_begins_in_a_later_step_is_found_in_that_step(act):
         assert bool(effects.failure) == module.is_late
     name = "the generator generator" if act is draw else "parameter codes"
     assert effects.failure.startswith(f"{name} was ")
-
-
-class Recurrent(nn.Module):
-    """Keeps its hidden state in an attribute, alone or in a container, and activations."""
-
-    def __init__(self, wrap, unwrap):
-        super().__init__()
-        self.linear, self.wrap, self.unwrap = nn.Linear(6, 6), wrap, unwrap
-        self.hidden, self.attention, self.own = None, None, nn.Sequential(nn.Linear(6, 6))
-
-    def forward(self, inputs):
-        hidden = 0 if self.hidden is None else self.unwrap(self.hidden)
-        outputs = self.linear(inputs) + hidden
-        self.hidden = self.wrap(outputs.detach().mean(0))  # such tensors have no truth value
-        self.attention = outputs.softmax(dim=1)
-        return self.own(outputs * self.attention)
-
-
-@pytest.mark.parametrize("over", [{}, {"pipeline": ls.PipelineConfig(stages=2, balance=[1, 1])}])
-def test_a_hidden_state_that_forward_replaces_is_named_in_a_warning(ranks, over):
-    def warned():
-        names = []
-        for wrap, unwrap in (
-            (lambda each: each, lambda each: each),
-            (lambda each: (each, 1), lambda each: each[0]),
-            (lambda each: {"x": each}, lambda each: each["x"]),
-        ):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                train(partial(Recurrent, wrap, unwrap), {"audit": False, **over})
-            names += [str(each.message).split()[6] for each in caught]
-        return names
-
-    for n in (2,) if over else (1, 2):
-        names = [name for each in ranks(warned, n) for name in each]
-        assert names == ["1.hidden"] * 3  # by one rank
-
-
-def test_what_is_read_after_it_was_replaced_is_no_state(monkeypatch):
-    if (frames := sys.modules.get("torch._dynamo.eval_frame")) is not None:
-        monkeypatch.setattr(frames, "cached_backends", {})  # another test may have compiled
-
-    class Resetting(Recurrent):
-        def forward(self, inputs):
-            self.hidden = None  # the class also has a plain attribute that only stores
-            return super().forward(inputs)
-
-    module = Resetting(lambda each: each, lambda each: each)
-    kind, effects = type(module), StateMutationCheck({"": module})
-    for step in range(FIRST):
-        effects.compare_before(step)
-        with effects.watching():
-            assert (type(module) is kind) == (step == 0)
-            effects.begin_microbatch()
-            module(torch.randn(3, 6))
-        assert type(module) is kind
-        effects.compare_after()
-        assert not effects.warnings
 
 
 @pytest.mark.parametrize("over", [{}, {"pipeline": ls.PipelineConfig(stages=2, balance=[1, 1])}])

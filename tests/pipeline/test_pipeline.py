@@ -330,6 +330,7 @@ def test_a_stage_that_recomputes_lets_go_of_activations(ranks):
         layout = {
             "pipeline": ls.PipelineConfig(stages=2, schedule="gpipe", balance=[1, 1]),
             "activation_checkpointing": recompute,
+            "audit": False,
         }
         trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=4, **layout)
         batch = torch.randn(16, 6), torch.arange(16) % 6

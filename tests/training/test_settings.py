@@ -431,7 +431,6 @@ def test_the_mode_of_an_extra_module_is_compared_and_its_attributes_are_not(rank
         ranks(train, 2)
 
 
-@pytest.mark.filterwarnings("ignore:.*the attribute .*calls changes from step to step")
 def test_what_forward_itself_changes_may_differ(ranks):
     """Three ranks compute 3, 3 and 2 micro-batches, so a counter of calls differs at once."""
 

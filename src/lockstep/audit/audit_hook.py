@@ -33,7 +33,7 @@ from lockstep.audit.repetition_trace import (
     find_difference,
     join_names,
 )
-from lockstep.audit.verdict import Computation, Verdict, judge
+from lockstep.audit.verdict import Computation, Verdict, explain_split, judge
 from lockstep.data.assignment import ReplicaShare, assign_microbatches
 from lockstep.data.microbatch import align_tensors, clone_tensors, split_batch
 from lockstep.kernel.batch import Batch, Microbatch
@@ -318,14 +318,14 @@ class Audit(StepHook):
             place = f"rank {plan.owner}, step {step.number}, micro-batch {plan.microbatch}"
             raise StateError(f"{place}: {explain_state(owner, difference)}")
         if verdict.kind == "split":
-            one, *others = self._computations
-            two = next(other for other in others if other.bits != one.bits)
             raise WorkError(
-                f"step {step.number}, micro-batch {plan.microbatch}: {one.place} and "
-                f"{two.place} compute different results from the same inputs, again and "
-                f"again{'' if difference is None else difference.where}; one of them is faulty, "
-                "and no third one could decide which: continue from the last checkpoint without "
-                "these cores, or with a third rank"
+                explain_split(
+                    f"step {step.number}, micro-batch {plan.microbatch}",
+                    self._computations,
+                    "" if difference is None else difference.where,
+                    ", and no third one could decide which: continue from the last checkpoint "
+                    "without these cores, or with a third rank",
+                )
             )
         module = operator = None
         if difference is not None:
@@ -359,19 +359,12 @@ class Audit(StepHook):
         times = "" if count == 1 else f", its fault number {count}"
         end = "; the result that others computed took its place" if is_corrected else ""
         often = "a wrong result" if is_corrected else "wrong results, again and again"
-        return {
-            "step": step.number,
-            "rank": culprit.rank,
-            "host": culprit.host,
-            "core": culprit.core,
-            "microbatch": plan.microbatch,
-            "module": module,
-            "operator": operator,
-            "corrected": is_corrected,
-            "count": count,
-            "message": f"step {step.number}, micro-batch {plan.microbatch}: "
-            f"{culprit.place} computed {often}{how}{times}{end}",
-        }
+        message = (
+            f"step {step.number}, micro-batch {plan.microbatch}: {culprit.place} computed "
+            f"{often}{how}{times}{end}"
+        )
+        found = {"module": module, "operator": operator, "corrected": is_corrected, "count": count}
+        return culprit.describe_fault(step.number, plan.microbatch, message) | found
 
     def _send(self, step: StepContext, value: Any, source: int, doing: str) -> Any:
         """Return the value of rank `source`, on every rank; None if it cannot be pickled."""

@@ -1,9 +1,9 @@
-"""A call of the model in the user's own loop, recorded so that it can be computed again.
+"""A call of the model in the user's own loop, or of a stage, that can be computed again.
 
-    model(inputs)        begin, end         inputs, states and the nodes of the outputs are kept
-    loss.backward()      begin_backward     the gradients that arrive at the outputs are kept
-    its end              finish             the results: outputs, buffers, gradients of parameters
-    later                repeat             the call and its backward pass once more
+    model(inputs)        begin, end     inputs, states and the nodes of the outputs are kept
+    loss.backward()                     the gradients that arrive at the outputs are kept
+    its end              finish         the results: outputs, buffers, gradients of parameters
+    later                repeat         the call and its backward pass once more
 
 What the loop does with the outputs is not repeated. So nothing but the outputs may lead from its
 loss to the model: a loss that also reads parameters or hidden activations adds to the gradients.
@@ -12,9 +12,12 @@ The graph of the backward pass shows whether it does.
 
 from __future__ import annotations
 
+import copy
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -25,9 +28,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.audit.microbatch_results import MicrobatchResults, hash_results
 from lockstep.checksum import checksum
-from lockstep.kernel.rng_scopes import RngScopes
+from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls, is_in_backward
 from lockstep.kernel.seeds import isolated, remembered
-from lockstep.model.backward_watch import Arguments, output_tensors
+from lockstep.model.autograd_engine import run_backward
+from lockstep.model.watched_calls import Arguments, output_tensors
 
 __all__ = ["CannotRepeatError", "RecordedCall"]
 
@@ -37,8 +41,13 @@ Edge = tuple[Any, int]
 PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """The types of inputs that a call cannot change, apart from the values of tensors."""
 
-BACKWARD = graph._engine_run_backward.__code__
-"""The function of torch whose first argument is what a backward pass begins with."""
+STARTS = {graph._engine_run_backward.__code__: "t_outputs", run_backward.__code__: "loss"}
+"""The functions that run backward passes, and their variables that name where these begin."""
+
+
+HIDDEN = (
+    "the loss depends on parameters or on hidden activations of the model, not only on its outputs"
+)
 
 
 class CannotRepeatError(Exception):
@@ -46,12 +55,12 @@ class CannotRepeatError(Exception):
 
 
 class RecordedCall:
-    """One call of a model and its backward pass.
+    """One call of some modules and its backward pass.
 
     Args:
-        call: What is called: the model below DistributedDataParallel, perhaps compiled.
-        module: The model itself.
-        scopes: Its RNG scopes.
+        call: What is called, such as the model below DistributedDataParallel, perhaps compiled.
+        modules: The modules, by the prefix of their tensors' names.
+        scopes: Their RNG scopes.
         arguments: The arguments of the call.
 
     Raises:
@@ -61,12 +70,16 @@ class RecordedCall:
     def __init__(
         self,
         call: Callable[..., Any],
-        module: nn.Module,
+        modules: Mapping[str, nn.Module],
         scopes: RngScopes,
         arguments: Arguments,
     ) -> None:
-        self._call, self._module, self._scopes = call, module, scopes
-        self._named = dict(module.named_parameters())
+        self._call, self._modules, self._scopes = call, modules, scopes
+        self._named = {
+            name: parameter
+            for prefix, module in modules.items()
+            for name, parameter in module.named_parameters(prefix)
+        }
         self._device = next(iter(self._named.values())).device
         self._arguments = arguments
         for value in tree_leaves(arguments):
@@ -79,6 +92,9 @@ class RecordedCall:
             for kind in sorted({"cpu", self._device.type})
         ]
         self._seed = remembered(self._device, everything=True)
+        self._before = _copy_calls(scopes)
+        self._reason, self._pass = "", -1
+        self._roots = set[int]()
         self._received: dict[int, tuple[torch.Tensor, int]] = {}  # by the number of the output
 
     def end(self, outputs: Sequence[torch.Tensor]) -> None:
@@ -87,10 +103,9 @@ class RecordedCall:
         Raises:
             CannotRepeatError: One of them is a parameter.
         """
-        self._calls = self._scopes.pause()
-        self._scopes.resume(self._calls)
+        self._after = _copy_calls(self._scopes)
         self._outputs = _hash_outputs(outputs)
-        self._buffers_after = [checksum(buffer) for buffer in self._module.buffers()]
+        self._buffers_after = self._hash_buffers()
         if any(output.requires_grad and output.grad_fn is None for output in outputs):
             raise CannotRepeatError("the model returns a parameter")
         self._edges: dict[Edge, int] = {}
@@ -98,26 +113,47 @@ class RecordedCall:
             if output.grad_fn is not None:
                 self._edges.setdefault((output.grad_fn, output.output_nr), index)
         self._gradients: dict[int, torch.Tensor | None] = {}
-        for (node, number), index in self._edges.items():
+        receive = weakref.WeakMethod(self._receive)  # the graph would keep the call, and it keeps
+        for (node, number), index in self._edges.items():  # the graph until `finish`
             # Not a hook of the tensor, after which the loop may register others.
-            node.register_prehook(_make_receiver(self._gradients, number, index))
+            node.register_prehook(partial(_pass_on, receive, number, index))
 
-    def begin_backward(self) -> None:
-        """Record how the backward pass reaches the outputs, when it reaches the first of them.
+    def _receive(self, index: int, gradient: torch.Tensor | None) -> None:
+        """Keep the gradient that arrives at an output; the last backward pass counts."""
+        current = torch._C._current_graph_task_id()
+        if current != self._pass:
+            self._pass, self._reason = current, ""
+            self._gradients.clear()
+            try:
+                self._begin_backward()
+            except CannotRepeatError as error:
+                self._reason = str(error)
+        self._gradients[index] = gradient
+
+    def _begin_backward(self) -> None:
+        """Record how a backward pass reaches the outputs, when it reaches the first of them.
 
         Raises:
             CannotRepeatError: It reaches the model in another way, too.
         """
-        if [checksum(buffer) for buffer in self._module.buffers()] != self._buffers_after:
+        if any(parameter.grad is not None for parameter in self._named.values()):
+            raise CannotRepeatError("backward is called several times per micro-batch")
+        if self._hash_buffers() != self._buffers_after:
             raise CannotRepeatError("buffers change between the call of the model and backward")
-        self._gradients.clear()
         self._roots = _find_roots(self._edges, {id(one) for one in self._named.values()})
         self._seed_backward = remembered(self._device, everything=True)
 
     def finish(self) -> dict[str, int]:
-        """Return the hashes of the results, at the end of the backward pass."""
+        """Return the hashes of the results, at the end of the backward pass.
+
+        Raises:
+            CannotRepeatError: The backward pass reaches the model in another way, too.
+        """
+        has_gradients = any(parameter.grad is not None for parameter in self._named.values())
+        if self._reason or (has_gradients and not self._roots):
+            raise CannotRepeatError(self._reason or HIDDEN)
         for index in sorted(self._roots):
-            if (gradient := self._gradients[index]) is not None:
+            if (gradient := self._gradients.get(index)) is not None:
                 self._received[index] = gradient, checksum(gradient)
         self._gradients.clear()
         self._edges.clear()  # which keep the graph
@@ -126,7 +162,7 @@ class RecordedCall:
     def repeat(self) -> dict[str, int]:
         """Return the hashes of the results of another computation, which has no other effect.
 
-        Call it while no parameter has a gradient, with fresh buffers.
+        Call it with fresh buffers.
 
         Raises:
             CannotRepeatError: The loop has changed what the call depends on, or it fails.
@@ -137,7 +173,9 @@ class RecordedCall:
                 "inputs of the model are written to, or its settings or those of torch change "
                 "between micro-batches"
             )
-        calls = self._scopes.pause()
+        calls, gradients = self._scopes.pause(), [one.grad for one in self._named.values()]
+        for parameter in self._named.values():
+            parameter.grad = None
         try:
             with isolated(self._device, everything=True), torch.enable_grad():
                 return self._compute()
@@ -146,13 +184,14 @@ class RecordedCall:
             raise CannotRepeatError(f"the model raises {name} if called again: {error}") from None
         finally:
             self._scopes.resume(calls)
-            for parameter in self._named.values():
-                parameter.grad = None
+            for parameter, gradient in zip(self._named.values(), gradients, strict=True):
+                parameter.grad = gradient
 
     def _compute(self) -> dict[str, int]:
         args, kwargs = tree_map(_detach, self._arguments)
         # In a backward pass, a scope finds the number of its call among those of the first time.
-        self._scopes.resume(self._calls)
+        known = self._after if is_in_backward() else self._before
+        self._scopes.resume(copy.deepcopy(known))
         self._seed()
         with ExitStack() as stack:
             for settings in self._autocast:
@@ -160,35 +199,53 @@ class RecordedCall:
             torch.clear_autocast_cache()
             outputs = list(output_tensors(self._call(*args, **kwargs)))
         hashes = _hash_outputs(outputs)
-        self._seed_backward()
-        roots = [outputs[index] for index in self._received]
-        torch.autograd.backward(roots, [gradient for gradient, _ in self._received.values()])
+        if roots := [outputs[index] for index in self._received]:
+            self._seed_backward()
+            torch.autograd.backward(roots, [gradient for gradient, _ in self._received.values()])
         return hashes | self._hash_results()
 
     def _hash_results(self) -> dict[str, int]:
         gradients = {name: one.grad for name, one in self._named.items() if one.grad is not None}
-        return hash_results(MicrobatchResults([], gradients, dict(self._module.named_buffers())))
+        buffers = {
+            name: buffer
+            for prefix, module in self._modules.items()
+            for name, buffer in module.named_buffers(prefix)
+        }
+        return hash_results(MicrobatchResults([], gradients, buffers))
+
+    def _hash_buffers(self) -> list[int]:
+        return [
+            checksum(buffer) for module in self._modules.values() for buffer in module.buffers()
+        ]
 
     def _read_state(self) -> tuple[Any, ...]:
         """Return the inputs, the buffers and the settings that select kernels and parameters."""
         tensors = [one for one in tree_leaves(self._arguments) if isinstance(one, torch.Tensor)]
         cuda = torch.backends.cuda
         return (
-            [checksum(tensor) for tensor in (*tensors, *self._module.buffers())],
-            [module.training for module in self._module.modules()],
+            [checksum(tensor) for tensor in tensors],
+            self._hash_buffers(),
+            [part.training for module in self._modules.values() for part in module.modules()],
             [parameter.requires_grad for parameter in self._named.values()],
             (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
             (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
             (torch.get_num_threads(), torch.get_default_dtype()),
-            vars(self._module).get("forward"),  # which frameworks replace for one call
+            # Which frameworks replace for one call.
+            [vars(module).get("forward") for module in self._modules.values()],
         )
 
 
-def _make_receiver(gradients: dict[int, Any], number: int, index: int) -> Callable[[Any], None]:
-    def receive(received: Sequence[torch.Tensor | None]) -> None:
-        gradients[index] = received[number]
+def _pass_on(
+    receive: Callable[[], Any], number: int, index: int, received: Sequence[torch.Tensor | None]
+) -> None:
+    if (keep := receive()) is not None:
+        keep(index, received[number])
 
-    return receive
+
+def _copy_calls(scopes: RngScopes) -> ScopeCalls | None:
+    calls = scopes.pause()
+    scopes.resume(calls)
+    return copy.deepcopy(calls)
 
 
 def _hash_outputs(outputs: Iterable[torch.Tensor]) -> dict[str, int]:
@@ -227,10 +284,7 @@ def _find_roots(edges: Mapping[Edge, int], parameters: Collection[int]) -> set[i
         if edge in edges and edge not in internal:
             roots.add(edges[edge])
         elif node in inside or id(getattr(node, "variable", None)) in parameters:
-            raise CannotRepeatError(
-                "the loss depends on parameters or on hidden activations of the model, not only "
-                "on its outputs"
-            )
+            raise CannotRepeatError(HIDDEN)
         elif node not in outside:
             outside.add(node)
             entries += [edge for edge in node.next_functions if edge[0] is not None]
@@ -243,14 +297,17 @@ def _find_starts() -> list[Edge]:
     Raises:
         CannotRepeatError: It is unknown, since several threads run one, or none does.
     """
-    passes = []
+    passes, edges = [], list[Edge]()
     for frame in sys._current_frames().values():  # hooks run in another thread on a GPU
         caller: FrameType | None = frame
-        while caller is not None and caller.f_code is not BACKWARD:
+        while caller is not None and caller.f_code not in STARTS:
             caller = caller.f_back
         if caller is not None:
-            passes.append(caller.f_locals["t_outputs"])
+            passes.append(caller.f_locals[STARTS[caller.f_code]])
     if len(passes) != 1:
         raise CannotRepeatError("several threads run backward passes")
-    edges = map(graph.get_gradient_edge, passes[0])
-    return [(edge.node, edge.output_nr) for edge in edges]
+    (starts,) = passes
+    for start in [starts] if isinstance(starts, torch.Tensor) else starts:
+        edge = graph.get_gradient_edge(start) if isinstance(start, torch.Tensor) else start
+        edges.append((edge.node, edge.output_nr))
+    return edges

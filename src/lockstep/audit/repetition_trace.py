@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -62,6 +62,14 @@ class StateWatch:
         pairs = zip(self._states, self._before, strict=False)
         return [name for state, before in pairs for name in state.list_changes(before)]
 
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Restore the attributes that were assigned since; keep the body's own assignments."""
+        with ExitStack() as stack:
+            for state, before in zip(self._states, self._before, strict=True):
+                stack.enter_context(state.restore_assigned(state.find_assigned(before)))
+            yield
+
 
 class RepetitionTrace:
     """The operators of a micro-batch, in its turn and once more after the others.
@@ -69,14 +77,18 @@ class RepetitionTrace:
     Args:
         modules: The modules that a step calls, by name; the name of the model is "".
         position: A function that returns the micro-batch and the stage being computed.
+        watch: What the modules referred to in its turn; None: `note_turn` will be called.
     """
 
     def __init__(
-        self, modules: Mapping[str, nn.Module], position: Callable[[], tuple[int, int] | None]
+        self,
+        modules: Mapping[str, nn.Module],
+        position: Callable[[], tuple[int, int] | None],
+        watch: StateWatch | None = None,
     ) -> None:
         self._modules, self._position = modules, position
         self._tracers: list[OperatorTracer] = []
-        self._watch = StateWatch(modules)
+        self._watch = watch or StateWatch(modules)
         self._changed: list[str] = []
 
     def note_turn(self) -> None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-__all__ = ["Computation", "Verdict", "judge"]
+__all__ = ["Computation", "Verdict", "explain_split", "judge"]
 
 
 class Computation(NamedTuple):
@@ -39,6 +39,20 @@ class Computation(NamedTuple):
         core = "an unknown core" if self.core < 0 else f"core {self.core}"
         return f"rank {self.rank} (host {self.host}, {core})"
 
+    def describe_fault(self, step: int, microbatch: int, message: str) -> dict[str, Any]:
+        """Return the fields of a finding about a result that is wrong."""
+        return {
+            "step": step,
+            "rank": self.rank,
+            "host": self.host,
+            "core": self.core,
+            "microbatch": microbatch,
+            "module": None,
+            "operator": None,
+            "corrected": False,
+            "message": message,
+        }
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -57,6 +71,16 @@ class Verdict:
     bits: str = ""
     culprit: Computation | None = None
     is_single: bool = False
+
+
+def explain_split(place: str, computations: Sequence[Computation], where: str, end: str) -> str:
+    """Return the sentence about two results of which it is unknown which one is wrong."""
+    one, *others = computations
+    two = next(other for other in others if other.bits != one.bits)
+    return (
+        f"{place}: {one.place} and {two.place} compute different results from the same inputs, "
+        f"again and again{where}; one of them is faulty{end}"
+    )
 
 
 def judge(computations: Sequence[Computation]) -> Verdict:

@@ -8,8 +8,7 @@ its end              a callback in autograd: end_backward
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -18,13 +17,9 @@ from torch import nn
 from torch.autograd import Variable
 
 from lockstep.kernel.errors import UsageError
-from lockstep.kernel.rng_scopes import is_in_backward
+from lockstep.model.watched_calls import Arguments, intercept_calls, output_tensors
 
-__all__ = ["Arguments", "BackwardWatch", "BackwardWatcher", "output_tensors"]
-
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Positional arguments, and those by name."""
+__all__ = ["BackwardWatch", "BackwardWatcher"]
 
 
 class BackwardWatcher(Protocol):
@@ -54,19 +49,7 @@ class BackwardWatch:
     def __init__(self, model: nn.Module, watcher: BackwardWatcher) -> None:
         self._watcher = watcher
         self._pass: weakref.ref[_Pass] | None = None
-        replaced = vars(model).get("_compiled_call_impl")
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = None if is_in_backward() else watcher.before_forward((args, kwargs))
-            if given is None:
-                return (replaced or model._call_impl)(*args, **kwargs)
-            outputs = (replaced or model._call_impl)(*given[0], **given[1])
-            self._watch(outputs)
-            return outputs
-
-        # A hook would become a part of a compiled model, and torch calls modules with hooks slower.
-        vars(call)["is_plain"] = replaced is None or getattr(replaced, "is_plain", False)
-        vars(model)["_compiled_call_impl"] = call
+        intercept_calls(model, watcher.before_forward, self._watch)
 
     def _watch(self, outputs: Any) -> None:
         has_graph, tensors = False, list(output_tensors(outputs))
@@ -98,17 +81,3 @@ class BackwardWatch:
 
 class _Pass:
     """A running backward pass; only autograd refers to it, and frees it if the pass raises."""
-
-
-def output_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in the outputs of a model, including lists, mappings and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from output_tensors(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from output_tensors(part)
-    elif is_dataclass(value):
-        yield from output_tensors(vars(value))

@@ -5,32 +5,23 @@ to the next depends on the number of ranks, unless the trainer merges it, as it 
 gradients and buffers. Therefore the state before and after the micro-batches is compared:
 
     start of a step                                end of its micro-batches
-    parameters ───────────────────── same? ──────> if written in forward:             StateError
-    states of private generators ─── same? ──────> if drawn from:                     StateError
-    numbers in attributes ────────── same? ──────> if changed, such as a counter:     a warning
-    tensors in attributes ────────── same? ──────> if replaced, such as a hidden state, and read by
-                                                   the next micro-batch before:       a warning
+    parameters ───────────────────── same? ──────> if written in forward:     StateError
+    states of private generators ─── same? ──────> if drawn from:             StateError
 
 Generators, and what `lockstep.model.held_parameters` compares of parameters, are compared in every
-step, checksums and attributes in the first three and in every hundredth step. The ranks also
-compare the checksums, to verify that all of them train the same weights.
-
-A number that changes in only one step may be a cache, such as the length of the longest
-sequence so far; a warning names it when it changes a second time. State in globals, closures
-and other objects is not detected here: `lockstep check` compares whole runs.
+step. The ranks also compare checksums of all weights, in the first three and in every hundredth
+step, to verify that they train the same ones. State in attributes, globals and closures is found by
+the audit (`lockstep.audit`), if the results depend on it.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
 import xxhash
@@ -44,7 +35,7 @@ from lockstep.kernel.rank_status import StatusSummary, merge_by_name
 from lockstep.kernel.step_context import StepContext, StepObserver
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.description import MACHINERY
-from lockstep.model.held_parameters import HeldParameters, explain_write
+from lockstep.model.held_parameters import HeldParameters
 
 __all__ = ["StateMutationCheck", "require_same_weights"]
 
@@ -54,9 +45,6 @@ FIRST, EVERY = 3, 100
 GRAPHS_EVERY = 20
 """The graphs of losses are also read in each multiple of this step."""
 
-LARGEST = 1000
-"""The largest number of entries of a container that is compared."""
-
 Findings = tuple[dict[str, str | None], list[tuple[int, str]]]
 """What ranks compare of their state.
 
@@ -64,25 +52,6 @@ For each position in a replica, the hash of the parameters and buffers before th
 are not compared. Then the last two ranks that wrote shared parameters since the last step, with the
 name of one; the rank is -1 where the writer is unknown.
 """
-
-Watched = tuple[nn.Module, str, str]
-"""A module, an attribute of it, and the name of the attribute in messages."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The state of the modules at one moment, by name."""
-
-    parameters: dict[str, int]
-    """The checksums of parameters."""
-    generators: dict[str, Any]
-    """The states of private generators."""
-    numbers: dict[str, str]
-    """The `repr` of numbers, strings, and containers of them."""
-    arrays: dict[str, tuple[object, int]]
-    """The tensors and arrays in plain attributes, with their checksums."""
-    tensors: dict[str, object]
-    """The values of plain attributes that are tensors or contain some."""
 
 
 class StateMutationCheck(StepHook):
@@ -104,15 +73,9 @@ class StateMutationCheck(StepHook):
     ) -> None:
         self._modules = dict(modules)
         self.held = held or HeldParameters(modules)
-        self._before: Snapshot | None = None
-        self._generators: dict[str, Any] = {}  # those that the last snapshot found
+        self._generators: dict[str, Any] = {}  # those that the last checked step found
         self._states: dict[str, Any] = {}  # and their states at the beginning of the step
-        self._changes: Counter[str] = Counter()
-        self._noted: list[str] = []  # names of changed attributes in this step
         self._checksums: dict[str, int] = {}
-        self._replaced: list[Watched] = []  # attributes with tensors that the last step replaced
-        self._read: set[str] = set()  # those that a micro-batch read before it replaced them
-        self._fresh: set[str] = set()  # those that the current micro-batch replaced
         self._stranger = ""  # the failure of `check_graph` in this step
         self.is_checked = False
         """Whether the current step is one of those whose whole state is compared."""
@@ -134,16 +97,15 @@ class StateMutationCheck(StepHook):
     def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[None] | None:
         """Record the state before the first micro-batch, and watch the micro-batches."""
         self.compare_before(step.number)
-        if self.is_checked or self.reads_graphs:
-            step.observers.append(_MutationWatch(self))
+        if self.reads_graphs:
+            step.observers.append(_GraphWatch(self))
         return self._explaining(step) if self.is_checked or self.failure else None
 
     @contextmanager
     def _explaining(self, step: StepContext) -> Iterator[None]:
         """Explain an error of the body by the failure that has been found before it."""
         try:
-            with self.watching() if self.is_checked else nullcontext():
-                yield
+            yield
         except Exception as error:
             if self.failure and not isinstance(error, LockstepError):
                 raise StateError(f"{step.where}: {self.failure}") from error
@@ -198,57 +160,22 @@ class StateMutationCheck(StepHook):
         if summary.failure is None and None in weights.values():
             require_same_weights(self.checksums(), step.label.about, step.parallel.group)
 
-    def undo(self) -> None:
-        """Discard the findings of `compare_after`, because the step is repeated."""
-        self._changes.subtract(self._noted)
-        self._noted = []
-
     # --- before and after ----------------------------------------------------------------------
 
     def compare_before(self, step: int) -> None:
         """Record the state before the first micro-batch."""
-        self._before, self.warnings, self._noted, self._checksums = None, [], [], {}
-        self._stranger = ""
+        self.warnings, self._checksums, self._stranger = [], {}, ""
         self.failure = self.held.begin()
         self.summary = self.held.hash()
         self.is_checked = step < FIRST or step % EVERY == 0
         self.reads_graphs = self.is_checked or step % GRAPHS_EVERY == 0
-        if not self.is_checked:
-            self._states = self._read_generators() if self._generators else {}
-            return
-        self._before = self._snapshot()
-        self._checksums = self._before.parameters | self._checked(nn.Module.named_buffers)
-        self.summary = xxhash.xxh3_64_hexdigest(repr(self._checksums).encode())
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Note in the body, in some steps, which of the replaced attributes are read before.
-
-        Attributes that only keep activations are not read. Nothing is watched if something is
-        compiled, since other graphs may have other bits.
-        """
-        frames: Any = sys.modules.get("torch._dynamo.eval_frame")
-        is_compiled = frames is not None and any(frames.cached_backends.values())
-        watched = self._replaced if self.is_checked and not is_compiled else []
-        kinds = {module: type(module) for module, _, _ in watched}
-        self._read.clear()
-        for module, kind in kinds.items():
-            entries = {
-                entry: _WatchedAttribute(entry, name, self._read, self._fresh)
-                for owner, entry, name in watched
-                if owner is module
-            }
-            names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-            module.__class__ = type(kind.__name__, (kind,), entries | names)
-        try:
-            yield
-        finally:
-            for module, kind in kinds.items():
-                module.__class__ = kind
-
-    def begin_microbatch(self) -> None:
-        """Begin a micro-batch, for which all attributes are those of another one."""
-        self._fresh.clear()
+        if self.is_checked:
+            attributes = self._iterate_attributes()
+            self._generators = {n: value for n, value in attributes if is_private_generator(value)}
+            self._checksums = self._checked(nn.Module.named_parameters)
+            self._checksums |= self._checked(nn.Module.named_buffers)
+            self.summary = xxhash.xxh3_64_hexdigest(repr(self._checksums).encode())
+        self._states = {n: generator_state(value) for n, value in self._generators.items()}
 
     def check_graph(self, root: torch.Tensor, place: tuple[int, int]) -> None:
         """Compare the leaves of a graph with the parameters that trainers hold.
@@ -265,61 +192,15 @@ class StateMutationCheck(StepHook):
         if self._stranger and not self.failure:  # perhaps forward has added it to the model
             self.failure = self.held.explain_structure() or self._stranger
         self.warnings, self.held.warnings = self.held.warnings, []
-        if self._before is None:
-            if self._generators:
-                self.failure = self.failure or _explain_draw(self._states, self._read_generators())
-            return
-        before, after = self._before, self._snapshot()
-        self._before = None
-        for name in _differing(before.parameters, after.parameters):
-            self.failure = self.failure or explain_write(name)
-        self.failure = self.failure or _explain_draw(before.generators, after.generators)
-        changed = [*_differing(before.numbers, after.numbers)]
-        changed += [
-            name
-            for name, (array, content) in after.arrays.items()
-            if (old := before.arrays.get(name)) and old[0] is array and old[1] != content
-        ]
-        changed += self._read
-        places = {name: (part, entry) for part, entry, name, _ in self._iterate_attributes()}
-        self._replaced = [
-            (*places[name], name)
-            for name, value in after.tensors.items()
-            if before.tensors.get(name) is not value
-        ]
-        self._noted = changed
-        self._changes.update(changed)
-        self.warnings += [_warning(name) for name in changed if self._changes[name] == 2]
+        for name, state in self._states.items():
+            if generator_state(self._generators[name]) != state:
+                self.failure = self.failure or _explain_draw(name)
 
     def checksums(self) -> dict[str, int]:
         """Return the checksums of parameters and buffers by name, of which `summary` is a hash."""
         if not self._checksums:
             self._checksums = self._checked(nn.Module.named_parameters)
         return self._checksums
-
-    def _snapshot(self) -> Snapshot:
-        attributes = {name: value for _, _, name, value in self._iterate_attributes()}
-        self._generators = {
-            name: value for name, value in attributes.items() if is_private_generator(value)
-        }
-        return Snapshot(
-            parameters=self._checked(nn.Module.named_parameters),
-            generators=self._read_generators(),
-            numbers={
-                name: text
-                for name, value in attributes.items()
-                if (text := _numbers(value)) is not None
-            },
-            arrays={
-                name: (value, checksum(torch.as_tensor(value)))
-                for name, value in attributes.items()
-                if type(value) is torch.Tensor or _is_numeric_array(value)
-            },
-            tensors={name: value for name, value in attributes.items() if _holds_tensor(value)},
-        )
-
-    def _read_generators(self) -> dict[str, Any]:
-        return {name: generator_state(value) for name, value in self._generators.items()}
 
     def _checked(self, named: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> dict[str, int]:
         return {
@@ -328,14 +209,13 @@ class StateMutationCheck(StepHook):
             for name, tensor in named(module)
         }
 
-    def _iterate_attributes(self) -> Iterator[tuple[nn.Module, str, str, Any]]:
-        """Yield modules with the names of their attributes, names for messages, and values."""
+    def _iterate_attributes(self) -> Iterator[tuple[str, Any]]:
+        """Yield the attributes of all modules, with their names in messages."""
         for root, module in self._modules.items():
             for prefix, part in module.named_modules():
                 for name, value in vars(part).items():
                     if name not in MACHINERY:
-                        path = ".".join(filter(None, (root, prefix, name)))
-                        yield part, name, path, value
+                        yield ".".join(filter(None, (root, prefix, name))), value
 
 
 def require_same_weights(
@@ -368,93 +248,20 @@ def require_same_weights(
             )
 
 
-def _explain_draw(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    for name in _differing(before, after):
-        return (
-            f"the generator {name} was used; its state continues from one micro-batch to the next, "
-            "so its numbers depend on the number of ranks: draw from torch's default generator "
-            "(leave generator= out), which is seeded for each micro-batch"
-        )
-    return ""
-
-
-def _warning(name: str) -> str:
+def _explain_draw(name: str) -> str:
     return (
-        f"the attribute {name} changes from step to step; if forward also reads it, the bits "
-        "depend on the number of ranks: register a buffer for it, or keep its value by micro-batch "
-        "in a loop over step.microbatches(batch), and run `lockstep check` on the script"
+        f"the generator {name} was used; its state continues from one micro-batch to the next, so "
+        "its numbers depend on the number of ranks: draw from torch's default generator (leave "
+        "generator= out), which is seeded for each micro-batch"
     )
 
 
-def _differing(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
-    return [name for name, value in after.items() if name in before and before[name] != value]
-
-
-class _MutationWatch(StepObserver):
-    """The part of the check during the micro-batches of a step."""
+class _GraphWatch(StepObserver):
+    """Shows the graphs of a step's micro-batches to the check."""
 
     def __init__(self, check: StateMutationCheck) -> None:
         self._check = check
 
-    def begin_microbatch(self) -> None:
-        """Begin a micro-batch, for which all attributes are those of another one."""
-        if self._check.is_checked:
-            self._check.begin_microbatch()
-
     def record_graph(self, root: torch.Tensor, place: tuple[int, int]) -> None:
         """Compare the leaves of a graph with the parameters that trainers hold."""
-        if self._check.reads_graphs:
-            self._check.check_graph(root, place)
-
-
-class _WatchedAttribute:
-    """An attribute of one module, in its class: notes reads before the first write.
-
-    The value remains in the module.
-    """
-
-    def __init__(self, entry: str, name: str, read: set[str], fresh: set[str]) -> None:
-        self._entry, self._name, self._read, self._fresh = entry, name, read, fresh
-
-    def __get__(self, module: Any, owner: type) -> Any:
-        if module is None:
-            return self
-        if self._name not in self._fresh:
-            self._read.add(self._name)
-        if self._entry in vars(module):
-            return vars(module)[self._entry]
-        return getattr(super(type(module), module), self._entry)
-
-    def __set__(self, module: Any, value: Any) -> None:
-        self._fresh.add(self._name)
-        vars(module)[self._entry] = value
-
-    def __delete__(self, module: Any) -> None:
-        del vars(module)[self._entry]
-
-
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    parts = value if isinstance(value, (list, tuple)) and len(value) <= LARGEST else (value,)
-    return any(isinstance(part, torch.Tensor) for part in parts)
-
-
-def _is_numeric_array(value: Any) -> bool:
-    return isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc"
-
-
-def _numbers(value: Any) -> str | None:
-    """Return the `repr` of a number, a string, or a container of these; otherwise None."""
-    waiting: list[Any] = [value]
-    for _ in range(LARGEST):
-        if not waiting:
-            return repr(value)
-        member = waiting.pop()
-        if isinstance(member, (list, tuple, set, frozenset, deque)):
-            waiting += member
-        elif isinstance(member, dict):
-            waiting += [*member.keys(), *member.values()]
-        elif member is not None and not isinstance(member, (bool, int, float, complex, str)):
-            return None
-    return None
+        self._check.check_graph(root, place)

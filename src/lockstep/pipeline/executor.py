@@ -23,6 +23,7 @@ from lockstep.model.evaluation import EvaluationTask
 from lockstep.model.forward import Metric
 from lockstep.model.state_mutation_check import StateMutationCheck
 from lockstep.model.static_shapes import static_shapes
+from lockstep.model.watched_calls import WatchedCalls
 from lockstep.pipeline.composition import Composition
 from lockstep.pipeline.evaluator import PipelineEvaluator
 from lockstep.pipeline.partition import Placement
@@ -120,6 +121,26 @@ class PipelineExecutor:
     def position(self) -> tuple[int, int] | None:
         """Return the micro-batch and the stage of the current action; None between actions."""
         return None if self._running is None else self._running.position()
+
+    def find_calls(self) -> list[WatchedCalls]:
+        """Return the calls of the blocks of each local stage."""
+        pipeline = self._linked()
+        return [
+            WatchedCalls(
+                number,
+                stage.blocks,
+                stage.scopes,
+                stage.buffers,
+                stage.call_again,
+                stage.watch,
+                "it shares weights with other stages"
+                if pipeline.find_tied_parameters(number)
+                else ""
+                if stage.parameters
+                else "it has no parameters",
+            )
+            for number, stage in pipeline.stages.items()
+        ]
 
     def broadcast_tied_gradients(self, attempt: int) -> None:
         """Send the reduced gradients of tied parameters to every stage that holds them."""

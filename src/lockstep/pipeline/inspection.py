@@ -71,11 +71,11 @@ class BlockInspector:
         self._forwards += 1
         self._is_due = _is_inspected(self._forwards)
         if not self._is_due:
-            value = self._call_in_turn(blocks, data, where)
+            value = self.call_in_turn(blocks, data, where)
             self.state.check(where)
             return value, others or self._draws_others
         contents, before = self.state.snapshot(), state_of_others()
-        value = self._call_in_turn(blocks, data, where)
+        value = self.call_in_turn(blocks, data, where)
         self.state.record_changes(contents, where)
         if state_of_others() != before:
             if not self._is_first:
@@ -144,7 +144,8 @@ class BlockInspector:
                 "from torch (torch.rand)"
             )
 
-    def _call_in_turn(self, blocks: Sequence[nn.Module], data: Any, where: str) -> Any:
+    def call_in_turn(self, blocks: Sequence[nn.Module], data: Any, where: str) -> Any:
+        """Call the blocks, one after another, without an inspection."""
         given = data if self._is_first else (data,)
         with self._explaining(where, ""):
             for user, block in zip(self._users, blocks, strict=True):

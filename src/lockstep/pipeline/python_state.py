@@ -143,6 +143,15 @@ class PythonState:
             for name in _find_changes(before[key], after):
                 yield _describe_entry(self._holders[key], name)
 
+    def find_assigned(self, before: Mapping[Key, Mapping[Any, Any]]) -> list[Assigned]:
+        """Return the values that names had in a snapshot, of those that were assigned since."""
+        return [
+            (scope, name, before[key].get(name, MISSING))
+            for key, after in self.snapshot().items()
+            if (scope := _get_scope(self._holders[key].value)) is not None
+            for name in _find_changes(before[key], after)
+        ]
+
     def record_changes(self, before: Mapping[Key, Mapping[Any, Any]], where: str) -> None:
         """Record which objects a forward changed.
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.data.microbatch import Microbatch, map_tensors
+from lockstep.data.microbatch import Microbatch, clone_tensors, map_tensors
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls
@@ -29,6 +29,7 @@ from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.forward import split_targets
 from lockstep.model.generator_states import set_state_of_torch, state_of_torch
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.watched_calls import BeginCall, EndCall
 from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
 from lockstep.pipeline.boundary import Structure
 from lockstep.pipeline.inspection import BlockInspector
@@ -143,6 +144,20 @@ class Stage:
         parameters = (tensor for block in blocks.values() for tensor in block.parameters())
         self.parameters = list(dict.fromkeys(parameters))
         self._in_flight: dict[int, InFlightMicrobatch] = {}
+        self._watched: tuple[BeginCall, EndCall] | None = None
+
+    @contextmanager
+    def watch(self, begin: BeginCall, end: EndCall) -> Iterator[None]:
+        """Watch the calls of the blocks in the body."""
+        self._watched = begin, end
+        try:
+            yield
+        finally:
+            self._watched = None
+
+    def call_again(self, data: Any) -> Any:
+        """Return the output of the blocks; they get copies of the tensors in `data`."""
+        return self.inspector.call_in_turn([*self.blocks.values()], clone_tensors(data), "")
 
     def begin(self, buffers: StageBuffers) -> None:
         """Begin a step without gradients, not even of parameters that another stage owns."""
@@ -178,9 +193,13 @@ class Stage:
         self.buffers.install_copies()
         self.scopes.begin_microbatch(step, index, given.rng_state.last_call)
         blocks = list(self.blocks.values())
+        if self._watched is not None:
+            self._watched[0](((clone_tensors(given.data),), {}))
         value, others = self.inspector.call_blocks(
             blocks, given.data, where, given.rng_state.has_drawn_outside_torch
         )
+        if self._watched is not None:
+            self._watched[1](value)
         rng_state = RngState(self.scopes.last_call, others)
         if loss is not None:
             self.scopes.begin_loss()

@@ -31,6 +31,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_map_only
 
 from lockstep.audit.audit_config import AuditConfig, read_audit
+from lockstep.audit.call_audit import SEVERAL_CALLS, CallAudit
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.data.microbatch import align_tensors
@@ -48,11 +49,11 @@ from lockstep.kernel.seeds import torch_generators
 from lockstep.kernel.step_hooks import StepResult
 from lockstep.messages import log
 from lockstep.model.across_ranks import verify_across_ranks
-from lockstep.model.backward_watch import Arguments, BackwardWatch
+from lockstep.model.backward_watch import BackwardWatch
 from lockstep.model.blocks import find_block_names
 from lockstep.model.description import describe_arithmetic, describe_tensors
 from lockstep.model.native_seeder import make_rng_scopes, make_seeder
-from lockstep.training.exact_audit import ExactAudit
+from lockstep.model.watched_calls import Arguments
 from lockstep.training.exact_observation import ExactObservation
 from lockstep.training.exact_step import ExactModel, ExactStep
 from lockstep.training.sharded_step import require_shardable
@@ -152,7 +153,15 @@ class Exact:
             gradients,
             rng,
             # A command that observes the steps would record the repetition.
-            ExactAudit(audit if session is None else None, share.replica, call, module, rng),
+            CallAudit(
+                audit if session is None else None,
+                share.replica,
+                call,
+                {"": module},
+                rng,
+                self._find_position,
+                "ls.exact",
+            ),
             share,
             group,
         )
@@ -376,8 +385,7 @@ class Exact:
     def before_forward(self, arguments: Arguments) -> Arguments | None:
         """Begin a micro-batch at its first forward in training, unless `begin` was called."""
         if not torch.is_grad_enabled() or not self._is_trainable:
-            if self._current is not None:
-                self._model.audit.begin_call(self._current.number, None)
+            self._model.audit.refuse(SEVERAL_CALLS)
             return None
         if self._current is None and self._model.module.training:
             drew = self._remaining and LoadedHere.restore is None
@@ -391,13 +399,11 @@ class Exact:
         if self._current is None:
             return None
         given = align_tensors(arguments[0]), align_tensors(arguments[1])
-        self._model.audit.begin_call(self._current.number, given)
-        return given
+        return self._model.audit.begin_call(given)
 
     def end_forward(self, outputs: Sequence[torch.Tensor]) -> None:
         """Let the audit record the outputs."""
-        if self._current is not None:
-            self._model.audit.end_call(self._current.number, outputs)
+        self._model.audit.end_call(outputs)
 
     @property
     def _is_trainable(self) -> bool:
@@ -412,7 +418,6 @@ class Exact:
                 "losses, and call backward once"
             )
         self._step.begin_backward()
-        self._model.audit.begin_backward(self._current.number)
 
     @torch.no_grad()
     def end_backward(self) -> None:
@@ -428,7 +433,7 @@ class Exact:
                 "of the whole batch, which does not depend on the number of ranks"
             )
         last = step.current
-        self._model.audit.end_microbatch(last.number)
+        self._model.audit.end_microbatch()
         step.end()
         self._left_state = torch.default_generator.get_state()
         if step.remaining == 0:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.audit.call_audit import CallAudit, raise_failure
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.assignment import ReplicaShare
 from lockstep.data.microbatch_sampler import PlannedMicrobatch
@@ -28,15 +29,12 @@ from lockstep.kernel.errors import (
     BufferMismatchError,
     DisagreementError,
     LockstepError,
-    StateError,
     UsageError,
-    WorkError,
 )
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.kernel.tree import total
 from lockstep.model.buffer_exchange import GroupExchange
 from lockstep.sharded_tensors import local_part, read_version
-from lockstep.training.exact_audit import ExactAudit
 
 __all__ = ["ExactModel", "ExactStep"]
 
@@ -62,7 +60,7 @@ class ExactModel:
     parameters: list[nn.Parameter]
     gradients: GradientReducer | ShardedGradients
     scopes: RngScopes
-    audit: ExactAudit
+    audit: CallAudit
     share: ReplicaShare
     group: dist.ProcessGroup | None
 
@@ -260,8 +258,7 @@ class ExactStep:
             if other["failure"]:
                 raise UsageError(f"rank {rank}, step {self._number}: {other['failure']}")
             if other["audit"]:
-                kind, message = other["audit"]
-                raise {"StateError": StateError, "WorkError": WorkError}[kind](message)
+                raise_failure(*other["audit"])
         return statuses, messages
 
     def _divide(self, weights: Iterable[Mapping[str, str]]) -> None:

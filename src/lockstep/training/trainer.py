@@ -21,6 +21,7 @@ from torch import nn
 
 from lockstep.audit.audit_config import AuditConfig, read_audit
 from lockstep.audit.audit_hook import Audit
+from lockstep.audit.call_audit_hook import CallAuditHook
 from lockstep.audit.replica_check import ReplicaCheck
 from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.checkpoint.stop_request import stopping
@@ -240,22 +241,21 @@ class Trainer:
             is_recorded = broadcast_bytes(here, "opening a record", self.parallel.group) == b"1"
         self._end.begin(self._run, is_recorded)
         hooks = self._list_hooks(setup, checkpoints, member)
-        config, executor = arguments.audit, setup.executor
-        if isinstance(audit, AuditConfig) and has_stages and is_rank0:
-            log("steps with pipeline stages are not audited: audit= has no effect")
-        if session is None and config is not None and isinstance(executor, WholeModelExecutor):
-            modules, stop = self.parallel.modules_with(self.model), self._run.safe_points.stop
-            record, state = self._record_finding, self._optimization.local_state
-            leave = None if member is None else self._leave_if
-            hooks.append(Audit(config, self.parallel, executor, modules, record, stop, leave))
-            if self.parallel.replicas > 1 and self._optimization.sharded is None:
-                # First, before other checks raise an error about what it can restore.
-                hooks.insert(0, ReplicaCheck(config, self.parallel, modules, state, record))
+        if session is None and (config := arguments.audit) is not None:
+            record, executor = self._record_finding, setup.executor
+            hooks.append(CallAuditHook(config, self.parallel, executor, record))
+            if isinstance(executor, WholeModelExecutor):
+                modules, stop = self.parallel.modules_with(self.model), self._run.safe_points.stop
+                leave = None if member is None else self._leave_if
+                hooks.append(Audit(config, self.parallel, executor, modules, record, stop, leave))
+                if self.parallel.replicas > 1 and self._optimization.sharded is None:
+                    state = self._optimization.local_state
+                    # First, before other checks raise an error about what it can restore.
+                    hooks.insert(0, ReplicaCheck(config, self.parallel, modules, state, record))
         if has_stages and is_recorded:
             hooks.append(StepTrace(clock_offset(self.parallel.group), self.history))
         if (observer := self._find_observer(arguments, setup, session, member)) is not None:
             hooks.append(Observation(observer, self._executor.position))
-        is_sharded = self._optimization.sharded is not None
         optimizer_step = OptimizerStep(
             self.parallel,
             self._executor,
@@ -265,7 +265,7 @@ class Trainer:
             ),
             [*hooks, CollectiveCallCheck(self._executor.position)],
             max_grad_norm,
-            is_repeatable=is_sharded or member is not None,
+            is_repeatable=self._optimization.sharded is not None or member is not None,
             measure=native_module.find_compute_norms(),
         )
         self._steps = StepOperation(

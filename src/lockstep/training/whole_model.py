@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -21,6 +22,7 @@ from lockstep.model.forward import Metric, forward
 from lockstep.model.loss_root import LossRoot
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.watched_calls import WatchedCalls, watch_calls
 from lockstep.training.microbatch_loop import CollectedGradients, MicrobatchLoop
 
 __all__ = ["WholeModelExecutor"]
@@ -146,6 +148,12 @@ class WholeModelExecutor:
                 parameter.grad = gradient
             for slot in loop.buffers.slots:
                 slot.copy = None
+
+    def find_calls(self) -> list[WatchedCalls]:
+        """Return the calls of the model, which the script makes in a manual step."""
+        assert self._loop is not None
+        modules, watch = {"": self._module}, partial(watch_calls, self._called)
+        return [WatchedCalls(0, modules, self._scopes, self._loop.buffers, self._called, watch)]
 
     @property
     def is_complete(self) -> bool:

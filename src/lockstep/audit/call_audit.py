@@ -1,20 +1,21 @@
-"""The audit of `ls.exact`: each rank repeats one call of the model, and compares the bits.
+"""The audit of calls: each rank repeats one call of its own, and compares the bits.
 
     step 0, 1, 2, 5, ...     one micro-batch of this rank is recorded: `RecordedCall`
     after its last one       repeated on another core: equal in almost every step
     after a difference       repeated three times more, then operator by operator
     exchange of statuses     an error is raised on every rank, before gradients are added
 
-Ranks audit their own micro-batches, all at the same time. A wrong result is reported, and is not
-replaced, since it was in the loop's hands before.
+It audits the model in a loop with `ls.exact` or in a manual step, and pipeline stages. Ranks audit
+their own micro-batches, all at the same time. A wrong result is reported, and is not replaced,
+since it was in the hands of the loop, or of another stage, before.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -31,24 +32,33 @@ from lockstep.audit.repetition_trace import (
     find_difference,
     join_names,
 )
-from lockstep.audit.verdict import Computation, judge
+from lockstep.audit.verdict import Computation, explain_split, judge
 from lockstep.kernel.errors import LockstepError, StateError, WorkError
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.messages import log
-from lockstep.model.backward_watch import Arguments
+from lockstep.model.watched_calls import Arguments, output_tensors
 
-__all__ = ["ExactAudit"]
+__all__ = ["SEVERAL_CALLS", "CallAudit", "raise_failure"]
+
+SEVERAL_CALLS = "the model is called several times per micro-batch"
 
 
-class ExactAudit:
-    """The audit of one handle of `ls.exact`.
+class CallAudit:
+    """The audit of the calls of a model, or of the blocks of a stage.
 
     Args:
         config: The settings; None: no step is audited.
         rank: This rank.
-        call: What is called: the model below DistributedDataParallel, perhaps compiled.
-        module: The model itself.
-        scopes: Its RNG scopes.
+        call: What is called, such as the model below DistributedDataParallel, perhaps compiled.
+        modules: The modules, by the prefix of their tensors' names.
+        scopes: Their RNG scopes.
+        position: A function that returns the micro-batch and the stage that are being computed;
+            None between them.
+        who: What cannot audit a step, in messages.
+
+    Attributes:
+        say: A function that takes a message, and the finding that it is about; None: the step
+            cannot be audited.
     """
 
     def __init__(
@@ -56,11 +66,15 @@ class ExactAudit:
         config: AuditConfig | None,
         rank: int,
         call: Callable[..., Any],
-        module: nn.Module,
+        modules: Mapping[str, nn.Module],
         scopes: RngScopes,
+        position: Callable[[], tuple[int, int] | None],
+        who: str,
     ) -> None:
-        self._config, self._rank = config, rank
-        self._call, self._module, self._scopes = call, module, scopes
+        self._config, self._rank, self._who = config, rank, who
+        self.say: Callable[[str, Mapping[str, Any] | None], None] = self._log
+        self._call, self._modules, self._scopes = call, modules, scopes
+        self._position = position
         self._corrections, self._has_warned = 0, False
         self._step, self._chosen = 0, -1
         self._recorded: RecordedCall | None = None
@@ -71,34 +85,48 @@ class ExactAudit:
         self._step, self._chosen, self._recorded, self._own = number, -1, None, None
         if self._config is None or not is_audited(number, self._config.every_steps):
             return
-        turn = count_audited(number, self._config.every_steps)
-        span = range(len(microbatches))
-        self._chosen = microbatches[plan_audit(turn, [span], alone=True).microbatch]
+        if microbatches:
+            turn = count_audited(number, self._config.every_steps)
+            span = range(len(microbatches))
+            self._chosen = microbatches[plan_audit(turn, [span], alone=True).microbatch]
 
-    def begin_call(self, microbatch: int, arguments: Arguments | None) -> None:
-        """Record a call of the model; without arguments, one that has no backward pass."""
-        if microbatch == self._chosen:
+    def _log(self, message: str, finding: object) -> None:
+        if self._rank == 0 or finding is not None:
+            log(message)
+
+    @property
+    def _is_chosen(self) -> bool:
+        """Whether the micro-batch that is being computed is repeated later."""
+        return (position := self._position()) is not None and position[0] == self._chosen
+
+    def refuse(self, reason: str) -> None:
+        """Do not audit the current micro-batch, if it was chosen, and say why."""
+        with self._recording() if self._is_chosen else suppress(CannotRepeatError):
+            raise CannotRepeatError(reason)
+
+    def begin_call(self, arguments: Arguments) -> Arguments:
+        """Record a call of the model."""
+        if self._is_chosen:
             with self._recording():
-                if self._recorded is not None or arguments is None:
-                    raise CannotRepeatError("the model is called several times per micro-batch")
-                self._recorded = RecordedCall(self._call, self._module, self._scopes, arguments)
+                if self._recorded is not None or not torch.is_grad_enabled():
+                    raise CannotRepeatError(SEVERAL_CALLS)
+                self._watch = StateWatch(self._modules)
+                self._watch.begin()
+                self._recorded = RecordedCall(self._call, self._modules, self._scopes, arguments)
+        return arguments
 
-    def end_call(self, microbatch: int, outputs: Sequence[torch.Tensor]) -> None:
+    def end_call(self, outputs: Any) -> None:
         """Record the outputs of the call."""
-        if microbatch == self._chosen:
+        if self._is_chosen:
             with self._recording() as recorded:
-                recorded.end(outputs)
+                recorded.end(list(output_tensors(outputs)))
 
-    def begin_backward(self, microbatch: int) -> None:
-        """Record the beginning of the backward pass."""
-        if microbatch == self._chosen:
-            with self._recording() as recorded:
-                recorded.begin_backward()
-
-    def end_microbatch(self, microbatch: int) -> None:
+    def end_microbatch(self) -> None:
         """Record the results of the micro-batch."""
-        if microbatch == self._chosen:
+        if self._is_chosen:
             with self._recording() as recorded:
+                if recorded is None:
+                    raise CannotRepeatError("the model is not called in each micro-batch")
                 self._own = self._describe(recorded.finish(), is_repeated=False)
 
     @contextmanager
@@ -108,8 +136,9 @@ class ExactAudit:
             yield self._recorded
         except CannotRepeatError as error:
             self._chosen, self._recorded = -1, None
-            if not self._has_warned and self._rank == 0:
-                log(f"ls.exact cannot audit step {self._step}, nor others like it: {error}")
+            if not self._has_warned:
+                says = f"{self._who} cannot audit step {self._step}, nor others like it: {error}"
+                self.say(says, None)
             self._has_warned = True
 
     def find_failure(
@@ -140,29 +169,27 @@ class ExactAudit:
 
     def _explain(self, computations: list[Computation]) -> LockstepError | None:
         """Return the error about results that differ; None if it was one wrong result."""
-        watch = StateWatch({"": self._module})
-        watch.begin()
         computations += [self._repeat(), self._repeat(elsewhere=True)]
-        changed = join_names(watch.list_changes())
+        changed = join_names(self._watch.list_changes())
         verdict, place = judge(computations), f"step {self._step}, micro-batch {self._chosen}"
+        is_state = verdict.kind == "state"
         if verdict.is_single and verdict.culprit is not None:
-            return self._report(place, verdict.culprit, changed)
-        trace = RepetitionTrace({"": self._module}, lambda: None)
-        trace.note_turn()
-        for _ in range(2):
-            with trace.recording(self._chosen):
+            # Repetitions in a row agree if each begins with what the one before it has kept.
+            with self._watch.restored():
+                is_state = self._repeat().bits == verdict.culprit.bits
+            if not is_state:
+                return self._report(place, verdict.culprit, changed)
+        trace = RepetitionTrace(self._modules, lambda: None, self._watch)
+        for restored in (self._watch.restored(), nullcontext()):
+            with restored, trace.recording(self._chosen):
                 self._repeat()
         encoded = trace.encode(self._chosen)
         difference = find_difference(encoded, encoded)
-        if verdict.kind == "state" or not (difference is None or difference.is_fault):
+        if is_state or not (difference is None or difference.is_fault):
             return StateError(f"rank {self._rank}, {place}: {explain_state(encoded, difference)}")
-        one = computations[0]
-        two = next(other for other in computations if other.bits != one.bits)
-        return WorkError(
-            f"{place}: {one.place} and {two.place} compute different results from the same inputs, "
-            f"again and again{'' if difference is None else difference.where}; one of them is "
-            "faulty: continue from the last checkpoint without these cores"
-        )
+        where = "" if difference is None else difference.where
+        end = ": continue from the last checkpoint without these cores"
+        return WorkError(explain_split(place, computations, where, end))
 
     def _report(self, place: str, culprit: Computation, changed: str) -> WorkError | None:
         """Report one wrong result; return the error after too many of them."""
@@ -171,12 +198,18 @@ class ExactAudit:
         is_own = culprit is self._own
         cause = f"{changed}, which forward changes" if changed else "what the loop sets around it"
         or_else = f" (or the call of the model depends on {cause})" if changed or is_own else ""
-        log(
+        message = (
             f"{place}: {culprit.place} computed a wrong result{or_else}"
             f"{', which the gradients contain' if is_own else ''}: continue from an earlier "
             "checkpoint if you need the right bits"
         )
+        self.say(message, culprit.describe_fault(self._step, self._chosen, message))
         if self._corrections <= self._config.max_corrections:
             return None
         excess = self._config.explain_excess(self._corrections)
         return WorkError(f"{culprit.place} {excess}; if they do the same, pass audit=False")
+
+
+def raise_failure(kind: str, message: str) -> NoReturn:
+    """Raise an error that `CallAudit.find_failure` has returned on a rank, by its type's name."""
+    raise {"StateError": StateError, "WorkError": WorkError}[kind](message)

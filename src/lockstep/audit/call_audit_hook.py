@@ -1,0 +1,167 @@
+"""The audit of manual steps and of pipeline stages: the hook of `CallAudit`.
+
+The micro-batches of a manual step are computed by the script, and those of a pipeline by several
+ranks, so neither can be computed again as a whole. Each rank repeats its own part: the call of the
+model, or its stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from lockstep.audit.audit_config import AuditConfig
+from lockstep.audit.audit_plan import is_audited
+from lockstep.audit.call_audit import CallAudit, raise_failure
+from lockstep.kernel.rank_status import StatusSummary
+from lockstep.kernel.step_context import StepContext, StepObserver
+from lockstep.kernel.step_hooks import CommittedStep, StepHook
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.model.watched_calls import WatchedCalls
+
+__all__ = ["CallAuditHook", "CallingExecutor"]
+
+
+class CallingExecutor(Protocol):
+    """An executor whose calls of modules can be watched."""
+
+    def position(self) -> tuple[int, int] | None:
+        """Return the micro-batch and the stage that are being computed; None between them."""
+
+    def find_calls(self) -> Sequence[WatchedCalls]:
+        """Return the calls of the current step that can be watched, on this rank."""
+
+
+class CallAuditHook(StepHook):
+    """The hook that audits the calls of a rank, in steps that `Audit` cannot compute again.
+
+    Args:
+        config: The settings.
+        parallel: The layout.
+        executor: The executor.
+        record: A function that records a finding, given its fields.
+    """
+
+    name = "calls"
+
+    def __init__(
+        self,
+        config: AuditConfig,
+        parallel: ParallelContext,
+        executor: CallingExecutor,
+        record: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self._config, self._parallel, self._executor = config, parallel, executor
+        self._record = record
+        self.first, self.every = config.limits
+        self._audits: dict[tuple[str, ...], CallAudit] = {}
+        self._found: list[Mapping[str, Any]] = []
+
+    def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[None] | None:
+        """Watch the calls of an audited step, and repeat one of them at the end."""
+        self._found = []
+        is_due = is_audited(step.number, self._config.every_steps)
+        is_due = is_due and (batch is None or self._parallel.stages > 1)
+        return self._auditing(step) if is_due else None
+
+    @contextmanager
+    def _auditing(self, step: StepContext) -> Iterator[None]:
+        parts = [(calls, self._find_audit(step, calls)) for calls in self._executor.find_calls()]
+        step.observers.append(_MicrobatchEnds(step, parts, self._executor))
+        with ExitStack() as stack:
+            for calls, audit in parts:
+                audit.begin_step(step.number, [])
+                stack.enter_context(calls.watch(audit.begin_call, audit.end_call))
+            yield
+        for calls, audit in parts if step.failure is None else ():
+            if (failure := audit.find_failure(calls.buffers.preserve)) is not None:
+                self._found.append({"error": [type(failure).__name__, str(failure)]})
+
+    def _find_audit(self, step: StepContext, calls: WatchedCalls) -> CallAudit:
+        def say(message: str, finding: Mapping[str, Any] | None) -> None:
+            if finding is None:
+                step.warnings.append(f"{step.where}: {message}")
+            else:
+                self._found.append(finding)
+
+        name, rank = tuple(calls.modules), self._parallel.rank
+        who = f"stage {calls.stage}" if self._parallel.stages > 1 else "trainer.manual_step()"
+        if name not in self._audits:
+            call, position = (calls.call, calls.modules, calls.scopes), self._executor.position
+            self._audits[name] = CallAudit(self._config, rank, *call, position, who)
+        self._audits[name].say = say
+        return self._audits[name]
+
+    def status(self, step: StepContext) -> list[Mapping[str, Any]]:
+        """Return what this rank has found."""
+        return self._found
+
+    def merge(
+        self, left: list[Mapping[str, Any]], right: list[Mapping[str, Any]]
+    ) -> list[Mapping[str, Any]]:
+        """Return what two ranges of ranks have found."""
+        return left + right
+
+    def check(self, step: StepContext, summary: StatusSummary) -> None:
+        """Raise the first error of a rank.
+
+        Raises:
+            StateError: A call depends on something else than its inputs.
+            WorkError: A processor is faulty.
+        """
+        for finding in summary.hooks[self.name] if summary.failure is None else ():
+            if "error" in finding:
+                raise_failure(*finding["error"])
+
+    def report(self, committed: CommittedStep) -> None:
+        """Record the findings of all ranks."""
+        for finding in committed.summary.hooks[self.name]:
+            self._record(finding)
+
+
+class _MicrobatchEnds(StepObserver):
+    """Chooses the micro-batches that are repeated, and notes their results."""
+
+    observes_microbatches = True
+
+    def __init__(
+        self,
+        step: StepContext,
+        parts: Sequence[tuple[WatchedCalls, CallAudit]],
+        executor: CallingExecutor,
+    ) -> None:
+        self._step, self._parts, self._executor = step, parts, executor
+        self._has_begun, self._losses = False, 0
+
+    def begin_microbatch(self) -> None:
+        """Choose the micro-batches, now that those that are computed are known."""
+        batch, self._losses = self._step.batch, 0
+        assert batch is not None
+        own = [part.index for part in batch.microbatches if part.index in self._step.shares]
+        for calls, audit in self._parts:
+            if not self._has_begun:
+                audit.begin_step(self._step.number, own)
+            if calls.obstacle:
+                audit.refuse(calls.obstacle)
+        self._has_begun = True
+
+    def record_loss(self, loss: torch.Tensor) -> None:
+        """Refuse several backward passes of a manual step's micro-batch."""
+        self._losses += 1
+        if self._losses > 1 and self._step.parallel.stages == 1:
+            for _, audit in self._parts:
+                audit.refuse("backward is called several times per micro-batch")
+
+    def record_microbatch(
+        self,
+        microbatch: int,
+        gradients: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Note the end of the micro-batch of a stage."""
+        for calls, audit in self._parts:
+            if self._executor.position() == (microbatch, calls.stage):
+                audit.end_microbatch()

@@ -1,0 +1,108 @@
+"""Calls of modules, watched from outside: their arguments before, their outputs afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.kernel.buffers import Buffers
+from lockstep.kernel.rng_scopes import RngScopes, is_in_backward
+
+__all__ = [
+    "Arguments",
+    "BeginCall",
+    "EndCall",
+    "WatchedCalls",
+    "intercept_calls",
+    "output_tensors",
+    "watch_calls",
+]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional arguments, and those by name."""
+
+BeginCall = Callable[[Arguments], Arguments | None]
+"""A function that is called with the arguments of a call; it returns them, or others.
+
+If it returns None, the call is not watched.
+"""
+
+EndCall = Callable[[Any], None]
+"""A function that is called with the outputs of a call."""
+
+
+@dataclass(frozen=True)
+class WatchedCalls:
+    """The calls of one module, or of the blocks of one stage, in a step.
+
+    Attributes:
+        stage: The number of the stage; 0 without stages.
+        modules: The modules, by the prefix of their tensors' names.
+        scopes: The RNG scopes of the step.
+        buffers: The buffers of the modules.
+        call: What repeats a call, given its arguments.
+        watch: The context in which two functions are called around each call.
+        obstacle: Why calls cannot be repeated; "" if they can.
+    """
+
+    stage: int
+    modules: Mapping[str, nn.Module]
+    scopes: RngScopes
+    buffers: Buffers
+    call: Callable[..., Any]
+    watch: Callable[[BeginCall, EndCall], AbstractContextManager[None]]
+    obstacle: str = ""
+
+
+def intercept_calls(module: nn.Module, begin: BeginCall, end: EndCall) -> Any:
+    """Watch all calls of a module from now on, except for recomputations in backward.
+
+    Not by hooks, which would become a part of a compiled model, and make every call slower.
+
+    Returns:
+        What was called before in place of `forward`; None for nothing.
+    """
+    replaced = vars(module).get("_compiled_call_impl")
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = None if is_in_backward() else begin((args, kwargs))
+        if given is None:
+            return (replaced or module._call_impl)(*args, **kwargs)
+        outputs = (replaced or module._call_impl)(*given[0], **given[1])
+        end(outputs)
+        return outputs
+
+    vars(call)["is_plain"] = replaced is None or getattr(replaced, "is_plain", False)
+    vars(module)["_compiled_call_impl"] = call
+    return replaced
+
+
+@contextmanager
+def watch_calls(module: nn.Module, begin: BeginCall, end: EndCall) -> Iterator[None]:
+    """Watch the calls of a module in the body."""
+    replaced = intercept_calls(module, begin, end)
+    try:
+        yield
+    finally:
+        del vars(module)["_compiled_call_impl"]
+        if replaced is not None:
+            vars(module)["_compiled_call_impl"] = replaced
+
+
+def output_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in the outputs of a model, including lists, mappings and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from output_tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from output_tensors(part)
+    elif is_dataclass(value):
+        yield from output_tensors(vars(value))
