@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lockstep.kernel.errors import RankError, UsageError
@@ -58,5 +58,11 @@ def measure_training(script: str, arguments: Sequence[str], timeout: float) -> T
 
 def _run_rank(rank: int, script: str, arguments: Sequence[str], folder: str) -> None:
     from lockstep.tools.plan.memory_session import MemorySession
+    from lockstep.tools.plan.meta_trainer import replace_trainer
 
-    run_in_session(rank, script, arguments, "", folder, MemorySession)
+    def make_session(record: Callable[[TrainingMemory], None]) -> MemorySession:
+        session = MemorySession(record)
+        replace_trainer(session)
+        return session
+
+    run_in_session(rank, script, arguments, "", folder, make_session)

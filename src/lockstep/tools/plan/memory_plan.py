@@ -39,6 +39,8 @@ class TrainingMemory:
         microbatches: The number of micro-batches of a batch.
         blocks: The bytes of the parameters of each block; empty if the model has no blocks.
         outputs: The bytes of a micro-batch's output of each block.
+        is_computed: Whether the values were computed without memory, so that `activations` has
+            no workspaces and no unused memory.
     """
 
     parameters: int
@@ -50,6 +52,7 @@ class TrainingMemory:
     microbatches: int
     blocks: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
+    is_computed: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ after the last    the state of the optimizer; SessionComplete unwinds the script
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.tools.plan.memory_plan import TrainingMemory, count_sums
 from lockstep.training.trainer_hooks import ObservedTrainer, SessionComplete
 
-__all__ = ["MemorySession"]
+__all__ = ["MemorySession", "count_bytes", "measuring_outputs", "read_process"]
 
 STEPS = 3
 """The steps until the memory of a process stays the same: the first one makes the optimizer's
@@ -47,7 +47,7 @@ class MemorySession:
     """
 
     def __init__(self, record: Callable[[TrainingMemory], None]) -> None:
-        self.record = record
+        self._record = record
         self._blocks: Blocks | None = None
 
     def options(self, model: nn.Module | Any, given: PipelineConfig) -> tuple[PipelineConfig, bool]:
@@ -71,6 +71,11 @@ class MemorySession:
             )
         return MeasuredTrainer(self, trainer, find_block_names(trainer.module, self._blocks))
 
+    def end(self, training: TrainingMemory) -> NoReturn:
+        """Record what was measured, and raise SessionComplete, which ends the script."""
+        self._record(training)
+        raise SessionComplete
+
     def record_unfinished(self) -> None:
         """Do nothing: steps that do not end are not measured."""
 
@@ -85,36 +90,18 @@ class MeasuredTrainer:
         self._blocks = [trainer.module.get_submodule(name) for name in blocks]
         self._outputs = [0] * len(blocks)
         self._steps = 0
-        release_freed_memory()
-        parameters = list(trainer.module.parameters())
-        self._parameters = sum(parameter.nbytes for parameter in parameters)
-        self._gradients = sum(p.nbytes for p in parameters if p.requires_grad)
-        private = _read_memory(PRIVATE)
-        self._shared = max(_read_memory(RESIDENT) - private, 0)
-        self._process = max(private - self._parameters, 0)
+        self._parameters = count_bytes(trainer.module)
+        self._gradients = count_bytes(trainer.module, only_trainable=True)
+        self._process, self._shared = read_process(self._parameters)
         self._peak = PeakMemory()
 
     def begin_step(self, step: int) -> MeasuredTrainer:
         """Return this object, which observes the step."""
         return self
 
-    @contextmanager
-    def recording(self, step: StepContext, position: Position) -> Iterator[None]:
-        """Measure the outputs of the blocks while the body runs."""
-
-        def measure(number: int, output: Any) -> None:
-            size = sum(leaf.nbytes for leaf in tree_leaves(output) if torch.is_tensor(leaf))
-            self._outputs[number] = max(self._outputs[number], size)
-
-        handles = [
-            block.register_forward_hook(lambda _, __, output, n=n: measure(n, output))
-            for n, block in enumerate(self._blocks)
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def recording(self, step: StepContext, position: Position) -> AbstractContextManager[None]:
+        """Return the context in which the outputs of the blocks are measured."""
+        return measuring_outputs(self._blocks, self._outputs)
 
     def commit(self, result: StepResult) -> None:
         """Record the memory and raise SessionComplete after the last step."""
@@ -125,7 +112,7 @@ class MeasuredTrainer:
         state = self._trainer.optimizer_state().values()
         optimizer = sum(value.nbytes for value in state if torch.is_tensor(value))
         sums = self._gradients * count_sums(range(leaves), leaves)
-        self._session.record(
+        self._session.end(
             TrainingMemory(
                 parameters=self._parameters,
                 gradients=self._gradients,
@@ -134,14 +121,34 @@ class MeasuredTrainer:
                 process=self._process,
                 shared=self._shared,
                 microbatches=leaves,
-                blocks=tuple(
-                    sum(parameter.nbytes for parameter in block.parameters())
-                    for block in self._blocks
-                ),
+                blocks=tuple(map(count_bytes, self._blocks)),
                 outputs=tuple(self._outputs),
             )
         )
-        raise SessionComplete
+
+
+def count_bytes(module: nn.Module, *, only_trainable: bool = False) -> int:
+    """Return the bytes of the parameters of a module."""
+    return sum(p.nbytes for p in module.parameters() if p.requires_grad or not only_trainable)
+
+
+@contextmanager
+def measuring_outputs(blocks: Sequence[nn.Module], sizes: list[int]) -> Iterator[None]:
+    """Note the bytes of the largest output of each block in `sizes` while the body runs."""
+
+    def measure(number: int, output: Any) -> None:
+        size = sum(leaf.nbytes for leaf in tree_leaves(output) if torch.is_tensor(leaf))
+        sizes[number] = max(sizes[number], size)
+
+    handles = [
+        block.register_forward_hook(lambda _, __, output, n=n: measure(n, output))
+        for n, block in enumerate(blocks)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class PeakMemory:
@@ -165,6 +172,17 @@ class PeakMemory:
         while not is_over:
             is_over = self._is_over.wait(INTERVAL)
             self._peak = max(self._peak, _read_memory(RESIDENT))
+
+
+def read_process(parameters: int) -> tuple[int, int]:
+    """Return the bytes of this process besides the model, private and shared with others.
+
+    Args:
+        parameters: The bytes of the model's parameters.
+    """
+    release_freed_memory()
+    private = _read_memory(PRIVATE)
+    return max(private - parameters, 0), max(_read_memory(RESIDENT) - private, 0)
 
 
 def _read_memory(source: tuple[str, tuple[str, ...]]) -> int:
