@@ -239,6 +239,12 @@ class MicrobatchLoop:
                 run_backward(root, gradient, retain_graph)
             self.root = None
 
+    def record_mean(self, loss: torch.Tensor) -> None:
+        """Show a loss of the whole batch to the observers."""
+        record_loss(self.step, loss, self._where)
+        for observer in self.step.observers:
+            observer.record_graph(loss, (self.step.number, 0))
+
     def note_mean(self, loss: torch.Tensor, samples: int) -> None:
         """Note a mean over a batch of `samples` samples, to which the micro-batch contributes."""
         assert self._current is not None

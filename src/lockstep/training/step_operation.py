@@ -28,7 +28,6 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.history import History
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.manual_step import ManualStep
-from lockstep.training.microbatch_loop import MicrobatchLoop
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.run_record import RunRecord
 from lockstep.training.state import TrainingState
@@ -137,8 +136,8 @@ class StepOperation:
         self._run.require_repeatable_step()
 
     @contextmanager
-    def _open(self, *, is_repeatable: bool) -> Iterator[MicrobatchLoop]:
-        """Return the context of a step whose micro-batches the body computes.
+    def _open(self, *, is_repeatable: bool) -> Iterator[Any]:
+        """Return the context of a step whose micro-batches the body computes, with its loop.
 
         Args:
             is_repeatable: Whether the body runs again if the loop has no result. Otherwise this
