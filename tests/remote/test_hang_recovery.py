@@ -6,6 +6,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -58,10 +59,15 @@ def test_workers_that_wait_for_one_that_raised_are_released(tmp_path):
         assert driver.run(os.getpid) == [driver.on(rank).run(os.getpid) for rank in range(2)]
         with pytest.raises(RankError) as raised:
             driver.run(summed)
-        (broken,) = (note for note in raised.value.__notes__ if "start another driver" in note)
+        (broken,) = (note for note in raised.value.__notes__ if "driver.restart()" in note)
         assert "rank 1 raised KeyError: 'lr'" in broken
         with pytest.raises(RankError, match=r"^the world of these workers has ended"):
             driver.trainer([partial(nn.Linear, 2, 2)], nn.MSELoss(), SGD)
+        before = driver.run(os.getpid)
+        driver.restart()
+        assert driver.run(summed) == [2.0] * 2
+        assert not set(before) & set(driver.run(os.getpid))
+        assert not any(map(psutil.pid_exists, before))
 
 
 def samples() -> TensorDataset:
@@ -84,7 +90,9 @@ def test_a_callback_that_raises_on_one_stage_ends_the_training(backend, tmp_path
         trainer = driver.trainer(blocks, nn.MSELoss(), SGD, **options)
         with pytest.raises(RankError, match=r"^rank 1 raised ValueError: disk full"), trainer:
             trainer.train(samples, 8, 2)
-        with pytest.raises(RankError, match=r"disk full .*; start another driver$"):
+        with pytest.raises(
+            RankError, match=r"disk full .*; start new workers with driver\.restart"
+        ):
             trainer.step((torch.ones(8, 2), torch.ones(8, 2)))
     last = (tmp_path / "run" / "record.jsonl").read_text().splitlines()[-1]
     assert '"failed"' in last

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
+import re
+import sys
+import threading
+import time
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -14,6 +20,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.kernel.errors import LayoutError, LossError, UsageError
+from lockstep.tools.remote.output_forwarder import OutputForwarder
 
 SGD = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 BLOCKS = [
@@ -168,6 +175,46 @@ class Telling(nn.Linear):
     def forward(self, inputs):
         assert os.getpid() == self.process
         return super().forward(inputs)
+
+
+def open_cell(monkeypatch) -> io.StringIO:
+    """Return the standard error of this process, from now on the output of a notebook's cell."""
+    output = io.StringIO()
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    monkeypatch.setattr(sys, "stderr", output)
+    return output
+
+
+def test_output_appears_above_the_line_that_a_notebook_shows(monkeypatch):
+    cell = open_cell(monkeypatch)
+    forwarder = OutputForwarder()
+    forwarder.show_progress(["[bold]epoch[/] 1/3", "loss 0.5", "step 3 ms"])
+    worker = threading.Thread(target=forwarder.put, args=("stderr", "[0] printed\n"))
+
+    def is_done() -> bool:
+        if worker.ident is None:
+            worker.start()  # once the line is drawn
+        return forwarder.received > 0
+
+    forwarder.wait(is_done, time.monotonic() + 60)
+    worker.join()
+    line = "epoch 1/3  loss 0.5"
+    erased = f"\r{' ' * len(line)}\r"
+    assert cell.getvalue() == f"\r{line}{erased}[0] printed\n"
+    forwarder.show_progress(["late"])
+    forwarder.show_if_no_caller_waits()
+    assert "late" not in cell.getvalue()
+
+
+def test_a_training_shows_one_line_with_all_epochs_in_a_notebook(monkeypatch):
+    cell = open_cell(monkeypatch)
+    with ls.Driver(nprocs=1, timeout=60) as driver:
+        trainer = trainer_of(driver, callbacks=[lambda result: time.sleep(0.1)])
+        trainer.train(samples, 24, 3)
+    shown = [line.strip() for line in cell.getvalue().split("\r")]
+    assert any(re.match(r"epoch 2/3  ━+─*  \d/\d  .*loss \d", line) for line in shown)
+    assert shown[-1] == ""
+    assert "\n" not in cell.getvalue()
 
 
 def test_blocks_are_materialized_on_the_workers_only(driver, capsys):

@@ -64,6 +64,7 @@ class Progress:
         stream: The stream to write to. None: standard error.
         clock: A monotonic clock, in seconds.
         is_live: Whether a live region may be drawn.
+        prints_lines: Whether to print lines above the live region, or without one.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class Progress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         is_live: bool = True,
+        prints_lines: bool = True,
     ) -> None:
-        self.title = title
+        self.title, self._prints_lines = title, prints_lines
         self.meter = ProgressMeter(epochs, steps, clock())
         self._clock, self._stream = clock, stream or sys.stderr
         self._live = LiveRegion(self._stream) if is_live and is_terminal(self._stream) else None
@@ -156,7 +158,7 @@ class Progress:
         line = "  ".join(parts)
         if self._live is not None:
             self._live.print(line)
-        elif self._stream is not None:
+        elif self._stream is not None and self._prints_lines:
             try:
                 print(line, file=self._stream, flush=True)
             except OSError as error:  # a closed terminal, a full disk
@@ -220,6 +222,10 @@ class ScriptProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._is_wanted, self._stream, self._clock = is_wanted, stream, clock
+        self.epochs: int | None = None
+        """The number of epochs of the run; None if it is not known."""
+        self.prints_lines = True
+        """Whether to print lines; a driver draws the live region of its rank 0 instead."""
         self._display: Progress | None = None
         self._epoch: tuple[int, int | None, int] | None = None
         self._begun = 0.0  # the time at which the epoch began
@@ -232,6 +238,7 @@ class ScriptProgress:
         """Begin an epoch, with the arguments of `ProgressMeter.begin_epoch`."""
         self._epoch, self._begun = (epoch, steps, done), self._clock()
         if self._display is not None:
+            self._display.meter.epochs = self.epochs
             self._display.meter.begin_epoch(epoch, steps, done)
 
     def step(self, **fields: Any) -> None:
@@ -276,7 +283,11 @@ class ScriptProgress:
         if other is None:
             ScriptProgress._shown = self
         self._display = Progress(
-            epochs=None, stream=self._stream, clock=self._clock, is_live=other is None
+            epochs=self.epochs,
+            stream=self._stream,
+            clock=self._clock,
+            is_live=other is None,
+            prints_lines=self.prints_lines,
         )
         if self._epoch is not None:
             self._display.meter.begin_epoch(*self._epoch)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -96,22 +97,42 @@ class Driver:
         address, port = parse_endpoint(listen, "listen")
         world = {"backend": backend, "timeout": timeout, "threads": threads}
         world["device"] = None if device is None else str(device)
-        self._pool = WorkerPool(nprocs, remote, address, port, make_key(key_file), timeout, world)
+        self._key_file, self._timeout = key_file, timeout
+        key = make_key(key_file)
+        self._make_pool = partial(WorkerPool, nprocs, remote, address, port, key, timeout, world)
+        self._start_workers(remote)
+
+    def _start_workers(self, remote: int) -> None:
+        self._pool = self._make_pool()
         self._finalizer = weakref.finalize(self, self._pool.abandon)
         self._finalizer.atexit = False  # the pool registers with atexit itself, in the right order
         if remote:
             workers = "1 worker" if remote == 1 else f"{remote} workers"
-            key = "" if key_file is None else f" --key-file {key_file}"
+            key = "" if self._key_file is None else f" --key-file {self._key_file}"
+            address, port = self._pool.address
             print(
                 f"lockstep: waiting for {workers} on other hosts: lockstep worker --connect "
-                f"{address}:{self._pool.address[1]}{key}",
+                f"{address}:{port}{key}",
                 flush=True,
             )
         try:
-            self._pool.wait_for_workers(time.monotonic() + timeout)
+            self._pool.wait_for_workers(time.monotonic() + self._timeout)
         except BaseException:
             self.close()
             raise
+
+    def restart(self) -> None:
+        """End the workers and start new ones, for example after their world has ended.
+
+        What the workers held, such as trainers, is lost. Workers on other hosts have to be
+        started again there.
+
+        Raises:
+            RendezvousError: Workers did not connect before the timeout.
+            RankError: A worker could not join the world.
+        """
+        self.close()
+        self._start_workers(self._pool.remote)
 
     @property
     def world_size(self) -> int:

@@ -120,7 +120,8 @@ class HangRecovery:
         if call.checks > CHECKS and all(worker.waits >= CHECKS for worker in busy):
             self.world_error = (
                 f"the world of these workers has ended, because the others waited in a collective "
-                f"after this error: {call.reason}; start another driver"
+                f"after this error: {call.reason}; start new workers with driver.restart() and "
+                "make the trainers again"
             )
             call.left_at = time.monotonic()
             for worker in failed:

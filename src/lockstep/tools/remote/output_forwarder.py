@@ -13,10 +13,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, TextIO
 
-__all__ = ["ForwardedStream", "OutputForwarder", "StreamName"]
+from rich.text import Text
+
+from lockstep.launcher.live_region import LiveRegion, is_terminal
+
+__all__ = ["ForwardedStream", "OutputForwarder", "StreamName", "has_display"]
 
 StreamName = Literal["stdout", "stderr"]
 
@@ -27,6 +31,8 @@ class OutputForwarder:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._lines: deque[tuple[StreamName, str]] = deque()
+        self._progress: Sequence[str] | None = None  # lines of a live region that are not drawn yet
+        self._live: LiveRegion | LiveLine | None = None
         self._waiting = 0  # waiting callers
         self.received = 0  # pieces of text so far
 
@@ -35,6 +41,12 @@ class OutputForwarder:
         with self._changed:
             self._lines.append((name, text))
             self.received += 1
+            self._changed.notify_all()
+
+    def show_progress(self, lines: Sequence[str]) -> None:
+        """Draw the lines of a worker's live region below the output, while a caller waits."""
+        with self._changed:
+            self._progress = lines
             self._changed.notify_all()
 
     def wake(self) -> None:
@@ -52,6 +64,9 @@ class OutputForwarder:
         finally:
             with self._changed:
                 self._waiting -= 1
+                live, self._live = self._live, None
+            if live is not None:
+                live.close()
             self._show()
 
     @property
@@ -69,7 +84,7 @@ class OutputForwarder:
     def _wait_for_output(self, done: Callable[[], bool], deadline: float | None) -> bool:
         """Sleep until there is output (True), or the wait is over (False)."""
         with self._changed:
-            while not self._lines:
+            while not self._lines and self._progress is None:
                 left = None if deadline is None else deadline - time.monotonic()
                 if done() or (left is not None and left <= 0):
                     return False
@@ -81,10 +96,49 @@ class OutputForwarder:
             try:
                 name, text = self._lines.popleft()
             except IndexError:
-                return
+                break
+            if self._live is not None:
+                self._live.erase()
             stream = getattr(sys, name)
             stream.write(text)
             stream.flush()
+        lines, self._progress = self._progress, None
+        if lines and self._waiting and has_display():
+            is_region = is_terminal(sys.stderr)
+            self._live = self._live or (LiveRegion if is_region else LiveLine)(sys.stderr)
+            self._live.draw(lines)
+
+
+def has_display() -> bool:
+    """Return whether standard error is a terminal or the output of a notebook's cell."""
+    return is_terminal(sys.stderr) or "ipykernel" in sys.modules
+
+
+class LiveLine:
+    """The last line of a cell's output in a notebook, which is written again in place.
+
+    Args:
+        stream: The output of the cell.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._width = stream, 0
+
+    def draw(self, lines: Sequence[str]) -> None:
+        """Write the first two lines of a live region, without their markup, as one line."""
+        text = "  ".join(Text.from_markup(line).plain for line in lines[:2])
+        self._stream.write(f"\r{text.ljust(self._width)}")
+        self._stream.flush()
+        self._width = len(text)
+
+    def erase(self) -> None:
+        """Erase the line, before something else is written."""
+        if self._width:
+            self._stream.write(f"\r{' ' * self._width}\r")
+            self._stream.flush()
+            self._width = 0
+
+    close = erase
 
 
 class ForwardedStream(io.RawIOBase):

@@ -87,7 +87,7 @@ class TrainerProxy:
         payload = serialize((drop_actor, (self._number,), {}))
         drop = {"kind": "call", "number": None, "payload": payload}
         weakref.finalize(self, pool.post_to_all, drop).atexit = False
-        given = (self._number, blocks, seed, dict(arguments))
+        given = (self._number, blocks, seed, dict(arguments), pool.has_display)
         pool.call_all("the trainer", create_actor, given)
 
     def step(self, batch: Any) -> float:
@@ -127,8 +127,8 @@ class TrainerProxy:
         """
         self._call("load", dataset)
         results = []
-        for _ in range(epochs):
-            results.append(self._call("train_epoch", batch_size, seed, options))
+        for left in range(epochs, 0, -1):
+            results.append(self._call("train_epoch", batch_size, seed, options, left))
             if on_epoch is not None:
                 on_epoch(results[-1])
         return results
@@ -182,7 +182,9 @@ class TrainerProxy:
 class TrainerActor:
     """One worker's trainer, with the methods that its driver calls."""
 
-    def __init__(self, blocks: Blocks, seed: int, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, blocks: Blocks, seed: int, arguments: dict[str, Any], has_display: bool
+    ) -> None:
         given = arguments.pop("callbacks", ())
         callbacks = list(given) if isinstance(given, (list, tuple)) else [given]
         self._epochs: list[EpochResult] = []
@@ -194,6 +196,8 @@ class TrainerActor:
         )
         self._trainer = Trainer(model, seed=seed, callbacks=[self, *callbacks], **arguments)
         self._dataset: Any = None
+        if (progress := self._trainer.history.progress) is not None:
+            progress.prints_lines = not has_display
 
     def on_epoch(self, result: EpochResult) -> None:
         """Keep the result of an epoch, for the driver."""
@@ -215,10 +219,12 @@ class TrainerActor:
         self._dataset = make_dataset(dataset)
 
     def train_epoch(
-        self, batch_size: int, seed: int | None, options: dict[str, Any]
+        self, batch_size: int, seed: int | None, options: dict[str, Any], left: int
     ) -> EpochResult:
-        """Train one epoch: the first one, or the next one."""
+        """Train one epoch of those that are left: the first one, or the next one."""
         epoch = self._epochs[-1].epoch + 1 if self._epochs else self._trainer.epoch
+        if (progress := self._trainer.history.progress) is not None:
+            progress.epochs = epoch + left
         for batch in self._trainer.batches(
             self._dataset, batch_size, seed=seed, epoch=epoch, **options
         ):
@@ -238,9 +244,9 @@ _numbers = itertools.count()  # of the trainers of this driver
 _actors: dict[int, TrainerActor] = {}  # of this worker
 
 
-def create_actor(number: int, blocks: Blocks, seed: int, arguments: dict[str, Any]) -> None:
-    """Create trainer `number` on this worker."""
-    _actors[number] = TrainerActor(blocks, seed, arguments)
+def create_actor(number: int, *given: Any) -> None:
+    """Create trainer `number` on this worker, with the arguments of `TrainerActor`."""
+    _actors[number] = TrainerActor(*given)
 
 
 def call_actor(number: int, method: str, *args: Any) -> Any:

@@ -29,7 +29,7 @@ from lockstep.tools.remote.connection import MAX_PAYLOAD, PURPOSE, Connection, M
 from lockstep.tools.remote.future import SETTLE, Future, gather
 from lockstep.tools.remote.hang_recovery import HangRecovery
 from lockstep.tools.remote.host_workers import HostWorkers
-from lockstep.tools.remote.output_forwarder import OutputForwarder
+from lockstep.tools.remote.output_forwarder import OutputForwarder, has_display
 from lockstep.tools.remote.roster import Roster, WorkerHandle
 from lockstep.transport.listener import MessageListener
 from lockstep.transport.message_codec import ForgedMessage
@@ -62,7 +62,7 @@ class WorkerPool:
         silence: float,
         world: dict[str, Any],
     ) -> None:
-        self.size, self.output = nprocs + remote, OutputForwarder()
+        self.size, self.remote, self.output = nprocs + remote, remote, OutputForwarder()
         self.calls, self.recovery = Calls(self.post, self.output.wait), HangRecovery()
         self.workers: list[WorkerHandle] = []  # in rank order, once all have connected
         self._roster, self._silence = Roster(nprocs, remote), silence
@@ -76,6 +76,7 @@ class WorkerPool:
         )
         self.address = address, self._listener.port
         supervisor = self._local.supervisor
+        supervisor.show_progress = self.output.show_progress
         store_port = supervisor.stores.serve(address, 0, secret=derive_store_secret(key))
         store = "" if remote else supervisor.stores.create()
         self._world = {"world": world, "store": store, "store_port": store_port}
@@ -133,6 +134,11 @@ class WorkerPool:
                 return RankError(f"rank {worker.rank} {worker.lost} before it had joined")
         failure = self._local.find_failure()
         return RankError(f"{failure} before it had joined") if failure else None
+
+    @property
+    def has_display(self) -> bool:
+        """Whether the live display of rank 0 can be drawn here."""
+        return self.remote < self.size and has_display()
 
     # --- calls ------------------------------------------------------------------------------
 
