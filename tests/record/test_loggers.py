@@ -5,12 +5,14 @@ import json
 import sys
 import types
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import lockstep as ls
 import records
 from lockstep.kernel.errors import UsageError
+from lockstep.record.logged_value import describe_value
 from lockstep.record.loggers import collect_scalars
 
 STEP = {
@@ -83,6 +85,9 @@ def test_scalars_have_the_names_of_the_record():
     assert collect_scalars("step", records.step(3))["compute"] == pytest.approx(0.0065)
     assert collect_scalars("step", records.step(3))["samples_per_second"] == pytest.approx(3200)
     assert collect_scalars("step", {"loss": 1.0, "loss_scale": 512.0})["loss_scale"] == 512
+    assert collect_scalars("step", {"loss": 1.0, "norm": 2.0})["gradient_norm"] == 2
+    averaged = {"evaluation": {"loss": 1.0, "metrics": {}, "ema": True}}
+    assert collect_scalars("epoch", averaged) == {"held_out_ema/loss": 1}
     assert collect_scalars("end", records.END) == {}
     assert collect_scalars("epoch", {"epoch": 0, "loss": 1.0}) == {}
 
@@ -104,6 +109,22 @@ def test_tensorboard_shows_every_name(tmp_path):
         "run/layout.replicas",
         "run/environment.torch",
     } <= texts
+
+
+def test_tensorboard_shows_what_a_script_logs(tmp_path):
+    values = {"temperature": (0.5, "scalar"), "weights": ([1.0, 2.0, 2.0], "histogram"),
+              "picture": (np.eye(4), "image")}  # fmt: skip
+    lines = [{"kind": "log", "step": 19, "name": name, **describe_value(name, *value)}
+             for name, value in values.items()]  # fmt: skip
+    feed(ls.loggers.TensorBoard(tmp_path / "tb"), [*records.whole()[:-1], *lines, records.END])
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    (scalar,), (histogram,) = events.Scalars("temperature"), events.Histograms("weights")
+    assert (scalar.step, scalar.value) == (19, 0.5)
+    assert (histogram.histogram_value.num, histogram.histogram_value.max) == (3, 2)
+    (image,) = events.Images("picture")
+    assert (image.height, image.width) == (4, 4)
+    assert image.encoded_image_string.startswith(b"\x89PNG")
 
 
 def test_wandb_gets_the_same_names(wandb):

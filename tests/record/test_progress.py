@@ -335,3 +335,10 @@ def test_a_region_that_the_launcher_does_not_read_is_dropped(monkeypatch):
     assert 10 < len(messages) < 20_000
     assert messages[0][0]["kind"] == "progress"
     assert any("loss 0.5000" in line for line in messages[0][0]["lines"])
+
+
+def test_an_evaluation_of_averaged_weights_is_named(script_progress):
+    progress, stream, clock = script_progress()
+    train_epoch(progress, clock, 0, 12, 1.0)
+    progress.evaluation(0.4, {}, ema=True)
+    assert "held out (EMA): loss 0.4000" in stream.getvalue()

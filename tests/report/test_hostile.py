@@ -46,6 +46,12 @@ def hostile():
         yield line | ({"metrics": metrics} if line["kind"] in ("step", "epoch") else {})
         if line["kind"] == "epoch":
             yield line | {"evaluation": {"loss": 0.5, "metrics": metrics}}
+    histograms = HARM, {"counts": [HARM], "low": 0, "high": HARM}
+    images = HARM, f"iVBORw0KGgo{HARM}"
+    values = [{"value": 1.0}, *({"histogram": one} for one in histograms)]
+    for value in [*values, *({"image": one} for one in images)]:
+        yield {"kind": "log", "t": 1, "step": 3, "name": HARM + str(value.keys()), **value}
+    yield {"kind": "log", "t": 1, "step": HARM, "value": HARM}
     yield {"kind": "warning", "t": 1, "rank": HARM, "message": HARM}
     layout = {"replicas": HARM, "stages": 2, "backend": HARM}
     yield records.checkpoint(5, path=HARM, bytes=HARM, digest=HARM)

@@ -7,6 +7,7 @@ import time
 import pytest
 
 import records
+from lockstep.record.logged_value import describe_value
 from lockstep.record.reader import read_run
 from lockstep.record.recorder import RECORD_FILE
 from lockstep.record.timeline import typical_timeline
@@ -40,6 +41,37 @@ def test_the_headline_has_quality_layout_and_speed(run):
         "Net of 21,840 parameters on 2 replicas, 8 micro-batches, gloo, cpu: 640 samples in "
         "20 steps took 2.50 s, 2,207 samples/s during steps."
     )
+
+
+def test_values_of_the_script_are_shown(tmp_path):
+    """The last histogram and image of each name, and a chart of each number."""
+    lines = records.whole()
+    for step in (3, 7):
+        for kind, value in (("histogram", [step, 1.0]), ("image", [[step / 10]]), ("scalar", step)):
+            fields = describe_value(kind, value, kind)
+            lines.insert(-1, {"kind": "log", "t": 1, "step": step, "name": f"my {kind}", **fields})
+    run = read_run(records.write(tmp_path / "night", lines))
+    page = report_html(run)
+    assert page.count("data:image/png;base64,") == 1
+    assert run.logged[-2]["image"] in page
+    assert "my image, step 7" in page
+    assert re.search(r"2 values from 1[.0]* to 7[.0]*", page)
+    assert 'id="chart-log-my scalar"' in page
+    lines.insert(-1, records.resume(5, 0))
+    resumed = read_run(records.write(tmp_path / "resumed", lines))
+    assert [line["step"] for line in resumed.logged] == [3, 3, 3]
+
+
+def test_an_evaluation_of_averaged_weights_is_named(tmp_path):
+    lines = records.whole()
+    for line in lines:
+        if line["kind"] == "epoch":
+            line["evaluation"] = line["evaluation"] | {"ema": True}
+    run = read_run(records.write(tmp_path / "night", lines))
+    assert "on held-out samples (EMA) after" in headline(run, summarize(run))[0]
+    page = report_html(run)
+    assert "held-out (EMA) loss" in page
+    assert "held out (EMA)" in page
 
 
 def test_the_slowest_rank_and_step_are_named_with_their_cause(run):
@@ -133,6 +165,18 @@ def test_text_of_timelines_is_escaped(tmp_path):
     page = report_html(read_run(records.write(tmp_path, [records.HEADER, line])))
     assert "<img" not in page
     assert "&lt;img" in page
+
+
+def test_a_resumption_that_fails_at_once_is_said_to_have_failed(tmp_path):
+    """The message alone reads as if the run itself had failed."""
+    failed = records.END | {"state": "failed", "message": "another batch size", "steps": 0}
+    lines = [*records.whole()[:-1], records.resume(20, 2), failed]
+    run = read_run(records.write(tmp_path / "night", lines))
+    sentence = state_sentence(run, summarize(run))
+    assert sentence == "Resuming after step 20 failed: another batch size"
+    lines = [*lines[:-1], records.step(20), failed | {"steps": 21}]
+    run = read_run(records.write(tmp_path / "later", lines))
+    assert state_sentence(run, summarize(run)) == "another batch size"
 
 
 @pytest.mark.parametrize(

@@ -217,10 +217,12 @@ def with_everything(lab):
         for batch in trainer.batches(Pairs(), BATCH, epoch=epoch, num_workers=lab.workers):
             loss = trainer.step(batch)
             meter.add(loss * torch.rand(()).item() + random.random() + numpy.random.rand())
+            trainer.log("own loss", loss)
         evaluation = trainer.evaluate(Pairs(16, seed=5), 8, ema=True)
         seen.append((evaluation.loss, evaluation.metrics["accuracy"], trainer.digest()[:8]))
         last = trainer.last_result
         seen.append((last.step, last.epoch, last.loss, last.metrics, last.norm, last.samples))
+        trainer.log("own accuracy", evaluation.metrics["accuracy"])
         draws.add(random.random())
         if evaluation.loss < best - 0.01:
             best = evaluation.loss
@@ -464,7 +466,8 @@ def read_losses(folder):
     run = read_run(Path(folder))
     assert run.steps.step.tolist() == list(range(len(run.steps)))
     epochs = [{**line, "t": 0, "seconds": 0, "memory_bytes": []} for line in run.epochs]
-    return [value.hex() for value in run.steps.loss.tolist()], epochs
+    logged = {(line["name"], line["step"]): line["value"] for line in run.logged}
+    return [value.hex() for value in run.steps.loss.tolist()], epochs, logged
 
 
 def halves():

@@ -97,6 +97,7 @@ def train(folder: Path) -> float:
     outputs: torch.Tensor = trainer.predict(digits(), 64, ema=True)
     if not trainer.is_replaying:
         print(trainer.last_result.loss, trainer.folder / "outputs", outputs)
+    trainer.log("ema", trainer.steps)
     print(digest, ema_model, resumed_from, evaluation.metrics["accuracy"])
     return loss + evaluation.loss
 

@@ -21,7 +21,7 @@ __all__ = ["Column", "Line", "Steps", "as_dict", "as_float", "concatenate_steps"
 Column = npt.NDArray[np.float64]
 Line = dict[str, Any]
 
-SCALARS = ("t", "step", "epoch", "loss", "samples", "seconds", "lr")
+SCALARS = ("t", "step", "epoch", "loss", "samples", "seconds", "lr", "norm")
 ROWS = {"ranks": len(TIME_CATEGORIES), "spread": len(TIME_CATEGORIES)}
 ROWS |= {"slowest": len(TIME_CATEGORIES) + 1}
 """The columns with several rows per step, and the width of a row."""
@@ -47,6 +47,7 @@ class Steps:
     samples: Column
     seconds: Column
     lr: Column
+    norm: Column
     metrics: dict[str, Column]
     ranks: Column
     spread: Column

@@ -26,12 +26,14 @@ Repeated steps have bit-identical values; only their times differ.
 from __future__ import annotations
 
 import abc
+import base64
 import importlib
 import importlib.util
 import json
 import math
 import os
 import secrets
+import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -55,7 +57,7 @@ class Logger(Protocol):
         """Write one line.
 
         Args:
-            kind: "run", "resume", "round", "step", "epoch", "timeline", "checkpoint",
+            kind: "run", "resume", "round", "step", "epoch", "timeline", "checkpoint", "log",
                 "warning" or "end".
             fields: The fields of the line.
         """
@@ -69,10 +71,14 @@ def collect_scalars(kind: str, fields: Mapping[str, Any]) -> dict[str, float]:
     if kind == "epoch":
         evaluation = fields.get("evaluation") or {}
         scalars = {"loss": evaluation.get("loss"), **(evaluation.get("metrics") or {})}
-        return _drop_missing({f"held_out/{name}": value for name, value in scalars.items()})
+        group = "held_out_ema" if evaluation.get("ema") else "held_out"
+        return _drop_missing({f"{group}/{name}": value for name, value in scalars.items()})
+    if kind == "log":
+        return _drop_missing({str(fields.get("name")): fields.get("value")})
     if kind != "step":
         return {}
     scalars = {name: fields.get(name) for name in ("loss", "lr", "seconds", "loss_scale")}
+    scalars["gradient_norm"] = fields.get("norm")
     seconds = fields.get("seconds") or 0
     if seconds > 0:
         scalars["samples_per_second"] = fields.get("samples", 0) / seconds
@@ -166,6 +172,8 @@ class DashboardLogger(abc.ABC):
         scalars = collect_scalars(kind, fields)
         if scalars and (kind != "step" or self._step % self.every == 0):
             self.log_scalars(scalars, self._step)
+        if kind == "log":
+            self.log_media(fields, self._step)
         if kind == "warning":
             message = f"rank {fields.get('rank')}: {fields.get('message')}"
             self.log_text("warning", message, self._step)
@@ -190,6 +198,9 @@ class DashboardLogger(abc.ABC):
     @abc.abstractmethod
     def log_scalars(self, values: dict[str, float], step: int) -> None:
         """Log the numbers of a step."""
+
+    def log_media(self, fields: Mapping[str, Any], step: int) -> None:  # noqa: B027
+        """Log the histogram or the image of a line "log"; by default they are left out."""
 
     @abc.abstractmethod
     def log_text(self, name: str, text: str, step: int) -> None:
@@ -257,6 +268,27 @@ class TensorBoard(DashboardLogger):
         """Add scalars, including non-finite ones."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+
+    def log_media(self, fields: Mapping[str, Any], step: int) -> None:
+        """Add a histogram or an image."""
+        name, histogram, image = fields["name"], fields.get("histogram"), fields.get("image")
+        if histogram is not None:
+            import numpy as np  # late: commands need only the names
+
+            low, high = histogram["low"], histogram["high"]
+            counts = np.array(histogram["counts"])
+            edges = np.linspace(low, high, len(counts) + 1)
+            middles = (edges[1:] + edges[:-1]) / 2
+            sums = [float(counts @ middles**power) for power in (1, 2)]
+            total = int(counts.sum())
+            self._writer.add_histogram_raw(name, low, high, total, *sums, edges[1:], counts, step)
+        if image is not None:
+            proto: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+            png = base64.b64decode(image)
+            width, height = struct.unpack(">II", png[16:24])
+            drawn = proto.Summary.Image(height=height, width=width, encoded_image_string=png)
+            summary = proto.Summary(value=[proto.Summary.Value(tag=name, image=drawn)])
+            self._writer._get_file_writer().add_summary(summary, step)
 
     def log_text(self, name: str, text: str, step: int) -> None:
         """Add a text."""

@@ -114,7 +114,7 @@ class Progress:
         """Print the permanent line of an epoch that has ended, with the fields of its line."""
         parts = [self.meter.name(fields["epoch"]), ", ".join(_format_means(fields))]
         if evaluation := fields.get("evaluation"):
-            parts.append(f"held out: {', '.join(_format_means(evaluation))}")
+            parts.append(_describe_evaluation(evaluation))
         if seconds := fields.get("seconds"):
             rate = format_number(fields["samples"] / seconds)
             parts += [f"{rate} samples/s", format_duration(seconds)]
@@ -123,7 +123,7 @@ class Progress:
 
     def evaluation(self, **fields: Any) -> None:
         """Print the line of an evaluation that follows the line of its epoch."""
-        self._print(self.meter.name(), f"held out: {', '.join(_format_means(fields))}")
+        self._print(self.meter.name(), _describe_evaluation(fields))
 
     def resume(self, *, step: int = 0, epochs: int = 0, **_: Any) -> None:
         """Continue an interrupted run at a step.
@@ -259,10 +259,10 @@ class ScriptProgress:
             self._display.epoch(**fields | {"seconds": self._clock() - self._begun})
             self._line_after = self._clock() + EPOCH_INTERVAL
 
-    def evaluation(self, loss: float, metrics: dict[str, float]) -> None:
+    def evaluation(self, loss: float, metrics: dict[str, float], ema: bool = False) -> None:
         """Print the line of an evaluation after an epoch, below that of the epoch."""
         if self._display is not None and self._has_line:
-            self._display.evaluation(loss=loss, metrics=metrics)
+            self._display.evaluation(loss=loss, metrics=metrics, ema=ema)
 
     def close(self) -> None:
         """Remove the display. Another step shows it again."""
@@ -426,11 +426,18 @@ class ProgressMeter:
         return max(0.0, left - self.seconds_idle(now))
 
 
+def _describe_evaluation(fields: Mapping[str, Any]) -> str:
+    weights = " (EMA)" if fields.get("ema") else ""
+    return f"held out{weights}: {', '.join(_format_means(fields))}"
+
+
 def _format_means(fields: Mapping[str, Any]) -> list[str]:
     """Format the loss and the metrics of a line."""
     loss, metrics = fields.get("loss"), fields.get("metrics") or {}
     means = [format_metric(name, value) for name, value in metrics.items()]
-    return means if loss is None else [f"loss {format_loss(loss)}", *means]
+    if loss is None or loss != loss:  # the model returns none in evaluation mode
+        return means
+    return [f"loss {format_loss(loss)}", *means]
 
 
 def _escape(text: str) -> str:

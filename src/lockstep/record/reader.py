@@ -51,7 +51,7 @@ State = Literal["done", "failed", "stopped", "running", "died"]
 BLOCK_BYTES = 1 << 17  # bytes read at a time: the parsed lines of a block stay in the cache
 TAIL_BYTES = 1 << 17  # bytes at the end of a record that `read_ends` reads
 RESUME_MARK, ROUND_MARK = b'"resume"', b'"round"'
-KEPT = ("epoch", "warning", "audit", "timeline", "checkpoint", "resume", "round")
+KEPT = ("epoch", "warning", "audit", "timeline", "checkpoint", "resume", "round", "log")
 REWINDING = ("resume", "round")  # the kinds of lines that rewind the lines before them
 SOURCES = re.compile(r"sources(-[0-9]+)?")  # never a folder outside of the run's
 STALE_SECONDS = 120.0  # without a new line, after which a run on another host counts as dead
@@ -64,7 +64,8 @@ class Run:
     `state` is "running" while the writing process is alive, "stopped" if it was asked to end and
     saved a checkpoint first, "died" if it ended without a line "end", else "done" or "failed".
     `resumes` are the lines that resumed the run, in order; `rounds` the lines that began a round
-    after the first one of an elastic run, `findings` those of the audit.
+    after the first one of an elastic run, `findings` those of the audit, `logged` those of the
+    script's own values.
     """
 
     folder: Path
@@ -80,6 +81,7 @@ class Run:
     resumes: list[Line] = field(default_factory=list)
     rounds: list[Line] = field(default_factory=list)
     findings: list[Line] = field(default_factory=list)
+    logged: list[Line] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -339,7 +341,8 @@ class RecordParser:
             del self.lines["epoch"][epochs:]
         rewound = [block.select(~(block.step >= step)) for block in self.blocks]
         self.blocks = [block for block in rewound if len(block)]
-        self._keep("timeline", lambda line: not as_float(line.get("step")) >= step)
+        for kind in ("timeline", "log"):
+            self._keep(kind, lambda line: not as_float(line.get("step")) >= step)
         # A checkpoint of step N holds the state after N steps: keep the one that was resumed.
         self._keep("checkpoint", lambda line: not as_float(line.get("step")) > step)
 
@@ -355,6 +358,8 @@ class RecordParser:
             self.end = _clean(line)
         elif kind == "timeline":  # its few strings are escaped where it is parsed
             self.lines[kind].append(line)
+        elif kind == "log":  # its image must stay as it is
+            self.lines[kind].append(line | {"name": _escape(redact(str(line.get("name"))))})
         elif kind in KEPT:
             self.lines[kind].append(_clean(line))
 
@@ -381,6 +386,7 @@ class RecordParser:
             resumes=self.lines["resume"],
             rounds=self.lines["round"],
             findings=self.lines["audit"],
+            logged=self.lines["log"],
         )
 
     def _state(self, locked: bool | None, age: float) -> State:

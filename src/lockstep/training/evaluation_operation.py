@@ -13,7 +13,6 @@ from lockstep.data.loader import Batches
 from lockstep.data.samplers import keep_sampler
 from lockstep.elastic.membership import exchange, run_transaction
 from lockstep.model.evaluation import Evaluation, EvaluationTask, Scoring
-from lockstep.model.forward import Metric
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.predictions import Predictions
 from lockstep.training.history import History
@@ -35,7 +34,7 @@ class EvaluationOperation:
         settings: The settings, which evaluation mode changes.
         run: The run, which answers a resumed script.
         history: The history, which gets evaluations and warnings.
-        metrics: The metrics by name.
+        begin_scoring: Returns the task of an evaluation, given whether averaged weights are used.
     """
 
     def __init__(
@@ -46,11 +45,11 @@ class EvaluationOperation:
         settings: HyperparameterCheck,
         run: ResumableRun,
         history: History,
-        metrics: Mapping[str, Metric],
+        begin_scoring: Callable[[bool], Scoring],
     ) -> None:
         self._executor, self._parallel, self._state = executor, parallel, state
         self._settings, self._run, self._history = settings, run, history
-        self._metrics = metrics
+        self._begin_scoring = begin_scoring
 
     def evaluate(self, options: Mapping[str, Any], *, ema: bool) -> Evaluation:
         """Return the mean loss and the metrics over a dataset.
@@ -60,9 +59,6 @@ class EvaluationOperation:
             ema: Whether to evaluate the averaged weights.
         """
 
-        def begin() -> Scoring:
-            return Scoring(self._parallel, self._metrics, ema)
-
         def commit(task: Scoring, evaluation: Evaluation) -> dict[str, Any]:
             for warning in task.warnings:
                 self._history.warn(self._parallel.rank, warning, show=True)
@@ -70,7 +66,9 @@ class EvaluationOperation:
             return vars(evaluation)
 
         def call() -> dict[str, Any]:
-            recorded: dict[str, Any] = self._perform(options, ema, begin, commit)
+            recorded: dict[str, Any] = self._perform(
+                options, ema, lambda: self._begin_scoring(ema), commit
+            )
             return recorded
 
         batches = self._make_batches(options, "an evaluation")

@@ -21,6 +21,7 @@ from lockstep.launcher.run_folder import command_words
 from lockstep.launcher.world import World
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.record.logged_value import describe_value
 from lockstep.record.loggers import Logger
 from lockstep.record.program import describe_program
 from lockstep.record.progress import ScriptProgress
@@ -41,7 +42,7 @@ __all__ = [
     "describe_step",
 ]
 
-NUMBERS = ("step", "epoch", "timeline")  # lines that hold only numbers, and so no secret
+NUMBERS = ("step", "epoch", "timeline", "log")  # lines that hold numbers, and so no secret
 TAIL_BYTES = 1 << 17  # of the record, searched for lines that the lost rank 0 wrote
 
 IDENTITIES = {"step": "step", "epoch": "epoch", "warning": "message"}
@@ -263,12 +264,22 @@ class History(StepHook):
         self.samples, self.epochs = state.get("samples", 0), state.get("epochs", 0)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
-        """Add an evaluation to the epoch that was just closed."""
+        """Add an evaluation to the epoch that was just closed, or log that of averaged weights."""
         if self._pending is not None:
             if self.progress is not None:
-                self.progress.evaluation(evaluation.loss, evaluation.metrics)
+                loss, metrics, ema = evaluation.loss, evaluation.metrics, evaluation.ema
+                self.progress.evaluation(loss, metrics, ema)
             self._pending = replace(self._pending, evaluation=evaluation)
             self.flush()
+        elif evaluation.ema:
+            for name, value in {"loss": evaluation.loss, **evaluation.metrics}.items():
+                self.log(f"held out (EMA) {name}", value)
+
+    def log(self, name: str, value: Any, kind: str = "scalar") -> None:
+        """Write a value that the script logs, at the latest step."""
+        fields = describe_value(name, value, kind)
+        if self.loggers:
+            self.write("log", step=max(self.steps - 1, 0), name=redact(name), **fields)
 
     def flush(self) -> None:
         """Write the line of the ended epoch, if it has not been written."""

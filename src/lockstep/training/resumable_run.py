@@ -26,13 +26,12 @@ from lockstep.elastic.membership import Membership
 from lockstep.elastic.restart_source import RestartSource, find_restart_source
 from lockstep.kernel.batch import Batch
 from lockstep.kernel.errors import FileError, LockstepError, UsageError
-from lockstep.kernel.step_hooks import StepResult
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.model.generator_states import global_states
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.call_journal import OpenEpoch
 from lockstep.training.compatibility import log_continued, log_resumed
-from lockstep.training.history import History
+from lockstep.training.history import History, StepResult
 from lockstep.training.last_safe_state import read_newest_state
 from lockstep.training.repeated_work import measure_repeated_work
 from lockstep.training.run_checkpoints import RunCheckpoints, restore_objects

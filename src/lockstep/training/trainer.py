@@ -39,7 +39,7 @@ from lockstep.launcher.world import world
 from lockstep.messages import log
 from lockstep.model.batch_norm import BatchNormCheck, has_batch_norm
 from lockstep.model.deferred_init import BlockLike
-from lockstep.model.evaluation import Evaluation
+from lockstep.model.evaluation import Evaluation, Scoring
 from lockstep.model.forward import Metric
 from lockstep.model.group_exchange import exchange_statuses
 from lockstep.model.loss_check import LossCheckHook
@@ -280,15 +280,9 @@ class Trainer:
             self.history,
             member,
         )
-        self._evaluations = EvaluationOperation(
-            self._executor,
-            self.parallel,
-            self._state,
-            self._hyperparameters,
-            self._run,
-            self.history,
-            self.metrics,
-        )
+        parts = self._executor, self.parallel, self._state, self._hyperparameters, self._run
+        begin_scoring = partial(Scoring, self.parallel, self.metrics)
+        self._evaluations = EvaluationOperation(*parts, self.history, begin_scoring)
         self._rounds: RoundEntry | None = None
         if member is not None and session is None:
             self._rounds = RoundEntry(
@@ -525,6 +519,26 @@ class Trainer:
         return {"shuffle": False} | resolve_data(
             dataset, batch_size, {"seed": self.seed, **options}
         )
+
+    def log(self, name: str, value: Any, kind: str = "scalar") -> None:
+        """Record a value of your own at the latest step; call it on every rank.
+
+        The value of rank 0 appears in the record and the report, and in TensorBoard and other
+        dashboards. A resumed script does not record again what it has recorded.
+
+        Args:
+            name: The name, such as "temperature". A value of the same name and step replaces it.
+            value: A number; a tensor or array for the other kinds.
+            kind: "scalar"; "histogram", of the elements of `value`; or "image", of the shape
+                (height, width) or (channels, height, width), with 1 or 3 channels, as uint8 or
+                floats in [0, 1].
+
+        Raises:
+            UsageError: The value is not of this kind.
+        """
+        self._run.begin()
+        if not self.is_replaying:
+            self.history.log(name, value, kind)
 
     def finish(self, state: str = "done", message: str | None = None) -> None:
         """End the run: save the last checkpoint, and write the last line of the record.

@@ -13,7 +13,7 @@ import dis
 import re
 import traceback
 
-from lockstep.launcher import tracebacks
+from lockstep.launcher.tracebacks import explanations
 
 __all__ = ["explain_unset_variables"]
 
@@ -24,7 +24,7 @@ def explain_unset_variables(epoch: int) -> None:
     """Add a note to an uncaught NameError, since an epoch of a resumed script yields nothing."""
     if not _first:
         _first.append(epoch)
-        tracebacks.explanations.append(_explain)
+        explanations.append(_explain)
 
 
 def _explain(error: BaseException) -> str:

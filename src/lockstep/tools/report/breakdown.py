@@ -23,7 +23,13 @@ from lockstep.record.columns import as_dict
 from lockstep.record.reader import Run
 from lockstep.record.recorder import TIME_CATEGORIES
 from lockstep.tools.report.rank_spread import ListedRank, list_slow_ranks, mean_times
-from lockstep.tools.report.summary import as_text, describe_layout, number_or, numbers_of
+from lockstep.tools.report.summary import (
+    as_text,
+    describe_layout,
+    name_weights,
+    number_or,
+    numbers_of,
+)
 
 __all__ = ["MAX_EPOCHS", "MAX_RANKS", "RESUME_COLUMNS", "EpochTable", "RankMemory", "RankTime"]
 __all__ += ["epoch_table", "peak_memory", "resume_table", "time_by_rank", "time_shares"]
@@ -163,7 +169,8 @@ def epoch_table(run: Run) -> EpochTable:
         dict.fromkeys(name for line in lines for name in numbers_of(line.get("metrics")))
     )
     held_out = any(isinstance(line.get("evaluation"), dict) for line in lines)
-    extra = ["held-out loss", *(f"held-out {name}" for name in metrics)] if held_out else []
+    of = f"held-out{name_weights(run)}"
+    extra = [f"{of} {name}" for name in ("loss", *metrics)] if held_out else []
     names = ["epoch", "loss", *metrics, *extra, "samples/s", "time"]
     rows = [_epoch_row(line, metrics, held_out) for line in lines]
     return EpochTable(names, rows, len(run.epochs) - len(lines))

@@ -30,7 +30,7 @@ from lockstep.formatting import (
 )
 from lockstep.record.columns import Column, as_dict
 from lockstep.record.reader import Run
-from lockstep.tools.report.summary import number_or, numbers_of
+from lockstep.tools.report.summary import name_weights, number_or, numbers_of
 
 __all__ = [
     "Axis",
@@ -232,8 +232,23 @@ def run_charts(run: Run) -> list[Chart]:
         lambda key, column: [_step_series(names.get(key, "training"), run, column(run))],
         lambda metric: [_evaluation_series(run, metric)],
     )
-    charts = [replace(loss, marks=_resume_marks(run, loss.x)), *others]
+    charts = [replace(loss, marks=_resume_marks(run, loss.x)), *others, *_logged_charts(run)]
     return [chart for chart in charts if chart.series]
+
+
+def _logged_charts(run: Run) -> list[Chart]:
+    """Return a chart for each number that the script logged."""
+    values: dict[str, dict[float, float]] = {}
+    for line in run.logged:
+        step, value = number_or(line.get("step")), number_or(line.get("value"))
+        if math.isfinite(step) and math.isfinite(value):
+            values.setdefault(line["name"], {})[step] = value
+    charts = []
+    for name, points in list(values.items())[:MAX_METRICS]:
+        x, y = np.array(sorted(points.items()), np.float64).T
+        series = Series("logged", downsample(x, y, MAX_POINTS), "line", 0)
+        charts.append(_chart(f"log-{name}", _metric_title(name), [series], log=False, y_name=""))
+    return charts
 
 
 def comparison_charts(runs: list[Run], names: list[str]) -> list[Chart]:
@@ -266,6 +281,8 @@ def _charts(
         charts.append(_chart(f"metric-{name}", _metric_title(name), series, label, log=False))
     seconds = steps("seconds", lambda run: run.steps.seconds)
     charts.append(_chart("seconds", "Duration of a step", seconds, format_duration, y_name="time"))
+    norms = steps("norm", lambda run: run.steps.norm)
+    charts.append(_chart("norm", "Gradient norm", norms, y_name="before clipping"))
     if any(_changes(run.steps.lr) for run in runs):
         rates = steps("lr", lambda run: run.steps.lr)
         charts.append(_chart("lr", "Learning rate", rates, y_name=RATE_NAME))
@@ -344,7 +361,7 @@ def _evaluation_series(run: Run, metric: str | None) -> Series:
         point = (ends.get(number_or(line.get("epoch")), np.nan), values.get(metric, np.nan))
         points += [point] if np.isfinite(point).all() else []
     x, y = np.array(points, np.float64).reshape(-1, 2).T
-    return Series("held out", downsample(x, y, MAX_POINTS), "dots", 1)
+    return Series(f"held out{name_weights(run)}", downsample(x, y, MAX_POINTS), "dots", 1)
 
 
 def _epoch_ends(run: Run) -> dict[float, float]:

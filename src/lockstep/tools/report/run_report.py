@@ -32,6 +32,7 @@ from lockstep.tools.report.breakdown import (
     time_shares,
 )
 from lockstep.tools.report.chart import run_charts
+from lockstep.tools.report.logged import logged_histograms, logged_images
 from lockstep.tools.report.markdown import escape_markdown, fenced_block, markdown_table
 from lockstep.tools.report.page import draw_panel, render_template
 from lockstep.tools.report.rank_spread import spread_table
@@ -80,6 +81,8 @@ def report_html(run: Run) -> str:
         tiles=_tiles(run, summary),
         duration_panel=panels.pop("seconds", None),
         panels=list(panels.values()),
+        images=logged_images(run),
+        histograms=logged_histograms(run),
         learning_rate_sentence=learning_rate_sentence(run),
         timing_sentences=timing_sentences(run),
         times=times[:MAX_RANKS],

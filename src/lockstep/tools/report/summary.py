@@ -15,14 +15,15 @@ import numpy as np
 from lockstep.formatting import format_quantity
 from lockstep.launcher.run_folder import read_description
 from lockstep.messages import escape_control
-from lockstep.record.columns import Column, Line
+from lockstep.record.columns import Column, Line, as_dict
 from lockstep.record.rank_summary import STATISTICS
 from lockstep.record.reader import Run
 from lockstep.record.recorder import TIME_CATEGORIES
 from lockstep.tools.report.rank_spread import list_slow_ranks, mean_times
 
 __all__ = ["SlowRank", "SlowStep", "Summary", "as_text", "describe_layout", "find_slowest_rank"]
-__all__ += ["find_slowest_step", "last_time", "number_or", "numbers_of", "summarize"]
+__all__ += ["find_slowest_step", "last_time", "name_weights", "number_or", "numbers_of"]
+__all__ += ["summarize"]
 
 MIN_EXCESS = 0.02  # fraction above the mean working time from which a rank is called slow
 
@@ -128,6 +129,12 @@ def _final_quality(run: Run) -> tuple[float, dict[str, float], bool]:
     recent = slice(-20, None)
     means = {name: _finite_mean(column[recent]) for name, column in run.steps.metrics.items()}
     return _finite_mean(run.steps.loss[recent]), means, False
+
+
+def name_weights(run: Run) -> str:
+    """Return " (EMA)" if the last evaluation is one of the averaged weights; else ""."""
+    evaluations = [as_dict(epoch.get("evaluation")) for epoch in run.epochs]
+    return " (EMA)" if next(filter(None, reversed(evaluations)), {}).get("ema") else ""
 
 
 def describe_layout(layout: Line) -> str:

@@ -30,6 +30,7 @@ from lockstep.tools.report.summary import (
     find_slowest_rank,
     find_slowest_step,
     last_time,
+    name_weights,
     number_or,
 )
 
@@ -72,7 +73,7 @@ def _quality_sentence(run: Run, summary: Summary) -> str:
     figures += [f"loss {format_loss(summary.loss)}"] if math.isfinite(summary.loss) else []
     if not figures:
         return f"{what}: no step was recorded."
-    measured = "on held-out samples" if summary.held_out else "in training"
+    measured = f"on held-out samples{name_weights(run)}" if summary.held_out else "in training"
     return f"{what}: {', '.join(figures)} {measured} after {after}."
 
 
@@ -101,9 +102,13 @@ def state_sentence(run: Run, summary: Summary) -> str:
     if len(run.steps):
         position = f", in epoch {run.steps.epoch[-1] + 1:.0f}, step {run.steps.step[-1]:,.0f}"
     resume = f" Resume it with: {summary.resume_command}" if summary.resume_command else ""
+    failure = summary.message or "The run failed; its record has no message."
+    since = number_or(run.resumes[-1].get("step")) if run.resumes else math.nan
+    if since >= number_or((run.end or {}).get("steps"), 0):
+        failure = f"Resuming after step {since:,.0f} failed: {failure}"
     return {
         "done": "",
-        "failed": (summary.message or "The run failed; its record has no message.") + resume,
+        "failed": failure + resume,
         "stopped": f"This run was stopped on request {at} after its start{position}.{resume}",
         "running": f"This run is still going; its last line was written {at} after its "
         f"start{position}.",
