@@ -162,7 +162,7 @@ def test_an_unknown_rank_is_an_error(driver, rank):
 
 def interrupt_when_waiting(driver) -> None:
     deadline = time.monotonic() + 30
-    while not driver._pool.output.has_waiting_callers:
+    while not driver._pool.output._waiting:
         assert time.monotonic() < deadline
     os.kill(os.getpid(), signal.SIGINT)
 

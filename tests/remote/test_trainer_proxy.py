@@ -212,7 +212,7 @@ def test_a_training_shows_one_line_with_all_epochs_in_a_notebook(monkeypatch):
         trainer = trainer_of(driver, callbacks=[lambda result: time.sleep(0.1)])
         trainer.train(samples, 24, 3)
     shown = [line.strip() for line in cell.getvalue().split("\r")]
-    assert any(re.match(r"epoch 2/3  ━+─*  \d/\d  .*loss \d", line) for line in shown)
+    assert any(re.match(r"epoch [123]/3  ━+─*  \d/\d  .*loss \d", line) for line in shown)
     assert shown[-1] == ""
     assert "\n" not in cell.getvalue()
 

@@ -16,6 +16,7 @@ A stopped process does not answer. SIGUSR1 to the launcher prints at once where 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lockstep.comm.activity import Activity
-from lockstep.files import replace_file
+from lockstep.files import open_or_create
 from lockstep.formatting import format_duration, format_numbered
 from lockstep.kernel.errors import RankError
 from lockstep.launcher.deadlock import find_deadlock
@@ -344,7 +345,6 @@ class HangMonitor:
         self._samples: dict[int, _Sample] = {}
         self._hang: Hang | None = None
         self._deadlock: _Deadlock | None = None
-        self._reports = ""  # the content of the report file
 
     def check(self) -> RankError | None:
         """Check the ranks if a check is due, and print reports; may be called at any time.
@@ -544,13 +544,12 @@ class HangMonitor:
 
     def _write(self, report: str) -> None:
         """Add a report to the file in the run's folder."""
-        self._reports += report
         if self._policy.folder is None:
             return
         path = self._policy.folder / REPORT_FILE
         try:
-            with replace_file(path) as file:
-                file.write(escape_control(self._reports).encode(errors="replace"))
+            with open(open_or_create(path, os.O_WRONLY | os.O_APPEND), "ab") as file:
+                file.write(escape_control(report).encode(errors="replace"))
         except OSError as error:
             log(f"the report cannot be written to {path}: {error.strerror}")
 

@@ -45,13 +45,13 @@ class LiveRegion:
         self._owner = os.getpid() if is_terminal(stream) else 0  # the process that draws
         self.is_line_open = False
         """Whether the last line of the program's output is unfinished."""
-        self._replaced: list[tuple[TextIO, OutputAbove]] = []
+        self._replaced: list[tuple[str, TextIO, OutputAbove]] = []
         for name in ("stdout", "stderr"):
             output = getattr(sys, name)
             if is_terminal(output):
                 above = OutputAbove(output, self)
                 setattr(sys, name, above)
-                self._replaced.append((output, above))
+                self._replaced.append((name, output, above))
                 _redirect_logging(output, above)
         atexit.register(self.close)
 
@@ -93,10 +93,9 @@ class LiveRegion:
         self.erase()
         self._owner = 0
         atexit.unregister(self.close)
-        for output, above in self._replaced:
-            for name in ("stdout", "stderr"):
-                if getattr(sys, name) is above:
-                    setattr(sys, name, output)
+        for name, output, above in self._replaced:
+            if getattr(sys, name) is above:
+                setattr(sys, name, output)
             _redirect_logging(above, output)
 
     def _erasure(self) -> str:

@@ -33,6 +33,8 @@ from collections.abc import Callable, Mapping, Sequence
 from shutil import get_terminal_size
 from typing import Any, TextIO
 
+from rich.markup import escape
+
 from lockstep.formatting import format_duration, format_loss, format_metric, format_number
 from lockstep.launcher.live_region import LiveRegion, is_terminal
 from lockstep.launcher.rank_process import send_progress
@@ -81,7 +83,9 @@ class Progress:
         self.title, self._prints_lines = title, prints_lines
         self.meter = ProgressMeter(epochs, steps, clock())
         self._clock, self._stream = clock, stream or sys.stderr
-        self._live = LiveRegion(self._stream) if is_live and is_terminal(self._stream) else None
+        self.is_live = is_live and is_terminal(self._stream)
+        """Whether there is a live region on the terminal of this process."""
+        self._live = LiveRegion(self._stream) if self.is_live else None
         self._draw_region: Callable[[Sequence[str]], None] = lambda lines: None
         if self._live is not None:
             self._draw_region = self._live.draw
@@ -91,11 +95,6 @@ class Progress:
         self._next_line = clock() + LINE_INTERVAL
         if title and self._live is None:
             self._print(title)
-
-    @property
-    def is_live(self) -> bool:
-        """Whether there is a live region on the terminal of this process."""
-        return self._live is not None
 
     def step(self, **fields: Any) -> None:
         """Add one step, with the fields of its line, and draw if the last drawing is old enough."""
@@ -192,9 +191,9 @@ class Progress:
             f"[{COLORS[name]}]{name} {share:.0%}[/]" for name, share in meter.time_shares().items()
         ]
         lines = [
-            [f"[bold]{_escape(self.title)}[/]" if self.title else ""],
+            [f"[bold]{escape(self.title)}[/]" if self.title else ""],
             [meter.name(), bar, position, self._left(now)],
-            [_escape(figure) for figure in self._figures()],
+            [escape(figure) for figure in self._figures()],
             shares,
         ]
         return [text for parts in lines if (text := "  ".join(filter(None, parts)))]
@@ -438,11 +437,6 @@ def _format_means(fields: Mapping[str, Any]) -> list[str]:
     if loss is None or loss != loss:  # the model returns none in evaluation mode
         return means
     return [f"loss {format_loss(loss)}", *means]
-
-
-def _escape(text: str) -> str:
-    """Return a text whose brackets are not rich's markup."""
-    return text.replace("[", "\\[")
 
 
 def _has_progress_bar() -> bool:

@@ -14,7 +14,6 @@ A resumed run continues its record. The line "resume" rewinds it:
     step 0 | ... | step 40 | ... | step 47 | resume, step 40 | step 40 | step 41 | ...
                    ~~~~~~~~~~~~~~~~~~~~~~~ the reader drops these lines
 
-Each line holds a hash of itself and of the line before it, under `chain` (`chain.py`).
 Non-finite numbers are written as null and read back as NaN.
 """
 

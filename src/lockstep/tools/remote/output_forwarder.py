@@ -69,11 +69,6 @@ class OutputForwarder:
                 live.close()
             self._show()
 
-    @property
-    def has_waiting_callers(self) -> bool:
-        """Whether a caller waits for a call now."""
-        return self._waiting > 0
-
     def show_if_no_caller_waits(self) -> None:
         """Show queued output, unless a caller waits and will show it."""
         with self._changed:
