@@ -614,3 +614,21 @@ def test_random_models_have_the_bits_of_one_rank(ranks, begin):
                 s for s, one, other in zip(seeds, alone, found, strict=True) if one != other
             ]
             assert not differing, differing
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_forgotten_set_epoch_is_named_once(capsys):
+    exact = ls.exact(nn.Linear(6, 3), microbatches=4)
+    ordered = DataLoader(rows(16), batch_sampler=exact.sampler(rows(16), 8, shuffle=False))
+    sampler = exact.sampler(rows(16), 8)
+    loader = DataLoader(rows(16), batch_sampler=sampler)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        assert len(list(loader)) == len(list(ordered)) == 8
+    assert "trained again" not in capsys.readouterr().err
+    for _ in range(2):
+        list(loader)
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if "trained again" in line]
+    assert "test_exact.py:" in said
+    assert "epoch 1 is trained again" in said
+    assert said.endswith("call set_epoch(epoch) of exact.sampler(...) before each epoch")

@@ -952,3 +952,26 @@ def test_a_disk_that_fills_leaves_the_old_weights(ranks, tmp_path, name):
     assert "File too large" in message
     assert ls.digest(torch.load(path) if name == "model.pt" else load_file(path)) == saved
     assert [each.name for each in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_an_epoch_that_is_repeated_by_mistake_is_named(tmp_path):
+    """The same number in every epoch repeats order and augmentation without a word."""
+    trainer, data = classifier(loggers=tmp_path / "run"), rows(32)
+
+    def train(**options):
+        for batch in trainer.batches(data, 16, **options):
+            trainer.step(batch)
+
+    for epoch in (0, 1, None):  # as it should be
+        train(epoch=epoch)
+    for _ in range(2):
+        train(shuffle=False, epoch=7)  # the order is the same in any epoch
+    train(epoch=3)
+    said = r"test_trainer.py:\d+: epoch 3 is trained again, .* epoch=epoch\), or leave epoch= out"
+    with pytest.warns(UserWarning, match=said):
+        train(epoch=3)
+    train(epoch=3)  # warns once; a warning here would be an error
+    trainer.finish()
+    lines = [json.loads(line) for line in (tmp_path / "run/record.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines].count("warning") == 1

@@ -12,6 +12,7 @@ order, the split and the seeds are those of `Trainer.batches`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -20,8 +21,10 @@ from torch.utils.data import Sampler, TensorDataset, get_worker_info
 
 from lockstep.data.assignment import ReplicaShare
 from lockstep.data.epoch_order import EpochOrder, epoch_permutation
+from lockstep.data.repeated_epoch import describe_repetition
 from lockstep.kernel.errors import DatasetError, LayoutError
 from lockstep.kernel.seeds import key, remembered, seed_all
+from lockstep.messages import log
 
 __all__ = ["LoadedHere", "MicrobatchConsumer", "MicrobatchSampler", "PlannedMicrobatch"]
 
@@ -154,6 +157,7 @@ class MicrobatchSampler(Sampler[list[int]]):
         self._share, self._is_random = share, type(dataset) is not TensorDataset
         self._consumers: list[MicrobatchConsumer] = []
         self.epoch = self.start = 0
+        self._finished, self._has_warned = -1, False
         self.settings = (
             f"dataset of {self._samples}, batch_size={batch_size}, shuffle={shuffle}, seed={seed}, "
             f"drop_last={drop_last}"
@@ -186,6 +190,8 @@ class MicrobatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the indices of each micro-batch of this rank."""
         epoch, start, self.start = self.epoch, self.start, 0
+        if epoch == self._finished and not (start or self._has_warned):
+            self._warn()
         permutation = epoch_permutation(self._samples, self._seed, epoch, self._shuffle)
         order = EpochOrder.from_indices(permutation, self._batch_size, self._drop_last)
         digest = order.digest().hex()
@@ -215,3 +221,11 @@ class MicrobatchSampler(Sampler[list[int]]):
                 seeds = [key(self._seed, epoch, index) for index in part]
                 seeds.append(key(self._seed, epoch, -1 - batch, microbatch))
                 yield SeededIndices(part, seeds)
+        self._finished = epoch
+
+    def _warn(self) -> None:
+        """Warn that an epoch is repeated, if that repeats random numbers."""
+        if self._share.replica == 0 and (self._shuffle or self._is_random):
+            advice = "call set_epoch(epoch) of exact.sampler(...) before each epoch"
+            self._has_warned = True
+            log(describe_repetition(self.epoch, advice, sys._getframe()))

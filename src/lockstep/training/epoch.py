@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
+
+from torch.utils.data import TensorDataset
 
 from lockstep.checkpoint.stop_request import Finish, stopping
 from lockstep.data.loader import Batches
 from lockstep.data.microbatch import Batch
+from lockstep.data.repeated_epoch import describe_repetition
 from lockstep.training.history import History
 from lockstep.training.optimization import Optimization
 from lockstep.training.resumable_run import ResumableRun
@@ -58,6 +62,7 @@ class Epoch(Batches):
             self._is_loaded = False
             if epoch is None:
                 return
+            self._warn_if_repeated()
             agree, is_caught_up = self.agree, self._run.is_caught_up(epoch)
             try:
                 self._history.begin_epoch(self.epoch, self._count_batches(), self._start)
@@ -87,7 +92,20 @@ class Epoch(Batches):
         except TypeError:  # the dataset or sampler has no length
             return None
 
+    def _warn_if_repeated(self) -> None:
+        """Warn if the script gives every epoch the same number, and so the same random numbers."""
+        options, finished = self._options, self._position.finished
+        if not self._is_given or self._start or finished is None:
+            return
+        is_same = finished[0] is options.dataset and finished[1:] == (self.epoch, options.seed)
+        if is_same and (options.shuffle or type(options.dataset) is not TensorDataset):
+            advice = "write trainer.batches(..., epoch=epoch), or leave epoch= out"
+            warning = describe_repetition(self.epoch, advice, sys._getframe())
+            self._history.warn(0, warning, show=self._who == "rank 0")
+
     def _end(self) -> None:
+        options = self._options
+        self._position.finished = options.dataset, self.epoch, options.seed
         result = self._history.end_epoch(self.epoch)
         if result is not None:
             self._optimization.end_epoch(result.loss)  # before callbacks, which may save the state

@@ -40,6 +40,7 @@ class Position:
         steps: The number of finished steps.
         epoch: The latest epoch that was begun, from 0.
         next_epoch: The epoch of the next iteration over batches that names no epoch.
+        finished: The dataset, the epoch and the seed of the latest iteration that was completed.
     """
 
     attempt: Attempt
@@ -47,6 +48,7 @@ class Position:
     steps: int = 0
     epoch: int = 0
     next_epoch: int = 0
+    finished: tuple[Any, int, int] | None = None
 
 
 class TrainingState:
