@@ -73,6 +73,25 @@ def test_only_the_latest_are_kept(tmp_path):
     )
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_file_with_other_bytes_is_written_again(tmp_path, monkeypatch, times):
+    original, writer = writer_module.write_tensors, CheckpointWriter(tmp_path / "checkpoints", 9)
+    flips = iter(range(times))
+
+    def flip(file, tensors, check):
+        size, checksum = original(file, tensors, check)
+        if "w" in tensors and next(flips, None) is not None:
+            os.pwrite(file.fileno(), b"\xff", size - 1)
+        return size, checksum
+
+    monkeypatch.setattr(writer_module, "write_tensors", flip)
+    first, *others = [write(writer, step) for step in range(4)]
+    assert first.rewritten == "model.safetensors"
+    assert bool(first.failure) == (times == 2)
+    assert not any(saved.rewritten or saved.failure for saved in others)
+    assert all(verify(saved.path) == "" for saved in writer.take_saved() if not saved.failure)
+
+
 def test_the_same_step_twice(tmp_path):
     writer = CheckpointWriter(tmp_path / "checkpoints", 5)
     assert [write(writer, 3, attempt).path.name for attempt in range(3)] == [

@@ -8,7 +8,8 @@
     .step-100.7/model-00002-of-00002.safetensors    .step-100.7/manifest.json
     .step-100.7/part-1.json                         .step-100.7 -> step-100
 
-A checkpoint is therefore either complete or absent, even if the processes or the machine stop.
+A checkpoint is therefore either complete or absent, even if the processes or the machine stop. One
+of its files, in turn, is read back, and written again if it has other bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import xxhash
 
 from lockstep.checkpoint.encoding import decode, encode
 from lockstep.checkpoint.folder import FORMAT, KINDS, MANIFEST, REST, name_part, prune
-from lockstep.checkpoint.tensor_file import write_tensors
+from lockstep.checkpoint.tensor_file import checksum_file, write_tensors
 from lockstep.checksum import digest
 from lockstep.devices import is_accelerator, record_event
 from lockstep.files import (
@@ -62,6 +63,8 @@ class SavedCheckpoint:
         stall: The seconds that training waited for the copy.
         seconds: The seconds until the checkpoint was complete.
         failure: The reason for a failure; "" if the checkpoint is complete.
+        rewritten: The file that had other bytes when it was read back, after which the rank's files
+            were written again; "" if there was none.
         digest: The digest of the model in the checkpoint. None: not computed, or each stage wrote a
             part of the model.
     """
@@ -73,6 +76,7 @@ class SavedCheckpoint:
     seconds: float
     failure: str = ""
     digest: str | None = None
+    rewritten: str = ""
 
 
 class _Abandoned(Exception):
@@ -98,6 +102,7 @@ class CheckpointWriter:
     _thread: threading.Thread | None = None
     _abandoned: threading.Event = field(default_factory=threading.Event)
     _saved: list[SavedCheckpoint] = field(default_factory=list)
+    _turn: int = 0  # of the file that is read back
 
     @property
     def is_busy(self) -> bool:
@@ -205,7 +210,7 @@ class CheckpointWriter:
         """Write this rank's files and, on rank 0, complete the checkpoint; runs in the thread."""
         folder = self.folder if path is None else path.absolute().parent
         aside = folder / f".{f'step-{step}' if path is None else path.name}.{attempt}"
-        final, size, failure = path or folder / f"step-{step}", 0, ""
+        final, size, failure, rewritten = path or folder / f"step-{step}", 0, "", ""
 
         def check() -> None:
             if abandoned.is_set():
@@ -218,6 +223,10 @@ class CheckpointWriter:
                 remove_tree(aside)
             make_folder(aside)
             files = _write_files(aside, plain, tensors, part, check)
+            if rewritten := self._find_wrong(aside, files):
+                files = _write_files(aside, plain, tensors, part, check)
+                if _has_other_bytes(aside / rewritten, files[rewritten]["xxh3"]):
+                    raise WorkError(f"{rewritten} was written twice, and has other bytes on disk")
             size = sum(entry["bytes"] for entry in files.values())
             if part[0] == 0:
                 files |= _await_parts(aside, part[1], check)
@@ -237,8 +246,22 @@ class CheckpointWriter:
         # Last, because a resuming process may need the checkpoint; nothing waits for the digest.
         is_whole = self.has_digests and part == (0, 1) and not failure
         model = _digest_model(plain, tensors) if is_whole else None
-        self.latest = SavedCheckpoint(step, final, size, stall, seconds, failure, model)
+        self.latest = SavedCheckpoint(step, final, size, stall, seconds, failure, model, rewritten)
         self._saved.append(self.latest)
+
+    def _find_wrong(self, aside: Path, files: Mapping[str, Mapping[str, Any]]) -> str:
+        """Return one file, in turn, if it has other bytes than were written; "" if it has not."""
+        name = [*files][self._turn % len(files)]
+        self._turn += 1
+        return name if _has_other_bytes(aside / name, files[name]["xxh3"]) else ""
+
+
+def _has_other_bytes(path: Path, checksum: str) -> bool:
+    """Read a file from the disk and compare its checksum."""
+    with path.open("rb", buffering=0) as file:
+        if hasattr(os, "posix_fadvise"):  # not from memory
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return checksum_file(file) != checksum
 
 
 def _digest_model(plain: dict[str, Any], tensors: dict[str, torch.Tensor]) -> str | None:

@@ -416,14 +416,22 @@ class RunCheckpoints:
     def report(self, history: History) -> None:
         """Write the completed checkpoints to the record, and warn of those that failed."""
         for saved in self.writer.take_saved():
+            message = ""
             if saved.failure:
                 message = (
                     f"no checkpoint after step {saved.step} ({saved.failure}); training continues, "
                     f"and the previous one is kept in {saved.path.parent}"
                 )
+            elif saved.rewritten:
+                message = (
+                    f"checkpoint after step {saved.step}: {saved.rewritten} had other bytes on the "
+                    "disk than were written, and was written again: check the disk and the memory "
+                    "of this host"
+                )
+            if message:
                 log(f"rank {self._parallel.rank}: {message}")
                 history.write("warning", rank=self._parallel.rank, message=message)
-            elif self._parallel.rank == 0:
+            if not saved.failure and self._parallel.rank == 0:
                 history.write(
                     "checkpoint",
                     step=saved.step,
