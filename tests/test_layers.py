@@ -17,6 +17,7 @@ LAYERS = [
         "devices",
         "checksum",
         "messages",
+        "processor_core",
         "name_conflict",
         "redaction",
         "sharded_tensors",

@@ -188,6 +188,38 @@ def test_a_dataset_that_is_spoiled_after_its_first_epoch_is_named() -> None:
         list(Batches(dataset, 8, epoch=1))
 
 
+class Late(Numbers):
+    """Begins to count its calls when it has loaded some samples."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.calls += 1
+        return torch.ones(3) + (self.calls if self.calls > 20 else 0)
+
+
+class LateCollate(Late):
+    """Does the same when samples are collated."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.ones(3)
+
+    def collate(self, samples: list[Any]) -> Any:
+        return torch.stack(samples) + super().__getitem__(0)
+
+
+@pytest.mark.parametrize("make", [Late, LateCollate])
+def test_what_begins_later_is_found_in_a_later_batch(make: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(repeatability, "EVERY", 3)
+    monkeypatch.setattr(repeatability, "BUDGET", 60.0)
+    collate = {"collate_fn": (dataset := make()).collate} if make is LateCollate else {}
+    dataset = dataset if collate else make()
+    batches = Batches(dataset, 4, shuffle=False, **collate)
+    with pytest.raises(DatasetError, match=rf"{OTHER}.* \(replica 0, batch [36]\)$"):
+        list(batches)
+
+
 def test_a_resumed_epoch_is_probed_where_it_begins() -> None:
     batches = Batches(OwnNumpy(), 8, shuffle=False)
     batches.load_state_dict({**Batches(Numbers(), 8, shuffle=False).state_dict(), "position": 3})

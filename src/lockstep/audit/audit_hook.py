@@ -25,7 +25,6 @@ from torch import nn
 from lockstep.audit.audit_config import AuditConfig
 from lockstep.audit.audit_plan import AuditPlan, count_audited, is_audited, plan_audit
 from lockstep.audit.microbatch_results import MicrobatchResults, combine_hashes, hash_results
-from lockstep.audit.processor_core import find_core, on_another_core
 from lockstep.audit.repetition_trace import (
     RepetitionTrace,
     StateWatch,
@@ -42,6 +41,7 @@ from lockstep.kernel.rank_status import StatusSummary
 from lockstep.kernel.step_context import StepContext, StepObserver
 from lockstep.kernel.step_hooks import CommittedStep, StepHook
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.processor_core import find_core, on_another_core
 
 __all__ = ["Audit", "RepeatStep", "Repeater"]
 

@@ -23,7 +23,6 @@ from torch import nn
 from lockstep.audit.audit_config import AuditConfig
 from lockstep.audit.audit_plan import count_audited, is_audited, plan_audit
 from lockstep.audit.microbatch_results import combine_hashes
-from lockstep.audit.processor_core import find_core, on_another_core
 from lockstep.audit.recorded_call import CannotRepeatError, RecordedCall
 from lockstep.audit.repetition_trace import (
     RepetitionTrace,
@@ -37,6 +36,7 @@ from lockstep.kernel.errors import LockstepError, StateError, WorkError
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.messages import log
 from lockstep.model.watched_calls import Arguments, output_tensors
+from lockstep.processor_core import find_core, on_another_core
 
 __all__ = ["SEVERAL_CALLS", "CallAudit", "raise_failure"]
 

@@ -29,7 +29,12 @@ from lockstep.data.map_dataset import (
     collate_samples,
     hidden_worker_info,
 )
-from lockstep.data.repeatability import collate_and_check, describe_sample, select_positions
+from lockstep.data.repeatability import (
+    collate_and_check,
+    describe_sample,
+    is_checked,
+    select_positions,
+)
 from lockstep.kernel.errors import DatasetError
 from lockstep.kernel.seeds import key, seed_all
 
@@ -100,7 +105,7 @@ class IterableSource(IterableDataset[Item]):
             )
         pieces = self.share.pieces(len(samples))
         kept = None
-        if self.checks_collate and batch == self.start and pieces:
+        if self.checks_collate and is_checked(batch, self.start) and pieces:
             with contextlib.suppress(Exception):  # samples that cannot be copied are not checked
                 kept = copy.deepcopy(samples[: pieces[0][1].stop])
         collate = partial(self._collate, batch, samples)

@@ -32,6 +32,7 @@ from lockstep.data.repeatability import (
     check_samples,
     collate_and_check,
     describe_sample,
+    is_checked,
     select_positions,
 )
 from lockstep.kernel.errors import DatasetError, LockstepError, SampleError
@@ -159,7 +160,7 @@ class MapSource(Dataset[Item]):
     share: ReplicaShare
     keys: tuple[int, int]  # seed, epoch
     collate: Collate | None = None
-    first: int = -1  # the batch whose samples are checked
+    first: int = -1  # the first batch whose samples are checked
 
     def __len__(self) -> int:
         """Return the number of global batches."""
@@ -174,9 +175,10 @@ class MapSource(Dataset[Item]):
         ]
         loaded: dict[int, Any] = {}
         try:
-            descriptions = self._check(span, loaded) if batch == self.first else ()
+            is_due = is_checked(batch, self.first)
+            descriptions = self._check(span, loaded) if is_due else ()
             collate = partial(self._microbatches, loaded=loaded)
-            if batch == self.first and is_own(self.collate):
+            if is_due and is_own(self.collate):
                 again = partial(self._microbatches, loaded={})
                 parts = collate_and_check(collate, again, pieces, self.collate)
             else:

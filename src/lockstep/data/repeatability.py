@@ -8,27 +8,34 @@ A collate function of the user is checked in the same way, with one micro-batch.
     all ranks    content of sample i                    ──> must be equal, or the datasets differ
 
 The check runs in the process that loads the samples, a worker if there are workers, because a
-dataset may open its files with the first sample. It uses samples of a single batch, because
-reading ahead may be expensive. Every epoch is checked, because the script may have changed the
+dataset may open its files with the first sample. It uses samples of the first batch, because
+reading ahead may be expensive, and of every hundredth batch after it, on another core of the
+processor, which may compute wrong. Every epoch is checked, because the script may have changed the
 dataset meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from time import perf_counter
 from typing import Any
 
 from lockstep.data.content_hash import hash_content, hash_sample
 from lockstep.data.generators import generator_state, private_generators
 from lockstep.kernel.errors import DatasetError
+from lockstep.processor_core import on_another_core
 
 __all__ = [
     "check_samples",
     "collate_and_check",
     "describe_sample",
+    "is_checked",
     "select_positions",
 ]
+
+EVERY = 100
+"""The number of batches from one whose samples are checked to the next."""
 
 BUDGET = 0.02
 """Seconds after which no further sample is checked."""
@@ -37,6 +44,14 @@ ADVICE = (
     "draw from torch's, Python's or numpy's global generators, which are seeded for each sample, "
     "or create a generator there, seeded with a number from a global one"
 )
+
+
+def is_checked(batch: int, first: int) -> bool:
+    """Return whether samples of a batch are loaded twice; `first` is the first one of the source.
+
+    A negative `first` stands for a source that is not checked.
+    """
+    return first >= 0 and (batch - first) % EVERY == 0
 
 
 def select_positions(positions: Sequence[int]) -> list[int]:
@@ -74,9 +89,10 @@ def check_samples(
     for position, name in zip(positions, names, strict=True):
         contents, states = [], []
         try:
-            for _ in range(2):
-                sample = load(position)
-                contents.append(hash_content(sample))
+            for place in (nullcontext(), on_another_core()):
+                with place:
+                    sample = load(position)
+                    contents.append(hash_content(sample))
                 states.append(_states(dataset))
         except Exception:
             break
@@ -117,7 +133,8 @@ def collate_and_check(
         return first
     contents, states = [hash_content(first)], [_states(function)]
     others = collate(pieces[1:])  # the function may keep something, such as the longest length
-    contents.append(hash_content(again(pieces[:1])))
+    with on_another_core():
+        contents.append(hash_content(again(pieces[:1])))
     states.append(_states(function))
     require_repeatable("collate_fn, called twice with the same random seed, ", contents, states)
     return [*first, *others] if isinstance(others, list) else others
@@ -142,7 +159,8 @@ def require_repeatable(
     if contents[0] != contents[1]:
         raise DatasetError(
             f"{what}gives different results, because it depends on something that is not seeded, "
-            f"such as a private generator, a counter or the time: {ADVICE}"
+            f"such as a private generator, a counter or the time, or a processor core is faulty: "
+            f"{ADVICE}"
         )
 
 
