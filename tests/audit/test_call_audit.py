@@ -46,8 +46,13 @@ def replace(block: Any, outputs: torch.Tensor) -> torch.Tensor:
     return outputs + before
 
 
-def write_inputs(block: Any, outputs: torch.Tensor) -> torch.Tensor:
-    return outputs.mul_(0.5)
+KEPT = torch.zeros(6)
+
+
+def replace_global(block: Any, outputs: torch.Tensor) -> torch.Tensor:
+    global KEPT
+    before, KEPT = KEPT, outputs.detach().mean(0)
+    return outputs + before
 
 
 def make_trainer(*acts: Any, **options: Any) -> Any:
@@ -176,12 +181,13 @@ def test_audited_stages_have_the_same_bits(ranks, capfd):
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_hidden_state_in_a_manual_step_is_named(ranks, n):
-    for act in (count, replace):
+    names = {count: "Sequential.1.calls", replace: "Sequential.1.calls", replace_global: "KEPT"}
+    for act, name in names.items():
         found = ranks(partial(train, None, act), n)
         assert all(said == found[0][3] for *_, said in found)
         assert re.match(
             r"StateError: rank 0, step 0, micro-batch 1: computed again .*, first in "
-            r"aten\.\w+\.\w+ of 1 \(test_call_audit\.py:\d+ in .*; Sequential\.1\.calls changed",
+            rf"aten\.\w+\.\w+ of 1 \(test_call_audit\.py:\d+ in .*; {name} changed",
             found[0][3],
         ), found[0][3]
 

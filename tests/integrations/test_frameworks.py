@@ -116,7 +116,7 @@ def train_with_lightning(
 
 
 def train_with_accelerate(
-    folder=None, resume=None, step=SAVED, *, loader=None, max_norm=None, **options
+    folder=None, resume=None, step=SAVED, *, network=None, loader=None, max_norm=None, **options
 ):
     from accelerate.state import AcceleratorState, GradientState
 
@@ -125,7 +125,7 @@ def train_with_accelerate(
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     accelerator = ExactAccelerator(cpu=True, microbatches=MICROBATCHES, seed=3, **options)
-    network = make_network()
+    network = network or make_network()
     optimizer, scheduler = make_optimizer(network.parameters())
     loader = loader or make_loader(make_data())
     loader, model, optimizer, scheduler = accelerator.prepare(loader, network, optimizer, scheduler)
@@ -228,10 +228,21 @@ class Classifier(nn.Module):
         return {"loss": nn.functional.cross_entropy(outputs, targets), "outputs": outputs}
 
 
-def train_classifier(*folders, data=None, **options):
+class Counting(nn.Linear):
+    """A model with a state that is hidden in Python."""
+
+    calls = 0
+
+    def forward(self, inputs, targets=None):
+        self.calls += 1
+        outputs = super().forward(inputs) * self.calls
+        return outputs if targets is None else {"loss": outputs.square().mean()}
+
+
+def train_classifier(*folders, data=None, model=None, **options):
     data = data or [{"inputs": inputs, "targets": target} for inputs, target in make_data()]
     options.setdefault("remove_unused_columns", False)
-    return train_with_transformers(Classifier(), data, *folders, **options)
+    return train_with_transformers(model or Classifier(), data, *folders, **options)
 
 
 # --- The specification -----------------------------------------------------------------------
@@ -450,6 +461,12 @@ REFUSED = {
     "cannot follow LengthGroupedSampler": partial(
         train_language_model, train_sampling_strategy="group_by_length"
     ),
+    "rank 0, step 0, micro-batch 1: computed again .* Counting.calls changed": lambda: (
+        train_with_accelerate(network=Counting(6, 3))
+    ),
+    "micro-batch 1: computed again .* Counting.calls changed meanwhile": lambda: train_classifier(
+        model=Counting(6, 3)
+    ),
     "not saved by ExactTrainer": partial(train_language_model, None, "elsewhere"),
 }
 
@@ -554,7 +571,7 @@ def test_the_bits_are_those_of_the_specification(outcomes, name):
 @pytest.mark.parametrize("words", [*REFUSED, *REFUSED_ON_TWO_RANKS])
 def test_what_cannot_be_exact_is_refused_by_name(outcomes, words):
     for outcome in outcomes[1 if words in REFUSED else 2]:
-        assert re.match(f"(Usage|Layout)Error: .*({words})", outcome[words]), outcome[words]
+        assert re.match(f"(Usage|Layout|State)Error: .*({words})", outcome[words]), outcome[words]
 
 
 def test_the_number_of_ranks_must_divide_the_number_of_microbatches():

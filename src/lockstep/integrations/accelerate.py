@@ -19,6 +19,7 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 
+from lockstep.audit.audit_config import AuditConfig
 from lockstep.integrations.accumulation import (
     count_accumulation_steps,
     make_sampler,
@@ -39,6 +40,7 @@ class ExactAccelerator(Accelerator):
         *args: The arguments of `Accelerator`.
         microbatches: The number of micro-batches of a batch, a multiple of the number of ranks.
         seed: The random seed of the order of the samples and of the micro-batches.
+        audit: As for `ls.exact`.
         **kwargs: More arguments of `Accelerator`.
 
     Attributes:
@@ -49,13 +51,20 @@ class ExactAccelerator(Accelerator):
         UsageError: A setting cannot be exact.
     """
 
-    def __init__(self, *args: Any, microbatches: int = 8, seed: int = 0, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        microbatches: int = 8,
+        seed: int = 0,
+        audit: AuditConfig | bool = True,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         if self.distributed_type not in EXACT_WITH:
             raise UsageError(
                 f"ExactAccelerator uses DistributedDataParallel, not {self.distributed_type.value}"
             )
-        self.microbatches, self.seed = microbatches, seed
+        self.microbatches, self.seed, self.audit = microbatches, seed, audit
         self.exact: Exact | None = None
         self._has_training_loader = False
         given: int = super().gradient_accumulation_steps
@@ -86,7 +95,7 @@ class ExactAccelerator(Accelerator):
             raise UsageError(
                 "ExactAccelerator trains one model: for several, write the loop with ls.exact"
             )
-        self.exact = exact(model, microbatches=self.microbatches, seed=self.seed, audit=False)
+        self.exact = exact(model, self.microbatches, self.seed, audit=self.audit)
         self.register_for_checkpointing(self.exact)
         return model
 

@@ -20,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
+from lockstep.audit.audit_config import AuditConfig
 from lockstep.data.microbatch_sampler import MicrobatchSampler
 from lockstep.integrations.accumulation import (
     KNOWN,
@@ -42,6 +43,7 @@ class ExactTrainer(Trainer):
     Args:
         *args: The arguments of `Trainer`.
         microbatches: The number of micro-batches of a batch, a multiple of the number of ranks.
+        audit: As for `ls.exact`.
         **kwargs: More arguments of `Trainer`.
 
     Attributes:
@@ -55,10 +57,12 @@ class ExactTrainer(Trainer):
     loss_is_scaled_for_ga: bool | None
     model_wrapped: Any
 
-    def __init__(self, *args: Any, microbatches: int = 8, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, microbatches: int = 8, audit: AuditConfig | bool = True, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         settings = self.args
-        self.microbatches = microbatches
+        self.microbatches, self.audit = microbatches, audit
         self.exact: Exact | None = None
         self._position: dict[str, Any] | None = None  # from a checkpoint
         settings.gradient_accumulation_steps = count_accumulation_steps(
@@ -116,9 +120,7 @@ class ExactTrainer(Trainer):
                     "ExactTrainer cannot train after evaluate() or predict(), which prepare the "
                     "model without DistributedDataParallel: call train() first"
                 )
-            self.exact = exact(
-                model, microbatches=self.microbatches, seed=self.args.seed, audit=False
-            )
+            self.exact = exact(model, self.microbatches, self.args.seed, audit=self.audit)
         start = {"step": 0, "epoch": 0, "batch": 0}
         self.exact.load_state_dict(self._position or self.exact.state_dict() | start)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed

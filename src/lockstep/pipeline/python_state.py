@@ -145,10 +145,11 @@ class PythonState:
 
     def find_assigned(self, before: Mapping[Key, Mapping[Any, Any]]) -> list[Assigned]:
         """Return the values that names had in a snapshot, of those that were assigned since."""
+        values = {key: holder.value for key, holder in self._holders.items()}
         return [
             (scope, name, before[key].get(name, MISSING))
             for key, after in self.snapshot().items()
-            if (scope := _get_scope(self._holders[key].value)) is not None
+            if (scope := _get_names(values[key])) is not None
             for name in _find_changes(before[key], after)
         ]
 
@@ -395,6 +396,11 @@ def _get_scope(value: Any) -> dict[Any, Any] | None:
         return None
     attributes: dict[str, Any] = vars(value)
     return attributes
+
+
+def _get_names(value: Any) -> dict[str, Any] | None:
+    """Return the dictionary of an object's names, or of those of a module."""
+    return value.scope if isinstance(value, GlobalName) else _get_scope(value)
 
 
 def _find_changes(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> list[Any]:
