@@ -16,6 +16,7 @@ TRAINING = TrainingMemory(
     gradients=800,  # 200 bytes are frozen
     optimizer=1600,
     activations=50,
+    unused=40,
     process=30,
     shared=12,
     microbatches=8,
@@ -48,7 +49,7 @@ def test_one_rank_holds_what_was_measured():
     made = plan()['"replicated"']
     assert (made.parameters, made.gradients, made.optimizer) == (1000, 4 * 800, 1600)
     # Half of the shared pages: the fork server has them, too.
-    assert made.rank == made.host == 1000 + 3200 + 1600 + 50 + 30 + 6
+    assert made.rank == made.host == 1000 + 3200 + 1600 + 50 + 40 + 30 + 6
     assert (made.local, made.network) == (0, 0)
 
 
@@ -60,6 +61,8 @@ def test_ranks_of_a_host_share_parameters_and_optimizer_but_not_gradients():
     assert (shared.parameters, shared.optimizer) == (500, 800)
     assert shared.host == 2 * shared.rank
     assert shared.process == 30 + 12 // 3
+    # Unused memory was measured with parameters and 4 lists, and a rank has 3 beside its bucket.
+    assert shared.activations == 50 + 40 * (1 + 3) // (1 + 4)
 
 
 def test_three_ranks_have_a_bucket_per_node():

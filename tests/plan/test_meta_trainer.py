@@ -10,9 +10,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.kernel.errors import UsageError
+from lockstep.tools.plan.live_tensors import LiveTensors
 from lockstep.tools.plan.memory_plan import count_sums
 from lockstep.tools.plan.memory_session import MemorySession
-from lockstep.tools.plan.meta_trainer import LiveTensors, MetaTrainer
+from lockstep.tools.plan.meta_trainer import MetaTrainer
 from lockstep.training.trainer_hooks import SessionComplete
 
 

@@ -31,22 +31,23 @@ class TrainingMemory:
         parameters: All parameters.
         gradients: The gradients of the trainable parameters.
         optimizer: The state of the optimizer.
-        activations: Activations, workspaces and unused memory of the allocator, beyond gradients,
-            while micro-batches are computed.
+        activations: The tensors of a micro-batch, beyond its gradients.
+        unused: Workspaces of kernels, and memory that the allocator has and cannot use.
         process: The interpreter, libraries, data and buffers: everything else.
         shared: The pages of the interpreter and libraries that a rank shares with the other ranks
             of its host, and with the fork server that started them.
         microbatches: The number of micro-batches of a batch.
         blocks: The bytes of the parameters of each block; empty if the model has no blocks.
         outputs: The bytes of a micro-batch's output of each block.
-        is_computed: Whether the values were computed without memory, so that `activations` has
-            no workspaces and no unused memory.
+        is_computed: Whether the values were computed without memory, so that `unused` is not
+            known.
     """
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
+    unused: int
     process: int
     shared: int
     microbatches: int
@@ -67,7 +68,7 @@ class StoragePlan:
         parameters: The parameters, as this rank's part of memory that ranks share.
         gradients: All lists of gradients.
         optimizer: The state of the optimizer.
-        activations: As in `TrainingMemory`.
+        activations: As in `TrainingMemory`, with unused memory.
         process: Everything else, with this rank's part of the pages that it shares.
         ranks_per_host: The number of ranks on a host.
         local: The bytes that the ranks of a host exchange per step in its memory.
@@ -146,13 +147,14 @@ def _plan_replicated(training: TrainingMemory, hosts: int, ranks: int) -> Storag
     if refusal := _refuse(training, ranks):
         return StoragePlan("replicated", refusal=refusal)
     placed = _place(hosts, ranks)
+    lists = _count_lists(training.microbatches, placed)
     local, network = _count_traffic(training.microbatches, placed, training.gradients)
     return StoragePlan(
         storage="replicated",
         parameters=training.parameters,
-        gradients=training.gradients * _count_lists(training.microbatches, placed),
+        gradients=training.gradients * sum(lists),
         optimizer=training.optimizer,
-        activations=training.activations,
+        activations=_scale_activations(training, lists[0]),
         process=training.process + training.shared // (ranks // hosts + 1),
         ranks_per_host=ranks // hosts,
         local=local,
@@ -165,13 +167,14 @@ def _plan_shared(training: TrainingMemory, hosts: int, ranks: int) -> StoragePla
     if refusal:
         return StoragePlan("shared", refusal=refusal)
     placed = _place(1, ranks)
+    lists = _count_lists(training.microbatches, placed)
     local, _ = _count_traffic(training.microbatches, placed, training.gradients, scatter=True)
     return StoragePlan(
         storage="shared",
         parameters=-(-training.parameters // ranks),
-        gradients=training.gradients * _count_lists(training.microbatches, placed),
+        gradients=training.gradients * sum(lists),
         optimizer=-(-training.optimizer // ranks),
-        activations=training.activations,
+        activations=_scale_activations(training, lists[0]),
         process=training.process + training.shared // (ranks + 1),
         ranks_per_host=ranks,
         local=local,
@@ -203,14 +206,14 @@ def _plan_stages(training: TrainingMemory, hosts: int, ranks: int, stages: int) 
             crossing = sum(r // per_host != (r + 1) // per_host for r in numbers)
             network += -(-sent * crossing // hosts)
             local += -(-sent * (replicas - crossing) // hosts)
-    lists = max(_count_lists(training.microbatches, _place(1, replicas)), 1)
+    lists = _count_lists(training.microbatches, _place(1, replicas))
     return StoragePlan(
         storage="replicated",
         balance=balance,
         parameters=max(sizes),
-        gradients=round(training.gradients * share) * lists,
+        gradients=round(training.gradients * share) * sum(lists),
         optimizer=round(training.optimizer * share),
-        activations=training.activations,
+        activations=_scale_activations(training, lists[0]),
         process=training.process + training.shared // (per_host + 1),
         ranks_per_host=per_host,
         local=local,
@@ -230,11 +233,24 @@ def _place(hosts: int, ranks: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(host * per_host, (host + 1) * per_host)) for host in range(hosts))
 
 
-def _count_lists(leaves: int, hosts: tuple[tuple[int, ...], ...]) -> int:
-    """Return the most lists of gradients of a rank, those in the buckets included."""
+def _count_lists(leaves: int, hosts: tuple[tuple[int, ...], ...]) -> tuple[int, int]:
+    """Return the lists of gradients of the rank that holds most, and those in its buckets."""
     spans, nodes = assign_microbatches(leaves, hosts), assign_nodes(leaves, hosts)
-    buckets = [len(own) if len(spans) > 1 else 0 for own in nodes]
-    return max(count_sums(span, leaves) + n for span, n in zip(spans, buckets, strict=True))
+    lists = [
+        (count_sums(span, leaves), len(own) if len(spans) > 1 else 0)
+        for span, own in zip(spans, nodes, strict=True)
+    ]
+    return max(lists, key=sum)
+
+
+def _scale_activations(training: TrainingMemory, lists: int) -> int:
+    """Return activations and unused memory of a rank that holds lists of gradients.
+
+    What the allocator cannot use lies between the tensors that outlive a micro-batch: parameters,
+    and the lists of gradients.
+    """
+    measured = count_sums(range(training.microbatches), training.microbatches)
+    return training.activations + training.unused * (1 + lists) // (1 + measured)
 
 
 def _count_traffic(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +22,9 @@ from lockstep.kernel.step_context import Position, StepContext
 from lockstep.kernel.step_hooks import StepResult
 from lockstep.launcher.malloc import release_freed_memory
 from lockstep.model.blocks import Blocks, find_block_names
+from lockstep.model.deferred_init import named_tensors
 from lockstep.pipeline.partitioner import PipelineConfig
+from lockstep.tools.plan.live_tensors import LiveTensors
 from lockstep.tools.plan.memory_plan import TrainingMemory, count_sums
 from lockstep.training.trainer_hooks import ObservedTrainer, SessionComplete
 
@@ -90,6 +92,8 @@ class MeasuredTrainer:
         self._blocks = [trainer.module.get_submodule(name) for name in blocks]
         self._outputs = [0] * len(blocks)
         self._steps = 0
+        self._live = LiveTensors()
+        self._live.ignore(named_tensors(trainer.module).values())
         self._parameters = count_bytes(trainer.module)
         self._gradients = count_bytes(trainer.module, only_trainable=True)
         self._process, self._shared = read_process(self._parameters)
@@ -100,8 +104,15 @@ class MeasuredTrainer:
         return self
 
     def recording(self, step: StepContext, position: Position) -> AbstractContextManager[None]:
-        """Return the context in which the outputs of the blocks are measured."""
-        return measuring_outputs(self._blocks, self._outputs)
+        """Return the context in which the first step is measured."""
+        return nullcontext() if self._steps else self._measure()
+
+    @contextmanager
+    def _measure(self) -> Iterator[None]:
+        # A dispatch mode does not see the tensors of a compiled graph.
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, measuring_outputs(self._blocks, self._outputs), self._live:
+            yield
 
     def commit(self, result: StepResult) -> None:
         """Record the memory and raise SessionComplete after the last step."""
@@ -112,12 +123,14 @@ class MeasuredTrainer:
         state = self._trainer.optimizer_state().values()
         optimizer = sum(value.nbytes for value in state if torch.is_tensor(value))
         sums = self._gradients * count_sums(range(leaves), leaves)
+        activations = max(self._live.peak - sums, 0)
         self._session.end(
             TrainingMemory(
                 parameters=self._parameters,
                 gradients=self._gradients,
                 optimizer=optimizer,
-                activations=max(self._peak.stop() - optimizer - sums, 0),
+                activations=activations,
+                unused=max(self._peak.stop() - optimizer - sums - activations, 0),
                 process=self._process,
                 shared=self._shared,
                 microbatches=leaves,

@@ -11,7 +11,6 @@ of kernels, and memory that an allocator cannot use, are not counted.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ import psutil
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
@@ -29,6 +27,7 @@ from lockstep.kernel.errors import UsageError
 from lockstep.model.blocks import find_block_names
 from lockstep.model.deferred_init import BlockLike, build_sequence, named_tensors
 from lockstep.model.forward import forward
+from lockstep.tools.plan.live_tensors import LiveTensors
 from lockstep.tools.plan.memory_plan import TrainingMemory, count_sums
 from lockstep.tools.plan.memory_session import (
     MemorySession,
@@ -131,6 +130,7 @@ class MetaTrainer:
                 gradients=gradients,
                 optimizer=optimizer,
                 activations=max(live.peak - gradients, 0),
+                unused=0,
                 process=process,
                 shared=shared,
                 microbatches=split.leaves,
@@ -152,45 +152,6 @@ class MetaTrainer:
             size += sum(leaf.nbytes for leaf in leaves if torch.is_tensor(leaf))
         self._model.zero_grad()
         return size
-
-
-class LiveTensors(TorchDispatchMode):
-    """Counts the bytes of the tensors that operators have made and that are alive.
-
-    Attributes:
-        peak: The most bytes so far.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = self._bytes = 0
-        self._known: set[int] = set()
-
-    def ignore(self, tensors: Any) -> None:
-        """Leave tensors out."""
-        self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Run an operator, and count its outputs."""
-        outputs = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(outputs):
-            if torch.is_tensor(tensor):
-                self._count(tensor.untyped_storage())
-        return outputs
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self._known:
-            self._known.add(key)
-            self._bytes += size
-            self.peak = max(self.peak, self._bytes)
-            weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self._bytes -= size
 
 
 def _replace_tensors(module: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
