@@ -33,6 +33,7 @@ NAMES = [
     "exact",
     "init",
     "launch",
+    "load_weights",
     "local_rank",
     "loggers",
     "partition",

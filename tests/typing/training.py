@@ -44,6 +44,7 @@ def train(folder: Path) -> float:
         nn.ReLU,
         partial(nn.Linear, 16, 10),
     ]
+    ls.load_weights(ls.build(blocks, seed=1), "weights")
     trainer = ls.Trainer(
         ls.build(blocks, seed=1),
         nn.CrossEntropyLoss(),

@@ -695,7 +695,8 @@ class Trainer:
 
         Args:
             path: The file; its folder must exist. The suffixes .pt, .pth, .bin and .ckpt choose
-                the format of `torch.load(path, weights_only=True)`, all others safetensors.
+                the format of `torch.load(path, weights_only=True)`, all others safetensors. The
+                suffix .safetensors.index.json writes an index, and parts of up to 5 GB.
             ema: Whether to write the averaged weights.
 
         Raises:

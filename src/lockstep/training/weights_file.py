@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from lockstep.files import replace_file
 from lockstep.kernel.errors import FileError
 from lockstep.launcher.run_folder import RUNS, create_run_folder
 from lockstep.messages import log
+from lockstep.training.weight_parts import INDEX, save_parts
 
 __all__ = ["save_from_rank0", "save_last_good", "save_weights"]
 
@@ -65,16 +66,29 @@ def _serialize(values: dict[str, Any], suffix: str) -> bytes:
 
 
 def save_from_rank0(path: Path, state: Mapping[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Write the file on rank 0; return on all ranks when it is written, or raise on all.
+    """Write the file, or the parts and their index; return on all ranks, or raise on all.
 
     An unknown suffix is no error, since an error could lose the weights of a long training.
     """
+
+    def write(save: Callable[[], None]) -> None:
+        _write_on_rank0(path, save, group)
+
+    if path.name.endswith(INDEX):
+        tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        save_parts(path, tensors, group, write)
+        return
+    write(lambda: save_weights(path, state))
+    if dist.get_rank(group) == 0 and path.suffix not in (SAFETENSORS, *PICKLED):
+        log(f"{path} is written as safetensors; for torch.load use the suffix .pt")
+
+
+def _write_on_rank0(path: Path, write: Callable[[], None], group: dist.ProcessGroup | None) -> None:
+    """Call a function on rank 0; return on all ranks when it has returned, or raise on all."""
     failure = b""
     if dist.get_rank(group) == 0:
         try:
-            save_weights(path, state)
-            if path.suffix not in (SAFETENSORS, *PICKLED):
-                log(f"{path} is written as safetensors; for torch.load use the suffix .pt")
+            write()
         except FileError as error:
             failure = str(error).encode()
         except Exception as error:  # any error: the other ranks wait for the outcome

@@ -9,6 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lockstep.sharded_tensors import local_part
+
 __all__ = ["LiveTensors"]
 
 
@@ -26,7 +28,7 @@ class LiveTensors(TorchDispatchMode):
 
     def ignore(self, tensors: Any) -> None:
         """Leave tensors out."""
-        self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
+        self._known |= {local_part(tensor).untyped_storage()._cdata for tensor in tensors}
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -34,8 +36,8 @@ class LiveTensors(TorchDispatchMode):
         """Run an operator, and count its outputs."""
         outputs = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(outputs):
-            if torch.is_tensor(tensor):
-                self._count(tensor.untyped_storage())
+            if torch.is_tensor(tensor) and tensor.device.type != "meta":
+                self._count(local_part(tensor).untyped_storage())
         return outputs
 
     def _count(self, storage: torch.UntypedStorage) -> None:

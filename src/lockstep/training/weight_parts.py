@@ -1,0 +1,220 @@
+"""Weights in several safetensors files with an index, as Hugging Face writes them.
+
+    model.safetensors.index.json             the file of each tensor, by name
+    model-00001-of-00003.safetensors ...     parts
+
+A rank reads the rows of its shards only, and writing gathers one tensor after another, so no rank
+ever holds the whole of a model that torch's `fully_shard` has divided.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from lockstep.checkpoint.tensor_file import write_tensors
+from lockstep.comm.collectives import broadcast_bytes
+from lockstep.files import replace_file
+from lockstep.kernel.errors import FileError, UsageError
+from lockstep.model.deferred_init import materialize
+from lockstep.sharded_tensors import gather, is_sharded, local_part
+
+__all__ = ["INDEX", "load_weights", "plan_parts", "save_parts"]
+
+INDEX = ".safetensors.index.json"
+"""The end of the name of an index."""
+
+PART_BYTES = 5_000_000_000
+"""The bytes of a part, which rank 0 holds while it writes one. A larger tensor has its own part."""
+
+
+def plan_parts(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Return the names of the tensors of each part, in order.
+
+    Args:
+        sizes: The bytes of each tensor, by name.
+        limit: The most bytes of a part of several tensors.
+    """
+    parts, held = [list[str]()], 0
+    for name, size in sizes.items():
+        if parts[-1] and held + size > limit:
+            parts.append([])
+            held = 0
+        parts[-1].append(name)
+        held += size
+    return parts
+
+
+def save_parts(
+    path: Path,
+    state: Mapping[str, torch.Tensor],
+    group: dist.ProcessGroup | None,
+    write: Callable[[Callable[[], None]], None],
+) -> None:
+    """Write the tensors of a state dict in parts, and then their index.
+
+    A collective call. An index of the same name is removed first, so that it never names parts
+    of different weights.
+
+    Args:
+        path: The index, whose name ends with `INDEX`.
+        state: The tensors, which may be sharded; on other ranks than 0, the same or none.
+        group: The ranks.
+        write: Calls a function on rank 0, and raises its error on every rank.
+    """
+    sizes = {name: tensor.nbytes for name, tensor in state.items()}
+    plan = json.dumps(plan_parts(sizes, PART_BYTES)).encode()
+    parts = json.loads(broadcast_bytes(plan, "saving weights in parts", group))
+    write(lambda: path.unlink(missing_ok=True))
+    stem, index = path.name.removesuffix(INDEX), dict[str, str]()
+    for number, names in enumerate(parts, 1):
+        file = f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors"
+        index |= dict.fromkeys(names, file)
+        values = {}
+        for name in names if state else ():
+            whole = gather(state[name].detach())
+            if dist.get_rank(group) == 0:
+                values[name] = whole.cpu().contiguous()
+
+        def write_part(file: str = file, values: dict[str, torch.Tensor] = values) -> None:
+            with replace_file(path.with_name(file)) as target:
+                write_tensors(target, values)
+
+        write(write_part)
+    content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
+
+    def write_index() -> None:
+        with replace_file(path) as target:
+            target.write(json.dumps(content, indent=2).encode())
+
+    write(write_index)
+
+
+@torch.no_grad()
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Load safetensors into a model, also into one that torch's `fully_shard` has divided.
+
+    Each rank reads the rows of its shards, so none holds the whole model. Tensors on the meta
+    device get memory first. Call it on every rank, before `lockstep.exact`.
+
+    Args:
+        model: The model, whose state dict has the names of the files. Of tied weights, one name
+            is enough.
+        path: A file, an index (model.safetensors.index.json), or a folder with
+            model.safetensors.index.json or model.safetensors, as Hugging Face writes them.
+
+    Raises:
+        FileError: A file is missing or damaged.
+        UsageError: The files have other tensors than the model.
+    """
+    files = _find_files(Path(path))
+    names = {name: file for file, own in files.items() for name in own}
+    state = model.state_dict(keep_vars=True)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    loaded = {id(tensor) for name, tensor in tensors.items() if name in names}
+    missing = [name for name, tensor in tensors.items() if id(tensor) not in loaded]
+    unknown = [name for name in names if name not in tensors]
+    kind = type(model).__name__
+    if missing or unknown:
+        has, name = ("no", missing[0]) if missing else ("a tensor", unknown[0])
+        raise UsageError(
+            f"{path} has {has} {name}, unlike the {kind} ({len(missing)} names are missing, "
+            f"{len(unknown)} are unknown): build the model that the weights were saved from"
+        )
+    _give_memory(model, tensors)
+    state = model.state_dict(keep_vars=True)
+    for file, own in files.items():
+        with _reading(file) as reader:
+            for name in own:
+                _read(reader, name, state[name], file)
+
+
+def _find_files(path: Path) -> dict[Path, list[str]]:
+    """Return the names of the tensors of each file."""
+    if path.is_dir():
+        index = path / f"model{INDEX}"
+        path = index if index.exists() else path / "model.safetensors"
+    if not path.name.endswith(INDEX):
+        with _reading(path) as reader:
+            return {path: list(reader.keys())}
+    files: dict[Path, list[str]] = {}
+    try:
+        content = json.loads(path.read_text())["weight_map"]
+        for name, file in content.items():
+            if Path(file).name != file:  # a file elsewhere
+                raise ValueError(file)
+            files.setdefault(path.with_name(file), []).append(name)
+    except OSError as error:
+        raise FileError(f"{path} cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise FileError(f"{path} is damaged, or not an index of safetensors files") from None
+    return files
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    """Yield a reader of a safetensors file."""
+    try:
+        with safe_open(path, framework="pt") as reader:
+            yield reader
+    except FileNotFoundError:
+        raise FileError(f"there is no file {path}") from None
+    except (SafetensorError, OSError) as error:
+        raise FileError(f"{path} cannot be read as safetensors ({error})") from None
+
+
+def _give_memory(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+    """Give memory to tensors on the meta device, all of which must be saved."""
+    known = {id(tensor) for tensor in saved.values()}
+    others = {name: one for name, one in model.named_buffers() if id(one) not in known}
+    for name, buffer in others.items():
+        if buffer.is_meta:
+            raise UsageError(
+                f"the buffer {name} is on the meta device, and weights do not contain it: build "
+                "it with memory, for instance by torch.zeros(..., device='cpu')"
+            )
+    sharded = next((tensor for tensor in saved.values() if is_sharded(tensor)), None)
+    if not any(tensor.is_meta for tensor in saved.values()):
+        return
+    if sharded is None:
+        materialize(model, "cpu")
+        return
+    kept = {name: buffer.clone() for name, buffer in others.items()}
+    model.to_empty(device=_mesh_of(sharded).device_type)  # which empties all tensors
+    for name, buffer in model.named_buffers():
+        if name in kept:
+            buffer.copy_(kept[name])
+
+
+def _mesh_of(tensor: Any) -> Any:
+    return tensor.device_mesh
+
+
+def _read(reader: Any, name: str, tensor: torch.Tensor, file: Path) -> None:
+    """Read a tensor, or this rank's rows of it."""
+    saved = reader.get_slice(name)
+    if tuple(saved.get_shape()) != tuple(tensor.shape):
+        raise UsageError(
+            f"{file}: {name} has the shape {saved.get_shape()}, and the model has "
+            f"{list(tensor.shape)}: build the model that the weights were saved from"
+        )
+    if not is_sharded(tensor):
+        tensor.copy_(reader.get_tensor(name))
+        return
+    mesh, (placement, *more) = _mesh_of(tensor), tensor.placements  # type: ignore[attr-defined]
+    if more or not placement.is_shard(0):
+        raise UsageError(
+            f"{name} has the placements {(placement, *more)}: call fully_shard with one mesh of "
+            "one dimension, and without shard_placement_fn"
+        )
+    rows, ranks, rank = tensor.shape[0], mesh.size(), mesh.get_local_rank()
+    chunk = -(-rows // ranks)
+    local_part(tensor).copy_(saved[min(rank * chunk, rows) : min((rank + 1) * chunk, rows)])
