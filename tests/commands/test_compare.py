@@ -30,10 +30,11 @@ def test_the_text_is_complete():
     assert "options.who  a  b" in output
 
 
-def test_the_text_can_be_written_to_a_file(place):
-    text = invoke("a", "b").stdout
-    invoke("a", "b", "--format", "text", "-o", "ab.txt")
-    assert (place / "ab.txt").read_text() == text
+def test_text_is_printed_only(place):
+    done = CliRunner().invoke(cli, ["compare", "a", "b", "--format", "text", "-o", "ab.txt"])
+    assert isinstance(done.exception, UsageError)
+    assert "--output and --open are for --format html" in str(done.exception)
+    assert not (place / "ab.txt").exists()
 
 
 def test_three_runs_are_each_compared_with_the_first(place):

@@ -40,7 +40,7 @@ def test_damaged_lines_are_told_as_far_as_they_can_be(tmp_path, damage):
     lines = [records.HEADER, records.step(0), records.new_round(1, 1) | damage, records.END]
     run = read_run(records.write(tmp_path, lines))
     assert "Rounds" in report_html(run)
-    assert "### Rounds" in report_markdown(run)
+    assert "2 rounds: " in report_markdown(run)
 
 
 def test_the_duration_of_an_elastic_run_is_that_of_all_its_processes(run):

@@ -249,8 +249,6 @@ def test_only_some_of_many_ranks_and_epochs_are_shown(tmp_path):
 def test_markdown_has_headline_tables_and_command(run):
     text = report_markdown(run)
     assert "| digest of the weights | " + records.END["digest"] + " |" in text
-    assert "| 0 | 200 ms |" not in text
-    assert re.search(r"\| 1 \| \S+ ms \| \d+\.\d% \|", text)
     assert "lockstep train digits -n 2 --note 'two words'" in text
     for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
         assert len({line.count("|") for line in table.splitlines()}) == 1
@@ -270,8 +268,8 @@ def test_checkpoints_and_resumptions_are_reported(resumed):
     for form in (page, text):
         assert "the last one after 16 steps" in form
         assert "The run was resumed twice." in form
-        assert "2 replicas × 2 stages, 8 micro-batches, gloo, cpu" in form
-        assert "torch: 2.12.0 before, 2.13.0 now; cores: 8 before, 2 now" in form
+    assert "2 replicas × 2 stages, 8 micro-batches, gloo, cpu" in page
+    assert "torch: 2.12.0 before, 2.13.0 now; cores: 8 before, 2 now" in page
     assert resume_table(resumed) == [
         ["0", "2026-11-21T07:52:00+00:00", "2 replicas × 2 stages, 8 micro-batches, gloo, cpu", ""],
         [

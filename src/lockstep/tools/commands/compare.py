@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import click
 
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import JSON_HELP, escape_control
-from lockstep.tools.commands.report import find_run, format_of, open_in_browser, runs_option, save
+from lockstep.tools.commands.report import find_run, open_in_browser, runs_option, save
 
 if TYPE_CHECKING:
     from lockstep.tools.report.run_comparison import RunComparison
@@ -27,13 +26,12 @@ __all__ = ["command"]
 @click.option(
     "--format",
     "kind",
-    type=click.Choice(["text", "html", "md"]),
-    help="Format of the output.  [default: by the suffix of --output, else text]",
+    type=click.Choice(["text", "html"]),
+    help="Format of the output.  [default: html with --output or --open, else text]",
 )
 @click.option(
     "-o", "--output", metavar="FILE",
-    help="Output file; '-' is standard output.  [default: compare.html or compare.md; text is "
-    "printed]",
+    help="HTML file to write; '-' is standard output.  [default: compare.html]",
 )  # fmt: skip
 @click.option("--open", "opened", is_flag=True, help="Write HTML and open it in the browser.")
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
@@ -59,7 +57,6 @@ def command(
         compare_runs,
         comparison_html,
         comparison_json,
-        comparison_markdown,
     )
 
     result = compare_runs([read_run(find_run(run, folder)) for run in runs])
@@ -68,19 +65,13 @@ def command(
             print_text(result)
         click.echo(json.dumps(comparison_json(result)))
         return
-    kind = kind or ("html" if opened or (output and format_of(output) == "html") else "text")
-    if kind == "text" and output is None:
+    kind = kind or ("html" if opened or output else "text")
+    if kind == "text":
+        if opened or output:
+            raise UsageError("text is printed: --output and --open are for --format html")
         print_text(result)
         return
-    if kind == "text":
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            print_text(result)
-        text = printed.getvalue()
-    elif kind == "html":
-        text = comparison_html(result)
-    else:
-        text = comparison_markdown(result)
-    path = save(text.encode(), output, Path("compare.html" if kind == "html" else "compare.md"))
+    path = save(comparison_html(result).encode(), output, Path("compare.html"))
     if opened and path is not None:
         open_in_browser(path)
 

@@ -33,7 +33,6 @@ from lockstep.record.reader import Run
 from lockstep.record.run_environment import describe_other_arithmetic
 from lockstep.tools.report.breakdown import resume_table
 from lockstep.tools.report.chart import comparison_charts
-from lockstep.tools.report.markdown import escape_markdown, markdown_table
 from lockstep.tools.report.page import draw_panel, render_template
 from lockstep.tools.report.summary import Summary, number_or, summarize
 from lockstep.tools.report.summary_text import (
@@ -58,7 +57,6 @@ __all__ = [
     "compare_runs",
     "comparison_html",
     "comparison_json",
-    "comparison_markdown",
     "comparison_table",
     "find_setting_differences",
     "first_weights_difference",
@@ -420,19 +418,6 @@ def comparison_html(comparison: RunComparison) -> str:
         panels=[draw_panel(chart) for chart in charts],
         version=VERSION,
     )
-
-
-def comparison_markdown(comparison: RunComparison) -> str:
-    """Return the comparison in Markdown."""
-    names, rows = comparison_table(comparison)
-    sentences = [sentence for pair in comparison.pairs for sentence in pair.sentences]
-    lines = [f"## {escape_markdown(' and '.join(comparison.names))}", ""]
-    lines += [f"- {escape_markdown(sentence)}" for sentence in sentences]
-    lines += ["", *markdown_table(names, rows)]
-    if comparison.settings:
-        settings = [[name, *values] for name, values in comparison.settings.items()]
-        lines += ["", *markdown_table(("differs", *comparison.names), settings)]
-    return "\n".join(lines) + "\n"
 
 
 def comparison_json(comparison: RunComparison) -> dict[str, Any]:

@@ -6,7 +6,6 @@ Run ──┬─> summary, summary_text, breakdown ──┬─> report_html(run
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +14,11 @@ from lockstep.formatting import (
     format_loss,
     format_metric_value,
     format_number,
-    format_percent,
-    format_quantity,
 )
 from lockstep.record.reader import Run
-from lockstep.record.recorder import RECORD_FILE, TIME_CATEGORIES
+from lockstep.record.recorder import RECORD_FILE
 from lockstep.record.timeline import typical_timeline
 from lockstep.tools.report.breakdown import (
-    MAX_EPOCHS,
     MAX_RANKS,
     RESUME_COLUMNS,
     epoch_table,
@@ -152,10 +148,8 @@ def report_markdown(run: Run) -> str:
     sentences = [*timing_sentences(run), *timeline_sentences(typical_timeline(run))]
     sentences = [*filter(None, [learning_rate_sentence(run)]), *sentences]
     lines += ["", *(f"- {escape_markdown(sentence)}" for sentence in sentences)]
-    lines += _time_table(run)
-    lines += _rounds_lines(run)
-    lines += _epoch_table(run)
-    lines += _checkpoint_lines(run)
+    others = (*round_sentences(run), checkpoint_sentence(run), resume_sentence(run))
+    lines += [f"- {escape_markdown(sentence)}" for sentence in others if sentence]
     if warnings := [*run.findings, *run.warnings]:
         lines += ["", "### Warnings", ""]
         lines += [
@@ -169,55 +163,3 @@ def report_markdown(run: Run) -> str:
         lines += ["", f"<details><summary>{group.name}</summary>", ""]
         lines += [*markdown_table(("", ""), list(group.values.items())), "", "</details>"]
     return "\n".join(lines) + "\n"
-
-
-def _time_table(run: Run) -> list[str]:
-    """Return the time of the ranks by category, as a Markdown table."""
-    rows = [
-        [
-            "mean" if one.rank < 0 else str(one.rank),
-            format_duration(one.seconds),
-            *map(format_percent, one.shares.values()),
-        ]
-        for one in time_by_rank(run)[:MAX_RANKS]
-    ]
-    lines = ["", *markdown_table(("rank", "time", *TIME_CATEGORIES), rows)] if rows else []
-    if (spread := spread_table(run)) is not None:
-        lines += ["", f"Spread over {format_quantity(spread.ranks, 'rank')}, per step:", ""]
-        lines += markdown_table(spread.names, spread.rows)
-    return lines
-
-
-def _checkpoint_lines(run: Run) -> list[str]:
-    """Return the checkpoints and resumptions in Markdown."""
-    sentences = list(filter(None, (checkpoint_sentence(run), resume_sentence(run))))
-    if not sentences:
-        return []
-    lines = ["", "### Checkpoints", "", *map(escape_markdown, sentences)]
-    lines += _table(CHECKPOINT_COLUMNS, checkpoint_table(run))
-    return lines + _table(RESUME_COLUMNS, resume_table(run))
-
-
-def _rounds_lines(run: Run) -> list[str]:
-    """Return the rounds of an elastic run in Markdown."""
-    rows = round_table(run)
-    if not rows:
-        return []
-    sentences = map(escape_markdown, round_sentences(run))
-    return ["", "### Rounds", "", *sentences, *_table(ROUND_COLUMNS, rows)]
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table after a blank line; nothing if it has no rows."""
-    return ["", *markdown_table(names, rows)] if rows else []
-
-
-def _epoch_table(run: Run) -> list[str]:
-    """Return the epochs as a Markdown table."""
-    table = epoch_table(run)
-    if not table.rows:
-        return []
-    rows = list(table.rows)
-    if table.num_hidden:
-        rows.insert(MAX_EPOCHS // 2, [f"... {table.num_hidden} more"])
-    return ["", *markdown_table(table.names, rows)]
