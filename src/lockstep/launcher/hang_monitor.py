@@ -2,8 +2,8 @@
 
 From outside, a rank in a long computation looks like a rank that hangs; the difference is that
 other ranks wait for the latter. So a launch hangs when a rank has waited for other ranks in one
-operation, or has been stopped by a signal, for longer than the timeout. Ranks that wait for each
-other in messages can never continue, so such a deadlock is reported after a few seconds.
+operation, or has been stopped by a signal, for longer than the timeout. If all ranks wait, and not
+in one call, none of them can continue: such a deadlock is reported after a few seconds.
 
     operation of a rank    read from its activity page (`lockstep.comm.activity`), which costs
                            the rank nothing; for programs that publish nothing, from its stack
@@ -27,7 +27,6 @@ from lockstep.comm.activity import Activity
 from lockstep.files import open_or_create
 from lockstep.formatting import format_duration, format_numbered
 from lockstep.kernel.errors import RankError
-from lockstep.launcher.deadlock import find_deadlock
 from lockstep.launcher.failure_attribution import Outcome
 from lockstep.launcher.stacks import (
     describe_location,
@@ -58,6 +57,7 @@ MAX_STACK_INTERVAL = 10.0  # seconds
 # Seconds in which the ranks of a deadlock neither move nor use a processor. A long message that
 # is on its way uses one; a machine that is busy leaves every process waiting for it now and then.
 DEADLOCK_SECONDS = 3.0
+OF_GROUP = " of group "  # in the wait of a rank for a call of the backend "lockstep"
 IDLE = 0.02  # share of a core below which a process counts as asleep
 
 REPORT_FILE = "hang.txt"
@@ -139,6 +139,11 @@ class RankSnapshot:
     noun: str = "rank"
 
     @property
+    def is_message(self) -> bool:
+        """Whether its operation is one with one other rank."""
+        return self.operation.startswith(("recv", "send"))
+
+    @property
     def name(self) -> str:
         """Its name in messages, with its process id."""
         return f"{self.noun} {self.rank} (process {self.pid})"
@@ -153,7 +158,7 @@ class Hang:
         busy: Ranks that do not wait, although others wait for them.
         waiting: Ranks that wait.
         returned: Ranks that have returned or exited.
-        is_deadlock: Whether the waiting ranks wait for each other in messages.
+        is_deadlock: Whether all ranks wait for each other, so that none can continue.
     """
 
     stopped: tuple[RankSnapshot, ...]
@@ -200,9 +205,9 @@ class Hang:
         if self.busy:
             ranks = _format_names(self.busy)
             return f"unless that is a long computation, see the stack of {ranks} below"
-        if self.is_deadlock:
+        if self.is_deadlock and all(snapshot.is_message for snapshot in self.waiting):
             return "send first on one of the ranks, or use dist.batch_isend_irecv"
-        if self._has_different_calls or self.returned:
+        if self.is_deadlock or self._has_different_calls or self.returned:
             return "make the same calls in the same order on every rank"
         return "receive what another rank sends; with several hosts, see the other launchers"
 
@@ -344,7 +349,7 @@ class HangMonitor:
         self._stopped_since: dict[int, float] = {}
         self._samples: dict[int, _Sample] = {}
         self._hang: Hang | None = None
-        self._deadlock: _Deadlock | None = None
+        self._waits = _Waits({}, 0.0, {})
 
     def check(self) -> RankError | None:
         """Check the ranks if a check is due, and print reports; may be called at any time.
@@ -427,38 +432,39 @@ class HangMonitor:
 
     def _find_hang(self, snapshots: Sequence[RankSnapshot], timeout: float) -> Hang | None:
         outcomes = self._ranks.outcomes
-        stuck = self._find_deadlock(snapshots)
-        if self._is_proven(stuck):
-            return Hang((), (), stuck, is_deadlock=True)
         inside = [snapshot for snapshot in snapshots if not outcomes[snapshot.rank].is_outside]
+        if self._is_deadlock(inside):
+            return Hang((), (), tuple(inside), is_deadlock=True)
         return find_hang(inside, timeout, self._returned())
 
-    def _find_deadlock(self, snapshots: Sequence[RankSnapshot]) -> tuple[RankSnapshot, ...]:
-        """Return the ranks that wait for each other in messages."""
-        waiting = {
-            snapshot.rank: snapshot
-            for snapshot in snapshots
-            # Messages name ranks, which are not the numbers of the members of an elastic run.
-            if snapshot.is_waiting and snapshot.stopped_for is None and snapshot.noun == "rank"
-        }
-        ranks = find_deadlock({rank: waiting[rank].operation for rank in waiting})
-        # The stacks of ranks that publish nothing do not say from which rank they receive.
-        receiving = [rank for rank in waiting if waiting[rank].operation.startswith("recv, ")]
-        if len(receiving) == len(snapshots) > 1 and not self._policy.has_other_hosts:
-            ranks = tuple(receiving)
-        return tuple(waiting[rank] for rank in ranks)
+    def _is_deadlock(self, snapshots: Sequence[RankSnapshot]) -> bool:
+        """Return whether all ranks of the world wait for each other, and have for some seconds.
 
-    def _is_proven(self, stuck: Sequence[RankSnapshot]) -> bool:
-        """Return whether ranks that wait for each other have done nothing for long enough."""
+        A rank that is in the same call as all others does not wait for them to make another one.
+        """
+        waits = {
+            snapshot.rank: snapshot.operation
+            for snapshot in snapshots
+            if snapshot.is_waiting and snapshot.stopped_for is None
+        }
+        # The stack of a rank that publishes nothing does not say in which group it waits.
+        is_receive = all(operation.startswith("recv") for operation in waits.values())
+        is_call = all(OF_GROUP in operation for operation in waits.values())
+        has_different_calls = is_call and len(set(waits.values())) > 1
+        is_world = len(waits) == len(snapshots) > 1 and not self._policy.has_other_hosts
+        if not is_world or not (is_receive or has_different_calls):
+            return False
         now = time.monotonic()
-        waits = {snapshot.rank: snapshot.operation for snapshot in stuck}
-        cpu_seconds = sum(map(self._probes.cpu_seconds, waits))
-        first = self._deadlock
-        used = 0.0 if first is None else cpu_seconds - first.cpu_seconds
-        if first is None or first.waits != waits or used > IDLE * (now - first.since):
-            self._deadlock = first = _Deadlock(waits, now, cpu_seconds)
-        ages = [snapshot.age or 0.0 for snapshot in stuck]
-        return bool(stuck) and min(now - first.since, *ages) >= DEADLOCK_SECONDS
+        cpu_seconds = {rank: self._probes.cpu_seconds(rank) for rank in waits}
+        first = self._waits
+        passed = now - first.since
+        is_same = first.operations == waits and all(
+            cpu_seconds[rank] - used <= IDLE * passed for rank, used in first.cpu_seconds.items()
+        )
+        if not is_same:
+            self._waits = _Waits(waits, now, cpu_seconds)
+            return False
+        return min(passed, *(snapshot.age or 0.0 for snapshot in snapshots)) >= DEADLOCK_SECONDS
 
     def _sample_silent_ranks(self) -> None:
         """Sample the stacks of ranks that have published nothing since the previous sample."""
@@ -555,18 +561,18 @@ class HangMonitor:
 
 
 @dataclass(frozen=True)
-class _Deadlock:
-    """Ranks that wait for each other, when they were first seen.
+class _Waits:
+    """The waits of all ranks, when they were first seen.
 
     Attributes:
-        waits: The operation in which each rank waits.
+        operations: The operation in which each rank waits.
         since: When they were seen.
-        cpu_seconds: The processor time that they had used.
+        cpu_seconds: The processor time that each rank had used.
     """
 
-    waits: Mapping[int, str]
+    operations: Mapping[int, str]
     since: float
-    cpu_seconds: float
+    cpu_seconds: Mapping[int, float]
 
 
 @dataclass(frozen=True)
