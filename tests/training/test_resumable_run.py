@@ -25,7 +25,7 @@ import warm
 from lockstep.checkpoint import writer as writer_module
 from lockstep.checkpoint.folder import find_checkpoints
 from lockstep.checkpoint.stop_request import StoppedOnRequest
-from lockstep.kernel.errors import LockstepError
+from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.launcher import tracebacks
 from lockstep.launcher.rank_process import describe_error
 from lockstep.record.reader import read_run
@@ -82,6 +82,24 @@ def message(function):
     except LockstepError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_an_iterator_that_outlives_its_loop_is_refused(tmp_path):
+    """A resumed run would have begun it again, in the epoch of the outer loop."""
+    trainer = build(tmp_path / "run", resume=False)
+    more = iter(trainer.batches(data(96), 16, epoch=9))
+    for epoch in range(2):
+        for batch in trainer.batches(data(), 16, epoch=epoch):
+            trainer.step(batch)
+            if epoch == 0:
+                trainer.step(next(more))
+                continue
+            with pytest.raises(UsageError, match="epoch 9 began inside of a loop over other"):
+                next(more)
+            break
+    trainer.finish()
+    assert trainer.steps == 7
 
 
 def copies(tmp_path, names):

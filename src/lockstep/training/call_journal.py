@@ -89,6 +89,10 @@ class CallJournal:
         """Return whether an iteration is the outermost one."""
         return bool(self._open) and self._open[0] is epoch
 
+    def is_open(self, epoch: OpenEpoch) -> bool:
+        """Return whether an iteration has begun, and no loop around its beginning has ended."""
+        return epoch in self._open
+
     def record(self, kind: str, steps: int, **fields: Any) -> None:
         """Log a call that was completed after `steps` steps."""
         if not self._open:

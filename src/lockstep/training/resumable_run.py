@@ -345,7 +345,18 @@ class ResumableRun:
         return epoch
 
     def yielded(self, epoch: OpenEpoch) -> None:
-        """Note that the next batch is about to be trained."""
+        """Note that the next batch is about to be trained.
+
+        Raises:
+            UsageError: The loop in which the iteration began has ended, so it is not in the log.
+        """
+        if self.safe_points.is_logged and not self._position.log.is_open(epoch):
+            raise UsageError(
+                f"the iteration over batches of epoch {epoch.batches.epoch} began inside of a loop "
+                "over other batches, and continues after this loop has ended: a resumed run would "
+                "begin it again; begin it in each loop, as in `for first, second in zip("
+                "trainer.batches(...), trainer.batches(...)):`"
+            )
         epoch.begun_at = self._position.steps
         self.safe_points.note_if_outdated(epoch)
 
