@@ -395,7 +395,11 @@ def with_weights(step, model):
         (with_a_number, UsageError, r"tensor of shape \(\) was given for the 5 samples"),
         (with_other_shapes, UsageError, r"micro-batch 1: .*\['float32', 5\].*\['float32', 6\]"),
         (with_several_rows, UsageError, r"tensor of shape \(15,\) was given for the 5 samples"),
-        (with_state_in_python, StateError, "micro-batch 0: the second pass .* other outputs"),
+        (
+            with_state_in_python,
+            StateError,
+            "rank 0, step 0: micro-batch 0: the second pass .* other outputs",
+        ),
         (with_detached_outputs, LossError, "no output of encode depends on a trainable parameter"),
         (with_a_loss_per_sample, LossError, r"the loss has shape \(19,\)"),
         (with_a_trainable_number, StateError, "step 1: a parameter of shape .* not in the model"),
