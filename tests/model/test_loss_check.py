@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import lockstep as ls
 from lockstep.kernel.errors import LossError
+from lockstep.kernel.step_context import NOT_ADDITIVE
 
 CLASS_WEIGHTS = torch.linspace(0.2, 2.0, 4)
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -173,6 +174,38 @@ def test_other_losses_are_not_named_nor_changed(name, monkeypatch):
     checked = train()
     monkeypatch.setattr("lockstep.model.loss_check.LossCheck._check", lambda *_: None)
     assert train() == checked
+
+
+@pytest.mark.usefixtures("world_of_one")
+@pytest.mark.parametrize(("form", "samples"), [("tensors", 24), ("mappings", 24), ("mappings", 8)])
+def test_a_loss_of_the_boxes_of_each_image_is_checked(form, samples):
+    """A batch of lists was not checked, whatever the loss divided by."""
+
+    def stack(images):
+        inputs, labels, boxes = zip(*images, strict=True)
+        found = list(boxes) if form == "tensors" else [{"boxes": one} for one in boxes]
+        return torch.stack(inputs), (torch.tensor(labels), found)
+
+    def compute(divide):
+        def loss(outputs, targets):
+            labels, found = targets
+            found = [one["boxes"] if form == "mappings" else one for one in found]
+            pairs = zip(outputs, found, strict=True)
+            of_boxes = sum((row - boxes).abs().sum() for row, boxes in pairs)
+            return F.cross_entropy(outputs, labels) + of_boxes / divide(found)
+
+        return loss
+
+    torch.manual_seed(0)
+    images = [(torch.randn(6), i % 4, torch.rand([2, 1, 5, 4][i % 4], 4)) for i in range(samples)]
+    for divide, is_wrong in [(len, False), (lambda found: sum(map(len, found)), True)]:
+        trainer = ls.Trainer(nn.Linear(6, 4), compute(divide), SGD, loggers=[])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for batch in trainer.batches(images, batch_size=samples, collate_fn=stack):
+                trainer.step(batch)
+        assert [str(one.message) for one in caught if NOT_ADDITIVE in str(one.message)][1:] == []
+        assert any(NOT_ADDITIVE in str(one.message) for one in caught) == is_wrong
 
 
 @pytest.mark.usefixtures("world_of_one")

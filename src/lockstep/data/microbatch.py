@@ -143,15 +143,36 @@ def _make_batch(
 def halve_samples(data: Any, size: int) -> list[Any]:
     """Return copies of the halves of some samples, the larger one first.
 
+    A list of `size` mappings, or of tensors with other numbers of rows, has one entry per sample,
+    such as the boxes of each image.
+
     Raises:
         DatasetError: Something in `data` has not one row per sample.
     """
-    sizes: dict[str, int] = {}
+    data, sizes = _mark_entries(data, size), dict[str, int]()
     uncut: dict[str, int] = {}
     _collect_sizes(data, "data", sizes, uncut)
     if {*sizes.values()} != {size} or uncut:
         raise DatasetError(f"the data are not {size} rows")
     return _cut(data, split_evenly(size, 2), {})
+
+
+class _Entries(list[Any]):
+    """A list of objects, one per sample."""
+
+
+def _mark_entries(data: Any, size: int) -> Any:
+    """Return `data` with `_Entries` for each list of one mapping or varying tensor per sample."""
+    if isinstance(data, list) and len(data) == size:
+        tensors = [part for part in data if isinstance(part, torch.Tensor)]
+        is_varying = len(tensors) == size and any(
+            len(part) != size for part in tensors if part.dim()
+        )
+        if is_varying or all(isinstance(part, Mapping) for part in data):
+            return _Entries(data)
+    if isinstance(data, (Mapping, tuple, list)):
+        return _rebuilt(data, lambda part: _mark_entries(part, size))
+    return data
 
 
 def join_samples(*parts: Any) -> Any:
@@ -166,6 +187,8 @@ def join_samples(*parts: Any) -> Any:
     if isinstance(one, Mapping):
         joined = {key: join_samples(*(part[key] for part in parts)) for key in one}
         return _assembled(one, joined)
+    if isinstance(one, list) and one and all(isinstance(entry, Mapping) for entry in one):
+        return [sample for part in parts for sample in part]
     if isinstance(one, (tuple, list)):
         return _assembled(one, [join_samples(*entries) for entries in zip(*parts, strict=True)])
     if not all(bool(one == part) for part in parts):
@@ -243,6 +266,8 @@ def _is_column(data: Any) -> bool:
     """Return whether `data` has one entry per sample: a tensor, array or list of values."""
     if isinstance(data, torch.Tensor):
         return data.dim() > 0
+    if isinstance(data, _Entries):
+        return True
     if hasattr(data, "shape"):  # a numpy array
         return len(data.shape) > 0
     return isinstance(data, (list, tuple)) and not any(

@@ -211,6 +211,7 @@ class LossCheck(StepObserver):
             advice = 'return a mean, or set the attribute reduction = "sum" of the loss'
         return (
             f"the loss {loss_name(loss)} of a micro-batch {NOT_ADDITIVE}, so the gradient is not "
-            f"that of the whole batch: {advice}; for a loss that compares samples with each other, "
-            'see "Losses over the whole batch" in the guide to training'
+            f"that of the whole batch: {advice}; for a loss that compares samples with each other "
+            'or divides by several numbers, see "Losses over the whole batch" in the guide to '
+            "training"
         )

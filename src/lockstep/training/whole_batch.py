@@ -86,10 +86,10 @@ def backward_whole_batch(
             span = slice(spans[index].start, spans[index].stop)
             if not torch.equal(_view_bytes(again), _view_bytes(rows[span])):
                 step.refuse(
-                    f"micro-batch {index}: the second pass of step.backward_whole_batch computed other "
-                    "outputs than the first: they depend on state in Python that encode or the "
-                    "model changes; let them depend on the data, the weights and torch's random "
-                    "numbers"
+                    f"micro-batch {index}: the second pass of step.backward_whole_batch computed "
+                    "other outputs than the first: they depend on state in Python that encode or "
+                    "the model changes; let them depend on the data, the weights and torch's "
+                    "random numbers"
                 )
             if again.requires_grad and (whole := gradients.get(id(rows))) is not None:
                 pairs.append((again, whole[span]))
