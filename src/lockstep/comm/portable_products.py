@@ -1,9 +1,15 @@
-"""Matrix products on CPUs whose bits depend on nothing but the operands.
+"""Matrix products and convolutions on CPUs whose bits depend on nothing but the operands.
 
-The kernels of torch's `mm`, `bmm`, `addmm`, `baddbmm` and `addmv` call MKL or oneDNN, whose bits
-depend on the processor and on the number of threads. The native module replaces them by its own
-(`csrc/core/gemm.h`), for float32, float64 and bfloat16. `linear`, `matmul` and `einsum` end in
-these operators; autograd and autocast are above them.
+torch's kernels call MKL or oneDNN, whose bits depend on the processor and on the number of threads.
+The native module replaces them by its own (`csrc/core/gemm.h`):
+
+| operators | dtypes |
+|---|---|
+| `mm`, `bmm`, `addmm`, `baddbmm`, `addmv` in all forms | float32, float64, bfloat16 |
+| `convolution`, `convolution_backward`: 2D, not transposed, one group | float32, float64 |
+
+`linear`, `matmul`, `einsum` and `conv2d` end in these operators; autograd and autocast are above
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ __all__ = ["use_portable_products"]
 
 
 def use_portable_products(enabled: bool = True) -> None:
-    """Replace the kernels of torch's matrix products in this process; a fork inherits them.
+    """Replace torch's kernels in this process; a fork inherits them.
 
     Args:
         enabled: False restores the kernels of torch.
@@ -29,4 +35,4 @@ def use_portable_products(enabled: bool = True) -> None:
             "portable mode needs the compiled backend for its matrix products, which is not "
             f"available: {reason}"
         )
-    native_module.load().use_portable_products(enabled)
+    native_module.load().use_portable_kernels(enabled)

@@ -16,7 +16,7 @@
 #include "errors.h"
 #include "gradient_places.h"
 #include "microbatch.h"
-#include "portable_products.h"
+#include "portable_kernels.h"
 #include "torch_errors.h"
 #include "tree_reduce.h"
 
@@ -271,7 +271,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("handle_of", &handle_of, py::arg("tensor"));
   module.def("heap_bytes", [] { return Heap::instance().used_bytes(); });
   module.def("kernels", [] { return std::string(kernels().name); });
-  module.def("use_portable_products", &use_portable_products, py::arg("enabled"),
+  module.def("use_portable_kernels", &use_portable_kernels, py::arg("enabled"),
              py::arg("kernels") = "");
   module.def("set_activity_page", &set_activity_page, py::arg("address"));
   module.def("set_argument_error",

@@ -1,72 +1,57 @@
-#include "portable_products.h"
-
+// mm, bmm, addmm, baddbmm and addmv.
 #include <ATen/CPUFunctions.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/ExpandUtils.h>
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
-#include <ATen/TensorIterator.h>
 #include <ATen/native/Resize.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <functional>
-#include <numeric>
-#include <string>
-#include <vector>
 
 #include "gemm.h"
+#include "portable_kernels.h"
 #include "tensors.h"
-#include "torch_errors.h"
 
 namespace lockstep {
-
-static const Gemm* chosen_gemm = nullptr;
 
 constexpr int64_t kParallelWork = 1 << 17;  // multiply-adds for which a thread is worth starting
 constexpr int64_t kLeastBlock = 64;         // rows or columns; smaller blocks pack too much
 
-// ---- the threads ----
-
-// Calls body(i) for i in 0 .. count-1 on torch's threads. at::parallel_for would need a compiler
-// with OpenMP, and a second OpenMP runtime in the process; an iterator loops on the same threads.
-static void run_parallel(int64_t count, int64_t grain, const std::function<void(int64_t)>& body) {
-  if (count <= grain || at::get_num_threads() == 1 || at::in_parallel_region()) {
-    for (int64_t i = 0; i < count; ++i) body(i);
-    return;
-  }
-  const at::Tensor numbers = at::detail::empty_cpu({count}, at::TensorOptions(at::kLong));
-  std::iota(numbers.mutable_data_ptr<int64_t>(), numbers.mutable_data_ptr<int64_t>() + count, 0);
-  at::TensorIteratorConfig config;
-  config.add_input(numbers).check_all_same_dtype(false);
-  at::TensorIterator iterator = config.build();
-  iterator.for_each(
-      [&](char** data, const int64_t* strides, int64_t size) {
-        for (int64_t i = 0; i < size; ++i)
-          body(*reinterpret_cast<const int64_t*>(data[0] + i * strides[0]));
-      },
-      grain);
-}
-
 // ---- products of tensors ----
 
-// The operands of a batch of products, whose tensors have three dimensions. `c` may be undefined.
+// An operand of a batch of products.
+struct Operands {
+  const char* data = nullptr;
+  int64_t bytes = 0, stride = 0;  // of an element, and from one product to the next
+  Operand first{};
+
+  Operands() = default;
+  // `sizes` is the shape that the tensor is expanded to; a vector is a matrix with one column.
+  Operands(const at::Tensor& tensor, at::IntArrayRef sizes, bool is_vector)
+      : data(static_cast<const char*>(tensor.const_data_ptr())),
+        bytes(static_cast<int64_t>(tensor.element_size())) {
+    const auto missing = static_cast<int64_t>(sizes.size()) - tensor.dim();
+    int64_t strides[3] = {0, 0, 0};  // of products, rows and columns
+    for (int64_t i = 0; i < tensor.dim(); ++i)
+      strides[3 - is_vector - static_cast<int64_t>(sizes.size()) + missing + i] =
+          tensor.size(i) == 1 && sizes[missing + i] != 1 ? 0 : tensor.stride(i);
+    stride = strides[0];
+    first = {data, strides[1], strides[2]};
+  }
+  Operand operator[](int64_t number) const {
+    return {data + number * stride * bytes, first.row_stride, first.column_stride};
+  }
+};
+
 struct Batch {
-  at::Tensor a, b, c, result;
+  at::ScalarType type;
+  int64_t products, m, n, k;
+  Operands a, b, c, result;  // c is read only if beta is not 0
   double beta, alpha;
 };
 
-static Operand operand_of(const at::Tensor& tensor, int64_t number) {
-  if (!tensor.defined()) return {nullptr, 0, 0};
-  const char* data = static_cast<const char*>(tensor.const_data_ptr());
-  const auto bytes = static_cast<int64_t>(tensor.element_size());
-  return {data + number * tensor.stride(0) * bytes, tensor.stride(1), tensor.stride(2)};
-}
-
 static void multiply(const Batch& batch) {
-  const at::ScalarType type = batch.result.scalar_type();
-  const int64_t products = batch.result.size(0), m = batch.result.size(1), n = batch.result.size(2),
-                k = batch.a.size(2);
+  const auto& [type, products, m, n, k, a, b, c, result, beta, alpha] = batch;
   int64_t rows = (m + kBlockRows - 1) / kBlockRows,
           columns = (n + kBlockColumns - 1) / kBlockColumns;
   const int64_t threads =
@@ -78,21 +63,21 @@ static void multiply(const Batch& batch) {
   }
   const int64_t height = (m + rows - 1) / rows, width = (n + columns - 1) / columns;
   const int64_t grain = std::max<int64_t>(1, kParallelWork / (height * width * k));
-  run_parallel(products * rows * columns, grain, [&](int64_t task) {
+  run_parallel(products * rows * columns, grain, [&, m = m, n = n](int64_t task) {
     const int64_t number = task / (rows * columns), row = task / columns % rows * height,
                   column = task % columns * width;
     if (row >= m || column >= n) return;
-    const Product product{data_type_of(type),
-                          m,
-                          n,
-                          k,
-                          operand_of(batch.a, number),
-                          operand_of(batch.b, number),
-                          operand_of(batch.c, number),
-                          operand_of(batch.result, number),
+    const Product product{data_type_of(batch.type),
+                          batch.m,
+                          batch.n,
+                          batch.k,
+                          batch.a[number],
+                          batch.b[number],
+                          batch.c[number],
+                          batch.result[number],
                           batch.alpha,
                           batch.beta};
-    chosen_gemm->multiply(
+    portable_gemm().multiply(
         take_block(product, row, std::min(height, m - row), column, std::min(width, n - column)));
   });
 }
@@ -108,11 +93,6 @@ static bool is_broadcastable(const at::Tensor& tensor, at::IntArrayRef sizes) {
   for (int64_t i = 0; i < tensor.dim(); ++i)
     if (tensor.size(i) != 1 && tensor.size(i) != sizes[i + missing]) return false;
   return true;
-}
-
-static at::Tensor as_batch(const at::Tensor& tensor, bool is_vector) {
-  const at::Tensor matrix = is_vector ? tensor.unsqueeze(-1) : tensor;
-  return matrix.dim() == 2 ? matrix.unsqueeze(0) : matrix;
 }
 
 // Computes beta * c + alpha * (a b) and returns true; returns false, and changes nothing, if torch
@@ -132,7 +112,7 @@ static bool try_multiply(const at::Tensor* c, const at::Tensor& a, const at::Ten
     return false;
   if (a.size(-1) != b.size(is_vector ? 0 : -2) || (rank == 3 && a.size(0) != b.size(0)))
     return false;
-  std::vector<int64_t> sizes(a.sizes().begin(), a.sizes().end() - 1);
+  c10::SmallVector<int64_t, 3> sizes(a.sizes().begin(), a.sizes().end() - 1);
   if (!is_vector) sizes.push_back(b.size(-1));
   if (a.numel() == 0 || b.numel() == 0) return false;
   if (c && (is_in_place ? c->sizes() != at::IntArrayRef(sizes) : !is_broadcastable(*c, sizes)))
@@ -143,20 +123,19 @@ static bool try_multiply(const at::Tensor* c, const at::Tensor& a, const at::Ten
     at::native::resize_output(result, sizes);
     if (at::has_internal_overlap(result) == at::MemOverlap::Yes) return false;
     // In one memory with an operand, it could be overwritten before it is read.
-    const bool is_c = c && c->data_ptr() == result.data_ptr() && c->sizes() == result.sizes() &&
-                      c->strides() == result.strides();
+    const bool is_c = c && c->const_data_ptr() == result.const_data_ptr() &&
+                      c->sizes() == result.sizes() && c->strides() == result.strides();
     needs_copy =
         a.is_alias_of(result) || b.is_alias_of(result) || (c && !is_c && c->is_alias_of(result));
   }
   const at::Tensor written =
       result.defined() && !needs_copy ? result : at::detail::empty_cpu(sizes, a.options());
-  Batch batch{as_batch(a, false), as_batch(b, is_vector), {}, as_batch(written, is_vector), 0,
-              alpha.toDouble()};
-  if (c && beta.toDouble() != 0) {
-    batch.c = as_batch(c->expand(sizes), is_vector);
-    batch.beta = beta.toDouble();
-  }
-  multiply(batch);
+  const bool adds = c && beta.toDouble() != 0;
+  written.mutable_data_ptr();  // a copy that shares memory until it is written gets its own
+  multiply({type, rank == 3 ? sizes[0] : 1, a.size(-2), is_vector ? 1 : b.size(-1), a.size(-1),
+            Operands(a, a.sizes(), false), Operands(b, b.sizes(), is_vector),
+            adds ? Operands(*c, sizes, is_vector) : Operands(), Operands(written, sizes, is_vector),
+            adds ? beta.toDouble() : 0, alpha.toDouble()});
   if (needs_copy)
     result.copy_(written);
   else if (!result.defined())
@@ -207,35 +186,20 @@ DEFINE_WITH_ADDEND(baddbmm, 3)
 DEFINE_WITH_ADDEND(addmv, 1)
 }  // namespace
 
-// torch warns of every operator whose kernel is replaced.
-struct IgnoreWarnings : c10::WarningHandler {
-  void process(const c10::Warning&) override {}
-};
-
-void use_portable_products(bool enabled, const std::string& kernels) {
-  static torch::Library* library = nullptr;  // never freed: threads may compute until the end
-  delete library;
-  library = nullptr;
-  if (!enabled) return;
-  chosen_gemm = kernels.empty() ? &gemm() : find_gemm(kernels.c_str());
-  CHECK_ARGUMENT(chosen_gemm, "there are no kernels ", kernels, " for this processor");
-  IgnoreWarnings ignore;
-  const c10::WarningUtils::WarningHandlerGuard guard(&ignore);
-  library =
-      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
-  library->impl("mm", &mm);
-  library->impl("mm.out", &mm_out);
-  library->impl("bmm", &bmm);
-  library->impl("bmm.out", &bmm_out);
-  library->impl("addmm", &addmm);
-  library->impl("addmm.out", &addmm_out);
-  library->impl("addmm_", &addmm_in_place);
-  library->impl("baddbmm", &baddbmm);
-  library->impl("baddbmm.out", &baddbmm_out);
-  library->impl("baddbmm_", &baddbmm_in_place);
-  library->impl("addmv", &addmv);
-  library->impl("addmv.out", &addmv_out);
-  library->impl("addmv_", &addmv_in_place);
+void register_products(torch::Library& library) {
+  library.impl("mm", &mm);
+  library.impl("mm.out", &mm_out);
+  library.impl("bmm", &bmm);
+  library.impl("bmm.out", &bmm_out);
+  library.impl("addmm", &addmm);
+  library.impl("addmm.out", &addmm_out);
+  library.impl("addmm_", &addmm_in_place);
+  library.impl("baddbmm", &baddbmm);
+  library.impl("baddbmm.out", &baddbmm_out);
+  library.impl("baddbmm_", &baddbmm_in_place);
+  library.impl("addmv", &addmv);
+  library.impl("addmv.out", &addmv_out);
+  library.impl("addmv_", &addmv_in_place);
 }
 
 }  // namespace lockstep

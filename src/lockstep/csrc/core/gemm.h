@@ -34,10 +34,12 @@ struct Product {
   Operand a, b, c;  // c is read only if beta is not 0
   Operand result;   // its data is written; may be c with the same strides, but not a or b
   double alpha, beta;
+  // The sums begin with the values of `result` instead of 0; alpha is 1, and beta is 0.
+  bool continues = false;
 };
 
 struct Gemm {
-  // Computes a product in the calling thread; it should not be larger than a block.
+  // Computes a product in the calling thread; a large one should be divided into blocks.
   void (*multiply)(const Product& product);
   const char* name;
 };
@@ -47,7 +49,8 @@ constexpr int64_t kBlockRows = 768, kBlockColumns = 1536;
 Product take_block(const Product& product, int64_t row, int64_t rows, int64_t column,
                    int64_t columns);
 
-// Memory of the calling thread that is kept for its next product; `use` is 0, 1 or 2.
+// Memory of the calling thread that is kept for its next product; `use` is 0 to 4, and 0 to 2 in
+// products.
 void* get_scratch(int use, int64_t bytes);
 
 const Gemm& gemm();                       // the fastest for this processor, or $LOCKSTEP_KERNELS

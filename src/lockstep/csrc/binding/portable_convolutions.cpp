@@ -1,0 +1,303 @@
+// convolution and convolution_backward, in two dimensions and without groups.
+//
+//     result           weight (outputs x patch) times patches (patch x positions)
+//     weight gradient  gradient (outputs x positions) times patches', image after image
+//     input gradient   weight' times gradient, whose elements are added to the pixels
+//
+// See unfolding.h. The order of a sum is that of the matrices: (channel, i, j) in the result, and
+// (image, row, column) in the weight gradient.
+#include <ATen/CompositeExplicitAutogradFunctions.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "gemm.h"
+#include "portable_kernels.h"
+#include "tensors.h"
+#include "unfolding.h"
+
+namespace lockstep {
+
+constexpr int64_t kColumns = 512;     // of a matrix of patches
+constexpr int64_t kMatrix = 1 << 17;  // elements of a matrix, which then stays in the L2 cache
+constexpr int64_t kMatrixScratch = 3, kGatheredScratch = 4;
+
+using at::IntArrayRef;
+using at::Tensor;
+
+struct Arguments {
+  IntArrayRef stride, padding, dilation;
+  bool transposed;
+  int64_t groups;
+};
+
+// Returns the shape, or none if torch has to do it: also for wrong arguments.
+static std::optional<ConvolutionShape> find_shape(const Tensor& input, const Tensor& weight,
+                                                  const Arguments& arguments) {
+  const auto is_covered = [&](const Tensor& tensor) {
+    return tensor.dim() == 4 && tensor.numel() && tensor.device().is_cpu() &&
+           tensor.layout() == at::kStrided && !tensor.is_neg() &&
+           tensor.scalar_type() == input.scalar_type();
+  };
+  if ((input.scalar_type() != at::kFloat && input.scalar_type() != at::kDouble) ||
+      !is_covered(input) || !is_covered(weight) || input.size(1) != weight.size(1) ||
+      arguments.transposed || arguments.groups != 1)
+    return std::nullopt;
+  ConvolutionShape shape{input.size(0),
+                         input.size(1),
+                         input.size(2),
+                         input.size(3),
+                         weight.size(0),
+                         0,
+                         0,
+                         {},
+                         {},
+                         {},
+                         {}};
+  for (int i = 0; i < 2; ++i) {
+    const auto pick = [i](IntArrayRef values) { return values[values.size() == 1 ? 0 : i]; };
+    for (const IntArrayRef values : {arguments.stride, arguments.padding, arguments.dilation})
+      if (values.size() != 1 && values.size() != 2) return std::nullopt;
+    shape.kernel[i] = weight.size(2 + i), shape.stride[i] = pick(arguments.stride);
+    shape.padding[i] = pick(arguments.padding), shape.dilation[i] = pick(arguments.dilation);
+    if (shape.stride[i] < 1 || shape.padding[i] < 0 || shape.dilation[i] < 1) return std::nullopt;
+    const int64_t room =
+        input.size(2 + i) + 2 * shape.padding[i] - shape.dilation[i] * (shape.kernel[i] - 1) - 1;
+    if (room < 0) return std::nullopt;
+    (i ? shape.columns : shape.rows) = room / shape.stride[i] + 1;
+  }
+  return shape;
+}
+
+// The result positions of some images, or some rows of one.
+struct Part {
+  int64_t image, images, row, end;
+  int64_t columns(const ConvolutionShape& shape) const {
+    return images * (end - row) * shape.columns;
+  }
+};
+
+static std::vector<Part> divide(const ConvolutionShape& shape) {
+  std::vector<Part> parts;
+  const int64_t images = std::max<int64_t>(1, kColumns / shape.positions());
+  const int64_t rows = std::max<int64_t>(1, kColumns / shape.columns);
+  for (int64_t image = 0; image < shape.images; image += images)
+    for (int64_t row = 0; row < shape.rows; row += images > 1 ? shape.rows : rows)
+      parts.push_back({image, std::min(images, shape.images - image), row,
+                       images > 1 ? shape.rows : std::min(row + rows, shape.rows)});
+  return parts;
+}
+
+template <typename T>
+static T* get_scratch(int64_t use, int64_t count) {
+  return static_cast<T*>(get_scratch(static_cast<int>(use), count * sizeof(T)));
+}
+
+template <typename T>
+static constexpr DataType kType = std::is_same_v<T, float> ? DataType::f32 : DataType::f64;
+
+// Copies between [image][channel][position] and [channel][image, position].
+template <typename T>
+static void copy_positions(const ConvolutionShape& shape, const Part& part, T* images, T* matrix,
+                           bool gather) {
+  const int64_t count = (part.end - part.row) * shape.columns;
+  for (int64_t output = 0; output < shape.outputs; ++output)
+    for (int64_t image = 0; image < part.images; ++image, matrix += count) {
+      T* place = images + ((part.image + image) * shape.outputs + output) * shape.positions() +
+                 part.row * shape.columns;
+      if (gather)
+        std::copy(place, place + count, matrix);
+      else
+        std::copy(matrix, matrix + count, place);
+    }
+}
+
+// Returns the patches of the channels from `channel` on, as a matrix.
+template <typename T>
+static Operand unfold_part(const ConvolutionShape& shape, const Part& part, const T* input,
+                           int64_t channel, int64_t channels) {
+  const int64_t pixels = shape.pixels(), columns = part.columns(shape);
+  const T* first = input + (part.image * shape.channels + channel) * pixels;
+  if (shape.is_pointwise() && part.images == 1)
+    return {first + part.row * shape.columns, pixels, 1};
+  T* matrix = get_scratch<T>(kMatrixScratch, channels * shape.taps() * columns);
+  for (int64_t image = 0; image < part.images; ++image)
+    unfold(shape, first + image * shape.channels * pixels, channels, part.row, part.end,
+           matrix + image * (part.end - part.row) * shape.columns, columns);
+  return {matrix, columns, 1};
+}
+
+template <typename T>
+static void convolve(const ConvolutionShape& shape, const T* input, const T* weight, T* result) {
+  const std::vector<Part> parts = divide(shape);
+  const int64_t patch = shape.channels * shape.taps(), positions = shape.positions();
+  run_parallel(static_cast<int64_t>(parts.size()), 1, [&](int64_t number) {
+    const Part& part = parts[static_cast<size_t>(number)];
+    const int64_t columns = part.columns(shape);
+    T* place = result + part.image * shape.outputs * positions + part.row * shape.columns;
+    T* gathered =
+        part.images > 1 ? get_scratch<T>(kGatheredScratch, shape.outputs * columns) : nullptr;
+    const Operand sums = gathered ? Operand{gathered, columns, 1} : Operand{place, positions, 1};
+    const int64_t block = std::max<int64_t>(1, kMatrix / (columns * shape.taps()));
+    for (int64_t channel = 0; channel < shape.channels; channel += block) {
+      const int64_t channels = std::min(block, shape.channels - channel);
+      const Operand patches = unfold_part(shape, part, input, channel, channels);
+      portable_gemm().multiply({kType<T>,
+                                shape.outputs,
+                                columns,
+                                channels * shape.taps(),
+                                {weight + channel * shape.taps(), patch, 1},
+                                patches,
+                                {},
+                                sums,
+                                1,
+                                0,
+                                channel > 0});
+    }
+    if (gathered) copy_positions(shape, part, result, gathered, false);
+  });
+}
+
+// Returns how many channels a thread takes at once.
+static int64_t divide_channels(const ConvolutionShape& shape, int64_t tasks, int64_t most) {
+  const int64_t threads = std::max<int64_t>(1, at::get_num_threads() / tasks);
+  const int64_t even = (shape.channels + threads - 1) / threads;
+  return std::clamp<int64_t>(most, 1, even);
+}
+
+template <typename T>
+static void compute_weight_gradient(const ConvolutionShape& shape, const T* gradient,
+                                    const T* input, T* result) {
+  const std::vector<Part> parts = divide(shape);
+  const int64_t patch = shape.channels * shape.taps(), positions = shape.positions();
+  const int64_t block = divide_channels(shape, 1, kMatrix / (kColumns * shape.taps()));
+  run_parallel((shape.channels + block - 1) / block, 1, [&](int64_t number) {
+    const int64_t channel = number * block, channels = std::min(block, shape.channels - channel);
+    for (const Part& part : parts) {
+      const int64_t columns = part.columns(shape);
+      const Operand patches = unfold_part(shape, part, input, channel, channels);
+      Operand outputs{gradient + part.image * shape.outputs * positions + part.row * shape.columns,
+                      positions, 1};
+      if (part.images > 1) {
+        T* gathered = get_scratch<T>(kGatheredScratch, shape.outputs * columns);
+        copy_positions(shape, part, const_cast<T*>(gradient), gathered, true);
+        outputs = {gathered, columns, 1};
+      }
+      portable_gemm().multiply({kType<T>,
+                                shape.outputs,
+                                channels * shape.taps(),
+                                columns,
+                                outputs,
+                                {patches.data, patches.column_stride, patches.row_stride},
+                                {},
+                                {result + channel * shape.taps(), patch, 1},
+                                1,
+                                0,
+                                &part != parts.data()});
+    }
+  });
+}
+
+template <typename T>
+static void compute_input_gradient(const ConvolutionShape& shape, const T* gradient,
+                                   const T* weight, T* result) {
+  const int64_t patch = shape.channels * shape.taps(), positions = shape.positions();
+  // Images with few positions share a product.
+  const int64_t together = std::clamp<int64_t>(kColumns / positions, 1, shape.images);
+  const int64_t groups = (shape.images + together - 1) / together;
+  const int64_t block =
+      divide_channels(shape, groups, kMatrix / (together * positions * shape.taps()));
+  const int64_t blocks = (shape.channels + block - 1) / block;
+  run_parallel(groups * blocks, 1, [&](int64_t number) {
+    const int64_t first = number / blocks * together, channel = number % blocks * block;
+    const int64_t channels = std::min(block, shape.channels - channel);
+    const Part part{first, std::min(together, shape.images - first), 0, shape.rows};
+    const int64_t columns = part.columns(shape), rows = channels * shape.taps();
+    Operand outputs{gradient + first * shape.outputs * positions, positions, 1};
+    if (part.images > 1) {
+      T* gathered = get_scratch<T>(kGatheredScratch, shape.outputs * columns);
+      copy_positions(shape, part, const_cast<T*>(gradient), gathered, true);
+      outputs = {gathered, columns, 1};
+    }
+    T* place = result + (first * shape.channels + channel) * shape.pixels();
+    const bool is_direct = shape.is_pointwise() && part.images == 1;
+    T* matrix = is_direct ? place : get_scratch<T>(kMatrixScratch, rows * columns);
+    portable_gemm().multiply({kType<T>,
+                              rows,
+                              columns,
+                              shape.outputs,
+                              {weight + channel * shape.taps(), 1, patch},
+                              outputs,
+                              {},
+                              {matrix, columns, 1},
+                              1,
+                              0});
+    if (is_direct) return;
+    for (int64_t image = 0; image < part.images; ++image)
+      fold(shape, matrix + image * positions, columns, channels,
+           place + image * shape.channels * shape.pixels());
+  });
+}
+
+static Tensor convolution(const Tensor& input, const Tensor& weight,
+                          const std::optional<Tensor>& bias, IntArrayRef stride,
+                          IntArrayRef padding, IntArrayRef dilation, bool transposed,
+                          IntArrayRef output_padding, int64_t groups) {
+  const auto shape = find_shape(input, weight, {stride, padding, dilation, transposed, groups});
+  const bool has_bias = bias && bias->defined();
+  if (!shape || (has_bias && (bias->dim() != 1 || bias->size(0) != shape->outputs ||
+                              bias->scalar_type() != input.scalar_type())))
+    return at::compositeexplicitautograd::convolution(input, weight, bias, stride, padding,
+                                                      dilation, transposed, output_padding, groups);
+  Tensor result = at::detail::empty_cpu(
+      {shape->images, shape->outputs, shape->rows, shape->columns}, input.options());
+  const Tensor plain_input = input.contiguous(), plain_weight = weight.contiguous();
+  AT_DISPATCH_FLOATING_TYPES(input.scalar_type(), "convolution", [&] {
+    convolve(*shape, plain_input.const_data_ptr<scalar_t>(),
+             plain_weight.const_data_ptr<scalar_t>(), result.mutable_data_ptr<scalar_t>());
+  });
+  if (has_bias) result.add_(bias->view({1, -1, 1, 1}));
+  const bool is_channels_last = input.suggest_memory_format() == at::MemoryFormat::ChannelsLast ||
+                                weight.suggest_memory_format() == at::MemoryFormat::ChannelsLast;
+  return is_channels_last ? result.contiguous(at::MemoryFormat::ChannelsLast) : result;
+}
+
+static std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& gradient, const Tensor& input, const Tensor& weight,
+    at::OptionalIntArrayRef bias_sizes, IntArrayRef stride, IntArrayRef padding,
+    IntArrayRef dilation, bool transposed, IntArrayRef output_padding, int64_t groups,
+    std::array<bool, 3> output_mask) {
+  const auto shape = find_shape(input, weight, {stride, padding, dilation, transposed, groups});
+  if (!shape || gradient.scalar_type() != input.scalar_type() || gradient.is_neg() ||
+      gradient.sizes() != IntArrayRef({shape->images, shape->outputs, shape->rows, shape->columns}))
+    return at::compositeexplicitautograd::convolution_backward(
+        gradient, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding,
+        groups, output_mask);
+  const Tensor outputs = gradient.contiguous();
+  Tensor of_input, of_weight, of_bias;
+  AT_DISPATCH_FLOATING_TYPES(input.scalar_type(), "convolution_backward", [&] {
+    const auto* data = outputs.const_data_ptr<scalar_t>();
+    if (output_mask[0]) {
+      of_input = at::detail::empty_cpu(input.sizes(), input.options());
+      compute_input_gradient(*shape, data, weight.contiguous().const_data_ptr<scalar_t>(),
+                             of_input.mutable_data_ptr<scalar_t>());
+    }
+    if (output_mask[1]) {
+      of_weight = at::detail::empty_cpu(weight.sizes(), weight.options());
+      compute_weight_gradient(*shape, data, input.contiguous().const_data_ptr<scalar_t>(),
+                              of_weight.mutable_data_ptr<scalar_t>());
+    }
+  });
+  if (output_mask[2]) of_bias = outputs.sum({0, 2, 3});
+  return {of_input, of_weight, of_bias};
+}
+
+void register_convolutions(torch::Library& library) {
+  library.impl("convolution", &convolution);
+  library.impl("convolution_backward", &convolution_backward);
+}
+
+}  // namespace lockstep

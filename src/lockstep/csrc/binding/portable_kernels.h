@@ -1,0 +1,33 @@
+// Replaces the CPU kernels of torch's matrix products and convolutions by those of gemm.h.
+//
+// torch's call MKL or oneDNN, whose bits depend on the processor and on the number of threads.
+// Everything above a kernel stays: autograd, autocast, vmap, the composite operators (linear,
+// matmul, einsum, conv2d) that end in these.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "gemm.h"
+
+namespace torch {
+class Library;
+}
+
+namespace lockstep {
+
+// Replaces the kernels in this process, or restores torch's. `kernels` names a set of gemm.h; ""
+// is the fastest. Not while another thread computes products.
+void use_portable_kernels(bool enabled, const std::string& kernels);
+
+// The set in use.
+const Gemm& portable_gemm();
+
+// Calls body(i) for i in 0 .. count-1 on torch's threads, each at least `grain` times.
+void run_parallel(int64_t count, int64_t grain, const std::function<void(int64_t)>& body);
+
+void register_products(torch::Library& library);
+void register_convolutions(torch::Library& library);
+
+}  // namespace lockstep
