@@ -15,7 +15,7 @@ import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lockstep.kernel.errors import UsageError
-from lockstep.sharded_tensors import gather
+from lockstep.sharded_tensors import gather, local_part
 
 __all__ = ["checksum", "digest", "name_optimizer_tensors"]
 
@@ -28,13 +28,14 @@ def checksum(tensor: torch.Tensor) -> int:
     Args:
         tensor: A strided, sparse or nested tensor of any dtype, on any device, or an instance of
             a subclass that wraps other tensors. Elements that are not in contiguous memory of
-            the CPU are copied there, 8 MiB at a time.
+            the CPU are copied there, 8 MiB at a time. Of a sharded tensor, this rank's part is
+            hashed.
 
     Returns:
         An integer from 0 to 2**64 - 1; for a tensor on the meta device, the hash of its dtype
         and shape alone.
     """
-    tensor = tensor.detach()
+    tensor = local_part(tensor.detach())
     if (parts := _wrapped_parts(tensor)) is not None:
         numbers = [checksum(part) for part in parts]
         return xxhash.xxh3_64_intdigest(f"{tensor.dtype}|{numbers}".encode())

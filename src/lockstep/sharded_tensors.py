@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["gather", "is_sharded", "local_part", "read_version"]
+__all__ = ["gather", "gather_tensors", "is_sharded", "local_part", "read_version"]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -31,3 +31,10 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
     sharded: Any = tensor
     whole: torch.Tensor = sharded.full_tensor() if is_sharded(tensor) else tensor
     return whole
+
+
+def gather_tensors(value: Any) -> Any:
+    """Return dicts in which sharded tensors are gathered, one after another."""
+    if isinstance(value, dict):
+        return {name: gather_tensors(member) for name, member in value.items()}
+    return gather(value) if isinstance(value, torch.Tensor) else value

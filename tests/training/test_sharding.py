@@ -177,8 +177,11 @@ def test_ranks_must_be_a_power_of_two_that_divides_the_microbatches(ranks, micro
 
 def test_a_short_batch_must_be_divisible():
     share = ReplicaShare(8, on_one_host(2), 0, is_interleaved=True)
-    with pytest.raises(LayoutError, match="a batch of 5 samples has 5 micro-batches"):
-        share.pieces(5)
+    share.require_turns(6, 6)
+    with pytest.raises(LayoutError, match="a batch has 5 micro-batches, 0 of them"):
+        share.require_turns(5, 5)
+    with pytest.raises(LayoutError, match="a batch has 8 micro-batches, 2 of them"):
+        share.require_turns(8, 6)
 
 
 class Normalized(torch.optim.Optimizer):
@@ -270,6 +273,40 @@ def train_other_modules():
     exact.weigh(model(torch.ones(2, 6)).sum()).backward()
 
 
+class Writing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 10)
+
+    def forward(self, inputs):
+        with torch.no_grad():
+            self.head.weight.mul_(0.5)
+        return self.head(inputs)
+
+
+def train_writing():
+    loss = nn.CrossEntropyLoss()
+    trainer = ls.Trainer(Writing(), loss, SGD, microbatches=2, storage="sharded")
+    trainer.step((torch.ones(2, 6), torch.zeros(2, dtype=torch.int64)))
+
+
+def train_without_weights():
+    def weigh(data):
+        return float(data[1].sum())
+
+    loss = nn.CrossEntropyLoss()
+    trainer = ls.Trainer(
+        nn.Linear(6, 10), loss, SGD, microbatches=2, storage="sharded", loss_weight=weigh
+    )
+    trainer.step((torch.ones(2, 6), torch.tensor([0, 1])))
+
+
+def make_scalar():
+    model = nn.Linear(6, 10)
+    model.scale = nn.Parameter(torch.ones(()))
+    ls.Trainer(model, nn.CrossEntropyLoss(), SGD, storage="sharded")
+
+
 def wrap_a_part():
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     shard(model[0], dist.group.WORLD)
@@ -284,7 +321,8 @@ def shard_root(model):
 
 
 def refusals():
-    actions = [train_twice, train_clipped_by_torch, wrap_a_part]
+    actions = [train_twice, train_clipped_by_torch, wrap_a_part, train_writing]
+    actions += [train_without_weights, make_scalar]
     if dist.get_world_size() > 1:
         actions.append(train_other_modules)  # the last one: torch's module is left in its backward
     return {action.__name__: refused(action) for action in actions}
@@ -296,5 +334,109 @@ def test_what_cannot_be_exact_is_refused_on_every_rank(ranks, n):
         assert "block was called several times in a micro-batch" in found["train_twice"]
         assert "exact.clip_grad_norm_(max_norm)" in found["train_clipped_by_torch"]
         assert "the parameter scale is not sharded" in found["wrap_a_part"]
+        assert "the parameter head.weight was written" in found["train_writing"]
+        assert "2 micro-batches, 1 of them with a weight of 0" in found["train_without_weights"]
+        assert "the parameter scale, which has no dimension" in found["make_scalar"]
         if n > 1:
             assert "make the same calls on every rank" in found["train_other_modules"]
+
+
+# --- Trainer(storage="sharded") -------------------------------------------------------------------
+
+TRAININGS = {
+    "pictures": {"ema_decay": 0.9, "autocast_dtype": torch.float16},
+    "words": {"max_grad_norm": 0.5, "ema_decay": 0.9},
+    "rare": {},
+    "residual": {"activation_checkpointing": True},
+}
+
+
+def run_trainer(case, storage, **options):
+    """Return what the guarantee covers, of a training with an evaluation of each kind."""
+    model, batches, loss = CASES[case]
+    torch.manual_seed(5)
+    trainer = ls.Trainer(model(), loss(), ADAMW, seed=11, storage=storage, **options)
+    found = [trainer.step(batch).hex() for batch in batches([16, 19])]
+    evaluated = TensorDataset(*batches([21])[0])  # batches of 8, 8 and 5 samples
+    for ema in {False, "ema_decay" in options}:
+        found.append(trainer.evaluate(evaluated, 8, ema=ema).loss.hex())
+    found.append(trainer.step(batches([8])[0]).hex())
+    found += [trainer.digest(), trainer.optimizer_digest()]
+    state = trainer.state_dict()
+    if "ema_decay" in options:
+        found.append(ls.digest(trainer.ema_model))
+    return found, state
+
+
+def replicated_trainings():
+    return {case: run_trainer(case, "replicated", **options) for case, options in TRAININGS.items()}
+
+
+def sharded_trainings(whole):
+    """Return the outcomes; each state continues one of the other storage."""
+    found = {}
+    for case, options in TRAININGS.items():
+        found[case], state = run_trainer(case, "sharded", **options)
+        found[case, "state"] = ls.digest(state["model"])
+        _, batches, loss = CASES[case]
+        digests = []
+        for storage, given in {"replicated": state, "sharded": whole[case][1]}.items():
+            trainer = ls.Trainer(
+                CASES[case][0](), loss(), ADAMW, seed=11, storage=storage, **options
+            )
+            trainer.load_state_dict(given)
+            trainer.step(batches([16])[0])
+            digests.append((trainer.digest(), trainer.optimizer_digest()))
+        assert digests[0] == digests[1], case
+    return found
+
+
+@pytest.mark.parametrize(("n", "backend"), [(1, None), (2, "gloo"), (4, None)])
+def test_a_sharded_training_has_the_bits_of_a_replicated_one(ranks, replicated, n, backend):
+    for found in ranks(sharded_trainings, n, replicated, backend=backend):
+        for case, (outcome, state) in replicated.items():
+            assert found[case] == outcome, case
+            assert found[case, "state"] == ls.digest(state["model"])
+
+
+@pytest.fixture(scope="module")
+def replicated(ranks):
+    (found,) = ranks(replicated_trainings, 1)
+    return found
+
+
+def train_until(folder, storage, stop=None, resume=None):
+    """Train two epochs, or save a checkpoint after `stop` steps; return the digests."""
+    model, data, loss = prepared("pictures")
+    config = ls.CheckpointConfig(folder=folder)
+    options = {"storage": storage, "checkpoint": config, "progress": False}
+    with ls.Trainer(model, loss, ADAMW, seed=11, ema_decay=0.9, **options) as trainer:
+        if resume is not None:
+            trainer.resume(resume)
+        for _ in range(2):
+            for batch in trainer.batches(data, BATCH):
+                trainer.step(batch)
+                if trainer.steps == stop:
+                    trainer.save_checkpoint(folder / "saved")
+                    return None
+        return trainer.digest(), trainer.optimizer_digest(), ls.digest(trainer.ema_model)
+
+
+def save_and_resume(folder):
+    train_until(folder / "sharded", "sharded", stop=4)
+    train_until(folder / "whole", "replicated", stop=4)
+    return [
+        train_until(folder / "through", "replicated"),
+        train_until(folder / "a", "replicated", resume=folder / "sharded" / "saved"),
+        train_until(folder / "b", "sharded", resume=folder / "whole" / "saved"),
+        train_until(folder / "c", "shared", resume=folder / "sharded" / "saved"),
+    ]
+
+
+def test_a_checkpoint_resumes_in_any_storage_and_width(ranks, tmp_path):
+    found = ranks(save_and_resume, 2, tmp_path)
+    saved = tmp_path / "sharded" / "saved"
+    found += ranks(train_until, 4, tmp_path / "d", "sharded", None, saved)
+    digests = {digest for each in found for digest in (each if isinstance(each, list) else [each])}
+    assert len(digests) == 1
+    assert len([*saved.glob("model-*.safetensors")]) == 2  # each rank wrote its rows

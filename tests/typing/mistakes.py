@@ -24,7 +24,7 @@ def make_mistakes(model: nn.Module, batch: torch.Tensor) -> None:
     """Pass what does not fit."""
     ls.Trainer(model, None, SGD(model.parameters()))  # type: ignore[arg-type]
     ls.Trainer(model, None, [SGD, SGD])  # type: ignore[list-item]
-    ls.Trainer(model, None, SGD, storage="sharded")  # type: ignore[arg-type]
+    ls.Trainer(model, None, SGD, storage="shard")  # type: ignore[arg-type]
     ls.Trainer(model, None, SGD, pipeline=2)  # type: ignore[arg-type]
     ls.Trainer(model, None, SGD, callbacks=[print_epoch])  # type: ignore[list-item]
     ls.Trainer(model, None, SGD, clip_norm=1.0)  # type: ignore[call-arg]

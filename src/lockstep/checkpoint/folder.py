@@ -11,7 +11,8 @@
         .step-200.37/                  being written, renamed when it is complete
 
 With pipeline stages each stage writes separate files: model-00001-of-00002.safetensors, with an
-index in the format of Hugging Face's libraries.
+index in the format of Hugging Face's libraries. With sharded storage each rank writes its rows of
+every tensor (`lockstep.checkpoint.shards`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from safetensors import safe_open
 
 from lockstep.checkpoint.encoding import decode
 from lockstep.checkpoint.schema import MANIFEST_SCHEMA, STATE_SCHEMA, find_mismatch
+from lockstep.checkpoint.shards import join_shards
 from lockstep.checkpoint.tensor_file import DTYPES, checksum_file
 from lockstep.files import read_json, remove_tree
 from lockstep.kernel.errors import FileError, LockstepError, UsageError
@@ -182,6 +184,7 @@ def _read_state(path: Path, *, has_values: bool = True) -> dict[str, Any]:
                     if mismatch := find_mismatch(part, dict, "its content"):
                         raise FileError(f"{name} is damaged: {mismatch}")
                     _merge(state, part)
+            state |= {kind: join_shards(state[kind]) for kind in KINDS if kind in state}
             unused = files.keys() - files.used
     except (OSError, FileError):
         raise

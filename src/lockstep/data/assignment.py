@@ -141,6 +141,20 @@ class ReplicaShare:
         owned = [range(replica, leaves, self.replicas) for replica in range(self.replicas)]
         return [[(leaf, leaf + 1) for leaf in leaves_of_one] for leaves_of_one in owned]
 
+    def require_turns(self, leaves: int, computed: int) -> None:
+        """Raise LayoutError if replicas take turns, and some would compute nothing in one.
+
+        Args:
+            leaves: The number of micro-batches of a batch.
+            computed: The number of those whose weight is not 0.
+        """
+        if self.is_interleaved and (leaves % self.replicas or computed < leaves):
+            raise LayoutError(
+                f"a batch has {leaves} micro-batches, {leaves - computed} of them with a weight of "
+                f"0, so the {self.replicas} ranks of a sharded model cannot share them evenly: "
+                "pass drop_last=True, leave out samples without weight, or use fewer ranks"
+            )
+
     def pieces(self, samples: int) -> tuple[tuple[int, range], ...]:
         """Return (index, positions) of this replica's micro-batches in a batch of `samples`."""
         return _pieces(samples, self)
@@ -152,14 +166,7 @@ def _pieces(samples: int, share: ReplicaShare) -> tuple[tuple[int, range], ...]:
         return ()
     leaves = count_microbatches(samples, share.microbatches)
     cuts = split_evenly(samples, leaves)
+    owned = assign_microbatches(leaves, share.hosts)[share.replica]
     if share.is_interleaved:
-        if leaves % share.replicas:
-            raise LayoutError(
-                f"a batch of {samples} samples has {leaves} micro-batches, which the "
-                f"{share.replicas} ranks of a sharded model cannot share evenly: pass "
-                "drop_last=True, or use fewer ranks"
-            )
         owned = range(share.replica, leaves, share.replicas)
-    else:
-        owned = assign_microbatches(leaves, share.hosts)[share.replica]
     return tuple((index, cuts[index]) for index in owned)

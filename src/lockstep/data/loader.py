@@ -95,6 +95,7 @@ class Batches:
         replica: int = 0,
         hosts: Hosts | None = None,
         rank: int | None = None,
+        is_interleaved: bool = False,
         epoch: int = 0,
         agree: GatherFn | None = None,
         sampler_states: SamplerStates | None = None,
@@ -105,7 +106,8 @@ class Batches:
         self.epoch, self.agree = epoch, agree
         self.position = 0
         self._start = 0
-        self._share = ReplicaShare(microbatches, hosts or on_one_host(replicas), replica)
+        on_hosts = hosts or on_one_host(replicas)
+        self._share = ReplicaShare(microbatches, on_hosts, replica, is_interleaved)
         self._who = f"rank {rank}" if rank is not None else f"replica {replica}"
         # Of the current iteration.
         self._planned: EpochOrder | None = None  # the order; None for an iterable dataset

@@ -166,7 +166,8 @@ class MicrobatchSampler(Sampler[list[int]]):
         self._sizes = [len(order.span(batch)) for batch in (0, len(order) - 1)]
         self.batches = len(order)
         if min(self._sizes) >= share.replicas:
-            share.pieces(self._sizes[1])  # raises LayoutError if replicas cannot share it
+            leaves = min(self._sizes[1], share.microbatches)
+            share.require_turns(leaves, leaves)
         else:
             raise LayoutError(
                 f"the last batch of an epoch has {self._sizes[1]} samples, fewer than the "

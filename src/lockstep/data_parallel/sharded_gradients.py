@@ -80,14 +80,13 @@ class ShardedGradients:
         module: The model, on which `fully_shard` was called.
 
     Attributes:
-        failure: Always "": gradients are not accumulated before a backward pass has ended.
+        failure: Why the gradients of this step cannot be added; "" if they can.
         can_launch_early: Always False.
 
     Raises:
         UsageError: torch is too old, or a parameter cannot be sharded exactly.
     """
 
-    failure = ""
     can_launch_early = False
 
     def __init__(
@@ -103,7 +102,8 @@ class ShardedGradients:
                 f"the parameter {name} gets sparse gradients, which torch does not shard: let its "
                 "module have sparse=False"
             )
-        self._parameters = list(parameters)
+        self._parameters, self._module = list(parameters), module
+        self._is_open, self.failure = False, ""
         self._ranks = dist.get_world_size(find_group(module))
         numbers: dict[torch.Tensor, int] = {
             parameter: number for number, (_, parameter) in enumerate(parameters)
@@ -125,11 +125,16 @@ class ShardedGradients:
     ) -> None:
         """Start a step and empty `.grad`; the arguments are those of `GradientReducer.begin`."""
         self.clear()
+        self._is_open = True
         self._sums = TreeAccumulator(leaves // self._ranks, _add_lists)
 
     def clear(self) -> None:
         """Empty `.grad` of every parameter, and discard the accumulated gradients."""
         self._sums.nodes.clear()
+        if self._is_open:  # an exception may have left torch in the middle of a pass
+            root: Any = self._module
+            root.reset_iter_state()
+        self._is_open, self.failure = False, ""
         for _, parameter in self._parameters:
             parameter.grad = None
         for unit in self._units:
@@ -150,17 +155,24 @@ class ShardedGradients:
         for unit in self._units:
             for number in unit.end_microbatch():
                 gradients[number] = None
+            for number in unit.find_written():
+                self.failure = self.failure or (
+                    f"the parameter {self._parameters[number][0]} was written during forward or "
+                    "backward, which a sharded model forgets: update it after the step, on all "
+                    "ranks"
+                )
         for _, parameter in self._parameters:
             parameter.grad = None
         turn = microbatch // self._ranks
         self._sums.put((turn, turn + 1), gradients)
 
     def skip(self, microbatch: int) -> None:
-        """Raise UsageError: the other ranks would wait for the gradients of the micro-batch."""
-        raise UsageError(
-            f"micro-batch {microbatch} has a weight of 0, and every rank of a sharded model "
-            "computes a micro-batch in each turn: leave out samples without weight"
+        """Refuse the step: other ranks have added the gradients of this micro-batch to theirs."""
+        self.failure = (
+            f"micro-batch {microbatch} has a weight of 0, and a sharded model adds the gradients "
+            "of all micro-batches: leave out samples without weight"
         )
+        self.accumulate(microbatch)
 
     def pack(self) -> bytes:
         """Return nothing: gradients are exchanged in backward."""
@@ -194,6 +206,7 @@ class ShardedGradients:
         """Set `.grad` of every parameter to this rank's shard of the sum over all micro-batches."""
         (sums,) = self._sums.nodes.values()
         self._sums.nodes.clear()
+        self._is_open = False
         for (_, parameter), gradient in zip(self._parameters, sums, strict=True):
             parameter.grad = gradient
 

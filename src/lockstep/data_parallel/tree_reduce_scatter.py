@@ -74,6 +74,7 @@ class TreeReduceScatter:
         self._used = [False] * len(self._parts)
         self._present: list[bool] | None = None
         self._watched: set[int] = set()  # the parameters whose gradients are noted
+        self._versions: dict[int, int] = {}  # of the whole parameters
         self._allocations = 0
 
     def install(self) -> None:
@@ -93,10 +94,19 @@ class TreeReduceScatter:
         self._present, self._allocations = None, 0
         return [number for number, is_used in zip(self._numbers, used, strict=True) if not is_used]
 
+    def find_written(self) -> list[int]:
+        """Return the parameters that were written since the last call, whose writes are lost."""
+        before, self._versions = self._versions, {}
+        for index, part in enumerate(self._parts):
+            if index in before or hasattr(part, "_unsharded_param"):
+                self._versions[index] = part.unsharded_param._version
+        return [self._numbers[index] for index in before if before[index] != self._versions[index]]
+
     def _note_call(self, _module: nn.Module, _inputs: Any) -> None:
         """Note a call, and watch the whole parameters, which torch has gathered for it."""
         self._calls.note(self._number)
         for index, part in enumerate(self._parts):
+            self._versions.setdefault(index, part.unsharded_param._version)
             if part.unsharded_param.requires_grad and index not in self._watched:
                 self._watched.add(index)
                 note = partial(self._note_gradient, index)

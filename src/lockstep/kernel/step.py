@@ -79,7 +79,7 @@ class OptimizerStep:
         hooks: What else takes part in a step, in this order.
         max_grad_norm: The largest 2-norm of the whole gradient; None: no limit.
         is_repeatable: Whether a step can be undone after its buffers are merged.
-        measure: A faster way to compute the norms of gradients; see `compute_squares`.
+        squares: Returns the squares of some blocks of gradients, as `compute_squares`.
     """
 
     parallel: StepLayout
@@ -89,7 +89,7 @@ class OptimizerStep:
     hooks: Sequence[StepHook] = ()
     max_grad_norm: float | None = None
     is_repeatable: bool = False
-    measure: Callable[[Sequence[torch.Tensor]], list[float] | None] | None = None
+    squares: Callable[..., list[float]] = gradient_norm.compute_squares
     _active: list[StepHook] = field(default_factory=list)  # the hooks of the current step
     _kept_buffers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
@@ -319,9 +319,8 @@ class OptimizerStep:
         elif owners is not self.executor.parameters:  # stages
             counted = _stored_gradients(owners)
         elif sum([gradient.numel() for gradient in present]) < gradient_norm.SHARED_ELEMENTS:
-            squares = gradient_norm.compute_squares(present, measure=self.measure)
-            return gradient_norm.compute_norm(squares)
-        squares = gradient_norm.compute_squares(counted, replica, replicas, self.measure)
+            return gradient_norm.compute_norm(self.squares(present))
+        squares = self.squares(counted, replica, replicas)
         sums = self.parallel.messages.reduce(
             compute_partial_sums(squares),
             merge_partial_sums,

@@ -105,6 +105,8 @@ def _check(name: str, frame: FrameType | None) -> None:
         frame_of_call, frame = frame, frame.f_back
         if code.co_name == "wrapper":  # a decorator of torch's, or of typing_extensions
             continue
+        if code.co_filename.startswith(f"{TORCH}/distributed/fsdp"):
+            return  # the exchange of shards
         if code.co_filename.startswith(f"{TORCH}/distributed"):
             name = code.co_name
         elif is_user_code(code) and (place := find_place()):

@@ -195,7 +195,7 @@ def evaluate(
     where = ""
     with evaluation_mode(model), scopes.seed_calls(), CollectiveCallGuard(lambda: where):
         for number, batch in enumerate(batches):
-            for microbatch in batch.microbatches:
+            for microbatch, is_own in parallel.take_turns(batch):
                 # Negative steps, so that no training step has the same seeds.
                 scopes.begin_microbatch(-1 - number, microbatch.index)
                 data = parallel.move_to_device(microbatch.data)
@@ -204,7 +204,8 @@ def evaluate(
                 with buffers.preserve(), parallel.autocast():
                     outputs = call_model(model, find_inputs(parallel.loss, data, where), where)
                     result = task.compute(outputs, data, where)
-                task.add(number, microbatch, data, result, where)
+                if is_own:
+                    task.add(number, microbatch, data, result, where)
                 where = ""
     return task.combine()
 

@@ -27,6 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.kernel.norm import is_dense
+from lockstep.sharded_tensors import is_sharded, local_part
 
 __all__ = ["HeldParameters", "explain_write"]
 
@@ -100,7 +101,8 @@ class HeldParameters:
             id(parameter): parameter
             for parameter in chain(foreign.values(), self._parameters.values())
         }
-        self._tensors = [*tensors.values()]
+        self._tensors = [*map(local_part, tensors.values())]
+        self._has_shards = any(map(is_sharded, tensors.values()))
         own_names = {id(parameter): name for name, parameter in reversed(self._parameters.items())}
         self._names = [(self._foreign_names | own_names)[number] for number in tensors]
         self._identities, self._groups = self._find_identities(), self._find_groups()
@@ -154,7 +156,12 @@ class HeldParameters:
             self._committed = self._read()
 
     def hash(self) -> str:
-        """Return a hash of samples of the parameters at the beginning of the step."""
+        """Return a hash of samples of the parameters at the beginning of the step.
+
+        It is "" if ranks hold different shards of them.
+        """
+        if self._has_shards:
+            return ""
         return "" if self._begun is None else xxhash.xxh3_64_hexdigest(self._begun.samples)
 
     def _note_writers(self, has_changed: bool) -> None:
@@ -193,6 +200,8 @@ class HeldParameters:
             root: The loss, or an output of a stage.
             place: The step and the micro-batch.
         """
+        if self._has_shards:  # whose graphs have whole parameters, which torch gathers
+            return ""
         strangers = [
             leaf
             for leaf in _find_leaves(root)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from lockstep.data.content_hash import hash_content
 from lockstep.data.microbatch import map_tensors, split_batch
 from lockstep.kernel.batch import Batch, BatchIdentity, Microbatch
 from lockstep.kernel.buffers import BufferExchange
+from lockstep.kernel.errors import LayoutError
 from lockstep.kernel.layout import Messages
 from lockstep.kernel.loss_scale import LossScale
 from lockstep.kernel.loss_weights import WeightFunction
@@ -34,7 +35,8 @@ class ParallelContext:
     All parts of a trainer hold the same object. `loss_scale` changes between steps, equally on all
     ranks. `is_recorded` is set while steps are recorded or replayed: batches are hashed then. The
     layout changes only in `enter`, at the beginning of a round of an elastic run. `share` is this
-    rank's part of a batch.
+    rank's part of a batch. `is_interleaved` says that parameters are sharded, so that ranks take
+    turns.
     """
 
     microbatches: int
@@ -56,12 +58,14 @@ class ParallelContext:
     extra_modules: tuple[nn.Module, ...] = ()
     activation_checkpointing: bool = False
     loss_scale: LossScale | None = None
+    is_interleaved: bool = False
     is_recorded: bool = False
 
     def __post_init__(self) -> None:
         """Keep what every step or micro-batch asks for."""
         self._device_type = self.device.type
-        self.share = ReplicaShare(self.microbatches, self.hosts, self.replica)
+        self._spare: Microbatch | None = None  # see `take_turns`
+        self.share = ReplicaShare(self.microbatches, self.hosts, self.replica, self.is_interleaved)
 
     def enter(self, rank: int, hosts: Hosts) -> None:
         """Apply the layout of another round; only possible without stages.
@@ -86,6 +90,7 @@ class ParallelContext:
             "replicas": self.replicas,
             "replica": self.replica,
             "hosts": self.hosts,
+            "is_interleaved": self.is_interleaved,
             "rank": self.rank,
         }
 
@@ -103,7 +108,31 @@ class ParallelContext:
 
     def assign_nodes(self, leaves: int) -> Sequence[Sequence[Node]]:
         """Return, for each replica, the nodes of the tree that cover its micro-batches."""
-        return assign_nodes(leaves, self.hosts)
+        return self.share.nodes(leaves) if self.is_interleaved else assign_nodes(leaves, self.hosts)
+
+    def take_turns(self, batch: Batch) -> Iterator[tuple[Microbatch, bool]]:
+        """Yield the micro-batches to evaluate, and whether each one counts on this rank.
+
+        All ranks call a sharded model as often: a rank without a micro-batch in the last turn
+        repeats another one.
+
+        Raises:
+            LayoutError: The first batch has fewer micro-batches than there are ranks.
+        """
+        own = batch.microbatches
+        turns = -(-batch.leaves // self.replicas) if self.is_interleaved else len(own)
+        if self._spare is None and self.is_interleaved and self.replicas > 1:
+            if batch.leaves < self.replicas:
+                raise LayoutError(
+                    f"a batch of {batch.size} samples cannot be evaluated by the {self.replicas} "
+                    "ranks of a sharded model: pass a larger batch_size, or use fewer ranks"
+                )
+            self._spare = replace(own[0], data=map_tensors(torch.clone, own[0].data))
+        for microbatch in own:
+            yield microbatch, True
+        for _ in range(len(own), turns):
+            assert self._spare is not None
+            yield self._spare, False
 
     def other_modules(self) -> dict[str, nn.Module]:
         """Return the other modules that a step calls, by the names of the Trainer's arguments."""

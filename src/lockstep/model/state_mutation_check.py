@@ -36,6 +36,7 @@ from lockstep.kernel.step_context import StepContext, StepObserver
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.description import MACHINERY
 from lockstep.model.held_parameters import HeldParameters
+from lockstep.sharded_tensors import is_sharded
 
 __all__ = ["StateMutationCheck", "require_same_weights"]
 
@@ -207,6 +208,7 @@ class StateMutationCheck(StepHook):
             ".".join(part for part in (root, name) if part): checksum(tensor)
             for root, module in self._modules.items()
             for name, tensor in named(module)
+            if not is_sharded(tensor)  # each rank has another part
         }
 
     def _iterate_attributes(self) -> Iterator[tuple[str, Any]]:

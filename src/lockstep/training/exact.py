@@ -197,6 +197,7 @@ class Exact:
                 assert this._observation is not None
                 this._observation.commit(optimizer)
 
+        vars(enter)["lockstep_elementwise"] = True  # it may also see a trainer's optimizer
         weakref.finalize(self, register_optimizer_step_pre_hook(enter).remove)
         if self._observation is not None:
             weakref.finalize(self, register_optimizer_step_post_hook(leave).remove)

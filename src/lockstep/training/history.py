@@ -353,7 +353,7 @@ def describe_run(
             "threads": parallel.threads,
             "backend": world.backend,
             "device": str(world.device),
-            "storage": "replicated" if optimization.sharded is None else "shared",
+            "storage": optimization.storage,
         },
         "environment": describe_environment(),
         "model": {

@@ -164,6 +164,8 @@ class MicrobatchLoop:
         else:  # the usual case, without a call
             self._given, self._whole = batches, batches[0]
             batch = start_batch(step, self._whole)
+        if parallel.is_interleaved:
+            parallel.share.require_turns(batch.leaves, len(step.shares))
         self.gradients.begin(batch.leaves, parallel.hosts, step.require_same_batch)
         is_read = any(observer.observes_microbatches for observer in step.observers)
         if batch.microbatches and self.gradients.can_launch_early and not is_read:

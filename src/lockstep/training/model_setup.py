@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from torch import nn
 from lockstep.comm.collectives import gather_unless_equal
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.data_parallel.sharded_gradients import ShardedGradients
 from lockstep.kernel.errors import DisagreementError, LayoutError, UsageError
 from lockstep.launcher.world import world
 from lockstep.model.across_ranks import broadcast_weights, verify_across_ranks
@@ -43,6 +45,7 @@ from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.optimization import Optimization
 from lockstep.training.parallel_setup import make_parallel_context
+from lockstep.training.sharded_storage import require_shardable_model, shard_model
 from lockstep.training.shared_storage import share_parameters
 from lockstep.training.trainer_arguments import Model, TrainerArguments
 from lockstep.training.unsupported_modules import reject_unsupported_modules
@@ -102,6 +105,7 @@ def set_up_model(
         arguments.extra_modules,
         arguments.pipeline.stages,
         arguments.activation_checkpointing,
+        arguments.is_sharded,
     )
     called, partitioner = _build_model(model, parallel, arguments.seed, arguments.pipeline)
     module: nn.Module = getattr(called, "_orig_mod", called)
@@ -110,14 +114,26 @@ def set_up_model(
     description = describe_compilation(called) | describe_module("model", module)
     verify_across_ranks("the model of a Trainer", description, "build the same model on every rank")
     _distribute_weights(module, parallel, partitioner, arguments.is_shared)
-    optimization = Optimization(module, arguments.optimizers, arguments.ema_decay, parallel.device)
+    shard = None
+    if arguments.is_sharded:
+        if is_elastic:
+            raise LayoutError(
+                'storage="sharded" keeps each shard on one rank, so no rank can be replaced: start '
+                "a fixed number of ranks (without --min and --max), and resume from a checkpoint"
+            )
+        require_shardable_model(module)
+        shard = partial(shard_model, blocks=partitioner.block_names, device=parallel.device)
+    optimization = Optimization(
+        module, arguments.optimizers, arguments.ema_decay, parallel.device, shard
+    )
     of_optimizer = optimization.describe()
     verify_across_ranks(
         "the optimizer of a Trainer",
         of_optimizer,
         "give every rank the same optimizer, groups and scheduler",
     )
-    optimization.require_split(parallel.stages, arguments.is_shared)
+    shards = parallel.replicas if arguments.is_sharded else 1
+    optimization.require_split(parallel.stages, arguments.is_shared, shards)
     foreign = modules.keys() - {"model", "loss"}
     hyperparameters = HyperparameterCheck(
         modules, foreign, optimization.optimizer, parallel.group, is_elastic=is_elastic
@@ -244,7 +260,10 @@ def _build_executor(
         return PipelineExecutor(partitioner, module, copies, metrics, seed, check), check
     named = list(module.named_parameters())
     called = list(parallel.modules_with(model).values())
-    if shared:
+    gradients: GradientReducer | ShardedGradients
+    if parallel.is_interleaved:
+        gradients = ShardedGradients(named, module)
+    elif shared:
         gradients, optimization.sharded = share_parameters(
             named, called, optimization.optimizer, parallel
         )

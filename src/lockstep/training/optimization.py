@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +19,7 @@ from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.description import Description, describe_object, describe_optimizer
+from lockstep.sharded_tensors import is_sharded, local_part
 from lockstep.training.combined_optimizer import CombinedOptimizer
 from lockstep.training.learning_rate_schedule import LearningRateSchedule
 from lockstep.training.optimizer_config import OptimizerConfig, make_optimizers
@@ -30,6 +31,7 @@ from lockstep.training.optimizer_probe import (
     require_separate,
 )
 from lockstep.training.sharded_optimizer import ShardedOptimizer
+from lockstep.training.sharded_step import require_shardable
 
 __all__ = ["Optimization", "OptimizerHookCheck"]
 
@@ -42,6 +44,7 @@ class Optimization:
         configs: The optimizers with their groups and schedulers.
         ema_decay: The decay of the exponential moving average of the weights; None: no average.
         device: The device of the parameters.
+        shard: Divides the parameters of a module over the ranks; None: they are not divided.
     """
 
     def __init__(
@@ -50,10 +53,16 @@ class Optimization:
         configs: Sequence[OptimizerConfig],
         ema_decay: float | None,
         device: torch.device,
+        shard: Callable[[nn.Module], None] | None = None,
     ) -> None:
         if ema_decay is not None and not 0 <= ema_decay < 1:
             raise UsageError(f"ema_decay={ema_decay}: expected a decay in [0, 1)")
         self.module, self._device = module, device
+        self.average = None if ema_decay is None else _make_average(module, ema_decay)
+        if shard is not None:  # before the optimizers, which get the shards
+            shard(module)
+            if self.average is not None:
+                shard(self.average.module)
         self.optimizers = make_optimizers(configs, module)
         self._names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
         self._sparse = sparse_weights(module.modules())
@@ -74,8 +83,14 @@ class Optimization:
         ]
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(self._guard)
-        self.average = None if ema_decay is None else _make_average(module, ema_decay)
         self.sharded: ShardedOptimizer | None = None
+
+    @property
+    def storage(self) -> str:
+        """The storage of the parameters, as the argument of `Trainer` names it."""
+        if self.sharded is not None:
+            return "shared"
+        return "sharded" if any(map(is_sharded, self._names)) else "replicated"
 
     @property
     def rate(self) -> float:
@@ -95,9 +110,17 @@ class Optimization:
             )
         return self.schedules[0]
 
-    def require_split(self, stages: int, is_shared: bool) -> None:
-        """Raise LayoutError if the optimizers cannot step a part of the model on each rank."""
-        self.is_split = stages > 1 or is_shared
+    def require_split(self, stages: int, is_shared: bool, shards: int = 1) -> None:
+        """Raise LayoutError if the optimizers cannot step a part of the model on each rank.
+
+        Args:
+            stages: The number of stages.
+            is_shared: Whether parameters are shared by the ranks.
+            shards: The number of ranks over which each parameter is divided.
+        """
+        self.is_split = stages > 1 or is_shared or shards > 1
+        for optimizer in self.optimizers if shards > 1 else ():
+            require_shardable(optimizer, self._names, shards)
         if is_shared and len(self.optimizers) > 1:
             raise LayoutError(
                 'storage="shared" steps one optimizer, and this trainer has '
@@ -266,6 +289,7 @@ def _make_average(module: nn.Module, decay: float) -> AveragedModel:
 
     @torch.no_grad()
     def average(averaged: Any, current: Any, count: Any) -> None:
+        averaged, current = [*map(local_part, averaged)], [*map(local_part, current)]
         dtype = averaged[0].dtype
         if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1):
             update(averaged, current, count)

@@ -35,6 +35,7 @@ def make_parallel_context(
     extra_modules: Sequence[nn.Module],
     stages: int = 1,
     activation_checkpointing: bool = False,
+    is_interleaved: bool = False,
 ) -> ParallelContext:
     """Return the context of a trainer on this rank.
 
@@ -73,6 +74,7 @@ def make_parallel_context(
         extra_modules=tuple(extra_modules),
         activation_checkpointing=activation_checkpointing,
         loss_scale=LossScale() if autocast_dtype == torch.float16 else None,
+        is_interleaved=is_interleaved,
     )
 
 

@@ -330,7 +330,8 @@ class RunCheckpoints:
             self._due_since = None
             self._schedule.saved(steps, time.monotonic())
         self._warn_of_different_objects([status["stateful"] for status in said])
-        if self._parallel.replica != 0 or not (is_sharded or rank == 0):
+        has_shards = self._parallel.is_interleaved
+        if not has_shards and (self._parallel.replica != 0 or not (is_sharded or rank == 0)):
             return
         state = dict(local)
         if rank == 0:
@@ -342,6 +343,7 @@ class RunCheckpoints:
             }
             state |= {"stateful": stateful, **common}
         part = (self._parallel.position, self._parallel.stages) if is_sharded else (0, 1)
+        part = (rank, self._parallel.replicas) if has_shards else part
         writer.save(state, steps, attempt, part, path, begun)
 
     @property

@@ -46,14 +46,15 @@ class RunEnd:
     Args:
         state: The state of the trainer, which computes the digests.
         history: The history, which writes the last line.
-        has_stages: Whether the model has stages, so that computing a digest is a collective call.
+        has_parts: Whether ranks have parts of the model, so that computing a digest is a
+            collective call.
         member: This process as a member of an elastic run; None outside of one.
     """
 
     def __init__(
-        self, state: TrainingState, history: History, has_stages: bool, member: Membership | None
+        self, state: TrainingState, history: History, has_parts: bool, member: Membership | None
     ) -> None:
-        self._state, self._history, self._has_stages = state, history, has_stages
+        self._state, self._history, self._has_parts = state, history, has_parts
         self._member = member
         self._run: ResumableRun | None = None
         self._is_recorded = False
@@ -104,7 +105,7 @@ class RunEnd:
 
     def _write_on_rank0(self, state: str, message: str | None) -> None:
         """Write the last line; in an elastic run, ensure that a surviving rank 0 writes it."""
-        has_digests = not self._has_stages or (self._is_recorded and state == "done")
+        has_digests = not self._has_parts or (self._is_recorded and state == "done")
         self._write(state, message, has_digests)
         member = self._member
         if member is None or state != "done":
@@ -124,12 +125,12 @@ class RunEnd:
         self._run.safe_points.report_saved()
         if state == "done" and self._history.failures:
             state, message = "failed", self._history.failures[-1]
-        self._write(state, message, has_digests=not self._has_stages)
+        self._write(state, message, has_digests=not self._has_parts)
 
     def _write(self, state: str, message: str | None, has_digests: bool) -> None:
         global _newest
         digests: dict[str, Any] = {}
-        if has_digests and self._run is not None and (self._history.loggers or self._has_stages):
+        if has_digests and self._run is not None and (self._history.loggers or self._has_parts):
             for name in ("digest", "optimizer_digest"):
                 digests[name] = self._run.call_digest(name, getattr(self._state, name))
         self._history.close(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.schema import is_alike
+from lockstep.checkpoint.shards import split_shards
 from lockstep.checksum import digest
 from lockstep.data.samplers import SamplerStates
 from lockstep.kernel.errors import FileError, UsageError
@@ -17,11 +18,13 @@ from lockstep.kernel.step_context import Attempt
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_state
 from lockstep.pipeline.partition import Placement
+from lockstep.sharded_tensors import gather_tensors
 from lockstep.training.history import History
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.learning_rate_schedule import SCHEDULED
 from lockstep.training.module_settings import ModuleSettings
 from lockstep.training.optimization import Optimization
+from lockstep.training.sharded_storage import shard_optimizer_state, shard_state
 from lockstep.training.trainer_executor import TrainerExecutor
 
 __all__ = ["Position", "TrainingState"]
@@ -107,6 +110,12 @@ class TrainingState:
 
     def model_state(self, *, ema: bool = False) -> dict[str, Any]:
         """Return the state dict of the model, or of the averaged weights."""
+        state = self._collect_model(ema)
+        whole: dict[str, Any] = gather_tensors(state)
+        return whole
+
+    def _collect_model(self, ema: bool = False) -> dict[str, Any]:
+        """Return the state dict with sharded tensors, which are not gathered yet."""
         module = self.select_module(ema)
         self._require_whole()
         state: dict[str, Any] = module.state_dict()
@@ -129,7 +138,8 @@ class TrainingState:
         self._require_whole()
         optimizer = self._optimization.optimizer
         if self.placement is None:
-            return self._optimization.stateful.state_dict()
+            whole: dict[str, Any] = gather_tensors(self._optimization.stateful.state_dict())
+            return whole
         return gather_optimizer_state(optimizer, self._names, self._source, self._device)
 
     def ema_state(self) -> dict[str, Any] | None:
@@ -164,7 +174,7 @@ class TrainingState:
 
     def digest(self) -> str:
         """Return the SHA-256 over parameters and buffers."""
-        return digest(self.model_state())
+        return digest(self._collect_model())
 
     def optimizer_digest(self) -> str:
         """Return the SHA-256 over the optimizer's state."""
@@ -251,7 +261,8 @@ class TrainingState:
     def local_state(self) -> dict[str, Any]:
         """Return this rank's part of the state, for a checkpoint; not a collective call.
 
-        With stages, these are the tensors that the rank owns; otherwise all tensors. The keys of
+        With stages, these are the tensors that the rank owns, and of sharded tensors its shards;
+        otherwise all tensors. The keys of
         the optimizer's state are parameter names, and averaged weights have the names of the
         model's weights.
         """
@@ -269,11 +280,13 @@ class TrainingState:
         if self.placement is not None and not self._has_last_stage:
             buffers["loss"] = {}
         return {
-            "model": self._owned(self._module.state_dict()),
-            "optimizer": self._owned({order[i]: state for i, state in packed["state"].items()}),
+            "model": split_shards(self._owned(self._module.state_dict())),
+            "optimizer": split_shards(
+                self._owned({order[i]: state for i, state in packed["state"].items()})
+            ),
             "parameter_groups": groups,
             "scheduler": self._optimization.scheduler_state(),
-            "ema": self._owned(average.module.state_dict()) if average else None,
+            "ema": split_shards(self._owned(average.module.state_dict())) if average else None,
             "ema_updates": average.n_averaged if average else None,
             "buffers": buffers,
             "module_settings": self._settings.state_dict(),
@@ -374,9 +387,15 @@ class TrainingState:
     def _load_tensors(self, state: Mapping[str, Any]) -> None:
         """Load the tensors that this rank holds from whole states."""
         average = state["average"] and self._held(state["average"], AVERAGED)
+        if average is not None and self._optimization.average is not None:
+            average = shard_state(average, self._optimization.average.state_dict())
+        optimizer = shard_optimizer_state(state["optimizer"], self._optimization.parameters)
         with self._optimization.loading():
-            self._module.load_state_dict(self._held(state["model"], ""))
-            self._optimization.load_state_dict({**state, "average": average})
+            model = shard_state(self._held(state["model"], ""), self._module.state_dict())
+            self._module.load_state_dict(model)
+            self._optimization.load_state_dict(
+                {**state, "optimizer": optimizer, "average": average}
+            )
         self._load_buffers(state.get("buffers", {}))  # older states have none
 
     def _unsaved_buffers(self) -> dict[str, dict[str, torch.Tensor]]:

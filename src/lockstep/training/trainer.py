@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lockstep.audit.audit_config import AuditConfig, read_audit
@@ -30,9 +31,11 @@ from lockstep.comm.clock_offset import clock_offset
 from lockstep.comm.collectives import broadcast_bytes
 from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Batches, GatherFn
+from lockstep.data_parallel.sharded_norm import compute_sharded_squares
 from lockstep.elastic.membership import Membership, exchange, membership, run_transaction
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.loss_weights import WeightFunction
+from lockstep.kernel.norm import compute_squares
 from lockstep.kernel.step import OptimizerStep
 from lockstep.kernel.step_hooks import StepHook, StepResult
 from lockstep.launcher.world import world
@@ -131,8 +134,9 @@ class Trainer:
             as the discriminator in the generator's step, or a teacher. Their buffers are kept equal
             on all ranks, and checkpoints contain their parameters and buffers.
         pipeline: How the model is split into blocks and stages. None: no stages.
-        storage: Where parameters and optimizer state are kept: "replicated", a copy per rank, or
-            "shared", a copy per host in shared memory. See the guide on shared storage.
+        storage: Where parameters and optimizer state are kept: "replicated", a copy per rank,
+            "shared", a copy per host in shared memory, or "sharded", divided over all ranks. See
+            the guides on shared and sharded storage.
         callbacks: Functions that are called with the `StepResult` of every step, or objects with
             the methods `on_step(result)` or `on_epoch(result)`. Called on every rank.
         loggers: Where rank 0 records the run: a folder, a logger such as
@@ -224,9 +228,10 @@ class Trainer:
             self._position,
             self._hyperparameters,
         )
-        has_stages = self.parallel.stages > 1
+        has_stages, has_shards = self.parallel.stages > 1, self.parallel.is_interleaved
+        has_parts = has_stages or has_shards
         self.parallel.is_recorded = self._is_in_session
-        self._end = RunEnd(self._state, self.history, has_stages, member)
+        self._end = RunEnd(self._state, self.history, has_parts, member)
         self._record = RunRecord(loggers if is_rank0 else (), checkpoint, self._open_record)
         checkpoints = None
         if checkpoint is not None:
@@ -236,12 +241,16 @@ class Trainer:
             self._state, self.history, settings, self.parallel, self._record, checkpoints, member
         )
         is_recorded = is_rank0 and self._record.may_record
-        if has_stages:  # all ranks must take part in computing a digest
+        if has_parts:  # all ranks must take part in computing a digest
             here = b"1" if is_recorded else b""
             is_recorded = broadcast_bytes(here, "opening a record", self.parallel.group) == b"1"
         self._end.begin(self._run, is_recorded)
         hooks = self._list_hooks(setup, checkpoints, member)
-        if session is None and (config := arguments.audit) is not None:
+        if has_shards and isinstance(audit, AuditConfig) and is_rank0:
+            log('steps with storage="sharded" are not audited: audit= has no effect')
+        # Every rank would have to repeat a micro-batch of a sharded model.
+        config = None if has_shards else arguments.audit
+        if session is None and config is not None:
             record, executor = self._record_finding, setup.executor
             hooks.append(CallAuditHook(config, self.parallel, executor, record))
             if isinstance(executor, WholeModelExecutor):
@@ -266,7 +275,7 @@ class Trainer:
             [*hooks, CollectiveCallCheck(self._executor.position)],
             max_grad_norm,
             is_repeatable=self._optimization.sharded is not None or member is not None,
-            measure=native_module.find_compute_norms(),
+            squares=self._choose_squares(),
         )
         self._steps = StepOperation(
             optimizer_step,
@@ -299,6 +308,14 @@ class Trainer:
                 self.history.keep_backlog()
         if session is None and self._run.is_resuming:
             self.resume()
+
+    def _choose_squares(self) -> Callable[..., list[float]]:
+        """Return the function of the squares in the norm of gradients."""
+        if not self.parallel.is_interleaved:
+            return partial(compute_squares, measure=native_module.find_compute_norms())
+        assert dist.group.WORLD is not None
+        group = self.parallel.group or dist.group.WORLD
+        return lambda gradients, *_: compute_sharded_squares(gradients, group)
 
     def _list_hooks(
         self, setup: ModelSetup, checkpoints: RunCheckpoints | None, member: Membership | None

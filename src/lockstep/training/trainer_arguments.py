@@ -30,7 +30,7 @@ from lockstep.training.unsupported_modules import reject_unsupported_modules
 __all__ = ["Model", "Storage", "TrainerArguments"]
 
 Model = nn.Module | Sequence[BlockLike]
-Storage = Literal["replicated", "shared"]
+Storage = Literal["replicated", "shared", "sharded"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,11 @@ class TrainerArguments:
     def is_shared(self) -> bool:
         """Whether the ranks of a host share one copy of the parameters."""
         return self.storage == "shared"
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the parameters are divided over the ranks."""
+        return self.storage == "sharded"
 
     def compare(self, model: Model) -> dict[str, str]:
         """Compare the arguments, and the settings of the processes, on all ranks.
@@ -110,11 +115,18 @@ class TrainerArguments:
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise UsageError(f"max_grad_norm={self.max_grad_norm}: expected a positive number")
         if self.storage not in get_args(Storage):
-            raise UsageError(f'storage must be "replicated" or "shared", not {self.storage!r}')
-        if self.is_shared and self.pipeline.stages > 1:
+            raise UsageError(
+                f'storage must be "replicated", "shared" or "sharded", not {self.storage!r}'
+            )
+        if self.is_sharded and self.fingerprints is not None:
             raise LayoutError(
-                'storage="shared" needs the whole model on every rank: train without pipeline=, '
-                'or with storage="replicated"'
+                'storage="sharded" has no whole gradients to record fingerprints of: train without '
+                'fingerprints, or with storage="replicated"'
+            )
+        if self.storage != "replicated" and self.pipeline.stages > 1:
+            raise LayoutError(
+                f'storage="{self.storage}" needs the whole model on every rank: train without '
+                'pipeline=, or with storage="replicated"'
             )
 
     def in_session(self, session: TrainerHooks, model: Model) -> TrainerArguments:

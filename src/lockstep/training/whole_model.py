@@ -63,7 +63,9 @@ class WholeModelExecutor:
             self._checkpointing = ActivationCheckpointing(modules, parallel.device)
         self._loop: MicrobatchLoop | None = None
         self.parameters = list(module.parameters())
-        self.owned_parameters = self.parameters
+        # Another list means that this rank has parts of the model.
+        is_sharded = parallel.is_interleaved
+        self.owned_parameters = list(self.parameters) if is_sharded else self.parameters
         self.placement = None
 
     def parts(self) -> list[tuple[CollectedGradients, Buffers]]:
@@ -175,4 +177,9 @@ class WholeModelExecutor:
     ) -> Any:
         """Evaluate the model, or a copy of it with other weights."""
         called = self._called if model is None else model
-        return evaluate(called, batches, self._parallel, task, self._seed, self._blocks)
+        try:
+            return evaluate(called, batches, self._parallel, task, self._seed, self._blocks)
+        finally:
+            if self._parallel.is_interleaved:  # torch keeps what it gathered until a backward
+                root: Any = getattr(called, "_orig_mod", called)
+                root.reshard()

@@ -1,0 +1,53 @@
+"""Shards of tensors in checkpoints: each rank writes its rows, and a reader joins those of all.
+
+written by rank 0 of 2    {"weight": {"shard-0-of-2": rows 0 to 4}}
+written by rank 1         {"weight": {"shard-1-of-2": rows 5 to 9}}
+read                      {"weight": rows 0 to 9}
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from lockstep.kernel.errors import FileError
+from lockstep.sharded_tensors import is_sharded, local_part
+
+__all__ = ["join_shards", "split_shards"]
+
+NAME = re.compile(r"shard-(\d+)-of-(\d+)")
+
+
+def split_shards(value: Any) -> Any:
+    """Return a value in which this rank's parts of sharded tensors take the place of the tensors.
+
+    A sharded tensor becomes a dict with one entry, whose name has the rank and the number of ranks.
+    """
+    if isinstance(value, torch.Tensor) and is_sharded(value):
+        sharded: Any = value
+        rank, ranks = sharded.device_mesh.get_local_rank(), sharded.device_mesh.size()
+        rows = local_part(value).detach()
+        return rows if ranks == 1 else {f"shard-{rank}-of-{ranks}": rows}
+    if isinstance(value, dict):
+        return {name: split_shards(member) for name, member in value.items()}
+    return value
+
+
+def join_shards(value: Any) -> Any:
+    """Return a value in which the shards of all ranks are joined to tensors.
+
+    Raises:
+        FileError: A shard is missing.
+    """
+    if not isinstance(value, dict):
+        return value
+    matches = [NAME.fullmatch(name) for name in value if isinstance(name, str)]
+    if not value or len(matches) < len(value) or None in matches:
+        return {name: join_shards(member) for name, member in value.items()}
+    ranks = int(str(next(iter(value))).rpartition("-")[2])
+    names = [f"shard-{rank}-of-{ranks}" for rank in range(ranks)]
+    if missing := [name for name in names if name not in value]:
+        raise FileError(f"its content is invalid: {missing[0]} of a tensor is missing")
+    return torch.cat([value[name] for name in names])

@@ -1,0 +1,129 @@
+"""Sharded storage: torch's `fully_shard` divides parameters, gradients and optimizer state.
+
+    the model              a unit per block, and one for the rest
+    a unit's parameters    cut by rows over all ranks; gathered for forward and backward
+    the average            cut in the same way
+
+A block is left to the rest if it has no parameters, or shares one with another part of the model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.data_parallel.sharded_norm import find_spans
+from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.sharded_tensors import is_sharded, local_part
+
+__all__ = [
+    "require_shardable_model",
+    "shard_model",
+    "shard_optimizer_state",
+    "shard_state",
+]
+
+
+def require_shardable_model(module: nn.Module) -> None:
+    """Raise UsageError if `fully_shard` cannot divide the parameters of a model."""
+    for name, parameter in module.named_parameters():
+        if not parameter.dim():
+            raise UsageError(
+                f'storage="sharded" cannot divide the parameter {name}, which has no dimension: '
+                "let it be a vector of one element"
+            )
+        if not parameter.is_contiguous():
+            raise UsageError(
+                f'storage="sharded" cannot divide the parameter {name} with strides '
+                f"{parameter.stride()}: leave out memory_format, or call .contiguous() on it"
+            )
+
+
+def shard_model(module: nn.Module, blocks: Sequence[str], device: torch.device) -> None:
+    """Call `fully_shard` with the blocks of a model, and with the model.
+
+    Args:
+        module: The model, with its parameters in memory.
+        blocks: The names of its blocks.
+        device: The device of the parameters.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise LayoutError(f'storage="sharded" needs torch 2.13, and this is {torch.__version__}')
+    assert dist.group.WORLD is not None
+    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+    for part in _list_units(module, blocks):
+        fully_shard(part, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+
+
+def _list_units(module: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
+    """Return the blocks that are sharded by themselves."""
+    parts = dict.fromkeys(module.get_submodule(name) for name in blocks)
+    uses = Counter(_list_uses(module))
+    return [
+        part
+        for part in parts
+        if (own := Counter(_list_uses(part)))
+        and part is not module
+        and all(uses[parameter] == count for parameter, count in own.items())
+    ]
+
+
+def _list_uses(module: nn.Module) -> list[int]:
+    """Return the identities of a module's parameters, each as often as a name refers to it."""
+    return [id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)]
+
+
+def _shard_like(whole: torch.Tensor, sharded: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that is divided as another one, without messages.
+
+    Args:
+        whole: The whole tensor, the same on every rank.
+        sharded: A sharded tensor of the same shape; another tensor: `whole` is returned.
+    """
+    if not is_sharded(sharded) or whole.shape != sharded.shape:
+        return whole
+    like: Any = sharded
+    start, stop = find_spans(sharded.shape, like.device_mesh.size())[like.device_mesh.get_rank()]
+    divided = torch.empty_like(sharded, dtype=whole.dtype)
+    with torch.no_grad():
+        local_part(divided).view(-1).copy_(whole.contiguous().view(-1)[start:stop])
+    return divided
+
+
+def shard_state(whole: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a whole state dict in which tensors are divided as those here."""
+    if not any(isinstance(value, torch.Tensor) and is_sharded(value) for value in here.values()):
+        return whole
+    return {
+        name: _shard_like(value, here[name])
+        if isinstance(value, torch.Tensor) and isinstance(here.get(name), torch.Tensor)
+        else value
+        for name, value in whole.items()
+    }
+
+
+def shard_optimizer_state(
+    whole: Mapping[str, Any], parameters: Sequence[torch.Tensor]
+) -> Mapping[str, Any]:
+    """Return an optimizer's whole state dict in which tensors are divided as its parameters."""
+    if not any(map(is_sharded, parameters)):
+        return whole
+    numbers = [number for group in whole["param_groups"] for number in group["params"]]
+    like = dict(zip(numbers, parameters, strict=False))
+    state = {
+        number: {
+            key: _shard_like(value, like[number]) if isinstance(value, torch.Tensor) else value
+            for key, value in entries.items()
+        }
+        for number, entries in whole["state"].items()
+    }
+    return {**whole, "state": state}
