@@ -26,6 +26,7 @@ class Layout:
     recompute: bool = False
     loop: bool = False
     """The user's own loop instead of `trainer.step(batch)`."""
+    sharded: bool = False
 
     def __str__(self) -> str:
         """Describe the layout."""
@@ -42,7 +43,7 @@ class Layout:
     def options(self) -> dict[str, Any]:
         """Return the trainer's options."""
         return {
-            "storage": "shared" if self.shared else "replicated",
+            "storage": "shared" if self.shared else "sharded" if self.sharded else "replicated",
             "activation_checkpointing": self.recompute,
         }
 
@@ -73,7 +74,11 @@ def draw_layout(draw: Draw, blocks: int, microbatches: int, must_loop: bool) -> 
     loop = must_loop or draw.chance(0.2)
     if draw.chance(0.01):
         return Layout(world, backend, 2, loop=loop, recompute=recompute)
-    return Layout(world, backend, shared=shared, recompute=recompute, loop=loop)
+    ahead = Draw()  # so that cases stay what they were before models could be sharded
+    ahead.setstate(draw.getstate())
+    fits = world != 3 and microbatches % world == 0
+    sharded = not shared and ahead.chance(0.4 if fits else 0.02)
+    return Layout(world, backend, shared=shared, recompute=recompute, loop=loop, sharded=sharded)
 
 
 def _staged(
@@ -101,6 +106,6 @@ def widths(layouts: Sequence[Layout]) -> str:
     for each in layouts:
         name = f"{each.world} {each.backend}" if each.world > 1 else "1"
         name += f" in {each.stages} stages ({each.schedule})" if each.stages > 1 else ""
-        name += " shared" * each.shared
+        name += " shared" * each.shared + " sharded" * each.sharded
         found.append(name)
     return ", then ".join(found)

@@ -10,6 +10,25 @@ from grammar import Case
 from grammar.drawing import described
 from grammar.layouts import Layout
 
+OF_SHARDS = (
+    "cannot train a sharded model with",
+    "cannot share them evenly",
+    "cannot divide the parameter",
+    "cannot divide parameters of several dtypes",
+    "gets sparse gradients",
+    "does not treat each element by itself",
+    "reads other elements",
+    "is cut after",
+    "torch cannot step the shards of parameters by",
+    "has a hook, which a sharded model does not call",
+    "was called several times in a micro-batch",
+    "cannot be evaluated by",
+    "which a sharded model forgets",
+    "the hook average_over_parameters of",
+    "are different tensors over the same memory",
+)
+"""What a sharded model may be refused for; the width and the cuts decide about most of it."""
+
 
 def refusals(case: Case, layout: Layout) -> list[str]:
     """Return parts of the sentences with which a layout of this case must be refused, if any."""
@@ -25,6 +44,8 @@ def possible_refusals(case: Case, layout: Layout) -> list[str]:
     """
     grows = "maximize=True" in str(case) or "reduction='sum'" in str(case)
     overflow = ["the norm of the gradient is"] if grows else []
+    if layout.sharded:
+        return [*overflow, *OF_SHARDS]
     has_alias = "'view')" in str(case.model) or "'detached')" in str(case.model)
     if has_alias and (layout.stages > 1 or layout.recompute):
         return [

@@ -203,6 +203,7 @@ class Normalized(torch.optim.Optimizer):
         (partial(torch.optim.AdamW, fused=True), (128, 2), torch.float32, None),
         (partial(torch.optim.AdamW, fused=True), (96, 3), torch.float32, "cut after 144 elements"),
         (torch.optim.SGD, (96, 3), torch.bfloat16, "cut after 144 elements"),
+        (partial(torch.optim.SGD, fused=True), (128, 2), torch.float32, "leave fused out"),
         (torch.optim.Adafactor, (128, 2), torch.float32, "does not treat each element by itself"),
         (Normalized, (128, 2), torch.float32, "reads other elements"),
     ],
@@ -301,6 +302,12 @@ def train_without_weights():
     trainer.step((torch.ones(2, 6), torch.tensor([0, 1])))
 
 
+def make_hook():
+    model = nn.Linear(6, 10)
+    model.weight.register_hook(lambda gradient: gradient * 2)
+    ls.Trainer(model, nn.CrossEntropyLoss(), SGD, storage="sharded")
+
+
 def make_scalar():
     model = nn.Linear(6, 10)
     model.scale = nn.Parameter(torch.ones(()))
@@ -322,7 +329,7 @@ def shard_root(model):
 
 def refusals():
     actions = [train_twice, train_clipped_by_torch, wrap_a_part, train_writing]
-    actions += [train_without_weights, make_scalar]
+    actions += [train_without_weights, make_scalar, make_hook]
     if dist.get_world_size() > 1:
         actions.append(train_other_modules)  # the last one: torch's module is left in its backward
     return {action.__name__: refused(action) for action in actions}
@@ -337,6 +344,7 @@ def test_what_cannot_be_exact_is_refused_on_every_rank(ranks, n):
         assert "the parameter head.weight was written" in found["train_writing"]
         assert "2 micro-batches, 1 of them with a weight of 0" in found["train_without_weights"]
         assert "the parameter scale, which has no dimension" in found["make_scalar"]
+        assert "the parameter weight has a hook" in found["make_hook"]
         if n > 1:
             assert "make the same calls on every rank" in found["train_other_modules"]
 
@@ -405,6 +413,20 @@ def replicated(ranks):
     return found
 
 
+class Augmented(torch.utils.data.Dataset):
+    """Samples that draw random numbers, loaded one by one."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        inputs, target = self.data[index]
+        return inputs + 0.1 * torch.randn(inputs.shape), target
+
+
 def train_until(folder, storage, stop=None, resume=None):
     """Train two epochs, or save a checkpoint after `stop` steps; return the digests."""
     model, data, loss = prepared("pictures")
@@ -414,7 +436,7 @@ def train_until(folder, storage, stop=None, resume=None):
         if resume is not None:
             trainer.resume(resume)
         for _ in range(2):
-            for batch in trainer.batches(data, BATCH):
+            for batch in trainer.batches(Augmented(data), BATCH):
                 trainer.step(batch)
                 if trainer.steps == stop:
                     trainer.save_checkpoint(folder / "saved")

@@ -205,7 +205,7 @@ class MapSource(Dataset[Item]):
     def _microbatches(
         self, pieces: Sequence[tuple[MicrobatchKey, range]], loaded: dict[int, Any]
     ) -> list[Any] | LoadFailure:
-        """Load and collate consecutive micro-batches.
+        """Load and collate micro-batches.
 
         Seeds are computed before, and micro-batches are collated after all samples are loaded: in
         between, the code that does this would have to be read into the processor's cache again.
@@ -213,8 +213,8 @@ class MapSource(Dataset[Item]):
         if not pieces:
             return []
         name = type(self.dataset).__name__
-        positions = range(pieces[0][1].start, pieces[-1][1].stop)
-        indices = self.epoch.indices[positions.start : positions.stop].tolist()
+        positions = [position for _, piece in pieces for position in piece]
+        indices = self.epoch.indices[positions].tolist()
         samples = []
         for position, index, seed in zip(
             positions, indices, self._seeds(positions, indices), strict=True

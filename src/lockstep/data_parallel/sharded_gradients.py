@@ -26,7 +26,7 @@ from lockstep.kernel.errors import UsageError
 from lockstep.kernel.tree import Node, TreeAccumulator
 from lockstep.sharded_tensors import is_sharded, local_part
 
-__all__ = ["ShardedGradients", "find_group", "is_fully_sharded"]
+__all__ = ["ShardedGradients", "find_group", "is_fully_sharded", "require_no_hooks"]
 
 SAMPLED = 64
 """The number of elements of each gradient that are compared to find changes of all of them."""
@@ -70,6 +70,17 @@ def find_group(module: nn.Module) -> dist.ProcessGroup:
     return group
 
 
+def require_no_hooks(module: nn.Module) -> None:
+    """Raise UsageError for a hook on a parameter, which torch drops or calls for each turn."""
+    for name, parameter in module.named_parameters():
+        hooks: Any = parameter._backward_hooks
+        if hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UsageError(
+                f"the parameter {name} has a hook, which a sharded model does not call with whole "
+                "gradients: leave it out, or do not shard the model"
+            )
+
+
 class ShardedGradients:
     """Adds the gradients of one step over its micro-batches and over the ranks.
 
@@ -102,6 +113,7 @@ class ShardedGradients:
                 f"the parameter {name} gets sparse gradients, which torch does not shard: let its "
                 "module have sparse=False"
             )
+        require_no_hooks(module)
         self._parameters, self._module = list(parameters), module
         self._is_open, self.failure = False, ""
         self._ranks = dist.get_world_size(find_group(module))

@@ -132,7 +132,7 @@ def set_up_model(
         of_optimizer,
         "give every rank the same optimizer, groups and scheduler",
     )
-    shards = parallel.replicas if arguments.is_sharded else 1
+    shards = parallel.replicas if arguments.is_sharded else 0
     optimization.require_split(parallel.stages, arguments.is_shared, shards)
     foreign = modules.keys() - {"model", "loss"}
     hyperparameters = HyperparameterCheck(

@@ -110,16 +110,16 @@ class Optimization:
             )
         return self.schedules[0]
 
-    def require_split(self, stages: int, is_shared: bool, shards: int = 1) -> None:
+    def require_split(self, stages: int, is_shared: bool, shards: int = 0) -> None:
         """Raise LayoutError if the optimizers cannot step a part of the model on each rank.
 
         Args:
             stages: The number of stages.
             is_shared: Whether parameters are shared by the ranks.
-            shards: The number of ranks over which each parameter is divided.
+            shards: The number of ranks over which each parameter is divided; 0: it is not.
         """
-        self.is_split = stages > 1 or is_shared or shards > 1
-        for optimizer in self.optimizers if shards > 1 else ():
+        self.is_split = stages > 1 or is_shared or shards > 0
+        for optimizer in self.optimizers if shards else ():
             require_shardable(optimizer, self._names, shards)
         if is_shared and len(self.optimizers) > 1:
             raise LayoutError(

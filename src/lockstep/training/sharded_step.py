@@ -1,4 +1,4 @@
-"""Optimizers that step shards of parameters, with the bits of a step on whole parameters.
+"""Steps on shards of parameters, with the bits of a step on whole parameters.
 
 the whole parameter    vector instructions, 64 elements | 64 elements | the rest one by one
 the shards             cut after a multiple of 64: the same instructions for every element
@@ -7,16 +7,21 @@ the shards             cut after a multiple of 64: the same instructions for eve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lockstep.data_parallel.sharded_norm import find_spans
+from lockstep.comm import native_module
+from lockstep.data_parallel.sharded_norm import compute_sharded_squares, find_spans
 from lockstep.kernel.errors import LayoutError
+from lockstep.kernel.norm import compute_squares
+from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.optimizer_probe import require_separate
 
-__all__ = ["require_shardable"]
+__all__ = ["choose_squares", "require_shardable"]
 
 ELEMENTWISE = frozenset(
     {
@@ -45,6 +50,15 @@ Not if they are fused, and not in bfloat16, which vector instructions round less
 """
 
 
+def choose_squares(parallel: ParallelContext) -> Callable[..., list[float]]:
+    """Return the function of the squares in the norm of gradients, which may be sharded."""
+    if not parallel.is_interleaved:
+        return partial(compute_squares, measure=native_module.find_compute_norms())
+    group = parallel.group or dist.group.WORLD
+    assert group is not None
+    return lambda gradients, *_: compute_sharded_squares(gradients, group)
+
+
 def require_shardable(optimizer: Optimizer, names: Mapping[torch.Tensor, str], ranks: int) -> None:
     """Raise LayoutError if an optimizer's step on shards may give other bits than a whole step.
 
@@ -61,7 +75,13 @@ def require_shardable(optimizer: Optimizer, names: Mapping[torch.Tensor, str], r
             "of parameters exactly: use an optimizer like AdamW or SGD, or do not shard the model"
         )
     for group in optimizer.param_groups:
-        is_exact = is_torchs and not group.get("fused")
+        is_fused = bool(group.get("fused"))
+        if is_fused and kind not in (torch.optim.Adam, torch.optim.AdamW):
+            raise LayoutError(
+                f"torch cannot step the shards of parameters by {kind.__name__} with fused=True: "
+                "leave fused out"
+            )
+        is_exact = is_torchs and not is_fused
         for parameter in group["params"]:
             if is_exact and parameter.dtype in EXACT:
                 continue

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.data_parallel.sharded_gradients import require_no_hooks
 from lockstep.data_parallel.sharded_norm import find_spans
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.sharded_tensors import is_sharded, local_part
@@ -31,6 +32,7 @@ __all__ = [
 
 def require_shardable_model(module: nn.Module) -> None:
     """Raise UsageError if `fully_shard` cannot divide the parameters of a model."""
+    require_no_hooks(module)
     for name, parameter in module.named_parameters():
         if not parameter.dim():
             raise UsageError(
@@ -41,6 +43,20 @@ def require_shardable_model(module: nn.Module) -> None:
             raise UsageError(
                 f'storage="sharded" cannot divide the parameter {name} with strides '
                 f"{parameter.stride()}: leave out memory_format, or call .contiguous() on it"
+            )
+
+
+def _require_one_dtype(parts: Sequence[nn.Module], module: nn.Module) -> None:
+    """Raise UsageError if parameters that are exchanged together have different dtypes."""
+    own = {id(parameter) for part in parts for parameter in part.parameters()}
+    rest = [parameter for parameter in module.parameters() if id(parameter) not in own]
+    for parameters in [*(list(part.parameters()) for part in parts), rest]:
+        dtypes = {str(parameter.dtype) for parameter in parameters if parameter.requires_grad}
+        if len(dtypes) > 1:
+            raise UsageError(
+                'storage="sharded" cannot divide parameters of several dtypes '
+                f"({', '.join(sorted(dtypes))}) in one block: convert them to one dtype, or let "
+                "them be in different blocks"
             )
 
 
@@ -59,7 +75,9 @@ def shard_model(module: nn.Module, blocks: Sequence[str], device: torch.device) 
         raise LayoutError(f'storage="sharded" needs torch 2.13, and this is {torch.__version__}')
     assert dist.group.WORLD is not None
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
-    for part in _list_units(module, blocks):
+    units = _list_units(module, blocks)
+    _require_one_dtype(units, module)
+    for part in units:
         fully_shard(part, mesh=mesh)
     fully_shard(module, mesh=mesh)
 

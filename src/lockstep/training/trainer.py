@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lockstep.audit.audit_config import AuditConfig, read_audit
@@ -26,16 +25,13 @@ from lockstep.audit.call_audit_hook import CallAuditHook
 from lockstep.audit.replica_check import ReplicaCheck
 from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.checkpoint.stop_request import stopping
-from lockstep.comm import native_module
 from lockstep.comm.clock_offset import clock_offset
 from lockstep.comm.collectives import broadcast_bytes
 from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Batches, GatherFn
-from lockstep.data_parallel.sharded_norm import compute_sharded_squares
 from lockstep.elastic.membership import Membership, exchange, membership, run_transaction
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.loss_weights import WeightFunction
-from lockstep.kernel.norm import compute_squares
 from lockstep.kernel.step import OptimizerStep
 from lockstep.kernel.step_hooks import StepHook, StepResult
 from lockstep.launcher.world import world
@@ -67,6 +63,7 @@ from lockstep.training.run_end import RunEnd
 from lockstep.training.run_hooks import CheckpointRequests, JoinRequests, ManualStepLog
 from lockstep.training.run_record import LoggerLike, RunRecord
 from lockstep.training.sharded_optimizer import SharedStateCheck
+from lockstep.training.sharded_step import choose_squares
 from lockstep.training.state import Position, TrainingState
 from lockstep.training.step_environment import CollectiveCallCheck, KernelSettings
 from lockstep.training.step_operation import StepOperation
@@ -275,7 +272,7 @@ class Trainer:
             [*hooks, CollectiveCallCheck(self._executor.position)],
             max_grad_norm,
             is_repeatable=self._optimization.sharded is not None or member is not None,
-            squares=self._choose_squares(),
+            squares=choose_squares(self.parallel),
         )
         self._steps = StepOperation(
             optimizer_step,
@@ -308,14 +305,6 @@ class Trainer:
                 self.history.keep_backlog()
         if session is None and self._run.is_resuming:
             self.resume()
-
-    def _choose_squares(self) -> Callable[..., list[float]]:
-        """Return the function of the squares in the norm of gradients."""
-        if not self.parallel.is_interleaved:
-            return partial(compute_squares, measure=native_module.find_compute_norms())
-        assert dist.group.WORLD is not None
-        group = self.parallel.group or dist.group.WORLD
-        return lambda gradients, *_: compute_sharded_squares(gradients, group)
 
     def _list_hooks(
         self, setup: ModelSetup, checkpoints: RunCheckpoints | None, member: Membership | None
