@@ -45,7 +45,9 @@ def possible_refusals(case: Case, layout: Layout) -> list[str]:
     grows = "maximize=True" in str(case) or "reduction='sum'" in str(case)
     overflow = ["the norm of the gradient is"] if grows else []
     if layout.sharded:
-        return [*overflow, *OF_SHARDS]
+        # torch reduces the gradients of other blocks first where a block gets none.
+        order = ["make the same calls on every rank"] * ("Sometimes" in str(case.model))
+        return [*overflow, *order, *OF_SHARDS]
     has_alias = "'view')" in str(case.model) or "'detached')" in str(case.model)
     if has_alias and (layout.stages > 1 or layout.recompute):
         return [

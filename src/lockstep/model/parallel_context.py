@@ -67,6 +67,11 @@ class ParallelContext:
         self._spare: Microbatch | None = None  # see `take_turns`
         self.share = ReplicaShare(self.microbatches, self.hosts, self.replica, self.is_interleaved)
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether ranks have different parts of the model."""
+        return self.stages > 1 or self.is_interleaved
+
     def enter(self, rank: int, hosts: Hosts) -> None:
         """Apply the layout of another round; only possible without stages.
 

@@ -199,7 +199,8 @@ class Trainer:
             storage=storage,
             checkpoint=checkpoint,
             fingerprints=read_selection(fingerprints),
-            audit=read_audit(audit),
+            # Every rank would have to repeat a micro-batch of a sharded model.
+            audit=None if storage == "sharded" else read_audit(audit),
         )
         settings = arguments.compare(model)
         arguments.check()
@@ -225,10 +226,9 @@ class Trainer:
             self._position,
             self._hyperparameters,
         )
-        has_stages, has_shards = self.parallel.stages > 1, self.parallel.is_interleaved
-        has_parts = has_stages or has_shards
+        has_stages = self.parallel.stages > 1
         self.parallel.is_recorded = self._is_in_session
-        self._end = RunEnd(self._state, self.history, has_parts, member)
+        self._end = RunEnd(self._state, self.history, self.parallel.has_parts, member)
         self._record = RunRecord(loggers if is_rank0 else (), checkpoint, self._open_record)
         checkpoints = None
         if checkpoint is not None:
@@ -238,16 +238,14 @@ class Trainer:
             self._state, self.history, settings, self.parallel, self._record, checkpoints, member
         )
         is_recorded = is_rank0 and self._record.may_record
-        if has_parts:  # all ranks must take part in computing a digest
+        if self.parallel.has_parts:  # all ranks must take part in computing a digest
             here = b"1" if is_recorded else b""
             is_recorded = broadcast_bytes(here, "opening a record", self.parallel.group) == b"1"
         self._end.begin(self._run, is_recorded)
         hooks = self._list_hooks(setup, checkpoints, member)
-        if has_shards and isinstance(audit, AuditConfig) and is_rank0:
+        if self.parallel.is_interleaved and isinstance(audit, AuditConfig) and is_rank0:
             log('steps with storage="sharded" are not audited: audit= has no effect')
-        # Every rank would have to repeat a micro-batch of a sharded model.
-        config = None if has_shards else arguments.audit
-        if session is None and config is not None:
+        if session is None and (config := arguments.audit) is not None:
             record, executor = self._record_finding, setup.executor
             hooks.append(CallAuditHook(config, self.parallel, executor, record))
             if isinstance(executor, WholeModelExecutor):
