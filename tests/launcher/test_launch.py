@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import resource
 import signal
 import sys
@@ -169,6 +170,13 @@ def test_ranks_that_a_member_of_an_elastic_run_launches_are_no_members(monkeypat
     assert ls.launch(lambda: [name for name in OF_ELASTIC if name in os.environ]) == [[]]
 
 
+class Scripted:
+    """Refuses to be pickled as torch's ScriptFunction does, by the base class of the errors."""
+
+    def __reduce__(self):
+        raise pickle.PickleError("as a ScriptFunction says")
+
+
 def test_functions_and_values_that_cannot_be_pickled():
     lock = threading.Lock()
     with pytest.raises(
@@ -177,6 +185,8 @@ def test_functions_and_values_that_cannot_be_pickled():
         ls.launch(lambda: lock.locked())
     with pytest.raises(RankError, match=r"rank 0 raised TypeError: cannot pickle '_thread.lock'"):
         ls.launch(threading.Lock)
+    with pytest.raises(UsageError, match=r"cannot send the function .* as a ScriptFunction says"):
+        ls.launch(print, (Scripted(),))
 
 
 @pytest.mark.parametrize("arguments", [{"nprocs": 0}, {"timeout": 0}, {"start_method": "magic"}])

@@ -381,7 +381,7 @@ def _pickle(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
 
     try:
         pickled = dumps((fn, tuple(args)))
-    except (pickle.PicklingError, TypeError) as error:
+    except (pickle.PickleError, TypeError) as error:  # torch raises the base class, too
         raise UsageError(
             f"launch({_name(fn)}, ...) cannot send the function or its arguments to the ranks: "
             f"{error}"

@@ -54,7 +54,7 @@ class Calls:
         call = function, tuple(args), dict(options or {})
         try:
             payload = serialize(call)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
+        except (pickle.PickleError, TypeError, AttributeError) as error:
             raise UsageError(
                 f"{what} cannot be sent to rank {ranks[0]}: {_find_culprit(call)} cannot be "
                 f"pickled: {error}"
