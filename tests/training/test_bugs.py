@@ -586,7 +586,6 @@ def test_autocast_ends_with_the_step_even_if_the_iteration_is_kept():
     [
         ({"loss": nn.Linear(2, 1)}, "has parameters, which would not be trained"),
         ({"max_grad_norm": -1.0}, "expected a positive number"),
-        ({"loss": None, "metrics": {"accuracy": ls.accuracy}}, r"metrics=\['accuracy'\]: metrics"),
         ({"ema_decay": 2.0}, r"ema_decay=2.0: expected a decay in \[0, 1\)"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS computes the loss several times"),
     ],
