@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 
 import pytest
 import torch
@@ -92,6 +94,10 @@ def test_a_single_file(tmp_path):
         assert equal(model, saved)
 
 
+def fill_disk(file, tensors):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def load_shards(folder):
     """Load into a sharded model without memory; return its state and the most bytes held."""
     from torch.distributed.device_mesh import init_device_mesh
@@ -112,6 +118,12 @@ def load_shards(folder):
     saving.ignore(state.values())
     with saving:
         save_from_rank0(index, state, None)
+    broken = folder / "broken.safetensors.index.json"
+    broken.write_text("of older weights")
+    weight_parts.write_tensors = fill_disk
+    with pytest.raises(FileError, match=r"broken.safetensors.index.json: .*No space left"):
+        save_from_rank0(broken, state, None)
+    assert not broken.exists()
     whole = {name: weight_parts.gather(tensor).detach() for name, tensor in state.items()}
     return whole, model.scale.tolist(), loading.peak, saving.peak
 
