@@ -19,7 +19,7 @@ TRAINING = TrainingMemory(
     unused=40,
     process=30,
     shared=12,
-    microbatches=8,
+    leaves=8,
     blocks=(100, 300, 200, 400),
     outputs=(7, 8, 9, 10),
 )
@@ -87,24 +87,24 @@ def test_what_cannot_be_used_is_refused():
     refused = plan(ranks=16)
     reason = "16 replicas cannot share 8 micro-batches"
     assert refused['"replicated"'].refusal == refused['"shared"'].refusal == reason
-    assert "2, balance=[3, 1])" in refused  # 8 replicas of 2 stages
-    assert not refused["2, balance=[3, 1])"].refusal
+    assert "2, balance=[2, 2])" in refused  # 8 replicas of 2 stages
+    assert not refused["2, balance=[2, 2])"].refusal
 
 
 def test_stages_hold_their_blocks_and_what_belongs_to_no_block():
-    made = plan(ranks=4, parameters=1100, gradients=1100)["2, balance=[3, 1])"]
-    assert made.parameters == 100 + 300 + 200 + 100
-    assert made.optimizer == round(1600 * 700 / 1100)
-    assert made.gradients == 700 * (3 + 1)  # 2 replicas
-    # Each of 2 replicas sends 4 outputs of block 2 and gets their gradients; stages add gradients.
-    assert made.local == 2 * 4 * 9 * 2 + 2 * 700 + 2 * 400
+    made = plan(ranks=4, parameters=1100, gradients=1100)["2, balance=[2, 2])"]
+    assert made.parameters == 200 + 400  # and 100 + 300 + 100 on the other rank
+    assert made.optimizer == round(1600 * 600 / 1100)
+    assert made.gradients == 600 * (3 + 1)  # 2 replicas
+    # Each of 2 replicas sends 4 outputs of block 1 and gets their gradients; stages add gradients.
+    assert made.local == 2 * 4 * 8 * 2 + 2 * 500 + 2 * 600
     assert made.network == 0
 
 
 def test_stages_across_hosts_send_activations():
-    made = plan(hosts=2, ranks=2)["2, balance=[3, 1])"]
+    made = plan(hosts=2, ranks=2)["2, balance=[2, 2])"]
     assert made.local == 0
-    assert made.network == 8 * 9  # one way each
+    assert made.network == 8 * 8  # one way each
 
 
 def test_a_model_without_blocks_has_no_stages():
@@ -116,7 +116,7 @@ def test_the_largest_stage_is_as_small_as_possible(blocks, data):
     stages = data.draw(st.integers(2, len(blocks)))
     total = sum(blocks)
     changes = {"parameters": total, "gradients": total, "blocks": tuple(blocks)}
-    changes |= {"outputs": (0,) * len(blocks), "microbatches": 1}
+    changes |= {"outputs": (0,) * len(blocks), "leaves": 1}
     plans = plan_storages(replace(TRAINING, **changes), 1, stages)
     made = next(made for made in plans if len(made.balance) == stages)
     assert len(made.balance) == stages

@@ -102,22 +102,8 @@ def command(
 
 def _plain(plan: StoragePlan, memory: int) -> dict[str, Any]:
     """Return the entry of a storage for `--json`."""
-    return {
-        "storage": plan.storage,
-        "stages": max(len(plan.balance), 1),
-        "argument": plan.argument,
-        "refusal": plan.refusal or None,
-        "parameters_bytes": plan.parameters,
-        "gradients_bytes": plan.gradients,
-        "optimizer_bytes": plan.optimizer,
-        "activations_bytes": plan.activations,
-        "process_bytes": plan.process,
-        "rank_bytes": plan.rank,
-        "host_bytes": plan.host,
-        "network_bytes": plan.network,
-        "local_bytes": plan.local,
-        "fits": plan.fits(memory),
-    }
+    computed = {name: getattr(plan, name) for name in ("argument", "rank", "host")}
+    return {**asdict(plan), **computed, "fits": plan.fits(memory)}
 
 
 def _print(plans: Sequence[StoragePlan], chosen: StoragePlan | None, memory: int) -> None:

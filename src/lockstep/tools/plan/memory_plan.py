@@ -12,8 +12,11 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate, islice
+from typing import Any
 
 from lockstep.comm.hosts.map import HostMap
 from lockstep.comm.hosts.reduction_plan import plan_reduction
@@ -36,7 +39,7 @@ class TrainingMemory:
         process: The interpreter, libraries, data and buffers: everything else.
         shared: The pages of the interpreter and libraries that a rank shares with the other ranks
             of its host, and with the fork server that started them.
-        microbatches: The number of micro-batches of a batch.
+        leaves: The number of micro-batches of a batch.
         blocks: The bytes of the parameters of each block; empty if the model has no blocks.
         outputs: The bytes of a micro-batch's output of each block.
         is_computed: Whether the values were computed without memory, so that `unused` is not
@@ -50,7 +53,7 @@ class TrainingMemory:
     unused: int
     process: int
     shared: int
-    microbatches: int
+    leaves: int
     blocks: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     is_computed: bool = False
@@ -117,9 +120,48 @@ def plan_storages(training: TrainingMemory, hosts: int, ranks: int) -> list[Stor
         hosts: The number of hosts.
         ranks: The number of ranks on all hosts together, a multiple of `hosts`.
     """
-    plans = [_plan_replicated(training, hosts, ranks), _plan_shared(training, hosts, ranks)]
-    counts = [n for n in range(2, min(len(training.blocks), ranks) + 1) if ranks % n == 0]
-    plans += [_plan_stages(training, hosts, ranks, stages) for stages in counts]
+    per_host = ranks // hosts
+    homes = [rank // per_host for rank in range(ranks)]
+    whole, leaves = (training.parameters, training.gradients, training.optimizer), training.leaves
+
+    def make(
+        storage: str, homes: Sequence[int], sizes: tuple[int, int, int], **rest: Any
+    ) -> StoragePlan:
+        """Return a plan of replicas on the given hosts."""
+        if not rest.get("refusal") and len(homes) > leaves:
+            rest["refusal"] = f"{len(homes)} replicas cannot share {leaves} micro-batches"
+        if rest.get("refusal"):
+            return StoragePlan(storage, rest.get("balance", ()), rest["refusal"])
+        lists, buckets = _count_lists(leaves, _group(homes))
+        # What the allocator cannot use lies between the tensors that outlive a micro-batch:
+        # parameters, and lists of gradients.
+        unused = training.unused * (1 + lists) // (1 + count_sums(range(leaves), leaves))
+        return StoragePlan(
+            storage=storage,
+            parameters=sizes[0],
+            gradients=sizes[1] * (lists + buckets),
+            optimizer=sizes[2],
+            activations=training.activations + unused,
+            process=training.process + training.shared // (per_host + 1),
+            ranks_per_host=per_host,
+            **rest,
+        )
+
+    local, network = _count_traffic(leaves, _group(homes), training.gradients)
+    plans = [make("replicated", homes, whole, local=local, network=network)]
+    local, _ = _count_traffic(leaves, _group(homes), training.gradients, scatter=True)
+    refusal = "all ranks must be on one host" if hosts > 1 else ""
+    parts = -(-whole[0] // ranks), whole[1], -(-whole[2] // ranks)
+    plans.append(make("shared", homes, parts, local=local, refusal=refusal))
+    for stages in range(2, min(len(training.blocks), ranks) + 1):
+        if ranks % stages == 0:
+            balance = _balance(training.blocks, stages)
+            sizes = _sum_stages(training, balance)
+            local, network = _count_stage_traffic(training, balance, sizes, homes)
+            share = max(sizes) / max(training.parameters, 1)
+            parts = max(sizes), round(whole[1] * share), round(whole[2] * share)
+            own = {"balance": balance, "local": local, "network": network}
+            plans.append(make("replicated", homes[::stages], parts, **own))
     return plans
 
 
@@ -143,94 +185,9 @@ def count_sums(span: range, leaves: int) -> int:
     return most
 
 
-def _plan_replicated(training: TrainingMemory, hosts: int, ranks: int) -> StoragePlan:
-    if refusal := _refuse(training, ranks):
-        return StoragePlan("replicated", refusal=refusal)
-    placed = _place(hosts, ranks)
-    lists = _count_lists(training.microbatches, placed)
-    local, network = _count_traffic(training.microbatches, placed, training.gradients)
-    return StoragePlan(
-        storage="replicated",
-        parameters=training.parameters,
-        gradients=training.gradients * sum(lists),
-        optimizer=training.optimizer,
-        activations=_scale_activations(training, lists[0]),
-        process=training.process + training.shared // (ranks // hosts + 1),
-        ranks_per_host=ranks // hosts,
-        local=local,
-        network=network,
-    )
-
-
-def _plan_shared(training: TrainingMemory, hosts: int, ranks: int) -> StoragePlan:
-    refusal = "all ranks must be on one host" if hosts > 1 else _refuse(training, ranks)
-    if refusal:
-        return StoragePlan("shared", refusal=refusal)
-    placed = _place(1, ranks)
-    lists = _count_lists(training.microbatches, placed)
-    local, _ = _count_traffic(training.microbatches, placed, training.gradients, scatter=True)
-    return StoragePlan(
-        storage="shared",
-        parameters=-(-training.parameters // ranks),
-        gradients=training.gradients * sum(lists),
-        optimizer=-(-training.optimizer // ranks),
-        activations=_scale_activations(training, lists[0]),
-        process=training.process + training.shared // (ranks + 1),
-        ranks_per_host=ranks,
-        local=local,
-    )
-
-
-def _plan_stages(training: TrainingMemory, hosts: int, ranks: int, stages: int) -> StoragePlan:
-    """Return the plan of stages of consecutive blocks whose largest has the fewest bytes."""
-    balance = _balance(training.blocks, stages)
-    replicas, per_host = ranks // stages, ranks // hosts
-    if refusal := _refuse(training, replicas):
-        return StoragePlan("replicated", balance, refusal)
-    ends = [sum(balance[: stage + 1]) for stage in range(stages)]
-    sizes = [sum(training.blocks[end - n : end]) for n, end in zip(balance, ends, strict=True)]
-    # Tensors outside of the blocks belong to stage 0.
-    sizes[0] += training.parameters - sum(training.blocks)
-    share = max(sizes) / max(training.parameters, 1)
-    # Each replica is on the hosts of its ranks, which are consecutive.
-    of_stage = [range(stage, ranks, stages) for stage in range(stages)]
-    local = network = 0
-    for stage, numbers in enumerate(of_stage):
-        homes = [[n for n, r in enumerate(numbers) if r // per_host == h] for h in range(hosts)]
-        placed = tuple(tuple(home) for home in homes if home)
-        size = training.gradients * sizes[stage] // max(training.parameters, 1)
-        traffic = _count_traffic(training.microbatches, placed, size)
-        local, network = local + traffic[0], network + traffic[1]
-        if stage + 1 < stages:  # the activations of each micro-batch, and their gradients
-            sent = 2 * training.outputs[ends[stage] - 1] * training.microbatches // replicas
-            crossing = sum(r // per_host != (r + 1) // per_host for r in numbers)
-            network += -(-sent * crossing // hosts)
-            local += -(-sent * (replicas - crossing) // hosts)
-    lists = _count_lists(training.microbatches, _place(1, replicas))
-    return StoragePlan(
-        storage="replicated",
-        balance=balance,
-        parameters=max(sizes),
-        gradients=round(training.gradients * share) * sum(lists),
-        optimizer=round(training.optimizer * share),
-        activations=_scale_activations(training, lists[0]),
-        process=training.process + training.shared // (per_host + 1),
-        ranks_per_host=per_host,
-        local=local,
-        network=network,
-    )
-
-
-def _refuse(training: TrainingMemory, replicas: int) -> str:
-    if replicas > training.microbatches:
-        return f"{replicas} replicas cannot share {training.microbatches} micro-batches"
-    return ""
-
-
-def _place(hosts: int, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each host."""
-    per_host = ranks // hosts
-    return tuple(tuple(range(host * per_host, (host + 1) * per_host)) for host in range(hosts))
+def _group(homes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the replicas of each host that has some."""
+    return HostMap.of(homes).hosts
 
 
 def _count_lists(leaves: int, hosts: tuple[tuple[int, ...], ...]) -> tuple[int, int]:
@@ -241,16 +198,6 @@ def _count_lists(leaves: int, hosts: tuple[tuple[int, ...], ...]) -> tuple[int, 
         for span, own in zip(spans, nodes, strict=True)
     ]
     return max(lists, key=sum)
-
-
-def _scale_activations(training: TrainingMemory, lists: int) -> int:
-    """Return activations and unused memory of a rank that holds lists of gradients.
-
-    What the allocator cannot use lies between the tensors that outlive a micro-batch: parameters,
-    and the lists of gradients.
-    """
-    measured = count_sums(range(training.microbatches), training.microbatches)
-    return training.activations + training.unused * (1 + lists) // (1 + measured)
 
 
 def _count_traffic(
@@ -279,30 +226,47 @@ def _count_traffic(
     return local, network
 
 
+def _sum_stages(training: TrainingMemory, balance: Sequence[int]) -> list[int]:
+    """Return the bytes of the parameters of each stage; stage 0 has those outside of blocks."""
+    blocks = iter(training.blocks)
+    sizes = [sum(islice(blocks, count)) for count in balance]
+    sizes[0] += training.parameters - sum(training.blocks)
+    return sizes
+
+
+def _count_stage_traffic(
+    training: TrainingMemory, balance: Sequence[int], sizes: Sequence[int], homes: Sequence[int]
+) -> tuple[int, int]:
+    """Return the traffic of stages: gradients of each stage, and outputs between stages."""
+    stages, hosts = len(balance), homes[-1] + 1
+    replicas = len(homes) // stages
+    local = network = 0
+    for stage, end in enumerate(accumulate(balance)):
+        size = training.gradients * sizes[stage] // max(training.parameters, 1)
+        traffic = _count_traffic(training.leaves, _group(homes[stage::stages]), size)
+        local, network = local + traffic[0], network + traffic[1]
+        if stage + 1 < stages:  # outputs of all micro-batches, and their gradients
+            sent = 2 * training.outputs[end - 1] * training.leaves // replicas
+            pairs = zip(homes[stage::stages], homes[stage + 1 :: stages], strict=True)
+            crossing = sum(home != other for home, other in pairs)
+            network += -(-sent * crossing // hosts)
+            local += -(-sent * (replicas - crossing) // hosts)
+    return local, network
+
+
 def _balance(blocks: Sequence[int], stages: int) -> tuple[int, ...]:
     """Divide blocks into stages of consecutive blocks, so that the largest has the fewest bytes."""
-    limit = next(limit for limit in _sums(blocks) if len(_fill(blocks, limit)) <= stages)
-    counts = _fill(blocks, limit)
-    while len(counts) < stages:  # split a stage of several blocks
-        index = next(n for n, count in enumerate(counts) if count > 1)
-        counts[index : index + 1] = [counts[index] - 1, 1]
-    return tuple(counts)
 
+    @cache
+    def divide(first: int, stages: int) -> tuple[int, tuple[int, ...]]:
+        """Return the bytes of the largest stage of the blocks from `first`, and the counts."""
+        rest = len(blocks) - first
+        if stages == 1:
+            return sum(blocks[first:]), (rest,)
+        options = []
+        for count in range(1, rest - stages + 2):
+            largest, counts = divide(first + count, stages - 1)
+            options.append((max(largest, sum(blocks[first : first + count])), (count, *counts)))
+        return min(options)
 
-def _sums(blocks: Sequence[int]) -> Iterator[int]:
-    """Yield the sums of consecutive blocks that are not smaller than any block, ascending."""
-    total = len(blocks)
-    sums = {sum(blocks[a:b]) for a in range(total) for b in range(a + 1, total + 1)}
-    yield from sorted(value for value in sums if value >= max(blocks))
-
-
-def _fill(blocks: Sequence[int], limit: int) -> list[int]:
-    """Return the number of blocks of each stage if stages are filled up to a limit."""
-    counts, held = [0], 0
-    for size in blocks:
-        if counts[-1] and held + size > limit:
-            counts.append(0)
-            held = 0
-        counts[-1] += 1
-        held += size
-    return counts
+    return divide(0, stages)[1]

@@ -133,7 +133,7 @@ class MeasuredTrainer:
                 unused=max(self._peak.stop() - optimizer - sums - activations, 0),
                 process=self._process,
                 shared=self._shared,
-                microbatches=leaves,
+                leaves=leaves,
                 blocks=tuple(map(count_bytes, self._blocks)),
                 outputs=tuple(self._outputs),
             )

@@ -133,7 +133,7 @@ class MetaTrainer:
                 unused=0,
                 process=process,
                 shared=shared,
-                microbatches=split.leaves,
+                leaves=split.leaves,
                 blocks=tuple(map(count_bytes, self._blocks)),
                 outputs=tuple(outputs),
                 is_computed=True,
