@@ -28,7 +28,7 @@ from lockstep.tools.check.difference import RankFingerprint
 from lockstep.tools.check.layouts import Layout
 
 __all__ = ["LayoutRun", "describe_failure", "is_refusal", "log_of", "read_values", "record_of"]
-__all__ += ["redirect_output", "run_in_session", "run_layout"]
+__all__ += ["redirect_output", "run_in_session", "run_layout", "run_script"]
 
 TAIL = 12
 """The number of lines shown of a failed rank's output."""
@@ -146,49 +146,53 @@ def _run_rank(
     """Run the script, and record what it computes."""
     from lockstep.tools.check.check_session import CheckSession
 
-    run_in_session(
-        rank, script, arguments, layout.backend, folder, partial(CheckSession, layout, steps)
-    )
+    redirect_output(log_of(Path(folder), rank))
+    make_session = partial(CheckSession, layout, steps)
+    run = partial(run_script, script, arguments)
+    run_in_session(rank, Path(folder), layout.backend, make_session, run)
+
+
+def run_script(script: str, arguments: Sequence[str]) -> None:
+    """Run a script in this process as `python SCRIPT` would."""
+    sys.argv[:] = [script, *arguments]
+    sys.path[0] = os.path.dirname(os.path.realpath(script))
+    run_code("script", script)
 
 
 def run_in_session(
     rank: int,
-    script: str,
-    arguments: Sequence[str],
+    folder: Path,
     backend: str,
-    folder: str,
     make_session: Callable[[Callable[[Any], None]], Any],
+    run: Callable[[], None],
 ) -> None:
-    """Run a script in this process as `python SCRIPT` would, in the session of a command.
+    """Run a program in this process, in the session of a command.
 
     Args:
         rank: The rank of this process.
-        script: The file, or a folder with a `__main__.py`.
-        arguments: The script's own arguments.
-        backend: The backend for CPU tensors; "" for the script's own choice.
-        folder: The folder for the output and the recorded values.
+        folder: The folder for the recorded values.
+        backend: The backend for CPU tensors; "" for the program's own choice.
         make_session: A function of `record`, which pickles a value to the file `record_of`. Its
-            method `record_unfinished` is called if the script fails.
+            method `record_unfinished` is called if the program fails.
+        run: A function that runs the program.
     """
     from lockstep.training.trainer_hooks import SessionComplete, open_session
 
-    redirect_output(log_of(Path(folder), rank))
-    os.environ["LOCKSTEP_RUN"] = folder
+    os.environ["LOCKSTEP_RUN"] = str(folder)
     if backend:
         os.environ["LOCKSTEP_BACKEND"] = backend
-    sys.argv[:] = [script, *arguments]
-    sys.path[0] = os.path.dirname(os.path.realpath(script))
-    with record_of(Path(folder), rank).open("xb", buffering=0) as file:
+    with record_of(folder, rank).open("xb", buffering=0) as file:
         session = make_session(lambda value: pickle.dump(value, file))
         try:
             with open_session(session), launch_in_this_process():
-                run_code("script", script)
+                run()
         except SessionComplete:
             pass
         except BaseException as error:
+            if isinstance(error, SystemExit) and error.code in (None, 0):
+                return
             session.record_unfinished()
-            if not isinstance(error, SystemExit) or error.code not in (None, 0):
-                raise
+            raise
 
 
 def log_of(folder: Path, rank: int) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from lockstep.kernel.errors import RankError, UsageError
@@ -15,7 +16,9 @@ from lockstep.tools.check.layout_runner import (
     log_of,
     read_values,
     record_of,
+    redirect_output,
     run_in_session,
+    run_script,
 )
 from lockstep.tools.plan.memory_plan import TrainingMemory
 
@@ -56,7 +59,7 @@ def measure_training(script: str, arguments: Sequence[str], timeout: float) -> T
     return training
 
 
-def _run_rank(rank: int, script: str, arguments: Sequence[str], folder: str) -> None:
+def _run_rank(rank: int, script: str, arguments: Sequence[str], name: str) -> None:
     from lockstep.tools.plan.memory_session import MemorySession
     from lockstep.tools.plan.meta_trainer import replace_trainer
 
@@ -65,4 +68,6 @@ def _run_rank(rank: int, script: str, arguments: Sequence[str], folder: str) -> 
         replace_trainer(session)
         return session
 
-    run_in_session(rank, script, arguments, "", folder, make_session)
+    folder = Path(name)
+    redirect_output(log_of(folder, rank))
+    run_in_session(rank, folder, "", make_session, partial(run_script, script, arguments))

@@ -18,12 +18,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.kernel.errors import RankError
 from lockstep.launcher.fork_server import get_fork_server
-from lockstep.launcher.launch import launch, launch_in_this_process
+from lockstep.launcher.launch import launch
 from lockstep.launcher.rank_process import run_code
 from lockstep.launcher.run_folder import RESUME, RUN
 from lockstep.launcher.signals import exiting_on_sigterm
@@ -36,6 +37,7 @@ from lockstep.tools.check.layout_runner import (
     read_values,
     record_of,
     redirect_output,
+    run_in_session,
 )
 from lockstep.tools.replay.recorded_program import Base, Program
 from lockstep.tools.replay.result import Replay, ReplayedStep, ReplayRequest
@@ -188,38 +190,20 @@ def _environment(program: Program) -> Iterator[bool]:
 def _run_rank(rank: int, program: Program, base: Base, request: ReplayRequest, name: str) -> None:
     """Run the program in this process, and record the wanted steps."""
     from lockstep.tools.replay.replay_session import ReplaySession
-    from lockstep.training.trainer_hooks import SessionComplete, open_session
 
     folder = Path(name)
     if not request.debug:
         redirect_output(log_of(folder, rank))
-    os.environ[RUN] = name
-    if request.layout.backend:
-        os.environ["LOCKSTEP_BACKEND"] = request.layout.backend
     counter = os.open(_count_of(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600)
 
     def count(steps: int) -> None:
         os.pwrite(counter, steps.to_bytes(8, "little"), 0)
 
-    with record_of(folder, rank).open("xb", buffering=0) as file:
-        session = ReplaySession(
-            request,
-            (program.launch, program.trainer),
-            base,
-            lambda step: pickle.dump(step, file),
-            count,
-        )
-        try:
-            with open_session(session), launch_in_this_process():
-                _run_program(program, folder)
-        except SessionComplete:
-            pass
-        except SystemExit as error:
-            if error.code not in (None, 0):
-                raise
-        except Exception:
-            session.record_unfinished()
-            raise
+    def make_session(record: Callable[[ReplayedStep], None]) -> ReplaySession:
+        return ReplaySession(request, (program.launch, program.trainer), base, record, count)
+
+    run = partial(_run_program, program, folder)
+    run_in_session(rank, folder, request.layout.backend, make_session, run)
 
 
 def _run_program(program: Program, folder: Path) -> None:
