@@ -26,7 +26,6 @@ from lockstep.audit.microbatch_results import combine_hashes
 from lockstep.audit.recorded_call import CannotRepeatError, RecordedCall
 from lockstep.audit.repetition_trace import (
     RepetitionTrace,
-    StateWatch,
     explain_state,
     find_difference,
     join_names,
@@ -110,8 +109,6 @@ class CallAudit:
             with self._recording():
                 if self._recorded is not None or not torch.is_grad_enabled():
                     raise CannotRepeatError(SEVERAL_CALLS)
-                self._watch = StateWatch(self._modules)
-                self._watch.begin()
                 self._recorded = RecordedCall(self._call, self._modules, self._scopes, arguments)
         return arguments
 
@@ -169,18 +166,20 @@ class CallAudit:
 
     def _explain(self, computations: list[Computation]) -> LockstepError | None:
         """Return the error about results that differ; None if it was one wrong result."""
+        assert self._recorded is not None
+        watch = self._recorded.watch
         computations += [self._repeat(), self._repeat(elsewhere=True)]
-        changed = join_names(self._watch.list_changes())
+        changed = join_names(watch.list_changes())
         verdict, place = judge(computations), f"step {self._step}, micro-batch {self._chosen}"
         is_state = verdict.kind == "state"
         if verdict.is_single and verdict.culprit is not None:
             # Repetitions in a row agree if each begins with what the one before it has kept.
-            with self._watch.restored():
+            with watch.restored():
                 is_state = self._repeat().bits == verdict.culprit.bits
             if not is_state:
                 return self._report(place, verdict.culprit, changed)
-        trace = RepetitionTrace(self._modules, lambda: None, self._watch)
-        for restored in (self._watch.restored(), nullcontext()):
+        trace = RepetitionTrace(self._modules, lambda: None, watch)
+        for restored in (watch.restored(), nullcontext()):
             with restored, trace.recording(self._chosen):
                 self._repeat()
         encoded = trace.encode(self._chosen)
@@ -203,7 +202,8 @@ class CallAudit:
             f"{', which the gradients contain' if is_own else ''}: continue from an earlier "
             "checkpoint if you need the right bits"
         )
-        self.say(message, culprit.describe_fault(self._step, self._chosen, message))
+        finding = culprit.describe_fault(self._step, self._chosen, message)
+        self.say(message, finding | {"count": self._corrections})
         if self._corrections <= self._config.max_corrections:
             return None
         excess = self._config.explain_excess(self._corrections)

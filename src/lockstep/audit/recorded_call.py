@@ -27,6 +27,7 @@ from torch.autograd import graph
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.audit.microbatch_results import MicrobatchResults, hash_results
+from lockstep.audit.repetition_trace import StateWatch
 from lockstep.checksum import checksum
 from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls, is_in_backward
 from lockstep.kernel.seeds import isolated, remembered
@@ -63,6 +64,9 @@ class RecordedCall:
         scopes: Their RNG scopes.
         arguments: The arguments of the call.
 
+    Attributes:
+        watch: What the modules referred to in Python when the call began.
+
     Raises:
         CannotRepeatError: An argument is an object that the call may change.
     """
@@ -93,6 +97,8 @@ class RecordedCall:
         ]
         self._seed = remembered(self._device, everything=True)
         self._before = _copy_calls(scopes)
+        self.watch = StateWatch(modules)
+        self.watch.begin()
         self._reason, self._pass = "", -1
         self._roots = set[int]()
         self._received: dict[int, tuple[torch.Tensor, int]] = {}  # by the number of the output
