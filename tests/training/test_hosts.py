@@ -115,6 +115,22 @@ def test_a_training_resumes_in_another_placement(alone, tmp_path):
         assert seen == alone[0][-len(seen) :]
 
 
+def train_shards(placement, storage):
+    """Return what a short training shows, after a step, an evaluation and a saved state."""
+    join(placement)
+    options = {"max_grad_norm": 0.5, "ema_decay": 0.9, "storage": storage}
+    trainer = ls.Trainer(network(), nn.CrossEntropyLoss(), ADAMW, **options)
+    seen = [trainer.step(batch) for batch in trainer.batches(Pairs(48), 24)]
+    seen.append(trainer.evaluate(Pairs(17, seed=5), 9, ema=True).loss)
+    state = trainer.state_dict()["model"]
+    return seen, trainer.digest(), trainer.optimizer_digest(), ls.digest(state)
+
+
+def test_shards_on_two_hosts_have_the_bits_of_one_rank():
+    (whole,) = run(train_shards, "a", "replicated")
+    assert run(train_shards, "abab", "sharded") == [whole] * 4
+
+
 def microbatches_here(placement):
     join(placement)
     trainer = ls.Trainer(network(), nn.CrossEntropyLoss(), ADAMW)

@@ -79,8 +79,10 @@ class TreeReduceScatter:
 
     def install(self) -> None:
         """Let torch call this object."""
+        # torch's own hooks are not compiled either; the order of calls would be a guard.
+        note: Any = torch.compiler.disable(self._note_call)
         for module in self.state._modules:
-            module.register_forward_pre_hook(self._note_call)
+            module.register_forward_pre_hook(note)
         if self._parts:
             self._module.set_custom_reduce_scatter(self)
             self._module.set_gradient_divide_factor(1.0)
