@@ -3,8 +3,10 @@
 import os
 import resource
 
+import psutil
 import pytest
 import torch
+from torch import nn
 
 import lockstep as ls
 from lockstep.launcher.malloc import keep_freed_memory
@@ -28,6 +30,22 @@ def pages_handed_out(environ):
     return pages
 
 
+def bytes_kept(is_sharded):
+    """Return the bytes that stay in the process after large blocks between small ones are freed."""
+    ls.init()
+    if is_sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        ls.exact(fully_shard(nn.Linear(4, 4)), microbatches=1)
+    before = psutil.Process().memory_info().rss
+    blocks = [(torch.ones(BLOCK // 4, dtype=torch.uint8), torch.ones(5000)) for _ in range(TIMES)]
+    small = [small for _, small in blocks]
+    del blocks
+    kept = psutil.Process().memory_info().rss - before
+    ls.shutdown()
+    return kept, len(small)
+
+
 def has_glibc():
     try:
         return "glibc" in (os.confstr("CS_GNU_LIBC_VERSION") or "")
@@ -49,3 +67,11 @@ def test_settings_of_the_user_take_precedence():
         return keep_freed_memory()
 
     assert ls.launch(asked, nprocs=1) == [False]
+
+
+@pytest.mark.skipif(not has_glibc(), reason="only glibc has this setting")
+def test_freed_memory_is_returned_if_parameters_are_sharded():
+    ((kept, _),) = ls.launch(bytes_kept, (False,), nprocs=1)
+    ((returned, _),) = ls.launch(bytes_kept, (True,), nprocs=1)
+    assert kept > TIMES * BLOCK / 4  # otherwise this test shows nothing
+    assert returned < kept / 4

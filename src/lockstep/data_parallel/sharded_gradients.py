@@ -24,6 +24,7 @@ from lockstep.data.assignment import Hosts
 from lockstep.data_parallel.tree_reduce_scatter import CallOrder, TreeReduceScatter
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.tree import Node, TreeAccumulator
+from lockstep.launcher.malloc import return_large_blocks
 from lockstep.sharded_tensors import is_sharded, local_part
 
 __all__ = ["ShardedGradients", "find_group", "is_fully_sharded", "require_no_hooks"]
@@ -131,6 +132,7 @@ class ShardedGradients:
                 self._units.append(unit)
                 unit.install()
         self._sums = TreeAccumulator[Gradients](1, _add_lists)
+        return_large_blocks()  # gathered parameters, and the whole model before it was divided
 
     def begin(
         self, leaves: int, hosts: Hosts, announce: Callable[[], object] | None = None

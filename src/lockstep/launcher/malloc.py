@@ -13,12 +13,15 @@ import contextlib
 import ctypes
 import os
 import sys
+from collections.abc import Callable
 
-__all__ = ["keep_freed_memory", "release_freed_memory"]
+__all__ = ["keep_freed_memory", "release_freed_memory", "return_large_blocks"]
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 TRIM_THRESHOLD = 2**31 - 1  # bytes, the largest value that mallopt accepts
 MMAP_THRESHOLDS = (1 << 30, 32 << 20)  # bytes; older versions of glibc accept only the second
+
+LARGE = 1 << 20  # bytes
 
 
 def keep_freed_memory() -> bool:
@@ -26,18 +29,38 @@ def keep_freed_memory() -> bool:
 
     Does nothing without glibc, or if the user has set MALLOC_* variables or GLIBC_TUNABLES.
     """
-    chosen = [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]
-    if chosen or not sys.platform.startswith("linux"):
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):  # another C library
+    mallopt = _find_mallopt()
+    if mallopt is None:
         return False
     large = any(mallopt(M_MMAP_THRESHOLD, size) for size in MMAP_THRESHOLDS)
     return bool(mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD)) and large
+
+
+def return_large_blocks() -> None:
+    """Make malloc return blocks of more than a megabyte as soon as they are freed.
+
+    For a process whose large blocks live for a moment only, such as gathered parameters: small
+    tensors that are allocated in their place would keep most of it from being used again.
+    """
+    mallopt = _find_mallopt()
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, LARGE)
+    release_freed_memory()
 
 
 def release_freed_memory() -> None:
     """Return memory that was freed so far to the kernel, as far as glibc can."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def _find_mallopt() -> Callable[[int, int], int] | None:
+    """Return the function of glibc; None without glibc, or if the user has made settings."""
+    chosen = [name for name in os.environ if name.startswith("MALLOC_") or name == "GLIBC_TUNABLES"]
+    if chosen or not sys.platform.startswith("linux"):
+        return None
+    try:
+        mallopt: Callable[[int, int], int] = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # another C library
+        return None
+    return mallopt
