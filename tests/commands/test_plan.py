@@ -68,11 +68,12 @@ def test_a_script_that_would_go_on_for_ever(plan, monkeypatch):
     assert 2 * 16_000_000 <= measured["activations"] < 3 * 16_000_000
     assert 0 <= measured["unused"] < 600_000_000
     assert measured["process"] > 10_000_000
-    replicated, shared, stages = found["storages"]
+    replicated, shared, sharded, stages = found["storages"]
     assert found["choice"] == replicated["argument"] == 'storage="replicated"'
     assert replicated["fits"]
     assert replicated["network"] == measured["gradients"]
     assert (shared["fits"], shared["refusal"]) == (False, "all ranks must be on one host")
+    assert sharded["fits"]
     assert len(stages["balance"]) == 2
     assert found["host_memory_bytes"] == psutil.virtual_memory().total
     assert "lockstep run -n 2 --nnodes 2 train.py 1000000" in result.stderr
@@ -106,7 +107,7 @@ def test_a_host_that_is_too_small(plan, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1_000_000))
     result = plan(TRAIN, "--ranks", "2", "9")
     assert result.exit_code == 1
-    assert result.output.count("too large") == 3
+    assert result.output.count("too large") == 4
     assert "No storage fits: the smallest, " in result.output
     assert "a host has 1.00 MB" in result.output
 

@@ -70,6 +70,29 @@ def test_three_ranks_have_a_bucket_per_node():
     assert plan(ranks=3)['"replicated"'].gradients == (3 + 2) * 800
 
 
+def test_sharded_parameters_are_gathered_block_by_block():
+    made = plan(hosts=2, ranks=4, parameters=1100)['"sharded"']
+    assert made.parameters == 1100 // 4 + 100 + 2 * 400  # those outside of blocks, and two blocks
+    # Two turns: the shard of the first one waits. Of a block, gradients are sent and received.
+    assert made.gradients == 2 * 800 // 4 + 3 * 400 * 800 // 1100
+    assert made.optimizer == 1600 // 4
+    assert made.activations == 50 + 40 * (1 + 2) // (1 + 4)
+    # Per turn and rank, each other rank's part of parameters twice, and of gradients.
+    sent = 2 * (2 * 1100 + 800) // 4
+    assert (made.local, made.network) == (2 * sent, 2 * 2 * sent)
+
+
+@pytest.mark.parametrize("ranks", [3, 6, 16])
+def test_sharding_needs_a_power_of_two(ranks):
+    reason = "the number of ranks must be a power of two that divides 8 micro-batches"
+    assert plan(ranks=ranks)['"sharded"'].refusal == reason
+
+
+def test_a_model_without_blocks_is_gathered_as_a_whole():
+    made = plan(ranks=2, blocks=())['"sharded"']
+    assert made.parameters == 1000 // 2 + 1000
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_traffic_in_memory_is_that_of_a_ring(ranks):
     plans = plan(ranks=ranks)
@@ -108,7 +131,7 @@ def test_stages_across_hosts_send_activations():
 
 
 def test_a_model_without_blocks_has_no_stages():
-    assert [*plan(ranks=4, blocks=())] == ['"replicated"', '"shared"']
+    assert [*plan(ranks=4, blocks=())] == ['"replicated"', '"shared"', '"sharded"']
 
 
 @given(st.lists(st.integers(0, 50), min_size=2, max_size=7), st.data())
@@ -129,8 +152,9 @@ def test_the_largest_stage_is_as_small_as_possible(blocks, data):
 
 def test_the_first_storage_that_fits_is_chosen():
     plans = plan_storages(TRAINING, 1, 2)
-    replicated, shared, stages = plans
+    replicated, shared, sharded, stages = plans
     assert choose(plans, replicated.host) is replicated
     assert choose(plans, replicated.host - 1) is shared
-    assert choose(plans, shared.host - 1) is stages
+    assert choose(plans, shared.host - 1) is sharded
+    assert choose(plans, sharded.host - 1) is stages
     assert choose(plans, stages.host - 1) is None

@@ -2,7 +2,8 @@
 
     replicated        parameters, optimizer state and gradients are whole on every rank
     shared            one copy of parameters and optimizer state on the host
-    stages            every rank has the parameters, gradients and optimizer state of its blocks
+    sharded           every rank has a part of all three, and gathers a block while it computes
+    stages            every rank has all three of its blocks
 
 Gradients are lists of the gradients of all parameters. A rank holds one list for the micro-batch
 that it computes, one for each node of the tree that waits for its sibling, and, with several
@@ -64,7 +65,7 @@ class StoragePlan:
     """The plan of one storage: bytes of the rank that holds most, and bytes exchanged per step.
 
     Attributes:
-        storage: "replicated" or "shared".
+        storage: "replicated", "shared" or "sharded".
         balance: The number of blocks of each stage; empty without stages.
         refusal: The reason why the training cannot use this storage; "" if it can. The other
             values are 0 then.
@@ -153,6 +154,7 @@ def plan_storages(training: TrainingMemory, hosts: int, ranks: int) -> list[Stor
     refusal = "all ranks must be on one host" if hosts > 1 else ""
     parts = -(-whole[0] // ranks), whole[1], -(-whole[2] // ranks)
     plans.append(make("shared", homes, parts, local=local, refusal=refusal))
+    plans.append(_plan_sharded(training, per_host, ranks))
     for stages in range(2, min(len(training.blocks), ranks) + 1):
         if ranks % stages == 0:
             balance = _balance(training.blocks, stages)
@@ -183,6 +185,36 @@ def count_sums(span: range, leaves: int) -> int:
         most = max(most, len(sums.nodes) + 1)
         sums.put((leaf, leaf + 1), None)
     return most
+
+
+def _plan_sharded(training: TrainingMemory, per_host: int, ranks: int) -> StoragePlan:
+    """Return the plan of parameters, gradients and optimizer state divided over all ranks."""
+    leaves = training.leaves
+    if ranks & (ranks - 1) or leaves % ranks:
+        reason = f"the number of ranks must be a power of two that divides {leaves} micro-batches"
+        return StoragePlan("sharded", refusal=reason)
+    turns = leaves // ranks
+    lists = count_sums(range(turns), turns)
+    rest = training.parameters - sum(training.blocks)
+    unit = max(rest, *training.blocks, 0)
+    # Gathered are the parameters outside of the blocks, and those of two blocks; of a unit there
+    # are the gradients, those that are sent, and those that are received.
+    gathered = min(rest + 2 * max(training.blocks, default=0), training.parameters)
+    scattered = 3 * unit * training.gradients // max(training.parameters, 1)
+    unused = training.unused * (1 + lists) // (1 + count_sums(range(leaves), leaves))
+    # In each turn, parameters are gathered twice, and gradients scattered once.
+    sent = turns * per_host * (2 * training.parameters + training.gradients) // ranks
+    return StoragePlan(
+        storage="sharded",
+        parameters=-(-training.parameters // ranks) + gathered,
+        gradients=-(-training.gradients * lists // ranks) + scattered,
+        optimizer=-(-training.optimizer // ranks),
+        activations=training.activations + unused,
+        process=training.process + training.shared // (per_host + 1),
+        ranks_per_host=per_host,
+        local=sent * (per_host - 1),
+        network=sent * (ranks - per_host),
+    )
 
 
 def _group(homes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
