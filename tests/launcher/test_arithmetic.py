@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import warm
-from lockstep.launcher import arithmetic
+from lockstep.launcher import arithmetic, arithmetic_families
 from lockstep.launcher.arithmetic_difference import find_differences, name_differences, parse
 from lockstep.native.binding_folder import get_cache_folder
 from lockstep.record.run_environment import find_environment_differences
@@ -62,12 +62,12 @@ def test_every_family_has_a_hash_of_its_own(monkeypatch):
     """A hash that did not depend on the results would not tell processors apart."""
     before = parse(arithmetic.compute())
     assert len({*before.values()}) == len(before) == 10
-    values = arithmetic.make_values
+    values = arithmetic_families.make_values
 
     def other(*shape, seed=1, dtype=torch.float32):
         return values(*shape, seed=seed + 1, dtype=dtype)
 
-    monkeypatch.setattr(arithmetic, "make_values", other)
+    monkeypatch.setattr(arithmetic_families, "make_values", other)
     monkeypatch.setattr(
         torch, "randperm", lambda count, **_: torch.arange(count)
     )  # has no values among its inputs

@@ -10,6 +10,7 @@ import torch
 
 import lockstep as ls
 import pytest_lockstep
+from lockstep.comm import backend, native_module
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher import kernel_variables, portable
 from lockstep.launcher.kernel_variables import OF_TORCH, find_missing
@@ -17,7 +18,10 @@ from lockstep.launcher.run_folder import command_words
 from lockstep.tools.commands.run import command
 from processes import restoring_handlers
 
+pytestmark = pytest.mark.skipif(not backend.available(), reason="it needs the extension")
+
 MINOR = ".".join(torch.__version__.split(".")[:2])
+CPU = torch.device("cpu")
 MEANING = (
     "this processor, or this build of torch, does not compute the bits that every x86-64 processor "
     "with AVX2 must compute in portable mode; if the kernels changed on purpose, write what "
@@ -65,6 +69,7 @@ def test_the_variable_is_the_argument():
     assert on_a_new_rank(activate) == ("AVX2", "COMPATIBLE")
 
 
+@pytest.mark.skipif(MINOR not in portable.CONSTANTS, reason=f"no constant for torch {MINOR}")
 def test_kernels_that_no_variable_explains_are_named():
     def fail():
         os.environ.update(find_missing(os.environ, {"LOCKSTEP_PORTABLE": "1", **OF_TORCH}))
@@ -83,11 +88,27 @@ def test_kernels_that_no_variable_explains_are_named():
 
 def test_another_torch_is_not_verified(capsys):
     portable._note_unknown.cache_clear()
-    with mock.patch.dict(portable.CONSTANTS, clear=True):
-        portable.choose_kernels(True, lambda name, value: None)
+    try:
+        with mock.patch.dict(portable.CONSTANTS, clear=True):
+            portable.choose_kernels(True, CPU, lambda name, value: None)
+    finally:
+        portable.restore_kernels()
     assert f"the bits of portable arithmetic with torch {MINOR} are not known" in (
         capsys.readouterr().err
     )
+
+
+def test_the_compiled_module_is_needed(monkeypatch):
+    monkeypatch.setattr(native_module, "reason_unavailable", lambda: "run `lockstep build`")
+    with pytest.raises(UsageError, match=r"needs the compiled backend.*: run `lockstep build`"):
+        portable.choose_kernels(True, CPU, lambda name, value: pytest.fail(name))
+
+
+def test_an_accelerator_is_an_error():
+    with pytest.raises(
+        UsageError, match="those of the CPU, and this rank computes on cuda:1: pass"
+    ):
+        portable.choose_kernels(True, torch.device("cuda:1"), lambda name, value: pytest.fail(name))
 
 
 def test_a_variable_with_another_value_is_an_error():

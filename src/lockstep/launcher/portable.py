@@ -2,8 +2,9 @@
 
 Each library reads its variable (`kernel_variables.py`) at its first computation. Torch's own
 kernels and oneDNN then use AVX2, and MKL uses code that does not depend on the vendor of the
-processor. The fingerprint of arithmetic shows whether a library had chosen other kernels before:
-it must be the constant of this version of torch.
+processor. The native module replaces matrix products, to make them fast, and the functions whose
+bits depend on the processor nevertheless. The fingerprint of arithmetic shows whether a library had
+chosen other kernels before: it must be the constant of this version of torch.
 
     python -m lockstep.launcher.portable      prints the constant that this machine computes
 """
@@ -16,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 
+from lockstep.comm.portable_products import use_portable_products
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher import arithmetic
 from lockstep.launcher.arithmetic_difference import NOT_OF_TORCH, join, name_differences, parse
@@ -27,22 +29,28 @@ from lockstep.launcher.kernel_variables import (
 )
 from lockstep.messages import log
 
-__all__ = ["CONSTANTS", "choose_kernels", "measure_of_torch"]
+__all__ = ["CONSTANTS", "choose_kernels", "measure_of_torch", "restore_kernels"]
 
 CONSTANTS = {
-    "2.13": "matrix products=f7bba08e, convolutions=eccb0f86, attention=a5754839, "
-    "softmax=a669741a, elementwise functions=3a391d1d, normalization=f77ce43d, "
+    "2.13": "matrix products=a02e39c9, convolutions=cdd6559d, attention=a5754839, "
+    "softmax=a669741a, elementwise functions=bfdf692e, normalization=f77ce43d, "
     "reductions=7690fa89, random numbers=80839d00",
 }
 """The fingerprint of portable arithmetic by the minor version of torch, without the families that
 do not depend on torch alone."""
 
 
-def choose_kernels(is_portable: bool | None, set_variable: Callable[[str, str], None]) -> None:
+_has_replaced = False
+
+
+def choose_kernels(
+    is_portable: bool | None, device: torch.device, set_variable: Callable[[str, str], None]
+) -> None:
     """Choose the kernels of this process before its first computation, and measure their bits.
 
     Args:
         is_portable: Whether to compute portable bits. None: as the environment says.
+        device: The device that this rank computes on.
         set_variable: The function that sets a variable of the environment.
 
     Raises:
@@ -50,13 +58,32 @@ def choose_kernels(is_portable: bool | None, set_variable: Callable[[str, str], 
     """
     if is_portable is None:
         is_portable = is_portable_requested(os.environ)
-    variables = find_missing(os.environ, {PORTABLE: "1", **OF_TORCH}) if is_portable else {}
+    if not is_portable:
+        arithmetic.measure()
+        return
+    if device.type != "cpu":
+        raise UsageError(
+            f"portable bits are those of the CPU, and this rank computes on {device}: pass "
+            'device="cpu" to ls.init, or run without --portable'
+        )
+    variables = find_missing(os.environ, {PORTABLE: "1", **OF_TORCH})
+    _replace_kernels(True)
     for name, value in variables.items():
         set_variable(name, value)
-    if is_portable:
-        _verify(is_set_here=bool(variables))
-    else:
-        arithmetic.measure()
+    _verify(is_set_here=bool(variables))
+
+
+def restore_kernels() -> None:
+    """Restore the kernels of torch that portable arithmetic has replaced."""
+    if _has_replaced:
+        _replace_kernels(False)
+
+
+def _replace_kernels(enabled: bool) -> None:
+    global _has_replaced
+    use_portable_products(enabled)
+    _has_replaced = enabled
+    arithmetic.measure.cache_clear()
 
 
 def _verify(is_set_here: bool) -> None:
@@ -102,4 +129,5 @@ def _note_unknown(version: str) -> None:
 
 if __name__ == "__main__":
     os.environ.update(find_missing(os.environ, OF_TORCH))
+    _replace_kernels(True)
     print(measure_of_torch())

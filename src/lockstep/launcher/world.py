@@ -39,7 +39,7 @@ from lockstep.launcher.device_choice import (
 from lockstep.launcher.environment import JOIN, RankInfo, is_elastic_on_hosts, read_rank_info
 from lockstep.launcher.group_connections import GroupConnections
 from lockstep.launcher.malloc import keep_freed_memory
-from lockstep.launcher.portable import choose_kernels
+from lockstep.launcher.portable import choose_kernels, restore_kernels
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.launcher.signals import print_stack_on_signal
 from lockstep.messages import escape_control, log
@@ -147,8 +147,9 @@ def init(
     chosen = choose_device(device, rank_info)
     _configure_torch(threads, chosen)
     try:
-        choose_kernels(portable, _set_variable)
+        choose_kernels(portable, chosen, _set_variable)
     except UsageError:
+        restore_kernels()
         _unset_variables()
         raise
     if not dist.is_initialized():
@@ -384,6 +385,7 @@ def shutdown() -> None:
     if _current is not None and dist.is_initialized():
         dist.destroy_process_group()
     _current, _arguments = None, ()
+    restore_kernels()
     _unset_variables()
 
 

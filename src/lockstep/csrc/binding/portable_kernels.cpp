@@ -52,6 +52,7 @@ void use_portable_kernels(bool enabled, const std::string& kernels) {
       new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
   register_products(*library);
   register_convolutions(*library);
+  register_functions(*library);
 }
 
 }  // namespace lockstep

@@ -1,4 +1,5 @@
-// Replaces the CPU kernels of torch's matrix products and convolutions by those of gemm.h.
+// Replaces the CPU kernels of torch's matrix products and convolutions by those of gemm.h, and
+// those of elementwise functions that depend on the vendor of the processor.
 //
 // torch's call MKL or oneDNN, whose bits depend on the processor and on the number of threads.
 // Everything above a kernel stays: autograd, autocast, vmap, the composite operators (linear,
@@ -29,5 +30,6 @@ void run_parallel(int64_t count, int64_t grain, const std::function<void(int64_t
 
 void register_products(torch::Library& library);
 void register_convolutions(torch::Library& library);
+void register_functions(torch::Library& library);
 
 }  // namespace lockstep
