@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 import warm
@@ -13,6 +14,7 @@ from lockstep.cli import cli
 from lockstep.kernel.errors import UsageError
 from lockstep.tools.check import layout_comparison
 from lockstep.tools.check.layouts import Layout, layouts
+from lockstep.tools.check.portability import OperatorNames
 
 PLAIN = [Layout(1, "lockstep"), Layout(2, "lockstep"), Layout(3, "gloo")]
 STAGES = [
@@ -616,3 +618,47 @@ def test_a_script_that_cannot_run_is_a_usage_error(tmp_path, monkeypatch, words,
 def test_wrong_options(words):
     result = CliRunner().invoke(cli, ["check", "train.py", *words])
     assert result.exit_code == 2
+
+
+FOURIER = """
+class Fourier(nn.Linear):
+    def forward(self, x):
+        return super().forward(torch.fft.rfft(x, n=10).abs())
+model = Fourier(6, 4)
+"""
+
+
+def test_operators_that_are_not_portable_are_named(check):
+    result, found = check(FOURIER + TRAIN, "--portable", layouts=PLAIN[:1])
+    assert result.exit_code == 1
+    assert found["equal"]
+    reasons = {each["operator"]: each["reason"] for each in found["unportable"]}
+    assert reasons["aten._fft_r2c.default"].startswith("FFT: MKL chooses")
+    assert reasons["aten.abs.default"] == "complex numbers"
+    assert "aten._fft_c2c.default" not in reasons
+    assert not [name for name in reasons if "mm" in name]
+
+
+def test_a_script_with_portable_operators(check):
+    source = "model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Dropout(), nn.Linear(8, 4))"
+    result, _ = check(source + TRAIN, "--portable", layouts=PLAIN[:1], as_json=False)
+    assert result.exit_code == 0
+    assert "All operators of train.py are of families whose bits are portable" in result.output
+
+
+def test_what_is_not_portable():
+    with OperatorNames() as names:
+        x = torch.eye(3) + torch.ones(3, 3)
+        torch.linalg.inv(x)
+        torch.linalg.vector_norm(x)
+        x.exponential_()
+        x.half() @ x.half()
+        x.to_sparse() @ x
+        x @ x
+    assert {*names.found.values()} == {
+        "LAPACK: MKL chooses its code by the processor",
+        "random numbers that the C library computes",
+        "matrix products in float16",
+        "sparse tensors",
+    }
+    assert "aten.linalg_vector_norm.default" not in names.found

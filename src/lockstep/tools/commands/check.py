@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -92,6 +93,11 @@ def parse_rank_counts(ctx: click.Context, param: click.Parameter, value: str) ->
     type=click.FloatRange(min=0, min_open=True), metavar="SECONDS",
     help="Longest time per layout, in seconds.",
 )  # fmt: skip
+@click.option(
+    "--portable", "names_unportable", is_flag=True,
+    help="Also list operators that compute other bits on another processor, even with portable "
+    "arithmetic.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 @click.argument("script", type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -99,6 +105,7 @@ def command(
     steps: int,
     ranks: tuple[int, ...],
     timeout: float,
+    names_unportable: bool,
     as_json: bool,
     script: str,
     arguments: tuple[str, ...],
@@ -113,16 +120,23 @@ def command(
     Options of this command may be placed before or after SCRIPT; other options are
     passed to the script. After "--", all options are passed to the script.
 
-    Exit status: 0 all layouts agree, 1 a layout differs or fails, 2 usage error.
+    Exit status: 0 all layouts agree, 1 a layout differs or fails, or --portable lists an
+    operator, 2 usage error.
     """
     from lockstep.tools.check.layout_comparison import compare_layouts
 
     comparison = compare_layouts(script, arguments, steps, ranks, timeout, _report)
+    unportable: list[dict[str, str]] | None = None
+    if names_unportable and comparison.verdicts[0].run.is_complete:
+        from lockstep.tools.check.portability import find_unportable
+
+        unportable = find_unportable(script, arguments, steps, timeout)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         _print(comparison, script, steps)
+        _print_unportable(unportable, script)
     if as_json:
-        click.echo(json.dumps(comparison.plain()))
-    sys.exit(0 if comparison.equal else 1)
+        click.echo(json.dumps(comparison.plain() | {"unportable": unportable}))
+    sys.exit(0 if comparison.equal and not unportable else 1)
 
 
 def _report(verdict: LayoutVerdict) -> None:
@@ -145,6 +159,21 @@ def _print(comparison: LayoutComparison, script: str, steps: int) -> None:
     )
     if details:
         click.echo(f"\n{escape_control(details)}", err=True)
+
+
+def _print_unportable(unportable: Sequence[Mapping[str, str]] | None, script: str) -> None:
+    """Print the operators that are not portable; None if they are not wanted."""
+    from lockstep.tools.report.terminal import print_table
+
+    if unportable:
+        rows = [[each["operator"], each["reason"]] for each in unportable]
+        click.echo("\nOther bits on another processor, even with portable arithmetic:\n")
+        print_table(("operator", "why"), rows)
+    elif unportable is not None:
+        click.echo(
+            f"\nAll operators of {script} are of families whose bits are portable to every x86-64 "
+            "processor with AVX2, with lockstep run --portable."
+        )
 
 
 def _row(verdict: LayoutVerdict) -> list[str]:
