@@ -357,7 +357,7 @@ def test_programs_that_python_and_torchrun_start(tmp_path, words, kind, ranks):
 
 
 @pytest.mark.stress
-def test_recorded_variables_are_used_in_new_interpreters(tmp_path):
+def test_recorded_variables_are_used(tmp_path):
     for name, text in (("train", HEAD + TRAIN), ("network_of_mine", NET)):
         (tmp_path / f"{name}.py").write_text(text)
     words = ("-m", "lockstep", "run", "-n", "2", "--name", "mine", "train.py")

@@ -48,9 +48,12 @@ __all__ = ["run_order", "run_program"]
 DEBUGGER_LEFT = "DebuggerLeft"  # the class name of the exception
 FAILURE = "failure"  # the file with the error of a program that failed in this terminal
 POLL = 0.2  # seconds between two reports of progress
-READ_LATE = re.compile(r"OMP_NUM_THREADS|CUBLAS.*|NVIDIA_.*|TORCH_.*|TORCHINDUCTOR_CACHE_DIR")
-"""Variables that take effect in a forked rank, which has torch loaded; others need a new
-interpreter."""
+READ_LATE = re.compile(
+    r"OMP_NUM_THREADS|CUBLAS.*|NVIDIA_.*|TORCH_.*|TORCHINDUCTOR_CACHE_DIR|LOCKSTEP_PORTABLE|NPY_.*|"
+    r"OPENBLAS_.*|ATEN_CPU_CAPABILITY|MKL_CBWR|ONEDNN_MAX_CPU_ISA"
+)
+"""Variables that take effect in a forked rank, which has torch loaded and has not computed, or in a
+new fork server; others need a new interpreter."""
 
 Report = Callable[[int, int], None]
 """Called with the number of finished steps, those before the checkpoint included, and the number
