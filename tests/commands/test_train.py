@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -22,18 +23,28 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import lockstep as ls
 import warm
 from lockstep import cli
-from lockstep.kernel.errors import LockstepError, RankError
-from lockstep.launcher import run_folder
+from lockstep.comm import backend
+from lockstep.kernel.errors import LockstepError, RankError, UsageError
+from lockstep.launcher import portable, run_folder
+from lockstep.launcher.arithmetic_difference import parse
+from lockstep.launcher.arithmetic_families import FAMILIES
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import launch_script
+from lockstep.launcher.world import World
 from lockstep.record.reader import read_run
+from lockstep.tools.commands.recorded_options import resolve_options
 from lockstep.tools.commands.train import _list_words, command
+from lockstep.tools.recipes import classification
 
 FIELDS = {
     "recipe", "world_size", "replicas", "stages", "microbatches", "epochs", "steps", "samples",
     "loss", "accuracy", "digest", "seconds", "samples_per_second", "resumed_from_step",
 }  # fmt: skip
 
+
+DIGEST = "06ec0a1a6094bc348013507bd4622c81b97ab9e5792dbddbbe8410eda38c264a"
+OPTIMIZER_DIGEST = "27422d8ccc13a3eaa525f9ff44e7c9c9a2f70413ebae69d4c8d949798d8f9fff"
+"""Of an epoch of 9 steps with portable bits and torch 2.13."""
 
 FEW_STEPS = ("--epochs", 1, "--batch-size", 160)
 """An epoch of 9 steps, where the result of the training does not matter."""
@@ -67,7 +78,7 @@ def test_one_digest_loss_and_accuracy_for_every_number_of_ranks(tmp_path):
         assert summary["resumed_from_step"] is None
     for name in ("digest", "optimizer_digest", "loss", "accuracy"):
         assert len({summary[name] for summary in summaries}) == 1
-    assert summaries[0]["accuracy"] > 0.4
+    assert summaries[0]["accuracy"] > 0.2
 
 
 def test_another_seed_or_number_of_microbatches_gives_another_digest(tmp_path):
@@ -78,6 +89,93 @@ def test_another_seed_or_number_of_microbatches_gives_another_digest(tmp_path):
     assert len(digests) == 3
 
 
+@pytest.mark.skipif(not backend.available(), reason="portable bits need the extension")
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="digests of torch 2.13")
+def test_the_digest_is_that_of_every_processor(tmp_path):
+    arguments = ("digits", *FEW_STEPS, "--portable", "--json", "--runs", tmp_path)
+    _, output = train(*arguments, "--name", "mine")
+    summary = json.loads(output.splitlines()[-1])
+    assert summary["portable"]
+    assert (summary["digest"], summary["optimizer_digest"]) == (DIGEST, OPTIMIZER_DIGEST), (
+        "this machine computes other bits than every x86-64 processor with AVX2 must compute in "
+        "portable mode; if the recipe or the kernels changed on purpose, change this digest, the "
+        "README's and portable.CONSTANTS"
+    )
+    assert read_run(tmp_path / "mine").header["options"]["portable"]
+    status, message = train("--resume", tmp_path / "mine", "--no-portable")
+    assert (status, message) == (
+        2,
+        f"--no-portable: the run {tmp_path}/mine was started with --portable, which a resumed run "
+        "keeps; omit it, or start a new run",
+    )
+
+
+IN_THIS_PROCESS = """
+import json, sys
+from lockstep.launcher import arithmetic
+from lockstep.tools.commands.recorded_options import resolve_options
+from lockstep.tools.recipes.catalog import find_recipe
+from lockstep.tools.recipes.classification import train
+given = json.loads(sys.argv[1])
+summary = train(resolve_options("digits", given), find_recipe("digits"), sys.argv[2])
+print(json.dumps([summary["digest"], arithmetic.compute()]))
+"""
+OPTIONS = {"microbatches": 8, "seed": 0, "threads": 1, "workers": 0, "portable": None}
+OPTIONS |= dict.fromkeys(("bf16", "download", "quiet"), False)
+
+
+@pytest.mark.stress
+@pytest.mark.skipif(not backend.available(), reason="portable bits need the extension")
+@pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="apt install qemu-user")
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("processor", ["Haswell", "Skylake-Client", "EPYC-Rome"])
+def test_emulated_processors_compute_the_same_bits(tmp_path, processor):
+    """Both vendors, without AVX-512. An emulator computes approximate instructions exactly.
+
+    Processors without AVX2, such as Denverton, cannot: their description is that of the machine.
+    """
+    given = json.dumps(OPTIONS | {"epochs": 1, "batch_size": 160, "portable": True, "quiet": True})
+    emulator = ["qemu-x86_64", "-cpu", processor, sys.executable]
+    ended = subprocess.run(
+        [*emulator, "-c", IN_THIS_PROCESS, given, str(tmp_path)],
+        capture_output=True, text=True, timeout=1200, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    digest, arithmetic = json.loads(ended.stdout.splitlines()[-1])
+    hashes = parse(arithmetic)
+    expected = parse(portable.CONSTANTS["2.13"])
+    assert {name: hashes[name] for name in expected} == expected
+    assert digest == DIGEST
+
+
+def test_bits_need_not_be_portable(tmp_path, monkeypatch):
+    options = (*FEW_STEPS, "--json", "--runs", tmp_path)
+    _, output = train("digits", *options, "--no-portable")
+    alone = json.loads(output.splitlines()[-1])
+    assert (alone["portable"], alone["digest"] == DIGEST) == (False, False)
+    assert parse(alone["arithmetic"]).keys() == FAMILIES.keys()
+    monkeypatch.setenv("LOCKSTEP_PORTABLE", "0")
+    _, output = train("digits", *options)
+    assert json.loads(output.splitlines()[-1])["digest"] == alone["digest"]
+
+
+def test_a_machine_without_portable_bits_trains_nevertheless(monkeypatch, capsys):
+    def init(*, threads, portable, device=None):
+        if portable:
+            raise UsageError("it has no AVX2")
+        return World(0, 1, 0, 1, 0, torch.device("cpu"), "gloo")
+
+    monkeypatch.setattr(classification, "init", init)
+    options = resolve_options("digits", OPTIONS)
+    assert options.portable is None
+    assert not classification._join(options).portable
+    assert capsys.readouterr().err == (
+        "lockstep: the bits of this training are not portable to other processors: it has no AVX2\n"
+    )
+    with pytest.raises(UsageError):
+        classification._join(replace(options, portable=True))
+
+
 def test_the_digests_are_among_the_last_lines(tmp_path):
     status, output = train("digits", *FEW_STEPS, "--runs", tmp_path, "--name", "mine")
     assert status == 0
@@ -86,7 +184,7 @@ def test_the_digests_are_among_the_last_lines(tmp_path):
     assert "optimizer state and of the weights" in output.splitlines()[-1]
     header = read_run(tmp_path / "mine").header
     assert (
-        header["optimizer"].items() >= {"class": "SGD", "momentum": 0.5, "nesterov": False}.items()
+        header["optimizer"].items() >= {"class": "SGD", "momentum": 0.9, "nesterov": False}.items()
     )
     assert "lr" not in header["optimizer"], "it is part of every step"
     assert header["layout"]["storage"] == "replicated"
@@ -136,7 +234,7 @@ def test_the_command_line_of_a_rank_has_the_same_options():
     typed = [
         *("digits", "--epochs", "3", "--lr", "0.1", "--bf16", "--logger", "wandb"),
         *("--logger", "mlflow", "--lr-decay", "cosine", "--data", "/some place", "-q"),
-        *("--weights", "/w.pth", "--new-head", "--ema", "0.9", "--mixup", "0.2"),
+        *("--weights", "/w.pth", "--new-head", "--ema", "0.9", "--mixup", "0.2", "--no-portable"),
     ]
     given = command.make_context("train", list(typed)).params
     options = {name: value for name, value in given.items() if name != "recipe"}
@@ -421,7 +519,7 @@ def test_a_run_that_is_asked_to_stop_says_how_to_go_on(tmp_path, undisturbed):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--lr", 0.5], "--lr 0.5: the run {} was started with --lr 0.05"),
+        (["--lr", 0.5], "--lr 0.5: the run {} was started with --lr 0.02"),
         (["--bf16"], "--bf16: the run {} was started without --bf16"),
         (["--threads", 2], "--threads 2: the run {} was started with --threads 1"),
         (["--seed", 0, "--epochs", 3], "--epochs 3: the run {} was started with --epochs 2"),

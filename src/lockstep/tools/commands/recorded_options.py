@@ -128,7 +128,7 @@ def recall_options(
     Raises:
         UsageError: An option that decides the results was given with another value.
     """
-    recorded: dict[str, Any] = run.latest("options")
+    recorded: dict[str, Any] = {"portable": False} | run.latest("options")
     for option in given.keys() - CHANGEABLE - recorded.keys():
         raise UsageError(
             f"{run.folder} cannot be resumed: its record has no option {option}, which decides "
@@ -209,6 +209,8 @@ def _require_same(run: Run, parameter: click.Parameter, value: Any, recorded: An
     option = parameter.opts[-1] if isinstance(parameter, click.Option) else "RECIPE"
     if value is True:
         asked, had = option, f"without {option}"
+    elif value is False:
+        asked, had = parameter.secondary_opts[-1], f"with {option}"
     else:
         asked = f"{option} {value}"
         had = f"with {option} {recorded}" if recorded is not None else f"without {option}"

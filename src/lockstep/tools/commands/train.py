@@ -15,6 +15,7 @@ import click
 from lockstep.files import replace_file
 from lockstep.kernel.errors import FileError, LayoutError, UsageError
 from lockstep.launcher.environment import read_rank_info
+from lockstep.launcher.kernel_variables import OF_NUMPY, PORTABLE, is_portable_requested
 from lockstep.launcher.rank_process import get_task
 from lockstep.messages import JSON_HELP, log
 from lockstep.pipeline.schedules import NAMES as SCHEDULES
@@ -91,10 +92,10 @@ SUMMARY_FILE = "summary.json"  # the summary of a run whose ranks are processes 
 )  # fmt: skip
 @click.option(
     "--lr", type=NOT_NEGATIVE,
-    help="Learning rate.  [default: 0.05; resnet: 0.1 per 256 samples; vit: 0.003 per 4096 "
-    "samples]",
+    help="Learning rate.  [default: digits 0.02; mnist 0.05; resnet 0.1 per 256 samples; vit "
+    "0.003 per 4096 samples]",
 )  # fmt: skip
-@click.option("--momentum", type=NOT_NEGATIVE, help="Momentum of SGD.  [default: 0.5; resnet: 0.9]")
+@click.option("--momentum", type=NOT_NEGATIVE, help="Momentum of SGD.  [default: 0.9; mnist: 0.5]")
 @click.option(
     "--weight-decay", type=NOT_NEGATIVE,
     help="Weight decay of the optimizer.  [default: 0; resnet: 1e-4; vit: 0.3]",
@@ -110,7 +111,7 @@ SUMMARY_FILE = "summary.json"  # the summary of a run whose ranks are processes 
 )  # fmt: skip
 @click.option(
     "--lr-decay", type=click.Choice(DECAYS),
-    help="Learning-rate decay after the warmup.  [default: none; image recipes: cosine]",
+    help="Learning-rate decay after the warmup.  [default: cosine; mnist: none]",
 )  # fmt: skip
 @click.option(
     "--lr-step-size", metavar="EPOCHS", default=30, show_default=True, type=POSITIVE,
@@ -145,6 +146,12 @@ SUMMARY_FILE = "summary.json"  # the summary of a run whose ranks are processes 
 @click.option(
     "--workers", default=0, show_default=True, type=click.IntRange(min=0),
     help="Loader processes per rank.",
+)  # fmt: skip
+@click.option(
+    "--portable/--no-portable", default=None,
+    help="Compute the same bits on every x86-64 processor with AVX2, on the CPU.  [default: "
+    "whether the variable LOCKSTEP_PORTABLE is 1; without it: on for digits and mnist, where the "
+    "machine can]",
 )  # fmt: skip
 @click.option("--bf16", is_flag=True, help="Mixed precision with bfloat16 autocast.")
 @click.option(
@@ -245,6 +252,8 @@ def command(
             )
         resumed = open_resumed(resume, runs)
         recipe, nprocs = recall_options(resumed, recipe, name, nprocs, given)
+    if given["portable"] is None and PORTABLE in os.environ:
+        given["portable"] = is_portable_requested(os.environ)
     if recipe is None:
         raise click.UsageError("Missing argument 'RECIPE'; or continue a run with --resume RUN.")
     if is_rank:
@@ -274,6 +283,8 @@ def command(
     if given["download"]:
         _download(recipe, given["data"])
     _note_generated(recipe, given)
+    if given["portable"] or (given["portable"] is None and recipe not in IMAGE_NAMES):
+        os.environ |= OF_NUMPY | os.environ  # numpy reads them when the fork server loads it
     if is_elastic:
         words = _list_words(recipe, given)
         summary = _train_elastic(words, nprocs, least or 1, folder, resumed is not None)
@@ -319,6 +330,8 @@ def _list_words(recipe: str, given: Mapping[str, Any]) -> list[str]:
     words = ["train", recipe]
     for option in command.params:
         value = given.get(option.name or "")
+        if value is False and option.secondary_opts:
+            words.append(option.secondary_opts[-1])
         if option.name == "download" or value in (None, False, ()) or value == option.default:
             continue
         name = option.opts[-1]

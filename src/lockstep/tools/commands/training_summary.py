@@ -42,7 +42,8 @@ def _format_summary(summary: dict[str, Any]) -> str:
         "run": summary["run"],
         "optimizer": summary.get("optimizer_digest"),
         "digest": f"{summary['digest']}",
-        "": "Digests of the optimizer state and of the weights, the same for every layout.",
+        "": "Digests of the optimizer state and of the weights, the same for every layout"
+        + (" and every x86-64 processor with AVX2." if summary.get("portable") else "."),
     }
     if "ema_loss" in summary:
         loss = format_loss(summary["ema_loss"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from lockstep.checkpoint.save_schedule import CheckpointConfig
-from lockstep.kernel.errors import FileError
+from lockstep.kernel.errors import FileError, UsageError
+from lockstep.launcher import arithmetic
 from lockstep.launcher.world import init
 from lockstep.launcher.world import world as current_world
+from lockstep.messages import log
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import Metric, accuracy
 from lockstep.pipeline.partitioner import PipelineConfig
@@ -71,6 +73,7 @@ class Options:
     activation_checkpointing: bool = False
     logger: tuple[str, ...] = ()
     checkpoint_every: int | None = None  # steps
+    portable: bool | None = False  # None: where the machine can
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ def train(options: Options, recipe: Recipe, folder: str) -> dict[str, Any]:
         recipe: The recipe.
         folder: The folder of the run.
     """
+    options = _join(options)
     data, model = _prepare(options, recipe)
     samples: int = len(data.training)  # type: ignore[arg-type]
     steps = -(-samples // options.batch_size)
@@ -180,6 +184,7 @@ def evaluate(options: Options, recipe: Recipe, folder: str | None) -> dict[str, 
         recipe: The recipe.
         folder: The folder of the run that the weights belong to; None if there is none.
     """
+    options = _join(options)
     data, model = _prepare(options, recipe, is_trained=False)
     begun = time.perf_counter()
     with _make_trainer(options, recipe, model, steps=1, loggers=[]) as trainer:
@@ -198,11 +203,26 @@ def evaluate(options: Options, recipe: Recipe, folder: str | None) -> dict[str, 
         }
 
 
+def _join(options: Options) -> Options:
+    """Join the ranks, and return the options with the decision whether the bits are portable."""
+    if options.portable is not False:
+        try:
+            init(threads=options.threads, device="cpu", portable=True)
+            return replace(options, portable=True)
+        except UsageError as error:
+            if options.portable:
+                raise
+            reason = str(error)
+    world = init(threads=options.threads, portable=False)
+    if options.portable is None and world.rank == 0:
+        log(f"the bits of this training are not portable to other processors: {reason}")
+    return replace(options, portable=False)
+
+
 def _prepare(
     options: Options, recipe: Recipe, *, is_trained: bool = True
 ) -> tuple[Data, nn.Module]:
-    """Join the ranks, and return the data and the model with its initial weights."""
-    init(threads=options.threads)
+    """Return the data and the model with its initial weights."""
     torch.manual_seed(options.seed)
     data = recipe.load(options)
     model = recipe.network(options, data.classes)
@@ -304,6 +324,8 @@ def _summarize(
         "replicas": world.world_size // options.stages,
         "stages": options.stages,
         "microbatches": options.microbatches,
+        "portable": bool(options.portable),
+        "arithmetic": arithmetic.measure(),
         "loss": evaluation.loss,
         **evaluation.metrics,
         "held_out": evaluation.samples,

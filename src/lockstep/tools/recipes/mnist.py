@@ -16,7 +16,7 @@ FOLDER = "data/mnist"
 
 def _defaults(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the default options."""
-    return {"epochs": 10, "batch_size": 128, "lr": 0.05, "momentum": 0.5}
+    return {"epochs": 10, "batch_size": 128, "lr": 0.05, "momentum": 0.5, "portable": None}
 
 
 def _load(options: Options) -> Data:
