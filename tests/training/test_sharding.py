@@ -466,3 +466,4 @@ def test_a_checkpoint_resumes_in_any_storage_and_width(ranks, tmp_path):
     digests = {digest for each in found for digest in (each if isinstance(each, list) else [each])}
     assert len(digests) == 1
     assert len([*saved.glob("model-*.safetensors")]) == 2  # each rank wrote its rows
+    assert not [*saved.glob("*.index.json")]  # which names whole weights

@@ -15,9 +15,14 @@ import torch
 from lockstep.kernel.errors import FileError
 from lockstep.sharded_tensors import is_sharded, local_part
 
-__all__ = ["join_shards", "split_shards"]
+__all__ = ["is_shard", "join_shards", "split_shards"]
 
 NAME = re.compile(r"shard-(\d+)-of-(\d+)")
+
+
+def is_shard(name: str) -> bool:
+    """Return whether the name of a tensor, such as "weight/shard-0-of-2", is that of a shard."""
+    return NAME.fullmatch(name.rpartition("/")[2]) is not None
 
 
 def split_shards(value: Any) -> Any:

@@ -28,6 +28,7 @@ import xxhash
 
 from lockstep.checkpoint.encoding import decode, encode
 from lockstep.checkpoint.folder import FORMAT, KINDS, MANIFEST, REST, name_part, prune
+from lockstep.checkpoint.shards import is_shard
 from lockstep.checkpoint.tensor_file import checksum_file, write_tensors
 from lockstep.checksum import digest
 from lockstep.devices import is_accelerator, record_event
@@ -340,8 +341,8 @@ def _complete(
 ) -> Path:
     """Write the index and the manifest, and rename the folder; return its new path."""
     shards = {name: entry.pop("tensors") for name, entry in files.items() if "tensors" in entry}
-    if shards:
-        weight_map = {tensor: name for name, names in shards.items() for tensor in names}
+    weight_map = {tensor: name for name, names in shards.items() for tensor in names}
+    if weight_map and not any(map(is_shard, weight_map)):  # no index names rows of a weight
         total = sum(files[name]["bytes"] for name in shards)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_file(aside / "model.safetensors.index.json", json.dumps(index, indent=1).encode())
