@@ -20,6 +20,7 @@ OF_SHARDS = (
     "reads other elements",
     "is cut after",
     "torch cannot step the shards of parameters by",
+    "is a view and is being modified inplace",
     "has a hook, which a sharded model does not call",
     "was called several times in a micro-batch",
     "cannot be evaluated by",

@@ -76,10 +76,11 @@ def require_shardable(optimizer: Optimizer, names: Mapping[torch.Tensor, str], r
         )
     for group in optimizer.param_groups:
         is_fused = bool(group.get("fused"))
-        if is_fused and kind not in (torch.optim.Adam, torch.optim.AdamW):
+        has_fused = kind in (torch.optim.Adam, torch.optim.AdamW)
+        if (is_fused and not has_fused) or kind is torch.optim.Rprop:
             raise LayoutError(
-                f"torch cannot step the shards of parameters by {kind.__name__} with fused=True: "
-                "leave fused out"
+                f"torch cannot step the shards of parameters by {kind.__name__}"
+                f"{' with fused=True: leave fused out' if is_fused else ': use another optimizer'}"
             )
         is_exact = is_torchs and not is_fused
         for parameter in group["params"]:
