@@ -25,6 +25,7 @@ OF_SHARDS = (
     "was called several times in a micro-batch",
     "cannot be evaluated by",
     "which a sharded model forgets",
+    "fully_shard changes the sum of the gradients of an input of",
     "the hook average_over_parameters of",
     "are different tensors over the same memory",
 )

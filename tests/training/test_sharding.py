@@ -297,6 +297,33 @@ def train_writing():
     trainer.step((torch.ones(2, 6), torch.zeros(2, dtype=torch.int64)))
 
 
+class Skipping(nn.Module):
+    """Uses the input of a block again after it, as a UNet does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.block = nn.Linear(6, 10), Squaring()
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        return self.block(hidden) + hidden.tanh()
+
+
+class Squaring(nn.Linear):
+    def __init__(self):
+        super().__init__(10, 10)
+
+    def forward(self, inputs):
+        return super().forward(inputs) * inputs
+
+
+def train_skipping():
+    model = shard(Skipping(), dist.group.WORLD)
+    exact = ls.exact(model, microbatches=2)
+    while not exact.is_complete:
+        exact.weigh(model(torch.ones(2, 6)).sum()).backward()
+
+
 def train_without_weights():
     def weigh(data):
         return float(data[1].sum())
@@ -334,7 +361,7 @@ def shard_root(model):
 
 
 def refusals():
-    actions = [train_twice, train_clipped_by_torch, wrap_a_part, train_writing]
+    actions = [train_twice, train_clipped_by_torch, wrap_a_part, train_writing, train_skipping]
     actions += [train_without_weights, make_scalar, make_hook]
     if dist.get_world_size() > 1:
         actions.append(train_other_modules)  # the last one: torch's module is left in its backward
@@ -348,6 +375,7 @@ def test_what_cannot_be_exact_is_refused_on_every_rank(ranks, n):
         assert "exact.clip_grad_norm_(max_norm)" in found["train_clipped_by_torch"]
         assert "the parameter scale is not sharded" in found["wrap_a_part"]
         assert "the parameter head.weight was written" in found["train_writing"]
+        assert "the gradients of an input of block, which" in found["train_skipping"]
         assert "2 micro-batches, 1 of them with a weight of 0" in found["train_without_weights"]
         assert "the parameter scale, which has no dimension" in found["make_scalar"]
         assert "the parameter weight has a hook" in found["make_hook"]

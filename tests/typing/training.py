@@ -118,9 +118,10 @@ def train_manually(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -
             for first, _ in step.microbatches():
                 step.backward(model(first[0]).sum() / count, share=1)
             rows: torch.Tensor = step.gather([first[0] for first, _ in [(batch, batch)]])
+            print(rows)
     with trainer.manual_step() as step:
         whole: torch.Tensor = step.backward_whole_batch(model, torch.mean, batch[0])
-    print(rows, whole)
+    print(whole)
 
 
 def train_with_an_existing_loop(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:

@@ -13,14 +13,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data.assignment import Hosts
+from lockstep.data_parallel.block_inputs import find_reordered_sum
 from lockstep.data_parallel.tree_reduce_scatter import CallOrder, TreeReduceScatter
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.tree import Node, TreeAccumulator
@@ -132,6 +135,8 @@ class ShardedGradients:
                 self._units.append(unit)
                 unit.install()
         self._sums = TreeAccumulator[Gradients](1, _add_lists)
+        self._roots: list[Any] = []  # the nodes of the outputs from which backward began
+        module.register_forward_hook(torch.compiler.disable(self._watch_outputs))
         return_large_blocks()  # gathered parameters, and the whole model before it was divided
 
     def begin(
@@ -154,6 +159,36 @@ class ShardedGradients:
         for unit in self._units:
             unit.end_microbatch()
 
+    def _watch_outputs(self, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        """Note the outputs of the model that get a gradient."""
+        if torch.is_grad_enabled():
+            self._roots = []
+        for output in tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+                output.register_hook(partial(self._note_root, output.grad_fn))
+
+    def _note_root(self, node: Any, _: torch.Tensor) -> None:
+        self._roots.append(node)
+
+    def _find_failure(self) -> str:
+        """Return why the gradients of a micro-batch differ from those of the whole model, or ""."""
+        for unit in self._units:
+            for number in unit.find_written():
+                return (
+                    f"the parameter {self._parameters[number][0]} was written during forward or "
+                    "backward, which a sharded model forgets: update it after the step, on all "
+                    "ranks"
+                )
+        node, self._roots = find_reordered_sum([*dict.fromkeys(self._roots)]), []
+        if node is None:
+            return ""
+        (name,) = (unit.name for unit in self._units if unit.has_group(node.param_group))
+        return (
+            f"fully_shard changes the sum of the gradients of an input of {name}, which does not "
+            "use it, or is not the only one that does: call fully_shard with a module that "
+            "contains all uses, or do not shard the model"
+        )
+
     def enter_group(self) -> None:
         """Do nothing: nothing is planned for a group."""
 
@@ -169,12 +204,7 @@ class ShardedGradients:
         for unit in self._units:
             for number in unit.end_microbatch():
                 gradients[number] = None
-            for number in unit.find_written():
-                self.failure = self.failure or (
-                    f"the parameter {self._parameters[number][0]} was written during forward or "
-                    "backward, which a sharded model forgets: update it after the step, on all "
-                    "ranks"
-                )
+        self.failure = self.failure or self._find_failure()
         for _, parameter in self._parameters:
             parameter.grad = None
         turn = microbatch // self._ranks

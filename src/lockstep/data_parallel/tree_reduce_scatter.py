@@ -56,6 +56,7 @@ class TreeReduceScatter:
         numbers: The numbers of the model's parameters.
 
     Attributes:
+        name: The name of the module.
         state: What torch keeps for the modules of the group.
     """
 
@@ -67,7 +68,7 @@ class TreeReduceScatter:
         calls: CallOrder,
         numbers: Mapping[torch.Tensor, int],
     ) -> None:
-        self._name, self._number, self._module, self._calls = name, number, module, calls
+        self.name, self._number, self._module, self._calls = name, number, module, calls
         self.state = module._get_fsdp_state()
         self._parts = [part for g in self.state._fsdp_param_groups for part in g.fsdp_params]
         self._numbers = [numbers[part.sharded_param] for part in self._parts]
@@ -95,6 +96,10 @@ class TreeReduceScatter:
         used, self._used = self._present or self._used, [False] * len(self._parts)
         self._present, self._allocations = None, 0
         return [number for number, is_used in zip(self._numbers, used, strict=True) if not is_used]
+
+    def has_group(self, group: Any) -> bool:
+        """Return whether torch gathers the parameters of this object in a group."""
+        return group in self.state._fsdp_param_groups
 
     def find_written(self) -> list[int]:
         """Return the parameters that were written since the last call, whose writes are lost."""
@@ -126,7 +131,7 @@ class TreeReduceScatter:
         self._allocations += 1
         if self._allocations > 2:
             raise UsageError(
-                f"{self._name} was called several times in a micro-batch, and torch adds the "
+                f"{self.name} was called several times in a micro-batch, and torch adds the "
                 "gradients of each call over the ranks: call it once, or call fully_shard with a "
                 "module that contains all calls instead"
             )
@@ -148,12 +153,12 @@ class TreeReduceScatter:
         Raises:
             DisagreementError: The ranks have called other modules.
         """
-        about = f"adding the gradients of {self._name} after the calls {self._calls}"
+        about = f"adding the gradients of {self.name} after the calls {self._calls}"
         flags = all_gather_bytes(bytes(self._used), about, group)
         columns = [*zip(*flags, strict=True)]
         self._present = [any(column) for column in columns]
         received = torch.empty_like(input_tensor)
-        with Waiting(f"reduce_scatter of the gradients of {self._name}"):
+        with Waiting(f"reduce_scatter of the gradients of {self.name}"):
             dist.all_to_all_single(received, input_tensor, group=group)
         rows = [row.to(output_tensor.dtype) for row in received.chunk(len(flags))]
         trained = [n for n, part in enumerate(self._parts) if part.sharded_param.requires_grad]
