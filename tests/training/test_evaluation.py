@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,6 +162,32 @@ def test_a_metric_that_is_no_mean_over_samples_is_named():
     with pytest.warns(UserWarning, match=r"the metric auc is not a mean .* ls\.DatasetMetric"):
         trainer.evaluate(rows(), 32)
     trainer.evaluate(rows(), 32)  # warns once; a warning here would be an error
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_metric_may_be_nan_in_steps():
+    """The AUC of a micro-batch of one class; its mean in the epoch raised an error of fractions."""
+    epochs = []
+    metrics = {"auc": auc, "accuracy": ls.accuracy}
+    trainer = build(metrics=metrics, callbacks=SimpleNamespace(on_epoch=epochs.append))
+    for batch in trainer.batches(rows(), 16):
+        trainer.step(batch)
+        state = trainer.state_dict()
+    assert math.isnan(trainer.last_result.metrics["auc"])
+    assert math.isnan(epochs[0].metrics["auc"])
+    assert 0 <= epochs[0].metrics["accuracy"] <= 1
+    resumed = build(metrics=metrics)
+    resumed.load_state_dict(state)
+    assert resumed.digest() == trainer.digest()
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_warning_shows_the_line_of_the_program():
+    """It showed a line inside of Lockstep."""
+    trainer = build(metrics={"auc": auc})
+    with pytest.warns(UserWarning, match="the metric auc is not a mean") as seen:
+        trainer.evaluate(rows(), 32)
+    assert seen[0].filename == __file__
 
 
 @pytest.mark.usefixtures("world_of_one")

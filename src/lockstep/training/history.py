@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import warnings
@@ -18,6 +19,7 @@ import torch
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.step_hooks import CommittedStep, StepHook, StepResult
 from lockstep.launcher.run_folder import command_words
+from lockstep.launcher.stacks import is_user_code
 from lockstep.launcher.world import World
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.parallel_context import ParallelContext
@@ -302,7 +304,7 @@ class History(StepHook):
         if sentence not in self._warned:
             self._warned.add(sentence)
             if show:
-                warnings.warn(f"{place}: {sentence}", stacklevel=2)
+                warnings.warn(f"{place}: {sentence}", stacklevel=_find_stack_level())
             self.write("warning", rank=rank, message=message)
 
     def close(self, **fields: Any) -> None:
@@ -371,7 +373,7 @@ class _Sums:
 
     numerator: int = 0  # of the loss
     denominator: int = 1  # a power of two
-    metrics: dict[str, tuple[Fraction, int]] = field(default_factory=dict)
+    metrics: dict[str, tuple[Fraction | float, int]] = field(default_factory=dict)
     samples: int = 0
     seconds: float = 0.0
 
@@ -387,7 +389,7 @@ class _Sums:
         self.numerator += numerator * result.samples * (self.denominator // denominator)
         for name, value in result.metrics.items():
             total, samples = self.metrics.get(name, (Fraction(0), 0))
-            self.metrics[name] = total + Fraction(value) * result.samples, samples + result.samples
+            self.metrics[name] = total + _exact(value) * result.samples, samples + result.samples
         self.samples += result.samples
         self.seconds += result.seconds
 
@@ -401,9 +403,29 @@ class _Sums:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> _Sums:
-        metrics = {name: (Fraction(value), n) for name, (value, n) in state["metrics"].items()}
+        metrics = {name: (_read(value), n) for name, (value, n) in state["metrics"].items()}
         loss = Fraction(state["loss"])
         return cls(*loss.as_integer_ratio(), metrics, state["samples"], state["seconds"])
+
+
+def _find_stack_level() -> int:
+    """Return the `stacklevel` with which the caller's warning shows the line of the user's code."""
+    frame, level = sys._getframe(1), 1
+    while not is_user_code(frame.f_code.co_filename):
+        if frame.f_back is None:
+            return 2
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _exact(value: float) -> Fraction | float:
+    """Return a number exactly; NaN and infinity, which no fraction is, as they are."""
+    return Fraction(value) if math.isfinite(value) else value
+
+
+def _read(text: str) -> Fraction | float:
+    """Return the number that `str` has written."""
+    return float(text) if text in ("nan", "inf", "-inf") else Fraction(text)
 
 
 def describe_step(result: StepResult) -> dict[str, Any]:
