@@ -183,7 +183,7 @@ def test_ranks_must_be_a_power_of_two_that_divides_the_microbatches(ranks, micro
 def test_a_short_batch_must_be_divisible():
     share = ReplicaShare(8, on_one_host(2), 0, is_interleaved=True)
     share.require_turns(6, 6)
-    with pytest.raises(LayoutError, match="a batch has 5 micro-batches, 0 of them"):
+    with pytest.raises(LayoutError, match="5 micro-batches, which the 2 ranks"):
         share.require_turns(5, 5)
     with pytest.raises(LayoutError, match="a batch has 8 micro-batches, 2 of them"):
         share.require_turns(8, 6)

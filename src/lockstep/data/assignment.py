@@ -149,10 +149,12 @@ class ReplicaShare:
             computed: The number of those whose weight is not 0.
         """
         if self.is_interleaved and (leaves % self.replicas or computed < leaves):
+            empty = leaves - computed
+            weights = f", {empty} of them with a weight of 0" if empty else ""
+            remedy = "leave out samples without weight" if empty else "pass drop_last=True"
             raise LayoutError(
-                f"a batch has {leaves} micro-batches, {leaves - computed} of them with a weight of "
-                f"0, so the {self.replicas} ranks of a sharded model cannot share them evenly: "
-                "pass drop_last=True, leave out samples without weight, or use fewer ranks"
+                f"a batch has {leaves} micro-batches{weights}, which the {self.replicas} ranks of "
+                f"a sharded model cannot share evenly: {remedy}, or use fewer ranks"
             )
 
     def pieces(self, samples: int) -> tuple[tuple[int, range], ...]:
