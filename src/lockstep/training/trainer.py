@@ -651,7 +651,8 @@ class Trainer:
     def digest(self) -> str:
         """Return the SHA-256 of parameters and buffers, as 64 hexadecimal digits.
 
-        Call it on every rank if the trainer has pipeline stages. Equals `lockstep.digest(model)`.
+        Call it on every rank if the trainer has pipeline stages or sharded storage. Equals
+        `lockstep.digest(model)`.
         """
         self._steps.require_closed("digest()")
         return self._run.call_digest("digest", self._state.digest)
@@ -659,7 +660,7 @@ class Trainer:
     def optimizer_digest(self) -> str:
         """Return the SHA-256 of the optimizer's state, as 64 hexadecimal digits.
 
-        Call it on every rank if the trainer has pipeline stages.
+        Call it on every rank if the trainer has pipeline stages or sharded storage.
         """
         self._steps.require_closed("optimizer_digest()")
         return self._run.call_digest("optimizer_digest", self._state.optimizer_digest)
@@ -674,7 +675,8 @@ class Trainer:
         the trainer was constructed, such as `requires_grad`, modes and plain attributes. The
         position within an epoch is in `batches.state_dict()`.
 
-        All tensors are copies. Call it on every rank if the trainer has pipeline stages.
+        All tensors are copies. Call it on every rank if the trainer has pipeline stages or sharded
+        storage.
         """
         self._steps.require_closed("state_dict()")
         return copy.deepcopy(self._state.state_dict())
