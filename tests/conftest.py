@@ -24,7 +24,7 @@ import pytest_lockstep
 import warm
 from lockstep.launcher import fork_server
 from lockstep.launcher.fork_server import get_fork_server, get_fork_server_pid
-from lockstep.launcher.kernel_variables import OF_NUMPY
+from lockstep.launcher.kernel_variables import find_of_numpy
 
 TESTS = str(Path(__file__).parent)
 TEMPLATE = "pytest_lockstep.template_main"  # from which ranks of marked tests are forked
@@ -42,7 +42,7 @@ PYTESTS_OWN = (b"PYTEST_CURRENT_TEST", b"PYTEST_VERSION", b"COLUMNS", b"TORCHIND
 # The suite computes on the CPU, also on a machine with a GPU; `tools/gpu_check.py` is for that.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # As in a launch with portable bits, which would otherwise need another fork server than others.
-os.environ |= OF_NUMPY
+os.environ |= find_of_numpy()
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # `init` sets that of SIGUSR1
 

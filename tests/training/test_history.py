@@ -58,7 +58,7 @@ def test_the_line_of_an_epoch_waits_for_its_evaluation():
     assert kinds == ["step", "epoch", "step", "epoch", "step", "epoch", "end"]
     evaluations = [f.get("evaluation") for kind, f in writer.lines if kind == "epoch"]
     assert evaluations[0] is None
-    assert evaluations[1] == {"loss": 0.5, "metrics": {"hit": 1.0}, "samples": 9}
+    assert evaluations[1] == {"loss": 0.5, "metrics": {"hit": 1.0}, "samples": 9, "ema": False}
     assert evaluations[2]["loss"] == 0.25
     assert writer.lines[1][1]["memory_bytes"] == [5]
     assert "message" not in writer.lines[-1][1]

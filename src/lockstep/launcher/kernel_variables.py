@@ -1,6 +1,6 @@
 """The environment variables by which libraries choose kernels, and their values for portable bits.
 
-lockstep run --portable     OF_TORCH and OF_NUMPY are set in every process
+lockstep run --portable     OF_TORCH and those of numpy are set in every process
 ls.init(portable=True)      OF_TORCH are set; numpy has been loaded before
 """
 
@@ -9,16 +9,17 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 
 from lockstep.kernel.errors import UsageError
 
 __all__ = [
-    "OF_NUMPY",
     "OF_TORCH",
     "PORTABLE",
     "find_missing",
     "find_of_launch",
+    "find_of_numpy",
     "is_portable_requested",
 ]
 
@@ -32,17 +33,23 @@ OF_TORCH = {
 }
 """Variables that each library reads at its first computation."""
 
-OF_NUMPY = {
-    "OPENBLAS_CORETYPE": "Haswell",
-    "NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL "
-    "AVX512_ICL AVX512_SPR",
-}
-"""Variables that numpy reads when it is loaded. It ignores the features that it does not know."""
-
 
 def is_portable_requested(environ: Mapping[str, str]) -> bool:
     """Return whether the environment asks for portable arithmetic."""
     return environ.get(PORTABLE, "") not in ("", "0")
+
+
+@functools.cache
+def find_of_numpy() -> dict[str, str]:
+    """Return the variables that numpy reads when it is loaded.
+
+    It warns of features that it does not know: levels of x86-64 have replaced sets of instructions.
+    """
+    major, minor, *_ = metadata.version("numpy").split(".")
+    features = "X86_V4 AVX512_ICL AVX512_SPR"
+    if (int(major), int(minor)) < (2, 4):
+        features = "AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR"
+    return {"OPENBLAS_CORETYPE": "Haswell", "NPY_DISABLE_CPU_FEATURES": features}
 
 
 def find_of_launch(environ: Mapping[str, str]) -> dict[str, str]:
@@ -51,7 +58,7 @@ def find_of_launch(environ: Mapping[str, str]) -> dict[str, str]:
     Raises:
         UsageError: As for `find_missing`.
     """
-    return find_missing(environ, {PORTABLE: "1", **OF_TORCH, **OF_NUMPY})
+    return find_missing(environ, {PORTABLE: "1", **OF_TORCH, **find_of_numpy()})
 
 
 def find_missing(environ: Mapping[str, str], variables: Mapping[str, str]) -> dict[str, str]:

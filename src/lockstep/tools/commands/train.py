@@ -15,7 +15,7 @@ import click
 from lockstep.files import replace_file
 from lockstep.kernel.errors import FileError, LayoutError, UsageError
 from lockstep.launcher.environment import read_rank_info
-from lockstep.launcher.kernel_variables import OF_NUMPY, PORTABLE, is_portable_requested
+from lockstep.launcher.kernel_variables import PORTABLE, find_of_numpy, is_portable_requested
 from lockstep.launcher.rank_process import get_task
 from lockstep.messages import JSON_HELP, log
 from lockstep.pipeline.schedules import NAMES as SCHEDULES
@@ -284,7 +284,7 @@ def command(
         _download(recipe, given["data"])
     _note_generated(recipe, given)
     if given["portable"] or (given["portable"] is None and recipe not in IMAGE_NAMES):
-        os.environ |= OF_NUMPY | os.environ  # numpy reads them when the fork server loads it
+        os.environ |= find_of_numpy() | os.environ  # numpy reads them when the fork server loads it
     if is_elastic:
         words = _list_words(recipe, given)
         summary = _train_elastic(words, nprocs, least or 1, folder, resumed is not None)
