@@ -21,10 +21,10 @@ SOURCE = Path(__file__).parent / "src"
 # The package is not installed yet. These modules need the standard library and torch only.
 sys.path.insert(0, str(SOURCE))
 
+from lockstep.comm.native.binding_folder import lock_folder, write_reason  # noqa: E402
+from lockstep.comm.native.build import CompilationError, build_binding, find_compiler  # noqa: E402
+from lockstep.comm.native.extension_abi import current_abi  # noqa: E402
 from lockstep.files import remove_tree  # noqa: E402
-from lockstep.native.binding_folder import lock_folder, write_reason  # noqa: E402
-from lockstep.native.build import CompilationError, build_binding, find_compiler  # noqa: E402
-from lockstep.native.extension_abi import current_abi  # noqa: E402
 
 LOCK_TIMEOUT = 3600.0  # seconds to wait for another build in the same folder
 

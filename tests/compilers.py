@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.native import binding, binding_folder
+from lockstep.comm.native import binding, binding_folder
 
 PROGRAM = """#!/bin/sh
 echo "$*" >> "$CALLS"

@@ -1,7 +1,7 @@
 """What is installed: source distribution, wheel, and pip in fresh environments, offline.
 
 The compiler is a program that notes its calls and copies the binding of this checkout, so that
-installing, building and loading are tested and the compiler is not (tests/native).
+installing, building and loading are tested and the compiler is not (tests/comm/native).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from environments import (
     pretend_torch,
 )
 from lockstep.comm import backend
-from lockstep.native.binding import find_bindings
+from lockstep.comm.native.binding import find_bindings
 from tools.wheels import ROOT, copy_sources
 
 needs_binding = pytest.mark.skipif(

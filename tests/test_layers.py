@@ -23,8 +23,6 @@ LAYERS = [
         "sharded_tensors",
         "version",
     },
-    {"transport"},
-    {"native"},
     {"comm"},
     {"launcher"},
     {"elastic"},

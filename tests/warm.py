@@ -51,7 +51,7 @@ PRELOADED = (
     "lockstep.launcher.fork_server_main",
     "lockstep.launcher.launch_script",
     "lockstep.launcher.world",
-    "lockstep.native.binding",
+    "lockstep.comm.native.binding",
     "lockstep.training.trainer",
     "lockstep.tools.replay.replay_session",
     "lockstep.launcher.pickling",

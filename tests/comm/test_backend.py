@@ -49,7 +49,7 @@ def test_it_is_available_before_torch_is_imported(tmp_path):
 def test_a_missing_binding_breaks_nothing(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import os, pathlib\n"
-        "from lockstep.native import binding\n"
+        "from lockstep.comm.native import binding\n"
         f"binding.PACKAGE_FOLDER = pathlib.Path({str(tmp_path)!r})\n"
         f"os.environ['XDG_CACHE_HOME'] = {str(tmp_path)!r}\n"
     )

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.comm import backend, native_module, portable_products
+from lockstep.comm.native.binding import BindingError
 from lockstep.errors import UsageError
-from lockstep.native.binding import BindingError
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 

@@ -17,12 +17,12 @@ import warm
 from compilers import Recorder, install_recorder
 from lockstep.cli import cli
 from lockstep.comm import backend
+from lockstep.comm.native.binding import find_bindings
+from lockstep.comm.native.binding_folder import lock_folder
+from lockstep.comm.native.build import MODULE
+from lockstep.comm.native.extension_abi import current_abi
+from lockstep.comm.native.self_test import SelfTestError, run_self_test
 from lockstep.kernel.errors import FileError, WorkError
-from lockstep.native.binding import find_bindings
-from lockstep.native.binding_folder import lock_folder
-from lockstep.native.build import MODULE
-from lockstep.native.extension_abi import current_abi
-from lockstep.native.self_test import SelfTestError, run_self_test
 from lockstep.tools.commands import build as command
 from processes import alive, until
 
@@ -135,7 +135,7 @@ def test_a_self_test_ends_with_what_went_wrong(working, tmp_path, monkeypatch):
         run_self_test(working)
     crash.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/started\nread line < {tmp_path}/fifo\n")
     os.mkfifo(tmp_path / "fifo")
-    monkeypatch.setattr("lockstep.native.self_test.TIMEOUT", 0.5)
+    monkeypatch.setattr("lockstep.comm.native.self_test.TIMEOUT", 0.5)
     with pytest.raises(SelfTestError, match=r"two ranks did not end within 0\.5 s"):
         run_self_test(working)
     assert not alive(int((tmp_path / "started").read_text()))
@@ -179,7 +179,7 @@ def test_ctrl_c_leaves_nothing_half(recorder, cache, monkeypatch):
     monkeypatch.setenv("BLOCK", "-shared")  # everything is compiled, and not linked
     program = (
         "from pathlib import Path\n"
-        "from lockstep.native import binding\n"
+        "from lockstep.comm.native import binding\n"
         f"binding.PACKAGE_FOLDER = Path({str(cache)!r}, 'none')\n"
         "from lockstep.cli import main; import sys; sys.argv = ['lockstep', 'build']; main()"
     )
@@ -209,7 +209,7 @@ def test_a_real_build(tmp_path, monkeypatch, option):
         monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for imported in ("binding", "binding_folder"):
-        monkeypatch.setattr(f"lockstep.native.{imported}.PACKAGE_FOLDER", tmp_path / "none")
+        monkeypatch.setattr(f"lockstep.comm.native.{imported}.PACKAGE_FOLDER", tmp_path / "none")
     said = build()
     assert "and tested" in said
     run_self_test(find_bindings()[0])

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from lockstep.comm.transport.listener import MessageListener
+from lockstep.comm.transport.message_connection import connect_to
 from lockstep.elastic import host_connection
 from lockstep.elastic.host_connection import PURPOSE, ConnectionLost, HostConnection
-from lockstep.transport.listener import MessageListener
-from lockstep.transport.message_connection import connect_to
 
 SILENCE = 10.0
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.comm.transport.listener import MessageListener
 from lockstep.elastic.host_connection import PURPOSE
 from lockstep.elastic.host_messages import FROM_AGENT, FROM_MEMBER, TO_AGENT, is_well_formed
 from lockstep.elastic.host_supervisor import AgentHost, HostSupervisor
@@ -17,7 +18,6 @@ from lockstep.launcher.channel import open_pair
 from lockstep.launcher.failure_attribution import Outcome
 from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.rank_process import describe_error
-from lockstep.transport.listener import MessageListener
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),

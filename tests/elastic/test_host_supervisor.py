@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from lockstep.comm.transport.listener import MessageListener
+from lockstep.comm.transport.message_connection import connect_to
 from lockstep.elastic import host_supervisor
 from lockstep.elastic.host_connection import PURPOSE, HostConnection
 from lockstep.elastic.host_supervisor import HostSupervisor
@@ -16,8 +18,6 @@ from lockstep.launcher import late_ranks
 from lockstep.launcher.channel import Message, open_pair
 from lockstep.launcher.failure_attribution import describe_end
 from lockstep.launcher.hang_monitor import HangPolicy
-from lockstep.transport.listener import MessageListener
-from lockstep.transport.message_connection import connect_to
 from processes import until
 
 SECRET = bytes(range(32))

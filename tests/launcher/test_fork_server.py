@@ -111,7 +111,7 @@ def train() -> set[str]:
 
 
 def test_ranks_that_train_find_imported_what_they_need():
-    expected = {"lockstep.native.binding", "lockstep.training.trainer"}
+    expected = {"lockstep.comm.native.binding", "lockstep.training.trainer"}
     assert ls.launch(lambda: expected <= {*sys.modules}) == [True]
     assert ls.launch(train, nprocs=2) == [set(), set()]
 

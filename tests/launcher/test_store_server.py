@@ -13,11 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed import DistNetworkError, DistStoreError, HashStore, PrefixStore
 
+from lockstep.comm.transport.message_connection import connect_to
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.secret_store import SecretStore
 from lockstep.launcher.store_server import PURPOSE, StoreServer, decode, encode
-from lockstep.transport.message_connection import connect_to
 
 SECRET = b"s" * 32
 PATIENCE = 30.0

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 import lockstep as ls
 import warm
+from lockstep.comm.transport.listener import REPORT_INTERVAL
+from lockstep.comm.transport.message_connection import requires_secret
+from lockstep.comm.transport.secret import KEY_VARIABLE, make_key
 from lockstep.kernel.errors import RankError, RendezvousError
-from lockstep.transport.listener import REPORT_INTERVAL
-from lockstep.transport.message_connection import requires_secret
-from lockstep.transport.secret import KEY_VARIABLE, make_key
 
 WORKER = [*warm.LOCKSTEP, "worker"]
 PATIENCE = 60.0

@@ -19,9 +19,9 @@ import torch.distributed as dist
 import lockstep as ls
 import processes
 import warm
+from lockstep.comm.transport.secret import make_key
 from lockstep.kernel.errors import RankError, UsageError
 from lockstep.tools.remote.connection import connect_to_driver
-from lockstep.transport.secret import make_key
 from processes import alive
 
 PATIENCE = 60.0

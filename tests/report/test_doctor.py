@@ -9,8 +9,8 @@ import types
 
 import pytest
 
+from lockstep.comm.native.binding import BindingError
 from lockstep.kernel.errors import RankError
-from lockstep.native.binding import BindingError
 from lockstep.tools.report import doctor
 from lockstep.tools.report.checks import (
     Requirements,

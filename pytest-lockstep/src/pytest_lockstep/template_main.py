@@ -32,7 +32,7 @@ PRELOADED = (
     "torch.distributed",
     "lockstep.launcher.pickling",
     "lockstep.launcher.rendezvous",
-    "lockstep.native.binding",
+    "lockstep.comm.native.binding",
     "pytest_lockstep.case",
     "pytest_lockstep.rank",
 )

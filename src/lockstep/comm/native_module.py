@@ -48,7 +48,9 @@ _refusal = ""  # why this process refuses calls and new groups; "" if it does no
 @functools.cache
 def load() -> ModuleType:
     """Return the native module; raise BindingError if there is none for this process."""
-    from lockstep.native.binding import load_binding  # here: `import torch` imports this module
+    from lockstep.comm.native.binding import (
+        load_binding,  # here: `import torch` imports this module
+    )
 
     native = load_binding()
     native.set_where(where)
@@ -66,7 +68,7 @@ def choose_again() -> None:
 @functools.cache
 def reason_unavailable() -> str | None:
     """Return why the backend is unavailable and what to do, or None if it is available."""
-    from lockstep.native.binding import BindingError
+    from lockstep.comm.native.binding import BindingError
 
     try:
         load()

@@ -12,6 +12,8 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from lockstep.comm.transport.listener import MessageListener
+from lockstep.comm.transport.secret import SECRET_FILE, SECRET_SIZE, make_secret
 from lockstep.elastic.coordinator import ElasticCoordinator
 from lockstep.elastic.host_agent import HostAgent
 from lockstep.elastic.host_connection import PURPOSE
@@ -34,8 +36,6 @@ from lockstep.launcher.launch_script import (
 from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.messages import log
-from lockstep.transport.listener import MessageListener
-from lockstep.transport.secret import SECRET_FILE, SECRET_SIZE, make_secret
 
 __all__ = ["Watch", "launch_elastic"]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from lockstep.comm.transport.message_connection import connect_to
 from lockstep.elastic.host_connection import PURPOSE, ConnectionLost, HostConnection
 from lockstep.elastic.host_messages import TO_AGENT, is_well_formed
 from lockstep.elastic.last_state import LastState
@@ -21,7 +22,6 @@ from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.late_ranks import LongWait
 from lockstep.launcher.supervisor import STOP_GRACE, TICK, RankSupervisor
 from lockstep.messages import escape_control, log
-from lockstep.transport.message_connection import connect_to
 
 __all__ = ["HostAgent", "RunEnded", "StartMember"]
 

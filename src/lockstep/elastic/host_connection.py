@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import time
 
+from lockstep.comm.transport.message_codec import ForgedMessage
+from lockstep.comm.transport.message_connection import MessageConnection
 from lockstep.launcher.channel import Message
-from lockstep.transport.message_codec import ForgedMessage
-from lockstep.transport.message_connection import MessageConnection
 
 __all__ = ["PURPOSE", "ConnectionLost", "HostConnection"]
 

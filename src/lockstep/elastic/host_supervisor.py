@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from lockstep.comm.transport.listener import MessageListener
 from lockstep.elastic.host_connection import ConnectionLost, HostConnection
 from lockstep.elastic.host_messages import FROM_AGENT, FROM_MEMBER, is_well_formed
 from lockstep.formatting import format_numbered
@@ -30,7 +31,6 @@ from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy
 from lockstep.launcher.late_ranks import LongWait
 from lockstep.launcher.supervisor import STOP_GRACE, TICK, RankSupervisor
 from lockstep.messages import escape_control, log
-from lockstep.transport.listener import MessageListener
 
 __all__ = ["HostSupervisor"]
 

@@ -29,6 +29,7 @@ from pathlib import Path
 import numpy
 import torch
 
+from lockstep.comm.native.binding_folder import get_cache_folder, reason_not_trusted
 from lockstep.files import make_folder, replace_file
 from lockstep.launcher.arithmetic_difference import join, parse
 from lockstep.launcher.arithmetic_families import (
@@ -38,7 +39,6 @@ from lockstep.launcher.arithmetic_families import (
     Results,
     make_values,
 )
-from lockstep.native.binding_folder import get_cache_folder, reason_not_trusted
 
 __all__ = ["compute", "measure"]
 

@@ -25,10 +25,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lockstep.comm.transport.secret import SECRET_FILE
 from lockstep.kernel.errors import LaunchEnvironmentError
 from lockstep.launcher import slurm
 from lockstep.launcher.listening_socket import strip_brackets
-from lockstep.transport.secret import SECRET_FILE
 
 __all__ = ["RankEnvironment", "RankInfo", "read_rank_info"]
 
@@ -412,7 +412,8 @@ class RankEnvironment:
         node_rank: Index of this host, from 0.
         role: Value of ROLE_NAME.
         store: Address of the private store; empty if there is none.
-        secret_file: File with the secret of the run (`transport/secret.py`); None if there is none.
+        secret_file: File with the secret of the run (`comm/transport/secret.py`); None if there is
+            none.
     """
 
     nprocs: int

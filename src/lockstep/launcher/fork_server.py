@@ -41,7 +41,11 @@ READ_LATER = ("TORCHELASTIC_", "TORCHINDUCTOR_", "MKL_CBWR")  # the last by MKL'
 OPEN_FILES = 16  # upper limit of the launcher's own
 OPEN_FILES_PER_RANK = 6  # pipes, sockets, stack, activity page and log
 
-PRELOADED = ("lockstep.launcher.world", "lockstep.native.binding", "lockstep.launcher.pickling")
+PRELOADED = (
+    "lockstep.launcher.world",
+    "lockstep.comm.native.binding",
+    "lockstep.launcher.pickling",
+)
 # The first step of any optimizer imports torch._dynamo, which takes 1.4 s of processor time;
 # the trainer's modules take 0.3 s. The fork server imports them once instead of every rank.
 PRELOADED_FOR_TRAINING = ("torch._dynamo", "lockstep.training.trainer")

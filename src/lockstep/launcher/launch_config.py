@@ -35,7 +35,7 @@ class LaunchConfig:
         master_port: Port on host 0; 0 selects a free one.
         run_id: Name of the launch; empty for a random one.
         secret_file: File with the secret of the run; None for a run without a secret, or with
-            one in the environment (`transport/secret.py`).
+            one in the environment (`comm/transport/secret.py`).
         role: Value of the variable ROLE_NAME in the ranks.
         spawn: Whether to start each rank in a new interpreter.
         log_dir: Folder that gets this run's folder; None for "runs".

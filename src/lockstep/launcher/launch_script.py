@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from lockstep.comm.transport.secret import make_secret, warn_without_secret
 from lockstep.formatting import format_numbered
 from lockstep.kernel.errors import FileError, LockstepError, RankError
 from lockstep.launcher.channel import Channel, Message
@@ -63,7 +64,6 @@ from lockstep.launcher.signals import receiving, reports_on_request
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.launcher.target import check_target, find_source
 from lockstep.messages import log
-from lockstep.transport.secret import make_secret, warn_without_secret
 
 __all__ = [
     "Interrupted",

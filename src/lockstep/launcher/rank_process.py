@@ -39,6 +39,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from lockstep.comm import activity, native_module
+from lockstep.comm.native.binding_folder import get_cache_folder
 from lockstep.kernel.errors import LockstepError
 from lockstep.launcher.channel import Channel, Message, open_channel, read_memfd, write_memfd
 from lockstep.launcher.signals import print_stack_on_signal
@@ -51,7 +52,6 @@ from lockstep.launcher.tracebacks import (
     is_own_error,
 )
 from lockstep.messages import log, open_missing_streams
-from lockstep.native.binding_folder import get_cache_folder
 
 __all__ = [
     "ForkedProcess",

@@ -35,6 +35,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
+from lockstep.comm.transport.handshake import Refused, Status
+from lockstep.comm.transport.message_connection import requires_secret
+from lockstep.comm.transport.secret import SECRET_FILE, read_secret, warn_without_secret
 from lockstep.kernel.errors import LockstepError, RendezvousError
 from lockstep.launcher import rendezvous_check
 from lockstep.launcher.environment import (
@@ -62,9 +65,6 @@ from lockstep.launcher.rank_process import get_exit_code
 from lockstep.launcher.secret_store import SecretStore
 from lockstep.launcher.store_server import StoreServer
 from lockstep.messages import log
-from lockstep.transport.handshake import Refused, Status
-from lockstep.transport.message_connection import requires_secret
-from lockstep.transport.secret import SECRET_FILE, read_secret, warn_without_secret
 
 __all__ = [
     "choose_interface",

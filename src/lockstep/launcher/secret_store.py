@@ -13,9 +13,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
     Store,
 )
 
+from lockstep.comm.transport.message_codec import ForgedMessage
+from lockstep.comm.transport.message_connection import MessageConnection, connect_to
 from lockstep.launcher.store_server import PURPOSE, decode, encode
-from lockstep.transport.message_codec import ForgedMessage
-from lockstep.transport.message_connection import MessageConnection, connect_to
 
 __all__ = ["SecretStore"]
 

@@ -3,9 +3,9 @@
     torch ──> SecretStore (secret_store.py) ══ messages ══> StoreServer
 
 torch's TCPStore authenticates nobody. This server has its operations, on authenticated connections
-(`lockstep.transport`), each of which has a thread. It does not need torch. A request that waits
-for keys waits in Python: a thread that returns from C++ while the interpreter exits would abort
-the process.
+(`lockstep.comm.transport`), each of which has a thread. It does not need torch. A request that
+waits for keys waits in Python: a thread that returns from C++ while the interpreter exits would
+abort the process.
 
     request                                          answer
     {"do": "set", "items": {key: value}}             {}
@@ -31,9 +31,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from lockstep.transport.listener import MessageListener
-from lockstep.transport.message_codec import ForgedMessage
-from lockstep.transport.message_connection import MessageConnection
+from lockstep.comm.transport.listener import MessageListener
+from lockstep.comm.transport.message_codec import ForgedMessage
+from lockstep.comm.transport.message_connection import MessageConnection
 
 __all__ = ["PURPOSE", "StoreServer", "decode", "encode"]
 

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import click
 
-from lockstep.formatting import format_bytes, format_duration
-from lockstep.kernel.errors import FileError, UsageError, WorkError
-from lockstep.launcher.signals import exiting_on_sigterm
-from lockstep.messages import log
-from lockstep.native.binding import BindingError, find_bindings
-from lockstep.native.binding_folder import (
+from lockstep.comm.native.binding import BindingError, find_bindings
+from lockstep.comm.native.binding_folder import (
     empty_folder,
     get_cache_folder,
     lock_folder,
     reason_not_trusted,
 )
-from lockstep.native.build import CompilationError, build_binding
-from lockstep.native.extension_abi import ExtensionABI, current_abi
-from lockstep.native.self_test import SelfTestError, run_self_test
+from lockstep.comm.native.build import CompilationError, build_binding
+from lockstep.comm.native.extension_abi import ExtensionABI, current_abi
+from lockstep.comm.native.self_test import SelfTestError, run_self_test
+from lockstep.formatting import format_bytes, format_duration
+from lockstep.kernel.errors import FileError, UsageError, WorkError
+from lockstep.launcher.signals import exiting_on_sigterm
+from lockstep.messages import log
 
 __all__ = ["command"]
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
+from lockstep.comm.transport.secret import SECRET_FILE
 from lockstep.elastic.elastic_launch import launch_elastic
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.environment import RankInfo, read_rank_info
@@ -31,7 +32,6 @@ from lockstep.launcher.listening_socket import (
 )
 from lockstep.launcher.run_folder import RUNS, find_run, read_description
 from lockstep.launcher.supervisor import STOP_GRACE
-from lockstep.transport.secret import SECRET_FILE
 
 __all__ = ["command"]
 

@@ -45,8 +45,8 @@ def command(connect: str, nprocs: int, key_file: Path | None, timeout: float) ->
     Exit status: 0 the driver exited, 1 the driver was lost or could not be
     reached, 2 usage error.
     """
+    from lockstep.comm.transport.secret import read_key
     from lockstep.tools.remote.node_agent import NodeAgent
-    from lockstep.transport.secret import read_key
 
     if nprocs < 1 or timeout <= 0:
         raise UsageError(f"--nprocs {nprocs} --timeout {timeout:g}: both must be positive")

@@ -17,9 +17,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.transport.message_codec import ForgedMessage
-from lockstep.transport.message_connection import MessageConnection, connect_to
-from lockstep.transport.secret import KEY_SOURCE
+from lockstep.comm.transport.message_codec import ForgedMessage
+from lockstep.comm.transport.message_connection import MessageConnection, connect_to
+from lockstep.comm.transport.secret import KEY_SOURCE
 
 __all__ = ["MAX_PAYLOAD", "PURPOSE", "Connection", "Message", "connect_to_driver"]
 

@@ -19,6 +19,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from lockstep.comm.transport.secret import make_key
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.launch import calls_in_this_process
 from lockstep.launcher.listening_socket import LOOPBACK, parse_endpoint
@@ -28,7 +29,6 @@ from lockstep.tools.remote.future import Future
 from lockstep.tools.remote.trainer_proxy import TrainerProxy
 from lockstep.tools.remote.worker_pool import WorkerPool
 from lockstep.training.optimizer_config import OptimizerConfig, OptimizerFactory
-from lockstep.transport.secret import make_key
 
 __all__ = ["Driver", "Worker"]
 

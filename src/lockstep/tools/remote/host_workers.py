@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from lockstep.comm.transport.secret import KEY_VARIABLE
 from lockstep.launcher.channel import write_memfd
 from lockstep.launcher.failure_attribution import describe_end
 from lockstep.launcher.fork_server import get_fork_server
@@ -18,7 +19,6 @@ from lockstep.launcher.output import RankOutput
 from lockstep.launcher.pickling import dumps
 from lockstep.launcher.supervisor import GRACE, TICK, RankSupervisor
 from lockstep.tools.remote.output_forwarder import ForwardedStream, StreamName
-from lockstep.transport.secret import KEY_VARIABLE
 
 __all__ = ["HostWorkers"]
 

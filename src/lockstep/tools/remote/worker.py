@@ -26,12 +26,12 @@ from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 
+from lockstep.comm.transport.secret import derive_store_secret, give_secret
 from lockstep.launcher.rank_process import describe_error
 from lockstep.launcher.world import init, shutdown
 from lockstep.tools.remote.connection import Connection, Message, connect_to_driver
 from lockstep.tools.remote.hang_recovery import is_in_collective
 from lockstep.tools.remote.serialization import deserialize, serialize
-from lockstep.transport.secret import derive_store_secret, give_secret
 
 __all__ = ["run_worker"]
 

@@ -22,6 +22,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lockstep.comm.transport.listener import MessageListener
+from lockstep.comm.transport.message_codec import ForgedMessage
+from lockstep.comm.transport.message_connection import MessageConnection
+from lockstep.comm.transport.secret import derive_store_secret
 from lockstep.kernel.errors import LockstepError, RankError, RendezvousError, UsageError
 from lockstep.launcher.listening_socket import listen
 from lockstep.tools.remote.calls import Calls, make_lost_outcome
@@ -31,10 +35,6 @@ from lockstep.tools.remote.hang_recovery import HangRecovery
 from lockstep.tools.remote.host_workers import HostWorkers
 from lockstep.tools.remote.output_forwarder import OutputForwarder, has_display
 from lockstep.tools.remote.roster import Roster, WorkerHandle
-from lockstep.transport.listener import MessageListener
-from lockstep.transport.message_codec import ForgedMessage
-from lockstep.transport.message_connection import MessageConnection
-from lockstep.transport.secret import derive_store_secret
 
 __all__ = ["WorkerPool"]
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lockstep.comm import backend as native
+from lockstep.comm.native.binding import BindingError
+from lockstep.comm.native.binding_folder import read_installation_reason
 from lockstep.formatting import format_duration
 from lockstep.kernel.errors import LockstepError
 from lockstep.launcher.backend_choice import choose_backend
-from lockstep.native.binding import BindingError
-from lockstep.native.binding_folder import read_installation_reason
 from lockstep.tools.report.checks import CheckResult, Requirements, bad, good, note
 
 if TYPE_CHECKING:

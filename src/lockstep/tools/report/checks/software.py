@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from lockstep.comm.native.build import CompilationError, find_requirements
 from lockstep.formatting import format_bytes
-from lockstep.native.build import CompilationError, find_requirements
 from lockstep.tools.report.checks import CheckResult, Requirements, bad, good, note
 
 if TYPE_CHECKING:

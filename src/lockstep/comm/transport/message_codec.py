@@ -27,7 +27,7 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-from lockstep.transport.handshake import Keys
+from lockstep.comm.transport.handshake import Keys
 
 __all__ = ["MAX_MESSAGE", "ForgedMessage", "MessageCodec"]
 

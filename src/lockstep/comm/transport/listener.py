@@ -31,8 +31,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from lockstep.transport.handshake import Keys, Refused, Status, Steps, answer
-from lockstep.transport.message_connection import HANDSHAKE_TIMEOUT, MessageConnection
+from lockstep.comm.transport.handshake import Keys, Refused, Status, Steps, answer
+from lockstep.comm.transport.message_connection import HANDSHAKE_TIMEOUT, MessageConnection
 
 __all__ = ["SLOTS", "MessageListener", "RefusalLog"]
 

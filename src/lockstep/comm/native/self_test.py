@@ -14,7 +14,7 @@ import tempfile
 from datetime import timedelta
 from pathlib import Path
 
-from lockstep.native.binding import load_file
+from lockstep.comm.native.binding import load_file
 
 __all__ = ["SelfTestError", "run_self_test"]
 
@@ -37,10 +37,10 @@ def run_self_test(module: Path) -> None:
     Raises:
         SelfTestError: The binding cannot be loaded, crashes, hangs, or computes a wrong sum.
     """
-    package = str(Path(__file__).parents[2])
+    package = str(Path(__file__).parents[3])
     code = (
         f"import sys; sys.path.insert(0, {package!r}); import lockstep; del sys.path[0]; "
-        "from lockstep.native.self_test import run_ranks; run_ranks(*sys.argv[1:])"
+        "from lockstep.comm.native.self_test import run_ranks; run_ranks(*sys.argv[1:])"
     )
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         process = subprocess.Popen(

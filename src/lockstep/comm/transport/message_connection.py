@@ -23,9 +23,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.comm.transport.handshake import Keys, Refused, Status, Steps, call
+from lockstep.comm.transport.message_codec import MessageCodec
 from lockstep.kernel.errors import RendezvousError, UsageError
-from lockstep.transport.handshake import Keys, Refused, Status, Steps, call
-from lockstep.transport.message_codec import MessageCodec
 
 __all__ = ["HANDSHAKE_TIMEOUT", "MessageConnection", "connect_to", "requires_secret"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lockstep.comm.transport.secret import KEY_VARIABLE, make_key, read_key
 from lockstep.kernel.errors import UsageError
-from lockstep.transport.secret import KEY_VARIABLE, make_key, read_key
 
 
 def test_a_key_is_new_each_time():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.native.binding_folder import (
+from lockstep.comm.native.binding_folder import (
     empty_folder,
     get_cache_folder,
     list_bindings,
@@ -19,7 +19,7 @@ from lockstep.native.binding_folder import (
     temporary_folder,
     write_abi,
 )
-from lockstep.native.extension_abi import ExtensionABI
+from lockstep.comm.native.extension_abi import ExtensionABI
 from processes import until
 
 ABI = ExtensionABI(

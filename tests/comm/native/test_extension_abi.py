@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.native.extension_abi import (
+from lockstep.comm.native.extension_abi import (
     CSRC,
     ExtensionABI,
     current_abi,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lockstep.transport.handshake import GREETING, NONCE, Keys, Refused, Status, answer, call
+from lockstep.comm.transport.handshake import GREETING, NONCE, Keys, Refused, Status, answer, call
 
 SECRET, OTHER = b"k" * 32, b"o" * 32
 OPENING = len(GREETING) + 96  # bytes of the first message

@@ -20,16 +20,22 @@ import psutil
 import pytest
 
 import lockstep as ls
+from lockstep.comm.transport.handshake import GREETING, call
+from lockstep.comm.transport.listener import SLOTS, MessageListener
+from lockstep.comm.transport.message_codec import (
+    CONTENT_PART,
+    SIZES,
+    SIZES_PART,
+    ForgedMessage,
+    prove,
+)
+from lockstep.comm.transport.message_connection import connect_to
 from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.rendezvous import GREETING as TCP_STORE_GREETING
 from lockstep.launcher.secret_store import SecretStore
 from lockstep.launcher.store_server import PURPOSE, StoreServer
 from lockstep.tools.remote.connection import MAX_PAYLOAD
 from lockstep.tools.remote.connection import PURPOSE as DRIVER
-from lockstep.transport.handshake import GREETING, call
-from lockstep.transport.listener import SLOTS, MessageListener
-from lockstep.transport.message_codec import CONTENT_PART, SIZES, SIZES_PART, ForgedMessage, prove
-from lockstep.transport.message_connection import connect_to
 
 SECRET = b"s" * 32
 PATIENCE = 30.0  # seconds in which a peer must be served

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.native import binding
-from lockstep.native.binding import BindingError, find_bindings, load_binding
-from lockstep.native.binding_folder import write_abi
-from lockstep.native.build import MODULE
-from lockstep.native.extension_abi import ExtensionABI
+from lockstep.comm.native import binding
+from lockstep.comm.native.binding import BindingError, find_bindings, load_binding
+from lockstep.comm.native.binding_folder import write_abi
+from lockstep.comm.native.build import MODULE
+from lockstep.comm.native.extension_abi import ExtensionABI
 
 ABI = ExtensionABI(
     "2.13.0", "a" * 40, 1, "cpython-311-x86_64-linux-gnu", "linux-x86_64", "b", "-O3"

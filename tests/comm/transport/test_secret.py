@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from lockstep.comm.transport.secret import create_secret_file, read_secret_file
 from lockstep.kernel.errors import FileError, UsageError
-from lockstep.transport.secret import create_secret_file, read_secret_file
 
 
 def test_a_new_file_is_readable_by_its_owner_only(tmp_path):

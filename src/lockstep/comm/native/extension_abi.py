@@ -28,7 +28,7 @@ __all__ = [
     "list_sources",
 ]
 
-CSRC = Path(__file__).parent.parent / "csrc"
+CSRC = Path(__file__).parents[2] / "csrc"
 
 # No fused multiply-add: all processors must compute the same bits. Signed integers wrap.
 FLAGS = (

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.transport.message_codec import (
+from lockstep.comm.transport.message_codec import (
     CONTENT_PART,
     PROOF,
     SIZES,

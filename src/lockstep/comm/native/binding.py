@@ -12,14 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
-from lockstep.native.binding_folder import (
+from lockstep.comm.native.binding_folder import (
     PACKAGE_FOLDER,
     get_cache_folder,
     list_bindings,
     reason_not_trusted,
 )
-from lockstep.native.build import CompilationError, find_compiler
-from lockstep.native.extension_abi import ExtensionABI, current_abi, describe_difference
+from lockstep.comm.native.build import CompilationError, find_compiler
+from lockstep.comm.native.extension_abi import ExtensionABI, current_abi, describe_difference
 
 __all__ = ["NAME", "BindingError", "find_bindings", "load_binding", "load_file"]
 

@@ -23,8 +23,8 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from lockstep.native.binding_folder import publish, temporary_folder, write_abi
-from lockstep.native.extension_abi import CSRC, FLAGS, ExtensionABI, list_sources
+from lockstep.comm.native.binding_folder import publish, temporary_folder, write_abi
+from lockstep.comm.native.extension_abi import CSRC, FLAGS, ExtensionABI, list_sources
 
 __all__ = ["CompilationError", "build_binding", "find_compiler", "find_requirements"]
 

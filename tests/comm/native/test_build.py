@@ -9,10 +9,10 @@ import pytest
 
 from compilers import install_recorder
 from lockstep.comm import backend
-from lockstep.native.binding import find_bindings
-from lockstep.native.binding_folder import list_bindings
-from lockstep.native.build import MODULE, CompilationError, build_binding, find_compiler
-from lockstep.native.extension_abi import CSRC, FLAGS, current_abi, list_sources
+from lockstep.comm.native.binding import find_bindings
+from lockstep.comm.native.binding_folder import list_bindings
+from lockstep.comm.native.build import MODULE, CompilationError, build_binding, find_compiler
+from lockstep.comm.native.extension_abi import CSRC, FLAGS, current_abi, list_sources
 
 
 def show_nothing(done: int, total: int) -> None:

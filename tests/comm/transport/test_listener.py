@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import processes
+from lockstep.comm.transport import listener as listening
+from lockstep.comm.transport.handshake import Status, call
+from lockstep.comm.transport.listener import REPORT_INTERVAL, SLOTS, MessageListener, RefusalLog
+from lockstep.comm.transport.message_connection import connect_to
 from lockstep.launcher.listening_socket import listen
-from lockstep.transport import listener as listening
-from lockstep.transport.handshake import Status, call
-from lockstep.transport.listener import REPORT_INTERVAL, SLOTS, MessageListener, RefusalLog
-from lockstep.transport.message_connection import connect_to
 
 SECRET, PURPOSE = b"k" * 32, "test"
 PATIENCE = 30.0

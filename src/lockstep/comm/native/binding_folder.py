@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from lockstep.comm.native.extension_abi import ExtensionABI
 from lockstep.files import make_folder, open_or_create, remove_tree
-from lockstep.native.extension_abi import ExtensionABI
 
 __all__ = [
     "PACKAGE_FOLDER",
@@ -38,7 +38,7 @@ __all__ = [
     "write_reason",
 ]
 
-PACKAGE_FOLDER = Path(__file__).parent.parent / "bindings"
+PACKAGE_FOLDER = Path(__file__).parents[2] / "bindings"
 
 ABI, LOCK, REASON = "key.json", ".lock", "reason.txt"
 

@@ -10,13 +10,13 @@ import time
 
 import pytest
 
+from lockstep.comm.transport import message_connection
+from lockstep.comm.transport.handshake import Status, answer
+from lockstep.comm.transport.listener import MessageListener
+from lockstep.comm.transport.message_codec import ForgedMessage
+from lockstep.comm.transport.message_connection import MessageConnection, connect_to
 from lockstep.kernel.errors import RendezvousError, UsageError
 from lockstep.launcher.listening_socket import listen
-from lockstep.transport import message_connection
-from lockstep.transport.handshake import Status, answer
-from lockstep.transport.listener import MessageListener
-from lockstep.transport.message_codec import ForgedMessage
-from lockstep.transport.message_connection import MessageConnection, connect_to
 
 SECRET, PURPOSE = b"s" * 32, "test"
 PATIENCE = 30.0

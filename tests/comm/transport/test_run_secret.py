@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import warm
+from lockstep.comm.transport import secret as run_secret
+from lockstep.comm.transport.secret import SECRET, SECRET_FILE, make_secret, read_secret
 from lockstep.kernel.errors import FileError, UsageError
-from lockstep.transport import secret as run_secret
-from lockstep.transport.secret import SECRET, SECRET_FILE, make_secret, read_secret
 
 TEXT = "5ec7e7" * 10 + "5ec7"
 PATIENCE = 60.0
