@@ -3,7 +3,7 @@
     python contrastive.py
     lockstep run -n 4 contrastive.py
 
-The loss compares each image with all others of the batch, on whatever rank these are, and any
+The loss compares each image with all others of the batch, those of other ranks included, and any
 number of processes prints the same digest. A held-out image gets the label of the nearest mean.
 """
 

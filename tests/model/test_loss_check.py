@@ -179,7 +179,7 @@ def test_other_losses_are_not_named_nor_changed(name, monkeypatch):
 @pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize(("form", "samples"), [("tensors", 24), ("mappings", 24), ("mappings", 8)])
 def test_a_loss_of_the_boxes_of_each_image_is_checked(form, samples):
-    """A batch of lists was not checked, whatever the loss divided by."""
+    """A batch of lists was not checked, for any denominator of the loss."""
 
     def stack(images):
         inputs, labels, boxes = zip(*images, strict=True)

@@ -188,7 +188,7 @@ class PeakMemory:
 
 
 def read_process(parameters: int) -> tuple[int, int]:
-    """Return the bytes of this process besides the model, private and shared with others.
+    """Return the bytes of this process without the model, private and shared with others.
 
     Args:
         parameters: The bytes of the model's parameters.
