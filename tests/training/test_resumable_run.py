@@ -25,6 +25,7 @@ import warm
 from lockstep.checkpoint import writer as writer_module
 from lockstep.checkpoint.folder import find_checkpoints
 from lockstep.checkpoint.stop_request import StoppedOnRequest
+from lockstep.elastic.restart_source import RestartSource
 from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.launcher import tracebacks
 from lockstep.launcher.rank_process import describe_error
@@ -191,6 +192,46 @@ def test_what_cannot_be_resumed_is_named_on_every_rank(ranks, tmp_path):
     for found in ranks(try_all, 2):
         for name, (_, words) in cases.items():
             assert words in found[name], name
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_resumed_script_with_fewer_epochs_gets_no_digest_of_another_step(tmp_path, capfd):
+    """Neither does its record."""
+    folder = tmp_path / "run"
+
+    def train_epoch(trainer, epoch):
+        for batch in trainer.batches(data(), 16, epoch=epoch):
+            trainer.step(batch)
+
+    first = build(folder, resume=False, loggers=folder)
+    train_epoch(first, 0)
+    recorded = first.digest()
+    train_epoch(first, 1)
+    first.finish()
+
+    resumed = build(folder, loggers=folder)
+    train_epoch(resumed, 0)
+    assert (resumed.steps, resumed.digest()) == (3, recorded)
+    with pytest.raises(UsageError) as error:
+        resumed.optimizer_digest()
+    assert str(error.value).startswith(
+        "trainer.optimizer_digest() was not called here by rank 0 of the interrupted run, which "
+        "iterates over batches of epoch 1 next, "
+    )
+    resumed._end.finish_alone("done", None)
+    record = read_run(folder)
+    assert record.state == "failed"
+    assert "digest" not in record.end
+    assert record.end["message"].startswith("the script ended before the point of the interruption")
+    assert record.end["message"] in capfd.readouterr().err
+
+    lost = [{"member": 0, "signal": 9}]
+    resumed._run._origin = RestartSource(1, lost, [1], [], noticed=1.0, interrupted=1.0)
+    assert resumed.optimizer_digest() == first.optimizer_digest()  # asked by the lost rank alone
+    assert "known only to a process that was lost: this is the one after 6" in (
+        capfd.readouterr().err
+    )
+    resumed._run._checkpoints.close()
 
 
 class Odd:

@@ -224,10 +224,22 @@ class CallJournal:
         return loss, steps
 
     def answer_digest(self, name: str, steps: int) -> str | None:
-        """Return the digest that the interrupted run computed at this place; None if it did not."""
+        """Return the digest that the interrupted run computed at this place; None if it is passed.
+
+        Raises:
+            UsageError: The interrupted run did not compute it here.
+        """
         if self._open or not self._answers:
             return None
-        return self._digests.get(self._place(name, steps))
+        value = self._digests.get(self._place(name, steps))
+        if value is None:
+            raise UsageError(
+                f"trainer.{name}() was not called here by rank 0 of the interrupted run, which "
+                f"{_describe(self._answers[0])} next, and the weights of that time are not kept: "
+                "resume with at least as many epochs, or write `if not trainer.is_replaying:` "
+                "before the call"
+            )
+        return value
 
     def _place(self, name: str, steps: int) -> str:
         """Return a name for the current place between two calls, after `steps` steps."""

@@ -27,6 +27,7 @@ from lockstep.elastic.restart_source import RestartSource, find_restart_source
 from lockstep.kernel.batch import Batch
 from lockstep.kernel.errors import FileError, LockstepError, UsageError
 from lockstep.launcher.run_folder import is_resuming
+from lockstep.messages import log
 from lockstep.model.generator_states import global_states
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.call_journal import OpenEpoch
@@ -313,10 +314,24 @@ class ResumableRun:
         return loss
 
     def call_digest(self, name: str, digest: Callable[[], str]) -> str:
-        """Return the current digest, or the digest of the interrupted run at this place."""
+        """Return the current digest, or the digest of the interrupted run at this place.
+
+        Raises:
+            UsageError: The interrupted run did not compute it here.
+        """
         self.join()
         steps = self._position.steps
-        value = self._position.log.answer_digest(name, steps) or digest()
+        try:
+            value = self._position.log.answer_digest(name, steps) or digest()
+        except UsageError:
+            if self._origin is None and not self._position.has_joined:
+                raise
+            log(
+                f"the trainer.{name}() of an earlier step is known only to a process that was "
+                f"lost: this is the one after {self.resumed_from} steps; write "
+                "`if not trainer.is_replaying:` before the call"
+            )
+            return digest()
         self._position.log.record_digest(name, value, steps)
         self.safe_points.note()
         return value
@@ -377,6 +392,11 @@ class ResumableRun:
         checkpoints = self._require("save_checkpoint")
         self.begin()
         self.safe_points.save_to(checkpoints, path)
+
+    def require_finished(self) -> None:
+        """Raise UsageError if the script ends before the position of the interrupted run."""
+        if self._position.is_replaying:
+            self._position.log.require_finished()
 
     def finish(self, state: str) -> FileError | UsageError | None:
         """Save the last checkpoint of a training that is done; called on every rank.

@@ -2,6 +2,7 @@
 
     the process ends                            state
     normally                                    done
+    normally, while a resumed script replays    failed, with the next call of the other run
     by an uncaught exception                    failed, with the exception
     by sys.exit(N), under Lockstep's launcher   failed, with N
     by a signal that has no handler             died: nothing is written
@@ -23,9 +24,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from lockstep.elastic.membership import Membership
-from lockstep.kernel.errors import FileError
+from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.failure_attribution import STOPPED
 from lockstep.launcher.rank_process import get_exit_code
+from lockstep.messages import log
 from lockstep.record.loggers import Logger
 from lockstep.record.recorder import Recorder
 from lockstep.redaction import redact
@@ -125,14 +127,22 @@ class RunEnd:
         self._run.safe_points.report_saved()
         if state == "done" and self._history.failures:
             state, message = "failed", self._history.failures[-1]
+        elif state == "done":
+            try:
+                self._run.require_finished()
+            except UsageError as error:
+                state, message = "failed", str(error)
+                if self._history.loggers:
+                    log(message)
         self._write(state, message, has_digests=not self._has_parts)
 
     def _write(self, state: str, message: str | None, has_digests: bool) -> None:
         global _newest
         digests: dict[str, Any] = {}
-        if has_digests and self._run is not None and (self._history.loggers or self._has_parts):
+        run, is_wanted = self._run, has_digests and bool(self._history.loggers or self._has_parts)
+        if is_wanted and run is not None and not run.is_replaying:
             for name in ("digest", "optimizer_digest"):
-                digests[name] = self._run.call_digest(name, getattr(self._state, name))
+                digests[name] = run.call_digest(name, getattr(self._state, name))
         self._history.close(
             state=state,
             message=message,
