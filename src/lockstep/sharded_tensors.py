@@ -28,8 +28,16 @@ def read_version(tensor: torch.Tensor) -> int:
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a sharded tensor, a collective call; any other tensor itself."""
+    if not is_sharded(tensor):
+        return tensor
     sharded: Any = tensor
-    whole: torch.Tensor = sharded.full_tensor() if is_sharded(tensor) else tensor
+    try:
+        whole: torch.Tensor = sharded.full_tensor()
+    except torch.distributed.DistBackendError as error:
+        if str(error).endswith("has left the group"):
+            needed = "sharded weights are gathered from all ranks: make this call on every rank"
+            error.args = (f"{error}; {needed}",)
+        raise
     return whole
 
 

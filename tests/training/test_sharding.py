@@ -17,7 +17,7 @@ import lockstep as ls
 import models
 from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.data_parallel.sharded_norm import find_spans
-from lockstep.kernel.errors import LayoutError, LockstepError
+from lockstep.kernel.errors import LayoutError, LockstepError, RankError
 from lockstep.training.sharded_step import require_shardable
 
 SAMPLES, BATCH = 40, 16  # batches of 16, 16 and 8 samples
@@ -497,3 +497,15 @@ def test_a_checkpoint_resumes_in_any_storage_and_width(ranks, tmp_path):
     assert len(digests) == 1
     assert len([*saved.glob("model-*.safetensors")]) == 2  # each rank wrote its rows
     assert not [*saved.glob("*.index.json")]  # which names whole weights
+
+
+def read_on_one_rank():
+    trainer = ls.Trainer(nn.Linear(4, 2), nn.CrossEntropyLoss(), SGD, storage="sharded", loggers=[])
+    trainer.step((torch.ones(8, 4), torch.zeros(8, dtype=torch.long)))
+    if ls.rank() == 0:
+        trainer.digest()
+
+
+def test_a_digest_on_one_rank_is_told_to_be_on_every_rank(ranks):
+    with pytest.raises(RankError, match=r"^rank 1 returned while .*: make this call on every rank"):
+        ranks(read_on_one_rank, 2)
