@@ -8,7 +8,9 @@ from lockstep.tools.remote.serialization import deserialize, serialize
 
 def test_only_the_rank_that_was_called_answers():
     posted = []
-    calls = Calls(lambda *message: posted.append(message), lambda done, deadline: None)
+    calls = Calls(
+        lambda *message: posted.append(message), lambda done, deadline: None, lambda *call: None
+    )
     (future,) = calls.start([1], "the sum", sum, [(1, 2)])
     ((rank, message),) = posted
     function, args, options = deserialize(message["payload"])

@@ -24,10 +24,16 @@ class Calls:
     Args:
         post: Sends a message to a rank; raises UsageError or RankError if that is not possible.
         wait: Waits for answers.
+        watch: Called with the number and the futures of each call on several ranks.
     """
 
-    def __init__(self, post: Callable[[int, Message], None], wait: Wait) -> None:
-        self._post, self._wait = post, wait
+    def __init__(
+        self,
+        post: Callable[[int, Message], None],
+        wait: Wait,
+        watch: Callable[[int, Sequence[Future[Any]]], None],
+    ) -> None:
+        self._post, self._wait, self._watch = post, wait, watch
         self._numbers = itertools.count()
         self._pending: dict[tuple[int, int], Future[Any]] = {}  # by the rank that must answer
 
@@ -59,8 +65,16 @@ class Calls:
                 f"{what} cannot be sent to rank {ranks[0]}: {_find_culprit(call)} cannot be "
                 f"pickled: {error}"
             ) from error
-        number = next(self._numbers)
-        return [self._start(rank, what, number, payload) for rank in ranks]
+        message: Message = {"kind": "call", "number": next(self._numbers), "payload": payload}
+        message["is_shared"] = len(ranks) > 1
+        futures: list[Future[Any]] = []
+        try:
+            for rank in ranks:
+                futures.append(self._start(rank, what, message))
+        finally:  # also if a rank is lost: the others have the call, and one that raises waits
+            if message["is_shared"]:
+                self._watch(message["number"], futures)
+        return futures
 
     def on_answer(self, rank: int, message: Message) -> None:
         """Process an answer of `rank`; answers to calls to other ranks are ignored."""
@@ -91,13 +105,13 @@ class Calls:
         """Return the futures of calls that have not returned yet."""
         return list(self._pending.values())
 
-    def _start(self, rank: int, what: str, number: int, payload: memoryview) -> Future[Any]:
+    def _start(self, rank: int, what: str, message: Message) -> Future[Any]:
         future: Future[Any] = Future(rank, what, self._wait)
-        self._pending[rank, number] = future
+        self._pending[rank, message["number"]] = future
         try:
-            self._post(rank, {"kind": "call", "number": number, "payload": payload})
+            self._post(rank, message)
         except BaseException:
-            del self._pending[rank, number]
+            del self._pending[rank, message["number"]]
             raise
         return future
 

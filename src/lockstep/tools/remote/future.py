@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from lockstep.kernel.errors import LockstepError, RankError
 from lockstep.launcher.failure_attribution import Outcome, is_consequence, make_rank_error
 
-__all__ = ["SETTLE", "Future", "gather"]
+__all__ = ["SETTLE", "Future", "gather", "make_error"]
 
 T = TypeVar("T")
 

@@ -85,7 +85,7 @@ class TrainerProxy:
         self._pool, self._number = pool, next(_numbers)
         pool.require_world()
         payload = serialize((drop_actor, (self._number,), {}))
-        drop = {"kind": "call", "number": None, "payload": payload}
+        drop = {"kind": "call", "number": None, "payload": payload, "is_shared": False}
         weakref.finalize(self, pool.post_to_all, drop).atexit = False
         given = (self._number, blocks, seed, dict(arguments), pool.has_display)
         pool.call_all("the trainer", create_actor, given)

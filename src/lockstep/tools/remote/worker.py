@@ -5,10 +5,11 @@
       ── join {rank, variables, world} ──>│  lockstep.init()
       <── joined {report, if it failed} ──│
       ── call {number, function, args} ──>│  function(*args) on its main thread
-      <── value | error {number, report} ─│
+      <── value | error {number, report} ─│  after an error of a call on all workers, it waits
+      ── continue {number} ──────────────>│  until they all have returned from the call
       ── look ───────────────────────────>│  on the receiving thread, at once
       <── seen {waits} ───────────────────│  whether the main thread is in a collective
-      ── leave ──────────────────────────>│  lockstep.shutdown(), to release the other workers
+      ── leave {number} ─────────────────>│  lockstep.shutdown(), to release the other workers
       ── end ────────────────────────────>│
 
 User code runs only on the main thread, one call at a time and in the order of the calls, as in a
@@ -65,9 +66,10 @@ class WorkerServer:
         self._key = key
         self._numbers = itertools.count()
         self._tasks: queue.PriorityQueue[tuple[int, int, Task | None]] = queue.PriorityQueue()
+        self._continued: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # numbers of calls
         opened = connect_to_driver(address, port, key, silence)
         self._driver = Connection(
-            opened, silence, self._on_message, lambda connection, reason: self._put(NOW, None)
+            opened, silence, self._on_message, lambda connection, reason: self._end()
         )
 
     def serve(self, hello: Message) -> None:
@@ -82,18 +84,25 @@ class WorkerServer:
     def _put(self, order: int, task: Task | None) -> None:
         self._tasks.put((order, next(self._numbers), task))
 
+    def _end(self) -> None:
+        self._put(NOW, None)
+        self._continued.put(None)
+
     def _on_message(self, connection: Connection, message: Message) -> None:
         match message["kind"]:
             case "look":
                 connection.post({"kind": "seen", "waits": is_in_collective()})
             case "leave":
                 self._put(NEXT, shutdown)
+                self._continued.put(message["number"])
+            case "continue":
+                self._continued.put(message["number"])
             case "join":
                 self._put(LATER, partial(self._join, message))
             case "call":
                 self._put(LATER, partial(self._answer, message))
             case "end":
-                self._put(NOW, None)
+                self._end()
 
     # --- on the main thread ---------------------------------------------------------------
 
@@ -119,6 +128,10 @@ class WorkerServer:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         self._driver.post({**answer, "number": message["number"]})
+        if answer["kind"] == "error" and message["is_shared"]:
+            # Ends at the latest when the driver is silent.
+            while self._continued.get() not in (message["number"], None):
+                pass
 
 
 def _serialize_error(error: BaseException) -> bytes | memoryview:

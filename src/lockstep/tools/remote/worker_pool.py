@@ -63,7 +63,8 @@ class WorkerPool:
         world: dict[str, Any],
     ) -> None:
         self.size, self.remote, self.output = nprocs + remote, remote, OutputForwarder()
-        self.calls, self.recovery = Calls(self.post, self.output.wait), HangRecovery()
+        self.recovery = HangRecovery()
+        self.calls = Calls(self.post, self.output.wait, self.recovery.watch)
         self.workers: list[WorkerHandle] = []  # in rank order, once all have connected
         self._roster, self._silence = Roster(nprocs, remote), silence
         self._answers: deque[tuple[int, Message]] = deque()
@@ -147,19 +148,21 @@ class WorkerPool:
         return self.gather_values(self.calls.start(range(self.size), what, function, args))
 
     def gather_values(self, futures: Sequence[Future[Any]]) -> list[Any]:
-        """Return the values of a call on all workers; raise the error that is the cause.
-
-        Workers that wait in a collective for one that raised are released.
-        """
+        """Return the values of a call on all workers; raise the error that is the cause."""
         try:
             return gather(futures, self.output.wait)
         except LockstepError as error:
-            self.recovery.add(futures, error)
+            self.recovery.explain(error)
             raise
 
     def require_world(self) -> None:
         """Wait until hang recovery is done; raise RankError if the world has ended."""
-        self.output.wait(lambda: self.recovery.is_decided or self._is_closing, None)
+
+        def is_decided() -> bool:
+            is_lost = any(worker.lost for worker in self.workers)
+            return is_lost or self.recovery.is_decided or self._is_closing
+
+        self.output.wait(is_decided, None)
         if self.recovery.world_error:
             raise RankError(self.recovery.world_error)
 
@@ -167,7 +170,9 @@ class WorkerPool:
         """Send a message to a worker; raise RankError if the worker is lost."""
         worker = self.find_worker(rank)
         if worker.lost:
-            raise RankError(f"rank {rank} {worker.lost}, so it cannot be called")
+            error = RankError(f"rank {rank} {worker.lost}, so it cannot be called")
+            self.recovery.explain(error)
+            raise error
         worker.connection.post(message)
 
     def post_to_all(self, message: Message) -> None:
