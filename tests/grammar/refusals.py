@@ -12,7 +12,7 @@ from grammar.layouts import Layout
 
 OF_SHARDS = (
     "cannot train a sharded model with",
-    "cannot share them evenly",
+    "of a sharded model cannot share evenly",
     "cannot divide the parameter",
     "cannot divide parameters of several dtypes",
     "gets sparse gradients",
