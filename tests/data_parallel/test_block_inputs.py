@@ -29,7 +29,7 @@ def compute(model, is_wrapped):
     parameters = [torch.randn(64, generator=generator).requires_grad_() for _ in range(4)]
     enter = RegisterPostBackwardFunction.apply if is_wrapped else lambda *inputs: inputs
     outputs = model(enter, parameters)
-    found = find_reordered_sum([output.grad_fn for output in outputs])
+    found = find_reordered_sum([(output.grad_fn, output.output_nr) for output in outputs])
     torch.autograd.backward(outputs, [torch.full((64,), 0.7)] * len(outputs))
     gradients = [parameter.grad for parameter in parameters]
     return [None if grad is None else grad.numpy().tobytes() for grad in gradients], found
@@ -74,6 +74,12 @@ def passed_twice(enter, parameters):
     return (one.tanh() * two.sin() + one.exp(),)
 
 
+def returned_too(enter, parameters):
+    _, x = torch.stack([parameters[0], parameters[1] * 1.1]).unbind()
+    (inside,) = enter(x)
+    return inside * inside.tanh(), x
+
+
 def not_used(enter, parameters):
     x, y = parameters[0] * 1.1, parameters[1] * 1.1
     inside, _ = enter(x, y)
@@ -88,6 +94,7 @@ def not_used(enter, parameters):
         (used_before_it, (False, False)),
         (used_once_inside_and_after_it, (False, False)),
         (passed_twice, (True, True)),
+        (returned_too, (True, True)),
         (not_used, (True, True)),
     ],
 )

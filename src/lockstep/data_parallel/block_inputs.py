@@ -24,16 +24,17 @@ Use = tuple[int, int]
 """A use of a tensor, in the order in which backward comes to it: node and input."""
 
 
-def find_reordered_sum(roots: Sequence[Any]) -> Any | None:
+def find_reordered_sum(roots: Sequence[tuple[Any, int]]) -> Any | None:
     """Return a node of `fully_shard` behind which gradients are added in another order, or None.
 
     Args:
-        roots: The nodes of the graph from which backward begins.
+        roots: The tensors from which backward begins: their nodes, and the numbers of the outputs.
     """
     uses: dict[tuple[Any, int], list[tuple[Use, Any]]] = defaultdict(list)
-    waiting, reached = list(roots), set(roots)
+    reached = {node for node, _ in roots}
+    waiting = list(reached)
     for root in roots:
-        uses[root, 0].append(((-(1 << 64), 0), None))
+        uses[root].append(((-(1 << 64), 0), None))
     while waiting:
         node = waiting.pop()
         for index, (target, number) in enumerate(node.next_functions):

@@ -135,7 +135,7 @@ class ShardedGradients:
                 self._units.append(unit)
                 unit.install()
         self._sums = TreeAccumulator[Gradients](1, _add_lists)
-        self._roots: list[Any] = []  # the nodes of the outputs from which backward began
+        self._roots: list[tuple[Any, int]] = []  # the outputs from which backward began
         module.register_forward_hook(torch.compiler.disable(self._watch_outputs))
         return_large_blocks()  # gathered parameters, and the whole model before it was divided
 
@@ -165,10 +165,10 @@ class ShardedGradients:
             self._roots = []
         for output in tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-                output.register_hook(partial(self._note_root, output.grad_fn))
+                output.register_hook(partial(self._note_root, output.grad_fn, output.output_nr))
 
-    def _note_root(self, node: Any, _: torch.Tensor) -> None:
-        self._roots.append(node)
+    def _note_root(self, node: Any, number: int, _: torch.Tensor) -> None:
+        self._roots.append((node, number))
 
     def _find_failure(self) -> str:
         """Return why the gradients of a micro-batch differ from those of the whole model, or ""."""
