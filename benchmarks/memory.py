@@ -14,8 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -27,13 +25,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep as ls
+from benchmarks.plan import TIMEOUT, run
 from benchmarks.step.memory import Watch, proportional
 from lockstep.tools.plan.memory_plan import TrainingMemory, plan_storages
 
-ROOT = Path(__file__).resolve().parents[1]
 WIDTH, LAYERS, WORDS, TOKENS = 768, 12, 10_000, 16
 MICROBATCHES, STEPS = 4, 4
-TIMEOUT = 1200  # seconds per command
 CONTENDERS = {
     "ddp": "DistributedDataParallel, with `no_sync` for all but the last micro-batch",
     "fsdp2": "`fully_shard` of each layer, whose gradients are scattered in each micro-batch",
@@ -96,16 +93,6 @@ def train(contender: str, words: torch.Tensor) -> None:
                 loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def run(*words: str) -> str:
-    """Run a lockstep command, and return its last line."""
-    command = [sys.executable, "-m", "lockstep", *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # this program imports its neighbors
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=environment)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr}{done.stdout}")
-    return (done.stdout.splitlines() or [""])[-1]
 
 
 def measure(contender: str, ranks: int) -> float:

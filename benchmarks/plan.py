@@ -32,7 +32,7 @@ from lockstep.tools.recipes.resnet import resnet18
 STEPS = 6
 STORAGES = ("replicated", "shared")
 ROOT = Path(__file__).resolve().parents[1]
-TIMEOUT = 600  # seconds per command
+TIMEOUT = 1200  # seconds per command
 
 
 class Workload(NamedTuple):
@@ -84,7 +84,7 @@ def run(*words: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # this program imports its neighbors
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=environment)
     if done.returncode:
-        raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr}")
+        raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr}{done.stdout}")
     return (done.stdout.splitlines() or [""])[-1]
 
 

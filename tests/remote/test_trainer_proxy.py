@@ -209,6 +209,7 @@ def test_output_appears_above_the_line_that_a_notebook_shows(monkeypatch):
 def test_a_training_shows_one_line_with_all_epochs_in_a_notebook(monkeypatch):
     cell = open_cell(monkeypatch)
     with ls.Driver(nprocs=1, timeout=60) as driver:
+        # An epoch takes longer than the time between two drawings of the line.
         trainer = trainer_of(driver, callbacks=[lambda result: time.sleep(0.1)])
         trainer.train(samples, 24, 3)
     shown = [line.strip() for line in cell.getvalue().split("\r")]
