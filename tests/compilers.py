@@ -17,7 +17,9 @@ from lockstep.comm.native import binding, binding_folder
 PROGRAM = """#!/bin/sh
 echo "$*" >> "$CALLS"
 case "$*" in *"${FAIL:-/no/call}"*) echo "x.cpp:3:7: error: no room for $FAIL" >&2; exit 1;; esac
-case "$*" in *"${BLOCK:-/no/call}"*) echo $$ > "$CALLS.started"; read line < "$CALLS.fifo";; esac
+case "$*" in *"${BLOCK:-/no/call}"*)
+  echo $$ > "$CALLS.new"; mv "$CALLS.new" "$CALLS.started"; read line < "$CALLS.fifo";;
+esac
 made=object
 while [ $# -gt 0 ]; do
   case "$1" in -o) out=$2;; -shared) made=module;; esac

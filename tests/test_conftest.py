@@ -10,7 +10,7 @@ import pytest
 
 LEAVERS = """
 import os, signal, socket, subprocess, threading
-import pytest
+import conftest, pytest
 
 def test_clean():
     pass
@@ -27,6 +27,17 @@ def test_process_of_a_process_that_others_use_too(shell):
     shell.stdin.write(b"tail -f /dev/null & echo started\\n")
     shell.stdin.flush()
     assert shell.stdout.readline() == b"started\\n"
+
+@pytest.fixture(scope="module")
+def an_incomplete_list(shell):
+    complete = conftest._children
+    def incomplete(pid):
+        conftest._children = complete
+        return []
+    conftest._children = incomplete
+
+def test_process_that_the_kernels_list_lacked(an_incomplete_list):
+    assert conftest._children.__name__ == "_children"
 
 def test_process():
     global reader
@@ -66,7 +77,7 @@ def test_each_kind_of_leftover_fails_its_test(tmp_path):
     )  # fmt: skip
     for file in Path("/dev/shm").glob("lockstep-test-*"):
         file.unlink()
-    assert "8 passed, 6 errors" in done.stdout, done.stdout
+    assert "9 passed, 6 errors" in done.stdout, done.stdout
     kinds = ("processes", "listening ports", "threads", "environment", "signals", "shared memory")
     for kind in kinds:
         assert f"left behind: ['{kind}: " in done.stdout

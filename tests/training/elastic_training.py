@@ -57,7 +57,7 @@ def at(point):
     if entry is None or entry[1] != point or not {ls.rank(), -ls.rank()} & {*entry[2]}:
         return
     number, now = entry[0], membership().round
-    earlier = [int(path.read_text()) for path in MARKS.glob(f"{number - 1}-*")]
+    earlier = [int(path.read_text()) for path in MARKS.glob(f"{number - 1}-*[0-9]")]
     is_first = len(entry[2]) == len(PLAN[number][1])
     if is_first and (ls.world_size() != FULL or any(now <= each for each in earlier)):
         return
