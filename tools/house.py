@@ -26,10 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 14,
-    "code lines in src": 53_450,
-    "code lines in tests": 53_540,
+    "code lines in src": 54_500,
+    "code lines in tests": 54_600,
     "code lines in csrc": 8_185,
-    "imports per module": 4.86,
+    "imports per module": 4.9,
     "kernel: code lines": 2_000,
     "kernel: modules reached": 0,
     "step: modules reached": 60,
