@@ -541,8 +541,26 @@ def test_a_loop_of_the_users(check):
     assert "without stages" in found["not_applicable"][0]["reason"]
 
 
-def test_a_loop_of_the_users_that_depends_on_the_rank(check):
-    source = EXACT.replace("while", "net[2].register_forward_hook(skew)\nwhile")
+SHARDED = EXACT.replace(
+    "model = DistributedDataParallel(net)",
+    "for part in (net[0], net[2], net):\n    fully_shard(part)\nmodel = net",
+).replace(
+    "torch.nn.parallel import DistributedDataParallel", "torch.distributed.fsdp import fully_shard"
+)
+
+
+def test_a_loop_with_a_sharded_model(check):
+    result, found = check(SHARDED, layouts=PLAIN)
+    _, replicated = check(EXACT, layouts=PLAIN[:1])
+    assert result.exit_code == 0
+    assert {each["digest"] for each in found["layouts"]} == {replicated["layouts"][0]["digest"]}
+    assert [each["losses"] for each in found["layouts"]] == [replicated["layouts"][0]["losses"]] * 2
+    assert "a power of two" in found["not_applicable"][0]["reason"]  # three ranks
+
+
+@pytest.mark.parametrize("exact", [EXACT, SHARDED], ids=["replicated", "sharded"])
+def test_a_loop_of_the_users_that_depends_on_the_rank(check, exact):
+    source = exact.replace("while", "net[2].register_forward_hook(skew)\nwhile")
     skew = "def skew(module, inputs, output):\n    return output * (1 + ls.rank())\n"
     result, found = check(skew + source)
     assert result.exit_code == 1

@@ -89,6 +89,7 @@ LAYOUTS = {
     "2 ranks": (2, {}),
     "4 ranks": (4, {}),
     "shared": (2, {"storage": "shared"}),
+    "sharded": (2, {"storage": "sharded"}),
     "1f1b": (2, stages(2, balance=[2, 4], schedule="1f1b")),
     "zero bubble": (2, stages(2, balance=[3, 3], schedule="zero-bubble")),
     "2 x 2": (4, stages(2, balance=[4, 2])),

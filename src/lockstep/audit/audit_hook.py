@@ -24,7 +24,7 @@ from torch import nn
 
 from lockstep.audit.audit_config import AuditConfig
 from lockstep.audit.audit_plan import AuditPlan, count_audited, is_audited, plan_audit
-from lockstep.audit.microbatch_results import MicrobatchResults, combine_hashes, hash_results
+from lockstep.audit.microbatch_results import combine_hashes, hash_results
 from lockstep.audit.repetition_trace import (
     RepetitionTrace,
     StateWatch,
@@ -58,8 +58,8 @@ class Repeater(Protocol):
     def position(self) -> tuple[int, int] | None:
         """Return the micro-batch and the stage that are being computed; None between them."""
 
-    def repeat(self, microbatch: Microbatch, share: float) -> MicrobatchResults:
-        """Compute a micro-batch again, inside a step, without an effect on the step."""
+    def repeat(self, microbatch: Microbatch, share: float) -> dict[str, int]:
+        """Compute a micro-batch again, inside a step; return hashes of its results."""
 
 
 @dataclass(frozen=True)
@@ -203,11 +203,11 @@ class Audit(StepHook):
         with on_another_core() if elsewhere else nullcontext():
             core = find_core()
             try:
-                results = self._executor.repeat(microbatch, step.shares[part.index])
+                hashes = self._executor.repeat(microbatch, step.shares[part.index])
             except Exception as error:  # only in the repetition, so it differs
                 self._note(core, {f"{type(error).__name__}: {error}": 0}, is_repeated=True)
             else:
-                self._note(core, hash_results(results), is_repeated=True)
+                self._note(core, hashes, is_repeated=True)
 
     def begin_own(self) -> None:
         """Note the beginning of a micro-batch of the owner, while operators are traced."""
@@ -215,9 +215,9 @@ class Audit(StepHook):
         if self._trace is not None and plan is not None and position == (plan.microbatch, 0):
             self._trace.note_turn()
 
-    def note_own(self, results: MicrobatchResults) -> None:
+    def note_own(self, hashes: Mapping[str, int]) -> None:
         """Note the results of the owner in its turn."""
-        self._note(find_core(), hash_results(results), is_repeated=False)
+        self._note(find_core(), hashes, is_repeated=False)
 
     def _note(self, core: int, hashes: Mapping[str, int], *, is_repeated: bool) -> None:
         bits, rank = combine_hashes(hashes), self._parallel.rank
@@ -436,9 +436,9 @@ class _MicrobatchWatch(StepObserver):
     def record_microbatch(
         self,
         microbatch: int,
-        gradients: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, int],
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
         """Hash the results of the micro-batch that is repeated."""
         if self._audited is not None and microbatch == self._audited.microbatch:
-            self._audit.note_own(MicrobatchResults(self._losses, gradients, buffers))
+            self._audit.note_own(hash_results(self._losses, gradients, buffers))

@@ -158,7 +158,7 @@ class _MicrobatchEnds(StepObserver):
     def record_microbatch(
         self,
         microbatch: int,
-        gradients: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, int],
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
         """Note the end of the micro-batch of a stage."""

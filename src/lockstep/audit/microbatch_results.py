@@ -1,43 +1,33 @@
-"""The results of one micro-batch: its loss, its gradients, its buffers, and their hashes."""
+"""The results of one micro-batch: its loss, its gradients, its buffers, as hashes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 import xxhash
 
 from lockstep.checksum import checksum
 
-__all__ = ["MicrobatchResults", "combine_hashes", "hash_results"]
+__all__ = ["combine_hashes", "hash_results"]
 
 
-class MicrobatchResults(NamedTuple):
-    """The results of one micro-batch on one rank.
+def hash_results(
+    losses: Sequence[torch.Tensor],
+    gradients: Mapping[str, int],
+    buffers: Mapping[str, torch.Tensor],
+) -> dict[str, int]:
+    """Return a hash of each result of one micro-batch, by its name in messages.
 
-    Attributes:
+    Args:
         losses: The losses of its backward passes, not multiplied by its share.
-        gradients: The gradients of the parameters, by name, before they are added to others.
+        gradients: Hashes of the gradients of the parameters, before they are added to others.
         buffers: The buffers after it, by name.
     """
-
-    losses: Sequence[torch.Tensor]
-    gradients: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-
-    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield all tensors in a fixed order, with their names in messages."""
-        yield from (("the loss", loss) for loss in self.losses)
-        for name, tensor in self.gradients.items():
-            yield f"the gradient of {name}", tensor
-        for name, tensor in self.buffers.items():
-            yield f"the buffer {name}", tensor
-
-
-def hash_results(results: MicrobatchResults) -> dict[str, int]:
-    """Return a hash of each result, by its name in messages."""
-    return {name: checksum(tensor) for name, tensor in results.named_tensors()}
+    hashes = [("the loss", checksum(loss)) for loss in losses]
+    hashes += [(f"the gradient of {name}", value) for name, value in gradients.items()]
+    hashes += [(f"the buffer {name}", checksum(tensor)) for name, tensor in buffers.items()]
+    return dict(hashes)
 
 
 def combine_hashes(hashes: Mapping[str, int]) -> str:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd import graph
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lockstep.audit.microbatch_results import MicrobatchResults, hash_results
+from lockstep.audit.microbatch_results import hash_results
 from lockstep.audit.repetition_trace import StateWatch
 from lockstep.checksum import checksum
 from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls, is_in_backward
@@ -211,13 +211,15 @@ class RecordedCall:
         return hashes | self._hash_results()
 
     def _hash_results(self) -> dict[str, int]:
-        gradients = {name: one.grad for name, one in self._named.items() if one.grad is not None}
+        gradients = {
+            name: checksum(one.grad) for name, one in self._named.items() if one.grad is not None
+        }
         buffers = {
             name: buffer
             for prefix, module in self._modules.items()
             for name, buffer in module.named_buffers(prefix)
         }
-        return hash_results(MicrobatchResults([], gradients, buffers))
+        return hash_results([], gradients, buffers)
 
     def _hash_buffers(self) -> list[int]:
         return [

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from lockstep.checksum import checksum
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data.assignment import Hosts
 from lockstep.data_parallel.block_inputs import find_reordered_sum
@@ -97,6 +98,7 @@ class ShardedGradients:
     Attributes:
         failure: Why the gradients of this step cannot be added; "" if they can.
         can_launch_early: Always False.
+        is_observed: Whether whole gradients are hashed for `hash_current`.
 
     Raises:
         UsageError: torch is too old, or a parameter cannot be sharded exactly.
@@ -120,6 +122,7 @@ class ShardedGradients:
         require_no_hooks(module)
         self._parameters, self._module = list(parameters), module
         self._is_open, self.failure = False, ""
+        self.is_observed, self._hashes = False, dict[int, int]()
         self._ranks = dist.get_world_size(find_group(module))
         numbers: dict[torch.Tensor, int] = {
             parameter: number for number, (_, parameter) in enumerate(parameters)
@@ -129,7 +132,8 @@ class ShardedGradients:
         for name, part in module.named_modules():
             if not is_fully_sharded(part):
                 continue
-            unit = TreeReduceScatter(name or "the model", len(states), part, calls, numbers)
+            about = name or "the model"
+            unit = TreeReduceScatter(about, len(states), part, calls, numbers, self._hash)
             if unit.state not in states:  # one group may have several modules
                 states.add(unit.state)
                 self._units.append(unit)
@@ -154,6 +158,7 @@ class ShardedGradients:
             root: Any = self._module
             root.reset_iter_state()
         self._is_open, self.failure = False, ""
+        self._hashes.clear()
         for _, parameter in self._parameters:
             parameter.grad = None
         for unit in self._units:
@@ -192,10 +197,15 @@ class ShardedGradients:
     def enter_group(self) -> None:
         """Do nothing: nothing is planned for a group."""
 
-    def current(self) -> dict[str, torch.Tensor]:
-        """Return this rank's shards in `.grad` by the names of their parameters."""
-        named = ((name, parameter.grad) for name, parameter in self._parameters)
-        return {name: local_part(grad) for name, grad in named if grad is not None}
+    def _hash(self, number: int, gradient: torch.Tensor) -> None:
+        if self.is_observed:
+            self._hashes[number] = checksum(gradient)
+
+    def hash_current(self) -> dict[str, int]:
+        """Return hashes of the micro-batch's whole gradients by the names of their parameters."""
+        return {
+            self._parameters[number][0]: value for number, value in sorted(self._hashes.items())
+        }
 
     @torch.no_grad()
     def accumulate(self, microbatch: int) -> None:
@@ -207,6 +217,7 @@ class ShardedGradients:
         self.failure = self.failure or self._find_failure()
         for _, parameter in self._parameters:
             parameter.grad = None
+        self._hashes.clear()
         turn = microbatch // self._ranks
         self._sums.put((turn, turn + 1), gradients)
 

@@ -13,7 +13,7 @@ parameters: which additions are rounded to which dtype does not depend on the nu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,8 @@ class TreeReduceScatter:
         module: The module.
         calls: The order of the calls of all sharded modules.
         numbers: The numbers of the model's parameters.
+        note: A function that is called with the number of a parameter and its whole gradient in a
+            micro-batch, before that is added to others.
 
     Attributes:
         name: The name of the module.
@@ -67,11 +69,13 @@ class TreeReduceScatter:
         module: Any,
         calls: CallOrder,
         numbers: Mapping[torch.Tensor, int],
+        note: Callable[[int, torch.Tensor], None],
     ) -> None:
         self.name, self._number, self._module, self._calls = name, number, module, calls
         self.state = module._get_fsdp_state()
         self._parts = [part for g in self.state._fsdp_param_groups for part in g.fsdp_params]
         self._numbers = [numbers[part.sharded_param] for part in self._parts]
+        self._note = note
         self._used = [False] * len(self._parts)
         self._present: list[bool] | None = None
         self._watched: set[int] = set()  # the parameters whose gradients are noted
@@ -119,8 +123,10 @@ class TreeReduceScatter:
                 note = partial(self._note_gradient, index)
                 part.unsharded_param.register_post_accumulate_grad_hook(note)
 
-    def _note_gradient(self, index: int, _: torch.Tensor) -> None:
+    def _note_gradient(self, index: int, parameter: torch.Tensor) -> None:
         self._used[index] = True
+        assert parameter.grad is not None
+        self._note(self._numbers[index], parameter.grad)
 
     # --- called by torch ----------------------------------------------------------------------
 

@@ -198,10 +198,10 @@ class StepObserver:
     def record_microbatch(
         self,
         microbatch: int,
-        gradients: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, int],
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
-        """Handle the gradients and buffers of a computed micro-batch; per stage with stages."""
+        """Handle the gradients' hashes and the buffers of a micro-batch; per stage with stages."""
 
     def record_phase(self, phase: Phase) -> AbstractContextManager[None]:
         """Return the context of a phase of the step."""
@@ -337,10 +337,10 @@ class StepContext:
     def observe_microbatch(
         self,
         microbatch: int,
-        gradients: Callable[[], Mapping[str, torch.Tensor]],
+        gradients: Callable[[], Mapping[str, int]],
         buffers: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
-        """Show the gradients and buffers of a computed micro-batch to the observers."""
+        """Show the gradients' hashes and the buffers of a micro-batch to the observers."""
         for observer in self.observers:
             if observer.observes_microbatches:
                 observer.record_microbatch(microbatch, gradients(), buffers())

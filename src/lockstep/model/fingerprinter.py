@@ -34,6 +34,7 @@ from lockstep.model.compilation import is_compiled_in_place
 from lockstep.model.deferred_init import named_tensors
 from lockstep.model.fingerprint import Checksums, StepFingerprint, TrainerFingerprint
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.sharded_tensors import gather
 
 __all__ = ["Fingerprinter", "checksums", "hookable_modules"]
 
@@ -135,10 +136,10 @@ class Fingerprinter(StepObserver):
             for name, parameter in self._model.named_parameters()
             if not parameter.is_meta
         }
-        self.current.parameters = {name: checksum(parameter) for name, parameter in held.items()}
+        self.current.parameters = {name: _checksum(parameter) for name, parameter in held.items()}
         if self._has_whole_gradients:
             self.current.gradients = {
-                name: 0 if parameter.grad is None else checksum(parameter.grad)
+                name: 0 if parameter.grad is None else _checksum(parameter.grad)
                 for name, parameter in held.items()
             }
 
@@ -153,7 +154,7 @@ class Fingerprinter(StepObserver):
         done = self.current
         done.state = self._state()
         done.optimizer = {
-            _plain(name): checksum(value)
+            _plain(name): _checksum(value)
             if isinstance(value, torch.Tensor)
             else xxhash.xxh3_64_intdigest(repr(value).encode())
             for name, value in optimizer.items()
@@ -168,7 +169,7 @@ class Fingerprinter(StepObserver):
         if not self._with_state:
             return {}
         hashes = {
-            _plain(name): checksum(tensor)
+            _plain(name): _checksum(tensor)
             for name, tensor in named_tensors(self._model).items()
             if not tensor.is_meta
         }
@@ -229,16 +230,17 @@ class Fingerprinter(StepObserver):
     def record_microbatch(
         self,
         microbatch: int,
-        gradients: Mapping[str, torch.Tensor],
+        gradients: Mapping[str, int],
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
         """Record a micro-batch's gradients and buffers; called once per stage of this rank."""
-        for recorded, tensors in (
+        current = {name: checksum(tensor) for name, tensor in buffers.items()}
+        for recorded, hashes in (
             (self.current.leaf_gradients, gradients),
-            (self.current.leaf_buffers, buffers),
+            (self.current.leaf_buffers, current),
         ):
-            hashes = {_plain(name): checksum(tensor) for name, tensor in tensors.items()}
-            recorded.setdefault(microbatch, {}).update(hashes)
+            named = {_plain(name): value for name, value in hashes.items()}
+            recorded.setdefault(microbatch, {}).update(named)
 
 
 def checksums(value: Any) -> Checksums:
@@ -250,6 +252,11 @@ def checksums(value: Any) -> Checksums:
         elif isinstance(leaf, torch.Tensor) and not _is_wrapped(leaf):
             hashes.append(checksum(leaf))
     return tuple(hashes)
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """Return the checksum of a whole tensor; a collective call if it is sharded."""
+    return checksum(gather(tensor.detach()))
 
 
 def _is_wrapped(tensor: torch.Tensor) -> bool:

@@ -242,7 +242,7 @@ class ScheduleExecutor:
         self._skip_absent(stage, microbatch.index)
         self._missing[stage.number].pop(0)
         if self.step.observers:
-            gradients, buffers = stage.gradients.current, stage.buffers.current
+            gradients, buffers = stage.gradients.hash_current, stage.buffers.current
             self.step.observe_microbatch(microbatch.index, gradients, buffers)
         with self.step.in_phase("reduction"):
             stage.finish(microbatch.index, microbatch.size / self.step.samples)

@@ -43,7 +43,7 @@ from lockstep.data_parallel.sharded_gradients import (
     is_fully_sharded,
 )
 from lockstep.data_parallel.sharded_norm import clip_grad_norm_
-from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import BEFORE, find_scopes
 from lockstep.kernel.seeds import torch_generators
 from lockstep.kernel.step_hooks import StepResult
@@ -137,8 +137,6 @@ class Exact:
         scopes = find_scopes(called, find_block_names(called, None))
         rng, session = make_rng_scopes(scopes, called, seed, device), current_session()
         if self._is_sharded:
-            if session is not None:
-                raise LayoutError("lockstep commands cannot observe a model that is sharded")
             audit = None  # the other ranks would have to take part in a repetition
         call = _make_call(called, self._wrapper)
         gradients: GradientReducer | ShardedGradients

@@ -56,6 +56,7 @@ class ExactObservation:
             group=group,
             peers=group,
             hosts=share.hosts,
+            is_interleaved=share.is_interleaved,
             messages=GroupMessages(group),
             make_buffer_exchange=partial(GroupExchange, group),
         )

@@ -6,9 +6,9 @@
 In a selected step each rank hashes, for every micro-batch that it computes: the data; the inputs,
 the outputs and the gradients of the outputs of each block; the gradients of the parameters; the
 buffers. The ranks of the first replica also hash the state before and after the step, and the
-reduced gradients. A model without blocks (`lockstep.model.blocks`) is recorded by its modules. The
-hashes are the same in every layout. They are written to RUN/fingerprints
-(`model/fingerprint_file.py`).
+reduced gradients; all ranks do if these are sharded, because they gather them together. A model
+without blocks (`lockstep.model.blocks`) is recorded by its modules. The hashes are the same in
+every layout. They are written to RUN/fingerprints (`model/fingerprint_file.py`).
 """
 
 from __future__ import annotations
@@ -131,10 +131,10 @@ class FingerprintRecorder:
             trainer.has_whole_gradients,
             with_backward=True,
             names=blocks,
-            with_state=trainer.parallel.replica == 0,
+            with_state=trainer.parallel.replica == 0 or trainer.parallel.is_interleaved,
         )
         self._file: FingerprintFile | None = None
-        self._is_open = False
+        self._is_open = self._is_recorded = False
 
     def begin_step(self, step: int) -> Fingerprinter | None:
         """Return the observer of a step; None if its fingerprints are not recorded.
@@ -146,17 +146,19 @@ class FingerprintRecorder:
         if not self._is_open:
             self._is_open = True
             self._open()
-        return None if self._file is None else self._fingerprinter
+        return self._fingerprinter if self._is_recorded else None
 
     def commit(self, result: StepResult) -> None:
         """Write the fingerprint of a committed step, if it was observed."""
         fingerprinter = self._fingerprinter
         was_observed = fingerprinter.is_unfinished and fingerprinter.current.step == result.step
-        if self._file is None or not was_observed:
+        if not was_observed:
             return
+        # Also without a file on this rank, which takes part in gathering what is sharded.
         fingerprint = fingerprinter.commit(result.loss, "", {})
         try:
-            self._file.write("step", **encode_fingerprint(fingerprint))
+            if self._file is not None:
+                self._file.write("step", **encode_fingerprint(fingerprint))
         except OSError as error:
             self._fail(error)
 
@@ -166,6 +168,7 @@ class FingerprintRecorder:
         messages = all_gather_bytes(said, "opening the file of fingerprints", parallel.group)
         if not messages[0]:
             return
+        self._is_recorded = True
         launch, resumes, path = messages[0].decode().split(" ", 2)
         try:
             self._file = FingerprintFile(Path(path), parallel.rank)

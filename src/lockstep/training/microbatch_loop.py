@@ -54,6 +54,9 @@ class CollectedGradients(GradientSums, Protocol):
     def can_launch_early(self) -> bool:
         """Whether sums may be exchanged while the last backward pass runs."""
 
+    is_observed: bool
+    """Whether `hash_current` is called after each micro-batch."""
+
     def enter_group(self) -> None:
         """Discard the plans for the ranks of an earlier group."""
 
@@ -63,8 +66,8 @@ class CollectedGradients(GradientSums, Protocol):
     def skip(self, microbatch: int) -> None:
         """Leave out a micro-batch that is not computed."""
 
-    def current(self) -> dict[str, torch.Tensor]:
-        """Return the gradients in `.grad` by the names of their parameters."""
+    def hash_current(self) -> dict[str, int]:
+        """Return hashes of the micro-batch's gradients by the names of their parameters."""
 
     def accumulate(self, microbatch: int) -> None:
         """Add the gradients in `.grad` as those of a micro-batch."""
@@ -168,6 +171,7 @@ class MicrobatchLoop:
             parallel.share.require_turns(batch.leaves, len(step.shares))
         self.gradients.begin(batch.leaves, parallel.hosts, step.require_same_batch)
         is_read = any(observer.observes_microbatches for observer in step.observers)
+        self.gradients.is_observed = is_read
         if batch.microbatches and self.gradients.can_launch_early and not is_read:
             self._watched = batch.microbatches[-1].index
         for microbatch in batch.microbatches:
@@ -191,7 +195,7 @@ class MicrobatchLoop:
                     "loss.backward()"
                 )
             if step.observers:
-                step.observe_microbatch(index, self.gradients.current, self.buffers.current)
+                step.observe_microbatch(index, self.gradients.hash_current, self.buffers.current)
             with step.in_phase("reduction"):
                 if has_buffers:
                     self.buffers.collect(index, microbatch.size / step.samples)

@@ -118,11 +118,6 @@ class TrainerArguments:
             raise UsageError(
                 f'storage must be "replicated", "shared" or "sharded", not {self.storage!r}'
             )
-        if self.is_sharded and self.fingerprints is not None:
-            raise LayoutError(
-                'storage="sharded" has no whole gradients to record fingerprints of: train without '
-                'fingerprints, or with storage="replicated"'
-            )
         if self.storage != "replicated" and self.pipeline.stages > 1:
             raise LayoutError(
                 f'storage="{self.storage}" needs the whole model on every rank: train without '

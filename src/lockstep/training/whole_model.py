@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.audit.microbatch_results import MicrobatchResults
+from lockstep.audit.microbatch_results import hash_results
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.rng_scopes import find_scopes
@@ -126,8 +126,8 @@ class WholeModelExecutor:
             loss, metrics = forward(self._called, function, self._metrics, data, loop.place)
             loop.backward(loss, metrics=metrics, final=True)
 
-    def repeat(self, microbatch: Microbatch, share: float) -> MicrobatchResults:
-        """Compute a micro-batch again, inside of `open`, without an effect on the step."""
+    def repeat(self, microbatch: Microbatch, share: float) -> dict[str, int]:
+        """Compute a micro-batch again, inside of `open`; return hashes of its results."""
         assert self._loop is not None
         loop, parallel = self._loop, self._parallel
         parameters = [part for module in self._modules.values() for part in module.parameters()]
@@ -143,8 +143,8 @@ class WholeModelExecutor:
                 loss, _ = forward(self._called, parallel.loss, {}, data, where)
             with parallel.without_autocast():
                 run_backward(*self._roots.find(loss, share), retain_graph=False)
-            results = self._gradients.current(), loop.buffers.current()
-            return MicrobatchResults([loss.detach()], *results)
+            hashes = self._gradients.hash_current()
+            return hash_results([loss.detach()], hashes, loop.buffers.current())
         finally:
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
