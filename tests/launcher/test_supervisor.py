@@ -519,6 +519,20 @@ lockstep.launch(rank, nprocs=2)
         assert not any(map(alive, ranks))
 
 
+def test_a_file_that_hides_a_module_of_python_is_named(tmp_path):
+    (tmp_path / "re.py").touch()
+    (tmp_path / "train.py").touch()
+    command = Path(sys.executable).with_name("lockstep")  # does not import from this folder itself
+    done = subprocess.run(
+        [command, "run", "-n", "2", "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "rank 0 could not be started" in last
+    assert ": rename re.py, which Python imports instead of" in last
+
+
 def test_the_ranks_of_a_killed_fork_server_are_ended(waiting):
     launcher, below = waiting
     (fork_server,) = psutil.Process(launcher.pid).children()

@@ -9,8 +9,10 @@ of the control group says so.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -286,14 +288,24 @@ def describe_end(outcome: Outcome) -> str:
 
 
 def describe_failed_start(rank: int, reason: str, noun: str = "rank") -> dict[str, Any]:
-    """Return the report for a rank, or for the store's process (-1), that could not be forked."""
+    """Return the report for a rank, or the store's process (-1), that could not be forked.
+
+    Without a reason, the fork server has ended before it forked any; its traceback is shown.
+    """
+    advice = f"fork failed ({reason}); see ulimit -u, the pids limit of the control group, and "
+    advice += "free memory"
+    if not reason:
+        advice = "the fork server ended while it imported torch"
+        names = sorted(name for name in sys.stdlib_module_names if os.path.exists(f"{name}.py"))
+        if names:
+            files = ", ".join(f"{name}.py" for name in names)
+            advice += f": rename {files}, which Python imports instead of a module of its own"
     who = f"{noun} {rank}" if rank >= 0 else "the process of the ranks' store"
     return {
         "kind": "error",
         "time": time.monotonic(),
         "type": "OSError",
-        "message": f"{who} could not be started: fork failed ({reason}); see ulimit -u, the pids "
-        f"limit of the control group, and free memory",
+        "message": f"{who} could not be started: {advice}",
         "where": "",
         "traceback": "",
         "plain": True,

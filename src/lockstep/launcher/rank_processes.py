@@ -245,6 +245,8 @@ class RankProcesses:
     def _on_fork_server_lost(self) -> None:
         """Count every rank as killed: the kernel kills them when the fork server is gone."""
         self.has_fork_server = False
+        if not self.pids:
+            self._on_failed_start(min(self.outcomes), "")
         for rank in self.running:
             self.outcomes[rank].status = -signal.SIGKILL
             self.outcomes[rank].when = time.monotonic()
