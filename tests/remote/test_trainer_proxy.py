@@ -93,12 +93,18 @@ def test_results_are_bit_identical_to_one_process_without_a_driver(driver, one_p
 
 def test_results_of_steps_and_epochs(driver, tmp_path):
     trainer = trainer_of(driver)
-    trainer.step(batches()[0])
-    assert set(trainer.last.metrics) == {"accuracy"}
+    with pytest.raises(UsageError, match="has not taken a step"):
+        _ = trainer.last_result
+    loss = trainer.step(batches()[0])
+    assert set(trainer.last_result.metrics) == {"accuracy"}
+    assert (trainer.last_result.step, trainer.last_result.loss) == (0, loss)
     told = []
     (epoch,) = trainer.train(samples, 24, 1, on_epoch=told.append)
     assert told == [epoch]
     assert epoch.samples == 70
+    assert trainer.last_result.step > 0
+    outputs = trainer.predict(samples, 24)
+    assert len(outputs) == len(samples())
     trainer.save_weights(tmp_path / "weights.safetensors")
     assert ls.digest(load_file(tmp_path / "weights.safetensors")) == trainer.digest()
 

@@ -14,7 +14,6 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
@@ -60,11 +59,7 @@ class ForwardedMethod(Generic[Arguments, Value]):
 
 
 class TrainerProxy:
-    """Trainers on all workers of a driver, used like a single trainer; made by `Driver.trainer`.
-
-    Attributes:
-        last: The `StepResult` of the last step: loss, metrics, learning rate, times.
-    """
+    """Trainers on all workers of a driver, used like a single trainer; made by `Driver.trainer`."""
 
     digest = ForwardedMethod(Trainer.digest)
     optimizer_digest = ForwardedMethod(Trainer.optimizer_digest)
@@ -81,7 +76,6 @@ class TrainerProxy:
                 "the trainer of a driver takes no checkpoint=: save trainer.state_dict() in the "
                 "driver, or train with a script and `lockstep run`"
             )
-        self.last: StepResult | None = None
         self._pool, self._number = pool, next(_numbers)
         pool.require_world()
         payload = serialize((drop_actor, (self._number,), {}))
@@ -101,9 +95,18 @@ class TrainerProxy:
         Raises:
             LockstepError: A worker's trainer failed.
         """
-        result: StepResult = self._call("step", batch)
-        self.last = result
-        return result.loss
+        loss: float = self._call("call", "step", (batch,), {})
+        return loss
+
+    @property
+    def last_result(self) -> StepResult:
+        """The result of the latest step: loss, metrics, learning rate, times.
+
+        Raises:
+            LockstepError: No step was taken.
+        """
+        result: StepResult = self._call("last_result")
+        return result
 
     def train(
         self,
@@ -141,8 +144,18 @@ class TrainerProxy:
             batch_size: Samples per global batch.
             options: Further options of `Trainer.evaluate`.
         """
-        result: Evaluation = self._call("evaluate", dataset, batch_size, options)
+        result: Evaluation = self._call("evaluate", "evaluate", dataset, batch_size, options)
         return result
+
+    def predict(self, dataset: Callable[[], Any], batch_size: int, **options: Any) -> Any:
+        """Return the model's outputs for all samples, as `Trainer.predict`.
+
+        Args:
+            dataset: A callable that returns the dataset; called once on every worker.
+            batch_size: Samples per global batch.
+            options: Further options of `Trainer.predict`.
+        """
+        return self._call("evaluate", "predict", dataset, batch_size, options)
 
     def __enter__(self) -> TrainerProxy:
         """Return itself."""
@@ -166,7 +179,7 @@ class TrainerProxy:
             """Raise AttributeError with the names that exist."""
             names = ", ".join(name for name in dir(type(self)) if not name.startswith("_"))
             raise AttributeError(
-                f"the trainer of a driver has no {name!r}, only {names} and last: the trainers "
+                f"the trainer of a driver has no {name!r}, only {names}: the trainers "
                 f"themselves are in the workers"
             )
 
@@ -208,11 +221,9 @@ class TrainerActor:
         value = getattr(self._trainer, name)(*args, **options)
         return value if rank() == 0 else None
 
-    def step(self, batch: Any) -> StepResult:
-        """Train on a batch."""
-        self._trainer.step(batch)
-        assert self._trainer.history.last is not None
-        return replace(self._trainer.history.last)
+    def last_result(self) -> StepResult:
+        """Return the result of the latest step."""
+        return self._trainer.last_result
 
     def load(self, dataset: Callable[[], Any]) -> None:
         """Create the dataset of the following epochs."""
@@ -232,10 +243,10 @@ class TrainerActor:
         return self._epochs[-1]
 
     def evaluate(
-        self, dataset: Callable[[], Any], batch_size: int, options: dict[str, Any]
-    ) -> Evaluation:
-        """Evaluate this worker's part of a dataset."""
-        return self._trainer.evaluate(make_dataset(dataset), batch_size, **options)
+        self, name: str, dataset: Callable[[], Any], batch_size: int, options: dict[str, Any]
+    ) -> Any:
+        """Evaluate this worker's part of a dataset, or predict it."""
+        return self.call(name, (make_dataset(dataset), batch_size), options)
 
 
 # --- called on the workers ------------------------------------------------------------------
