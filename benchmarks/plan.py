@@ -26,8 +26,8 @@ from torch import nn
 import lockstep as ls
 from benchmarks.step.memory import Watch
 from benchmarks.step.networks import NETWORKS
+from examples.resnet import resnet18
 from lockstep.tools.plan.memory_plan import TrainingMemory, plan_storages
-from lockstep.tools.recipes.resnet import resnet18
 
 STEPS = 6
 STORAGES = ("replicated", "shared")

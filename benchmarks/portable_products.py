@@ -89,7 +89,7 @@ def build_step(name: str) -> Callable[[], object]:
     import torch
 
     from benchmarks.step.networks import NETWORKS, Network, pictures
-    from lockstep.tools.recipes.resnet import resnet18
+    from examples.resnet import resnet18
 
     networks = {
         **NETWORKS,

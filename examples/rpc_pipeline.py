@@ -32,7 +32,7 @@ from torch.distributed import autograd, rpc
 from torch.nn import functional as F
 
 import lockstep as ls
-from lockstep.tools.recipes.resnet import resnet50
+from examples.resnet import resnet50
 
 __all__ = ["CUT", "Master", "Shard", "joined", "main"]
 

@@ -2,8 +2,8 @@
 
     pip install scikit-image
     python textures.py textures
-    lockstep train resnet18 --data textures --size 64 --epochs 20 --batch-size 32 \
-        --microbatches 4 --optimizer adamw --lr 0.001 -n 2
+    lockstep run -n 2 -m examples.imagenet textures --arch resnet18 --size 64 --epochs 20 \
+        --batch-size 32 --microbatches 4 --optimizer adamw --lr 0.001
 
 Each photograph is a class. The pieces are gray, so that only the texture tells the classes apart.
 Pieces for training and held-out pieces come from different parts of a photograph:

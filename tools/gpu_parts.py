@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep as ls
+from examples.resnet import resnet18
 from lockstep.comm.bucket import plan
 from lockstep.comm.device_ipc import shares_device
 from lockstep.comm.make_all_reduce import make_all_reduce
@@ -27,7 +28,6 @@ from lockstep.comm.reproducible_all_reduce import reproducible_all_reduce
 from lockstep.devices import device_names, find_accelerator, synchronize
 from lockstep.kernel.errors import LockstepError
 from lockstep.kernel.tree import total
-from lockstep.tools.recipes.resnet import resnet18
 from tools.gpu_operators import OPERATORS, try_operator
 from tools.gpu_training import call_before, words_network
 

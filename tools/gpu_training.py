@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 import lockstep as ls
+from examples.resnet import resnet18
 from lockstep.data.datasets import digits
 from lockstep.tools.recipes.digits import digit_network
-from lockstep.tools.recipes.resnet import resnet18
 
 __all__ = ["CASES", "Case", "call_before", "words_network"]
 

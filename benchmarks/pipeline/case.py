@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from examples.resnet import resnet50
 from examples.rpc_pipeline import CUT, SEED
-from lockstep.tools.recipes.resnet import resnet50
 
 __all__ = ["MODELS", "Batch", "Case", "Layers", "Model"]
 

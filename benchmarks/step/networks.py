@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from examples.resnet import resnet50
 from lockstep.kernel.errors import UsageError
-from lockstep.tools.recipes.resnet import resnet50
 
 __all__ = ["NETWORKS", "OPTIMIZERS", "Network", "blocks", "chosen", "count"]
 

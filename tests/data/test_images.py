@@ -7,7 +7,7 @@ from PIL import Image
 from folders import write_pictures
 from lockstep.data.image_folder import read_image_folder
 from lockstep.data.image_transforms import center_crop_box, crop_and_resize, normalize
-from lockstep.data.images import ImageDataset, SyntheticImages
+from lockstep.data.images import ImageDataset
 from lockstep.data.loader import Batches
 from lockstep.kernel.errors import FileError, SampleError
 from lockstep.kernel.seeds import key
@@ -120,14 +120,3 @@ def test_a_picture_that_cannot_be_read_is_named_in_one_sentence(tmp_path, spoil)
         list(Batches(dataset, 1))
     assert files.name(0) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_generated_pictures_differ_and_show_their_class():
-    source = SyntheticImages(20, 5, 40, seed=0)
-    assert source.labels.tolist() == [0, 1, 2, 3, 4] * 4
-    shown = [source.open(index).tobytes() for index in range(20)]
-    assert len(set(shown)) == 20
-    assert shown[3] == source.open(3).tobytes()
-    assert shown[3] != SyntheticImages(20, 5, 40, seed=1).open(3).tobytes()
-    red, green = source.open(0).resize((1, 1)), source.open(2).resize((1, 1))
-    assert red.getpixel((0, 0))[0] - green.getpixel((0, 0))[0] > 30

@@ -11,8 +11,8 @@ from torch.distributed import autograd, rpc
 from torch.nn import functional as F
 
 import lockstep as ls
+from examples.resnet import ResNet
 from examples.rpc_pipeline import MASTER, WORKERS, Master, joined
-from lockstep.tools.recipes.resnet import ResNet
 
 TIMEOUT = 60.0
 LR = 0.1

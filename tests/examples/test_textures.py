@@ -1,15 +1,14 @@
 """The example that writes real images: its parts, its files, and what it needs."""
 
 import importlib.util
-import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from PIL import Image
 
-from lockstep import cli
+import warm
 from lockstep.data.image_folder import read_image_folder
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "textures.py"
@@ -63,14 +62,13 @@ def test_the_folder_is_that_of_an_image_recipe(textures, tmp_path, monkeypatch, 
 @pytest.mark.skipif(importlib.util.find_spec("skimage") is None, reason="no scikit-image here")
 def test_a_few_epochs_tell_most_held_out_pieces_apart(textures, tmp_path):
     textures.write_pieces(textures.find_photographs(), tmp_path / "textures")
-    command = [
-        "train", "resnet18", "--data", str(tmp_path / "textures"), "--size", "64", "--epochs", "4",
-        "--batch-size", "32", "--microbatches", "4", "--optimizer", "adamw", "--lr", "0.001",
-        "-n", "2", "--json", "-q", "--runs", str(tmp_path / "runs"),
-    ]  # fmt: skip
-    outcome = CliRunner().invoke(cli.cli, command)
-    assert outcome.exit_code == 0, outcome.output
-    assert json.loads(outcome.stdout.splitlines()[-1])["accuracy"] > 0.5
+    options = "--arch resnet18 --size 64 --epochs 4 --batch-size 32 --microbatches 4"
+    command = [*warm.LOCKSTEP, "run", "-n", "2", "-m", "examples.imagenet", "textures"]
+    command += [*options.split(), "--optimizer", "adamw", "--lr", "0.001"]
+    environ = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])}
+    ended = warm.run(command, timeout=600, text=True, cwd=tmp_path, env=environ)
+    assert ended.returncode == 0, ended.stderr
+    assert float(ended.stdout.partition("top-1 ")[2].partition("%")[0]) > 50
 
 
 def test_without_scikit_image_one_sentence_says_how_to_get_it(textures, monkeypatch):

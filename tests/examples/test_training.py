@@ -1,5 +1,6 @@
 """The training scripts under python, torchrun and lockstep run: one digest each."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import warm
+from folders import write_pictures
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-ALONE = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__main__')"
+ALONE = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 TORCHRUN = [sys.executable, "-c", "from torch.distributed.run import main; main()"]
 COMMANDS = {
     "python": [sys.executable, "-c", ALONE],
@@ -18,22 +20,29 @@ COMMANDS = {
 }
 
 
+IMAGENET = "imagenet.py pictures -a resnet18 --epochs 1 -b 8 --microbatches 4 --size 32"
+
+
 @pytest.mark.parametrize(
     ("script", "launcher"),
     [
         ("training.py", "lockstep run"),
         ("contrastive.py", "lockstep run"),
+        (IMAGENET, "lockstep run"),
         pytest.param("training.py", "torchrun", marks=pytest.mark.stress),
     ],
 )
 def test_digest_is_the_same_under_every_launcher(tmp_path, script, launcher):
+    write_pictures(tmp_path / "pictures", ["a", "b"], 5)
+    script, *arguments = script.split()
     running = {
         name: warm.Popen(
-            [*COMMANDS[name], str(EXAMPLES / script)],
+            [*COMMANDS[name], str(EXAMPLES / script), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
         )
         for name in ("python", launcher)
     }

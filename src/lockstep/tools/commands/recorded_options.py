@@ -1,4 +1,4 @@
-"""The options of a recorded run of `lockstep train`, with which it is continued or evaluated."""
+"""The options of a recorded run of `lockstep train`, with which it is continued."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from lockstep.tools.recipes.classification import Options
 
 __all__ = [
-    "is_given",
     "open_resumed",
-    "read_recorded",
-    "recall_evaluated",
     "recall_options",
     "resolve_options",
     "store_options",
@@ -37,7 +34,7 @@ NOT_RECALLED = {"quiet", "download"}  # apply to one process, not to the run
 RECIPE_FILE = "recipe.json"  # the options of a run, until its record has the first line
 
 
-def is_given(option: str) -> bool:
+def _is_given(option: str) -> bool:
     """Return whether an option of the command is on the command line."""
     source = click.get_current_context().get_parameter_source(option)
     return source is not ParameterSource.DEFAULT
@@ -52,12 +49,12 @@ def open_resumed(run: str, runs: str) -> Run:
     from lockstep.launcher.run_folder import find_run, wait_until_free
 
     folder = find_run(run, Path(runs))
-    read_recorded(folder)
+    _read_recorded(folder)
     wait_until_free(folder)
-    return read_recorded(folder)
+    return _read_recorded(folder)
 
 
-def read_recorded(folder: Path) -> Run:
+def _read_recorded(folder: Path) -> Run:
     """Return a run with its options; raise UsageError if it is not a run of a recipe."""
     from lockstep.record.columns import as_dict
     from lockstep.record.reader import read_ends
@@ -113,8 +110,8 @@ def resolve_options(recipe: str, given: Mapping[str, Any]) -> Options:
     from lockstep.tools.recipes.classification import Options
 
     chosen = {name: value for name, value in given.items() if value is not None}
-    defaults = find_recipe(recipe).defaults(chosen)
-    return Options(recipe=recipe, **{"data": None, **defaults, **chosen})
+    defaults = {"data": None, "portable": None, **find_recipe(recipe).defaults}
+    return Options(recipe=recipe, **{**defaults, **chosen})
 
 
 def recall_options(
@@ -139,70 +136,20 @@ def recall_options(
         option = parameter.name or ""
         if option == "name":
             recorded = recorded | {"name": run.folder.resolve().name}
-        if is_given(option) and option in asked and option not in CHANGEABLE:
+        if _is_given(option) and option in asked and option not in CHANGEABLE:
             _require_same(run, parameter, asked[option], recorded.get(option))
-    _recall(recorded, given)
-    if given["stages"] == 1 and not is_given("schedule"):
-        given["schedule"] = None
-    return recorded["recipe"], _recall_ranks(run, nprocs)
-
-
-def recall_evaluated(
-    run: Run, recipe: str | None, nprocs: int, given: dict[str, Any]
-) -> tuple[str, int]:
-    """Add the recorded options of a run to `given`, unless they were given, and its weights.
-
-    Returns:
-        The recipe and the number of ranks.
-
-    Raises:
-        UsageError: The run has no weights yet, or it is a run of another recipe.
-    """
-    recorded: dict[str, Any] = run.latest("options")
-    if recipe not in (None, recorded["recipe"]):
-        raise UsageError(
-            f"{run.folder} is a run of {recorded['recipe']}, not of {recipe}; omit the recipe, or "
-            "give the weights alone with --weights FILE"
-        )
-    _recall(recorded, given)
-    if not is_given("weights"):
-        given["weights"] = str(_find_weights(run.folder))
-    given |= {"new_head": False, "ema": None}  # of the training
-    return recorded["recipe"], _recall_ranks(run, nprocs)
-
-
-def _recall(recorded: Mapping[str, Any], given: dict[str, Any]) -> None:
-    """Replace the options in `given` that are not on the command line by the recorded ones."""
     for option in given.keys() & recorded.keys() - NOT_RECALLED:
-        if not is_given(option):
+        if not _is_given(option):
             given[option] = recorded[option]
-
-
-def _recall_ranks(run: Run, nprocs: int) -> int:
-    """Return the number of ranks: the recorded one, unless one is on the command line."""
-    return nprocs if is_given("nprocs") else int(run.layout.get("world_size") or nprocs)
-
-
-def _find_weights(folder: Path) -> Path:
-    """Return the weights that a run wrote at its end, or its newest valid checkpoint."""
-    from lockstep.checkpoint.folder import find_newest_valid
-    from lockstep.launcher.run_folder import CHECKPOINTS
-    from lockstep.tools.recipes.classification import WEIGHTS
-
-    if (folder / WEIGHTS).is_file():
-        return folder / WEIGHTS
-    checkpoint, _ = find_newest_valid(folder / CHECKPOINTS)
-    if checkpoint is None:
-        raise UsageError(
-            f"{folder} has neither {WEIGHTS} nor a valid checkpoint yet; give other weights with "
-            "--weights FILE"
-        )
-    return checkpoint
+    if given["stages"] == 1 and not _is_given("schedule"):
+        given["schedule"] = None
+    ranks = nprocs if _is_given("nprocs") else int(run.layout.get("world_size") or nprocs)
+    return recorded["recipe"], ranks
 
 
 def _require_same(run: Run, parameter: click.Parameter, value: Any, recorded: Any) -> None:
     """Raise UsageError unless an option of a resumed run has its recorded value."""
-    if parameter.name in ("data", "weights") and None not in (value, recorded):
+    if parameter.name == "data" and None not in (value, recorded):
         value, recorded = os.path.abspath(value), os.path.abspath(recorded)
     if value == recorded:
         return

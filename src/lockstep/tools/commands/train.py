@@ -21,29 +21,18 @@ from lockstep.messages import JSON_HELP, log
 from lockstep.pipeline.schedules import NAMES as SCHEDULES
 from lockstep.record.loggers import LOGGER_NAMES
 from lockstep.tools.commands.recorded_options import (
-    is_given,
     open_resumed,
-    read_recorded,
-    recall_evaluated,
     recall_options,
     resolve_options,
     store_options,
 )
 from lockstep.tools.commands.training_summary import print_summary
-from lockstep.tools.recipes.catalog import IMAGE_NAMES, NAMES
+from lockstep.tools.recipes.catalog import NAMES
 
 __all__ = ["command"]
 
-DECAYS = ("cosine", "step", "none")
-OPTIMIZERS = ("sgd", "adamw")
-PATCH = 16  # pixels, of the vision transformer
 POSITIVE = click.IntRange(min=1)
 NOT_NEGATIVE = click.FloatRange(min=0, max=float("inf"), max_open=True)
-OF_TRAINING = {
-    "checkpoint_every", "ema", "epochs", "logger", "lr", "lr_decay", "lr_gamma", "lr_step_size",
-    "max_grad_norm", "mixup", "momentum", "name", "new_head", "optimizer", "warmup", "weight_decay",
-}  # fmt: skip
-"""Options that `--evaluate` does not take."""
 SUMMARY_FILE = "summary.json"  # the summary of a run whose ranks are processes of `lockstep run`
 
 
@@ -77,67 +66,14 @@ SUMMARY_FILE = "summary.json"  # the summary of a run whose ranks are processes 
     "--activation-checkpointing", is_flag=True,
     help="Recompute activations in backward: less memory, more time, the same bits.",
 )  # fmt: skip
-@click.option(
-    "--epochs", type=POSITIVE,
-    help="Number of epochs.  [default: digits 30, mnist 10, resnet 90, vit 300; 2 if generated]",
-)  # fmt: skip
+@click.option("--epochs", type=POSITIVE, help="Number of epochs.  [default: digits 30, mnist 10]")
 @click.option(
     "--batch-size", type=POSITIVE,
-    help="Samples per global batch, over all ranks.  "
-    "[default: digits 32, mnist 128, resnet 256, vit 1024; 32 if generated]",
+    help="Samples per global batch, over all ranks.  [default: digits 32, mnist 128]",
 )  # fmt: skip
 @click.option(
-    "--optimizer", type=click.Choice(OPTIMIZERS),
-    help="Optimizer.  [default: sgd; vit: adamw]",
-)  # fmt: skip
-@click.option(
-    "--lr", type=NOT_NEGATIVE,
-    help="Learning rate.  [default: digits 0.02; mnist 0.05; resnet 0.1 per 256 samples; vit "
-    "0.003 per 4096 samples]",
-)  # fmt: skip
-@click.option("--momentum", type=NOT_NEGATIVE, help="Momentum of SGD.  [default: 0.9; mnist: 0.5]")
-@click.option(
-    "--weight-decay", type=NOT_NEGATIVE,
-    help="Weight decay of the optimizer.  [default: 0; resnet: 1e-4; vit: 0.3]",
-)  # fmt: skip
-@click.option(
-    "--max-grad-norm", metavar="NORM", type=click.FloatRange(min=0, min_open=True),
-    help="Largest 2-norm of the gradient, above which it is clipped.  [default: none; vit: 1]",
-)  # fmt: skip
-@click.option(
-    "--warmup", type=NOT_NEGATIVE,
-    help="Epochs of linear learning-rate warmup.  [default: 0; resnet: 1/18 of the epochs; vit: "
-    "1/10]",
-)  # fmt: skip
-@click.option(
-    "--lr-decay", type=click.Choice(DECAYS),
-    help="Learning-rate decay after the warmup.  [default: cosine; mnist: none]",
-)  # fmt: skip
-@click.option(
-    "--lr-step-size", metavar="EPOCHS", default=30, show_default=True, type=POSITIVE,
-    help="Epochs after which --lr-decay step lowers the learning rate.",
-)  # fmt: skip
-@click.option(
-    "--lr-gamma", metavar="FACTOR", default=0.1, show_default=True, type=NOT_NEGATIVE,
-    help="Factor by which --lr-decay step multiplies the learning rate.",
-)  # fmt: skip
-@click.option(
-    "--label-smoothing", type=click.FloatRange(0, 1, max_open=True),
-    help="Label smoothing, from 0 to 1.  [default: 0; resnet: 0.1; vit: 0.11]",
-)  # fmt: skip
-@click.option(
-    "--mixup", metavar="ALPHA", type=NOT_NEGATIVE,
-    help="Parameter of the Beta distribution of mixup; 0 for no mixup.  [default: 0; vit: 0.2]",
-)  # fmt: skip
-@click.option(
-    "--ema", metavar="DECAY", type=click.FloatRange(0, 1, max_open=True),
-    help="Decay per step of an exponential moving average of the weights, which is evaluated and "
-    "saved, too.  [default: no average]",
-)  # fmt: skip
-@click.option(
-    "--size", type=click.IntRange(min=32),
-    help="Width and height of images in pixels.  [default: image recipes 224; 128 if generated]",
-)  # fmt: skip
+    "--lr", type=NOT_NEGATIVE, help="Learning rate of SGD.  [default: digits 0.02, mnist 0.05]"
+)
 @click.option(
     "--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1),
     help="Random seed for initialization, shuffling and dropout.",
@@ -150,29 +86,10 @@ SUMMARY_FILE = "summary.json"  # the summary of a run whose ranks are processes 
 @click.option(
     "--portable/--no-portable", default=None,
     help="Compute the same bits on every x86-64 processor with AVX2, on the CPU.  [default: "
-    "whether the variable LOCKSTEP_PORTABLE is 1; without it: on for digits and mnist, where the "
-    "machine can]",
+    "whether the variable LOCKSTEP_PORTABLE is 1; without it: on, where the machine can]",
 )  # fmt: skip
 @click.option("--bf16", is_flag=True, help="Mixed precision with bfloat16 autocast.")
-@click.option(
-    "--data",
-    metavar="DIR",
-    help="Folder of the data.  [default: mnist data/mnist; image recipes generated images]",
-)
-@click.option(
-    "--weights", metavar="FILE",
-    help="Begin with the weights of this .safetensors or .pth file, or checkpoint.  [default: "
-    "random weights]",
-)  # fmt: skip
-@click.option(
-    "--new-head", is_flag=True,
-    help="Leave out the classifier of --weights, for data with other classes.",
-)  # fmt: skip
-@click.option(
-    "-e", "--evaluate", "is_evaluation", is_flag=True,
-    help="Evaluate the weights of --weights FILE or --resume RUN on the held-out samples, and do "
-    "not train.",
-)  # fmt: skip
+@click.option("--data", metavar="DIR", help="Folder of the data of mnist.  [default: data/mnist]")
 @click.option("--download", is_flag=True, help="Download missing data from a public mirror.")
 @click.option(
     "--checkpoint-every", metavar="N", type=POSITIVE,
@@ -204,7 +121,6 @@ def command(
     runs: str,
     name: str | None,
     resume: str | None,
-    is_evaluation: bool,
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -218,9 +134,6 @@ def command(
     --schedule, --activation-checkpointing, --workers, --logger and --checkpoint-every
     may differ.
 
-    --evaluate trains nothing and writes nothing: it prints the loss and the accuracy of the
-    weights of --weights FILE, or of those of --resume RUN with the options of the run.
-
     --min A --max B makes an elastic run: when a rank is killed, the run continues, with the same
     bits.
 
@@ -233,18 +146,13 @@ def command(
     from lockstep.launcher.failure_attribution import STOPPED
     from lockstep.launcher.fork_server import get_fork_server
     from lockstep.launcher.launch import launch
-    from lockstep.launcher.run_folder import create_run_folder, find_run, name_run
+    from lockstep.launcher.run_folder import create_run_folder, name_run
     from lockstep.record.loggers import create_logger
 
     is_rank = get_task() is not None
     is_elastic = least is not None or most is not None
-    if is_evaluation:
-        _check_evaluation(is_elastic)
     resumed = None
-    if resume is not None and is_evaluation:
-        resumed = read_recorded(find_run(resume, Path(runs)))
-        recipe, nprocs = recall_evaluated(resumed, recipe, nprocs, given)
-    elif resume is not None:
+    if resume is not None:
         if is_rank:
             raise UsageError(
                 "--resume is an option of the launch here: lockstep run --resume RUN -m lockstep "
@@ -261,14 +169,8 @@ def command(
     elif most is not None:
         nprocs = most
     _check_layout(nprocs, given["stages"], given["microbatches"], given["schedule"])
-    _check_options(recipe, given)
-    for path in ("data", "weights"):
-        if given[path] is not None:
-            given[path] = os.path.abspath(given[path])  # valid in any directory
-    if is_evaluation:
-        folder = None if resumed is None else resumed.folder
-        _evaluate(recipe, nprocs, given, folder, is_rank, as_json)
-        return
+    if given["data"] is not None:
+        given["data"] = os.path.abspath(given["data"])  # valid in any directory
     for logger in given["logger"]:
         create_logger(logger, Path(runs))  # report a missing package before the ranks start
     if is_rank:
@@ -282,8 +184,7 @@ def command(
         folder = Path(runs) / name if name else create_run_folder(Path(runs), recipe)
     if given["download"]:
         _download(recipe, given["data"])
-    _note_generated(recipe, given)
-    if given["portable"] or (given["portable"] is None and recipe not in IMAGE_NAMES):
+    if given["portable"] is not False:
         os.environ |= find_of_numpy() | os.environ  # numpy reads them when the fork server loads it
     if is_elastic:
         words = _list_words(recipe, given)
@@ -408,43 +309,6 @@ def _check_layout(nprocs: int, stages: int, microbatches: int, schedule: str | N
         )
 
 
-def _check_evaluation(is_elastic: bool) -> None:
-    """Raise UsageError for options that only a training has."""
-    if is_elastic:
-        raise UsageError("--min and --max are options of a training; omit them with --evaluate")
-    for option in click.get_current_context().command.params:
-        if option.name in OF_TRAINING and is_given(option.name):
-            raise UsageError(
-                f"{option.opts[-1]} is an option of the training; omit it with --evaluate"
-            )
-
-
-def _check_options(recipe: str, given: Mapping[str, Any]) -> None:
-    """Raise UsageError for options that the recipe, or another option, does not permit."""
-    size = given["size"]
-    if recipe not in IMAGE_NAMES:
-        if size is not None:
-            raise UsageError(f"--size: the images of {recipe} have a fixed size; omit this option")
-        if given["mixup"]:
-            raise UsageError(f"--mixup: {recipe} has no mixup; choose {', '.join(IMAGE_NAMES)}")
-    if recipe == "vit" and size is not None and size % PATCH:
-        raise UsageError(f"--size {size}: vit needs a multiple of its patch of {PATCH} pixels")
-    if given["new_head"] and given["weights"] is None:
-        raise UsageError("--new-head leaves out the classifier of --weights FILE: add this option")
-    optimizer = given["optimizer"] or ("adamw" if recipe == "vit" else "sgd")
-    # A resumed run has the recipe's momentum among its options, whether it is used or not.
-    if optimizer == "adamw" and is_given("momentum"):
-        raise UsageError("--momentum: AdamW has no momentum; omit it, or add --optimizer sgd")
-
-
-def _note_generated(recipe: str, given: Mapping[str, Any]) -> None:
-    """Say that an image recipe without a folder trains on generated images."""
-    if recipe in IMAGE_NAMES and given["data"] is None:
-        from lockstep.tools.recipes.image_classification import describe_generated_images
-
-        click.echo(describe_generated_images(), err=True)
-
-
 def _rank(recipe: str, given: dict[str, Any], folder: str, is_resumed: bool) -> dict[str, Any]:
     """Train on one rank."""
     from lockstep.launcher.run_folder import RESUME
@@ -457,55 +321,8 @@ def _rank(recipe: str, given: dict[str, Any], folder: str, is_resumed: bool) -> 
     return train(resolve_options(recipe, given), find_recipe(recipe), folder)
 
 
-def _evaluate(
-    recipe: str,
-    nprocs: int,
-    given: dict[str, Any],
-    folder: Path | None,
-    is_rank: bool,
-    as_json: bool,
-) -> None:
-    """Evaluate weights on new ranks, or as this process's rank of a launch; print the summary.
-
-    Args:
-        recipe: The recipe.
-        nprocs: The number of ranks.
-        given: The options.
-        folder: The folder of the run that the weights belong to; None if there is none.
-        is_rank: Whether this process is a rank of a launch.
-        as_json: Whether to print the summary as JSON.
-    """
-    from lockstep.launcher.fork_server import get_fork_server
-    from lockstep.launcher.launch import launch
-    from lockstep.launcher.world import rank
-
-    if given["weights"] is None:
-        raise UsageError("--evaluate needs weights: add --weights FILE, or --resume RUN")
-    arguments = (recipe, given, None if folder is None else str(folder))
-    if is_rank:
-        summary = _evaluate_on_rank(*arguments)
-        if rank() == 0:
-            print_summary(summary, given["quiet"], as_json)
-        return
-    get_fork_server(for_training=True)
-    summary = launch(_evaluate_on_rank, arguments, nprocs)[0]
-    print_summary(summary, given["quiet"], as_json)
-
-
-def _evaluate_on_rank(recipe: str, given: dict[str, Any], folder: str | None) -> dict[str, Any]:
-    """Evaluate on one rank."""
-    from lockstep.tools.recipes.catalog import find_recipe
-    from lockstep.tools.recipes.classification import evaluate
-
-    return evaluate(resolve_options(recipe, given), find_recipe(recipe), folder)
-
-
 def _download(recipe: str, data: str | None) -> None:
     """Download missing data of the recipe once, before the ranks start."""
-    if recipe in IMAGE_NAMES:
-        raise UsageError(
-            f"--download: {recipe} trains on your own images; pass their folder with --data"
-        )
     if recipe != "mnist":
         raise UsageError(
             f"--download: {recipe} is part of Lockstep, so there is nothing to download"

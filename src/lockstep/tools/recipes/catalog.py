@@ -7,24 +7,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lockstep.tools.recipes.classification import Recipe
 
-__all__ = ["IMAGE_NAMES", "NAMES", "find_recipe"]
+__all__ = ["NAMES", "find_recipe"]
 
-IMAGE_NAMES = ("resnet18", "resnet34", "resnet50", "resnet101", "vit")
-"""The recipes that train on image folders."""
-
-NAMES = ("digits", "mnist", *IMAGE_NAMES)
+NAMES = ("digits", "mnist")
 
 
 def find_recipe(name: str) -> Recipe:
     """Return the recipe with this name; raise KeyError if there is none."""
-    if name == "digits":
-        from lockstep.tools.recipes.digits import DIGITS
+    from lockstep.tools.recipes.digits import DIGITS
+    from lockstep.tools.recipes.mnist import MNIST
 
-        return DIGITS
-    if name == "mnist":
-        from lockstep.tools.recipes.mnist import MNIST
-
-        return MNIST
-    from lockstep.tools.recipes.image_classification import RECIPES  # decodes images
-
-    return {recipe.name: recipe for recipe in RECIPES}[name]
+    return {"digits": DIGITS, "mnist": MNIST}[name]
