@@ -30,13 +30,6 @@ def test_the_text_is_complete():
     assert "options.who  a  b" in output
 
 
-def test_text_is_printed_only(place):
-    done = CliRunner().invoke(cli, ["compare", "a", "b", "--format", "text", "-o", "ab.txt"])
-    assert isinstance(done.exception, UsageError)
-    assert "--output and --open are for --format html" in str(done.exception)
-    assert not (place / "ab.txt").exists()
-
-
 def test_three_runs_are_each_compared_with_the_first(place):
     records.write(place / "runs" / "c", records.whole(name="c"))
     output = invoke("a", "b", "c").output
@@ -51,11 +44,6 @@ def test_json_is_one_object():
     assert found["against"][0]["same_digest"] is True
     assert found["against"][0]["losses_part_at"] is None
     assert found["differs"] == {"options.who": ["a", "b"]}
-
-
-def test_a_page(place):
-    assert invoke("a", "b", "-o", "ab.html").output.startswith("ab.html  (")
-    assert "<!doctype html>" in (place / "ab.html").read_text()
 
 
 def test_one_run_is_too_few():

@@ -25,7 +25,6 @@ FORMS = {
     "trace": ["report", "night", "--trace", "-"],
     "compare text": ["compare", "night", "plain"],
     "compare json": ["compare", "night", "plain", "--json"],
-    "compare html": ["compare", "night", "plain", "--format", "html", "-o", "-"],
     "runs": ["runs"],
     "runs json": ["runs", "--json"],
 }

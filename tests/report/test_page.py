@@ -7,7 +7,6 @@ from playwright.sync_api import sync_playwright
 
 import records
 from lockstep.record.reader import read_run
-from lockstep.tools.report.run_comparison import compare_runs, comparison_html
 from lockstep.tools.report.run_report import report_html
 from tools.pictures import find_browser
 
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.timeout(120)
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
-    """Return a folder with reports and a comparison."""
+    """Return a folder with reports."""
     folder = tmp_path_factory.mktemp("pages")
     short = read_run(records.write(folder / "short", records.whole()))
     many = [records.step(n, per_epoch=1000, loss=1.0, seconds=0.01) for n in range(4000)]
@@ -28,7 +27,6 @@ def pages(tmp_path_factory):
     (folder / "resumed.html").write_text(report_html(resumed))
     (folder / "report.html").write_text(report_html(short))
     (folder / "long.html").write_text(report_html(long))
-    (folder / "compare.html").write_text(comparison_html(compare_runs([short, long])))
     return folder
 
 
@@ -169,7 +167,7 @@ def test_the_resumed_steps_are_marked_in_the_loss_curve(reader):
     assert reader.errors == []
 
 
-@pytest.mark.parametrize("name", ["report", "long", "compare", "resumed", "elastic"])
+@pytest.mark.parametrize("name", ["report", "long", "resumed", "elastic"])
 def test_a_phone_shows_everything_without_horizontal_scrolling(phone, name):
     phone.open(name)
     assert phone.page.evaluate("document.documentElement.scrollWidth") <= 360
@@ -197,11 +195,9 @@ def test_a_phone_shows_the_table_of_epochs_without_scrolling_it(phone):
 
 
 def test_a_page_requests_nothing_but_itself(reader, pages):
-    names = ("report", "compare")
-    for name in names:
-        reader.open(name)
+    reader.open("report")
     requests = [url for url in reader.requests if not url.startswith("data:")]
-    assert requests == [(pages / f"{name}.html").as_uri() for name in names]
+    assert requests == [(pages / "report.html").as_uri()]
     assert reader.errors == []
 
 
@@ -213,31 +209,3 @@ def test_light_and_dark_follow_the_reader(reader):
         style = "getComputedStyle(document.body).backgroundColor"
         backgrounds[scheme] = reader.page.evaluate(style)
     assert backgrounds == {"light": "rgb(255, 255, 255)", "dark": "rgb(16, 21, 28)"}
-
-
-def test_the_comparison_shows_each_run_at_a_step(reader):
-    reader.open("compare")
-    reader.move("#chart-loss .plot", 0.0)
-    assert reader.tip("loss").count("\n") == 2
-    reader.move("#chart-loss .plot", 0.5)  # only one of the runs has that many steps
-    assert reader.tip("loss").count("\n") == 1
-
-
-@pytest.mark.parametrize("name", ["report", "elastic", "long", "compare"])
-def test_markup_that_gets_into_a_page_runs_nothing(reader, pages, name):
-    """The policy allows the page's own script and style only, should anything pass unescaped."""
-    planted = (
-        "<script>window.ran = 1</script><img src=x onerror='window.ran = 2'>"
-        "<svg onload='window.ran = 3'></svg><a id=planted href='javascript:window.ran = 4'>x</a>"
-        "<style>body { display: none }</style><script src='data:text/javascript,ran=5'></script>"
-        "<base href='http://127.0.0.1:9/'><iframe srcdoc='<script>parent.ran = 6</script>'>"
-        "</iframe>"
-    )
-    page = (pages / f"{name}.html").read_text()
-    (pages / "planted.html").write_text(page.replace("<main>", f"<main>{planted}", 1))
-    reader.open("planted")
-    reader.page.locator("#planted").click()
-    assert reader.page.evaluate("window.ran") is None
-    assert reader.page.locator("main").is_visible()
-    assert reader.page.evaluate("document.documentElement.classList.contains('scripted')")
-    assert any("Content Security Policy" in error for error in reader.errors)

@@ -101,9 +101,6 @@ def test_runs_that_differ_in_their_learning_rate_say_so(tmp_path):
             f"0.1 to 0.005, other values from step 7: 0.06 instead of {falling[7]!r}",
         ]
     }
-    assert (
-        run_comparison.comparison_html(compare_runs([schedule, other])).count("<h3>Learning") == 1
-    )
     assert compare_runs([schedule, write("e", falling)]).settings == {}
 
 
@@ -217,17 +214,13 @@ def test_differing_settings_are_listed(run):
     assert compare_runs([run("c"), run("d")]).settings == {}
 
 
-def test_all_formats_have_the_sentences(run):
+def test_json_has_the_sentences(run):
     found = compare_runs([run("a"), run("b"), run("c", seconds=0.02)])
-    page = run_comparison.comparison_html(found)
     plain = json.loads(json.dumps(run_comparison.comparison_json(found)))
     for one, listed in zip(found.pairs, plain["against"], strict=True):
-        for sentence in one.sentences:
-            assert sentence in page
-            assert sentence in listed["sentences"]
+        assert one.sentences == listed["sentences"]
     assert plain["against"][1]["significant"] is True
     assert plain["against"][0]["same_digest"] is True
-    assert page.count('class="chart"') == 3
 
 
 def test_runs_with_the_same_name_are_shown_by_their_folders(run):

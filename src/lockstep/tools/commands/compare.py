@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import JSON_HELP, escape_control
-from lockstep.tools.commands.report import find_run, open_in_browser, runs_option, save
+from lockstep.tools.commands.report import find_run, runs_option
 
 if TYPE_CHECKING:
     from lockstep.tools.report.run_comparison import RunComparison
@@ -23,24 +22,10 @@ __all__ = ["command"]
 @click.command()
 @click.argument("runs", nargs=-1, required=True)
 @runs_option
-@click.option(
-    "--format",
-    "kind",
-    type=click.Choice(["text", "html"]),
-    help="Format of the output.  [default: html with --output or --open, else text]",
-)
-@click.option(
-    "-o", "--output", metavar="FILE",
-    help="HTML file to write; '-' is standard output.  [default: compare.html]",
-)  # fmt: skip
-@click.option("--open", "opened", is_flag=True, help="Write HTML and open it in the browser.")
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def command(
     runs: tuple[str, ...],
     folder: str,
-    kind: str | None,
-    output: str | None,
-    opened: bool,
     as_json: bool,
 ) -> None:
     """Compare two or more RUNS (names or folders) with the first one.
@@ -53,27 +38,15 @@ def command(
     if len(runs) < 2:
         raise UsageError(f"compare needs two or more runs, but only {runs[0]} was given")
     from lockstep.record.reader import read_run
-    from lockstep.tools.report.run_comparison import (
-        compare_runs,
-        comparison_html,
-        comparison_json,
-    )
+    from lockstep.tools.report.run_comparison import compare_runs, comparison_json
 
     result = compare_runs([read_run(find_run(run, folder)) for run in runs])
     if as_json:
         with contextlib.redirect_stdout(sys.stderr):
             print_text(result)
         click.echo(json.dumps(comparison_json(result)))
-        return
-    kind = kind or ("html" if opened or output else "text")
-    if kind == "text":
-        if opened or output:
-            raise UsageError("text is printed: --output and --open are for --format html")
+    else:
         print_text(result)
-        return
-    path = save(comparison_html(result).encode(), output, Path("compare.html"))
-    if opened and path is not None:
-        open_in_browser(path)
 
 
 def print_text(result: RunComparison) -> None:

@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,6 @@ __all__ = [
     "SampledCurve",
     "Series",
     "Tick",
-    "comparison_charts",
     "downsample",
     "exact_axis",
     "linear_axis",
@@ -226,14 +224,23 @@ class Chart:
 
 def run_charts(run: Run) -> list[Chart]:
     """Return the charts of one run: loss, metrics, duration of a step, learning rate."""
-    names = {"seconds": "per step", "lr": "of the step"}
-    loss, *others = _charts(
-        [run],
-        lambda key, column: [_step_series(names.get(key, "training"), run, column(run))],
-        lambda metric: [_evaluation_series(run, metric)],
-    )
-    charts = [replace(loss, marks=_resume_marks(run, loss.x)), *others, *_logged_charts(run)]
-    return [chart for chart in charts if chart.series]
+    steps = run.steps
+    losses = [_step_series("training", run, steps.loss), _evaluation_series(run, None)]
+    loss = _chart("loss", "Loss", losses, y_name=LOSS_NAME)
+    charts = [replace(loss, marks=_resume_marks(run, loss.x))]
+    for name in _metric_names(run):
+        label = format_percent if is_ratio(name) else format_number
+        values = steps.metrics.get(name, np.empty(0))
+        series = [_step_series("training", run, values), _evaluation_series(run, name)]
+        charts.append(_chart(f"metric-{name}", _metric_title(name), series, label, log=False))
+    seconds = [_step_series("per step", run, steps.seconds)]
+    charts.append(_chart("seconds", "Duration of a step", seconds, format_duration, y_name="time"))
+    norms = [_step_series("training", run, steps.norm)]
+    charts.append(_chart("norm", "Gradient norm", norms, y_name="before clipping"))
+    if _changes(steps.lr):
+        rates = [_step_series("of the step", run, steps.lr)]
+        charts.append(_chart("lr", "Learning rate", rates, y_name=RATE_NAME))
+    return [chart for chart in (*charts, *_logged_charts(run)) if chart.series]
 
 
 def _logged_charts(run: Run) -> list[Chart]:
@@ -246,46 +253,8 @@ def _logged_charts(run: Run) -> list[Chart]:
     charts = []
     for name, points in list(values.items())[:MAX_METRICS]:
         x, y = np.array(sorted(points.items()), np.float64).T
-        series = Series("logged", downsample(x, y, MAX_POINTS), "line", 0)
+        series = Series("logged", downsample(x, y, MAX_POINTS))
         charts.append(_chart(f"log-{name}", _metric_title(name), [series], log=False, y_name=""))
-    return charts
-
-
-def comparison_charts(runs: list[Run], names: list[str]) -> list[Chart]:
-    """Return the charts of several runs, each with one curve per run."""
-
-    def overlay(key: str, column: Callable[[Run], Column]) -> list[Series]:
-        numbered = enumerate(zip(names, runs, strict=True))
-        return [_step_series(name, run, column(run), color) for color, (name, run) in numbered]
-
-    return [chart for chart in _charts(runs, overlay, lambda metric: []) if chart.series]
-
-
-def _charts(
-    runs: list[Run],
-    steps: Callable[[str, Callable[[Run], Column]], list[Series]],
-    evaluations: Callable[[str | None], list[Series]],
-) -> list[Chart]:
-    """Return the chart of the loss and all others.
-
-    Args:
-        runs: The runs.
-        steps: Returns the curves of the steps, for the key of a chart and the column of a run.
-        evaluations: Returns the curves of the evaluations, for a metric or, None, the loss.
-    """
-    losses = [*steps("loss", lambda run: run.steps.loss), *evaluations(None)]
-    charts = [_chart("loss", "Loss", losses, y_name=LOSS_NAME)]
-    for name in _metric_names(runs):
-        label = format_percent if is_ratio(name) else format_number
-        series = [*steps("metric", partial(_metric_column, name)), *evaluations(name)]
-        charts.append(_chart(f"metric-{name}", _metric_title(name), series, label, log=False))
-    seconds = steps("seconds", lambda run: run.steps.seconds)
-    charts.append(_chart("seconds", "Duration of a step", seconds, format_duration, y_name="time"))
-    norms = steps("norm", lambda run: run.steps.norm)
-    charts.append(_chart("norm", "Gradient norm", norms, y_name="before clipping"))
-    if any(_changes(run.steps.lr) for run in runs):
-        rates = steps("lr", lambda run: run.steps.lr)
-        charts.append(_chart("lr", "Learning rate", rates, y_name=RATE_NAME))
     return charts
 
 
@@ -305,11 +274,6 @@ def _resume_marks(run: Run, x: Axis) -> tuple[Tick, ...]:
     positions = x.positions(np.array(steps, np.float64)).tolist()
     labels = [f"resumed at step {step:,.0f}" for step in steps]
     return tuple(Tick(at, label) for at, label in zip(positions, labels, strict=True))
-
-
-def _metric_column(name: str, run: Run) -> Column:
-    """Return the values of one metric per step; empty if the run does not have it."""
-    return run.steps.metrics.get(name, np.empty(0))
 
 
 def _chart(
@@ -343,12 +307,12 @@ def _chart(
     )
 
 
-def _step_series(name: str, run: Run, values: Column, color: int = 0) -> Series:
+def _step_series(name: str, run: Run, values: Column) -> Series:
     """Return a column of a run's steps as a curve; an empty column gives an empty curve."""
     x = _step_numbers(run)
     if len(values) != len(x):
         x = values = np.empty(0)
-    return Series(name, downsample(x, values, MAX_POINTS), "line", color)
+    return Series(name, downsample(x, values, MAX_POINTS))
 
 
 def _evaluation_series(run: Run, metric: str | None) -> Series:
@@ -383,13 +347,11 @@ def _are_numbered(run: Run) -> bool:
     return bool(np.isfinite(steps).all() and np.all(np.diff(steps) > 0))
 
 
-def _metric_names(runs: list[Run]) -> list[str]:
-    """Return the names of the metrics that any of `runs` has, in order of appearance."""
-    names: dict[str, Any] = {}
-    for run in runs:
-        names |= dict.fromkeys(run.steps.metrics)
-        for line in run.epochs:
-            names |= dict.fromkeys(numbers_of(as_dict(line.get("evaluation")).get("metrics")))
+def _metric_names(run: Run) -> list[str]:
+    """Return the names of the metrics of a run, in order of appearance."""
+    names: dict[str, Any] = dict.fromkeys(run.steps.metrics)
+    for line in run.epochs:
+        names |= dict.fromkeys(numbers_of(as_dict(line.get("evaluation")).get("metrics")))
     return list(names)[:MAX_METRICS]
 
 

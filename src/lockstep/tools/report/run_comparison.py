@@ -32,8 +32,6 @@ from lockstep.record.columns import Column, as_dict
 from lockstep.record.reader import Run
 from lockstep.record.run_environment import describe_other_arithmetic
 from lockstep.tools.report.breakdown import resume_table
-from lockstep.tools.report.chart import comparison_charts
-from lockstep.tools.report.page import draw_panel, render_template
 from lockstep.tools.report.summary import Summary, number_or, summarize
 from lockstep.tools.report.summary_text import (
     BUSY,
@@ -43,7 +41,6 @@ from lockstep.tools.report.summary_text import (
     format_setting,
     learning_rate_text,
 )
-from lockstep.version import VERSION
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +52,6 @@ __all__ = [
     "WeightsDifference",
     "common_weights_file",
     "compare_runs",
-    "comparison_html",
     "comparison_json",
     "comparison_table",
     "find_setting_differences",
@@ -403,21 +399,6 @@ def comparison_table(comparison: RunComparison) -> tuple[list[str], list[list[st
         ]
         rows.append([name, STATE_NAMES[one.state], one.layout, *figures, one.digest[:12]])
     return names, rows
-
-
-def comparison_html(comparison: RunComparison) -> str:
-    """Return the comparison as one self-contained HTML page."""
-    names, rows = comparison_table(comparison)
-    charts = comparison_charts(comparison.runs, comparison.names)
-    return render_template(
-        "compare.html",
-        comparison=comparison,
-        names=names,
-        rows=rows,
-        remarks=[remark for run in comparison.runs for remark in run.remarks],
-        panels=[draw_panel(chart) for chart in charts],
-        version=VERSION,
-    )
 
 
 def comparison_json(comparison: RunComparison) -> dict[str, Any]:
