@@ -145,8 +145,8 @@ class Member:
         report_to_launcher({
             "kind": "round_over", "round": self.round, "operation": len(self.sums),
             "is_prepared": self.prepared is not None, "reason": reason,
-            "can_stay": CAN_STAY, "can_transfer_state": True, "position": 0, "stages": 1,
-            "has_state": self.has_state,
+            "can_stay": CAN_STAY, "can_transfer_state": True, "part": 0, "parts": 1,
+            "microbatches": 0, "has_state": self.has_state,
         })
         self.at("reported")
         if dist.is_initialized():

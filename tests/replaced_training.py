@@ -54,7 +54,10 @@ def at(point):
 class Probe(nn.Module):
     def forward(self, inputs):
         at("forward" if self.training else "evaluation")
-        return inputs * 1
+        outputs = inputs * 1
+        if outputs.requires_grad:
+            outputs.register_hook(lambda _: at("backward"))
+        return outputs
 
 
 class AdamW(torch.optim.AdamW):
@@ -67,6 +70,20 @@ class AdamW(torch.optim.AdamW):
         found = super().step(closure)
         at("stepped")
         return found
+
+
+def make_optimizer(parameters):
+    if LAYOUT.get("storage") != "sharded":
+        return AdamW(parameters, lr=0.01)
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)  # only torch's steps shards of any size
+    for register, point in (
+        (optimizer.register_step_pre_hook, "optimizer"),
+        (optimizer.register_step_post_hook, "stepped"),
+    ):
+        hook = partial(lambda point, *_: at(point), point)
+        hook.lockstep_elementwise = True
+        register(hook)
+    return optimizer
 
 
 class Judge(nn.Module):
@@ -119,7 +136,7 @@ if stateful or "mirror" in LAYOUT:
     )
 made = ls.Trainer(
     model, nn.CrossEntropyLoss(), ls.OptimizerConfig(
-        partial(AdamW, lr=0.01),
+        make_optimizer,
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9),
     ),
     microbatches=4, seed=3, max_grad_norm=1.0, ema_decay=0.9, loggers="recorded",
@@ -146,6 +163,7 @@ with made:
             at("body")
             scale()
         seen.append(made.evaluate(data(20, 6), 10).loss.hex())
+    at("digest")
     digest = made.digest()
     found = [digest, made.optimizer_digest(), made.steps, *seen]
     if FORM == "two":
@@ -162,6 +180,7 @@ class Training:
     said: list[str]
     rounds: list[dict[str, Any]]
     repeated: list[float]  # seconds of the recorded steps that each round takes again
+    repeated_steps: list[int]  # how many these are
     steps: list[int]
     losses: list[str]
 
@@ -208,20 +227,21 @@ def read_training(folder: Path, output: str, errors: str) -> Training:
     lines = [json.loads(line) for line in text.splitlines()]
     assert lines[-1]["state"] == "done"
     steps: dict[int, Any] = {}
-    repeated = []
+    repeated: list[list[float]] = []
     for line in lines:
         if line["kind"] == "resume":
             steps = {number: step for number, step in steps.items() if number < line["step"]}
         elif line["kind"] == "round":
-            repeated.append(sum(s["seconds"] for n, s in steps.items() if n >= line["step"]))
+            repeated.append([s["seconds"] for n, s in steps.items() if n >= line["step"]])
             steps = {number: step for number, step in steps.items() if number < line["step"]}
         elif line["kind"] == "step":
             steps[line["step"]] = line
     return Training(
         set(re.findall(r"DIGEST (.*)", output)),
-        [line for line in errors.splitlines() if "continues from" in line or "killed by" in line],
+        [line for line in errors.splitlines() if re.search("continues from|killed", line)],
         [line for line in lines if line["kind"] == "round"],
-        repeated,
+        [*map(sum, repeated)],
+        [*map(len, repeated)],
         list(steps),
         [line["loss_hex"] for line in steps.values()],
     )

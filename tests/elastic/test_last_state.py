@@ -15,8 +15,9 @@ REPORT = {
     "reason": "lost",
     "can_stay": True,
     "can_transfer_state": True,
-    "position": 0,
-    "stages": 1,
+    "part": 0,
+    "parts": 1,
+    "microbatches": 0,
     "has_state": True,
 }
 

@@ -25,7 +25,7 @@ LOST = DistBackendError("rank 0: barrier #3 on group default failed: rank 2 died
 class Trainer:
     """Takes part, and notes what is called."""
 
-    can_stay, can_transfer_state, pipeline_position = True, True, (0, 1)
+    can_stay, can_transfer_state, part, microbatches = True, True, (0, 1), 0
 
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls

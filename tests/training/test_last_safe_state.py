@@ -178,9 +178,9 @@ def test_a_second_trainer_must_be_registered(world_of_one, tmp_path, monkeypatch
     member, state = Member(), tmp_path / "state"
     state.mkdir()
 
-    def build(is_registered):
+    def build(is_registered, **options):
         begin_process()
-        other = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), ADAMW, loggers=[])
+        other = ls.Trainer(nn.Linear(6, 3), nn.CrossEntropyLoss(), ADAMW, loggers=[], **options)
         stateful = {"other": other} if is_registered else {}
         config = ls.CheckpointConfig(folder=tmp_path / "run", stateful=stateful)
         trainer = ls.Trainer(
@@ -192,6 +192,12 @@ def test_a_second_trainer_must_be_registered(world_of_one, tmp_path, monkeypatch
         return trainer, other
 
     trainer, other = build(is_registered=False)
+    for _ in trainer.batches(data(), 20):
+        assert not trainer._run.safe_points.can_transfer_state
+    trainer.finish()
+    del trainer, other
+
+    trainer, other = build(is_registered=True, storage="sharded")  # gathered from all ranks
     for _ in trainer.batches(data(), 20):
         assert not trainer._run.safe_points.can_transfer_state
     trainer.finish()

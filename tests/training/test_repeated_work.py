@@ -2,12 +2,17 @@
 
 import json
 
+import orjson
 import pytest
 
 import records
 from lockstep.elastic.restart_source import RestartSource
 from lockstep.record.recorder import RECORD_FILE
-from lockstep.training.repeated_work import count_work, measure_repeated_work
+from lockstep.training.repeated_work import (
+    count_repeated_steps,
+    count_work,
+    measure_repeated_work,
+)
 
 
 def new_round(noticed, continued, undone):
@@ -47,3 +52,15 @@ def test_the_record_has_the_earlier_rounds_and_the_beginning(tmp_path):
     assert measure_repeated_work(origin, {}, folder) is None
     assert measure_repeated_work(origin, {"time": noticed}, None) is None
     assert measure_repeated_work(origin, None, tmp_path) is None
+
+
+def test_steps_that_the_record_has_are_counted(tmp_path):
+    assert count_repeated_steps(0, None) == count_repeated_steps(0, tmp_path) == 0
+    lines = [records.HEADER, *map(records.step, range(5))]
+    for line, steps in ((lines[-1], 3), (records.new_round(1, 3), 1), (records.step(3), 2)):
+        lines.append(line)
+        text = b"".join(orjson.dumps(line) + b"\n" for line in lines)
+        folder = records.write(tmp_path / "run", lines)
+        (folder / RECORD_FILE).write_bytes(text + orjson.dumps(records.step(9))[:-2])
+        assert count_repeated_steps(2, folder) == steps
+    assert count_repeated_steps(9, folder) == 0

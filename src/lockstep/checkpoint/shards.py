@@ -32,7 +32,8 @@ def split_shards(value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor) and is_sharded(value):
         sharded: Any = value
-        rank, ranks = sharded.device_mesh.get_local_rank(), sharded.device_mesh.size()
+        # Without the mesh's group, which is gone when the state is handed over.
+        (rank,), ranks = sharded.device_mesh.get_coordinate(), sharded.device_mesh.size()
         rows = local_part(value).detach()
         return rows if ranks == 1 else {f"shard-{rank}-of-{ranks}": rows}
     if isinstance(value, dict):

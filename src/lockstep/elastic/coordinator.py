@@ -113,7 +113,7 @@ class ElasticCoordinator:
         self._newcomers = Newcomers(self._start_newcomer)
         self._exits = MemberExits(ranks, self._round, self._newcomers)
         self._told = (-1, 0, False)  # member, round, and whether newcomers waited
-        self._can_stay, self._stages = True, 1  # as last reported
+        self._reports: Sequence[Report] = ()  # of the last round
         self._transfer: StateTransfer | None = None
         self._error: RankError | None = None
         self._has_ended = False
@@ -268,8 +268,7 @@ class ElasticCoordinator:
             wanted=self._wanted,
             at_least=1 if is_ending else self._at_least,
         )
-        self._can_stay = not has_to_be_replaced(reports)
-        self._stages = max(report.stages for report in reports)
+        self._reports = reports
         if plan is None and not self._newcomers.start_missing(len(reports), self._reachable):
             left = f"{format_quantity(len(reports), 'rank')} left, fewer than --min "
             why = "the processes that were started to replace the others ended before they joined"
@@ -328,14 +327,14 @@ class ElasticCoordinator:
         """Start and announce newcomers, or announce that members have to leave."""
         if self._restarts.next or self._transfer or self._round.lost or self._round.reports:
             return
-        if self._can_stay:
+        if not has_to_be_replaced(self._reports):
             self._newcomers.start_missing(len(self.members), self._reachable)
             surplus = len(self.members) + len(self._newcomers) - self._wanted
             if surplus > 0:
                 self._exits.dismiss([*self._newcomers][-surplus:])
             count = len(self._newcomers.ready) or len(self.members) - self._wanted
         else:
-            count = abs(choose_world_size(self._reachable, self._stages) - len(self.members))
+            count = abs(choose_world_size(self._reachable, self._reports) - len(self.members))
         self._notify(max(0, count))
 
     def _notify(self, count: int) -> None:
@@ -368,7 +367,7 @@ class ElasticCoordinator:
 
     def _restart(self, world_size: int | None = None) -> None:
         """End all processes, to start new ones (by default `wanted`) from the newest state."""
-        world_size = world_size or choose_world_size(self._reachable, self._stages)
+        world_size = world_size or choose_world_size(self._reachable, self._reports)
         if not self._restarts.plan(self._round, self._starter.list_next(world_size)):
             self._fail(
                 f"{MAX_FRUITLESS} rounds in a row were replaced before they had saved a state"

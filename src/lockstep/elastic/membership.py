@@ -173,8 +173,12 @@ class Participant(Protocol):
         """Whether this rank can write its state now, for a process that replaces it."""
 
     @property
-    def pipeline_position(self) -> tuple[int, int]:
-        """The part of a replica that this rank holds, and the number of parts."""
+    def part(self) -> tuple[int, int]:
+        """The part of the state that this rank holds, and the number of parts."""
+
+    @property
+    def microbatches(self) -> int:
+        """The number of micro-batches, for ranks that take turns at them; 0 for others."""
 
     def enter_round(self, new: Round) -> None:
         """Take the layout of a round, whose group this process has joined.
@@ -434,9 +438,10 @@ class Membership:
         return decision
 
     def _report(self, reason: str, is_prepared: bool) -> Decision:
-        position, stages = (
-            self._participants[-1].pipeline_position if self._participants else (0, 1)
-        )
+        (part, parts), microbatches = (0, 1), 0
+        if self._participants:
+            last = self._participants[-1]
+            (part, parts), microbatches = last.part, last.microbatches
         report_to_launcher(
             {
                 "kind": "round_over",
@@ -446,8 +451,9 @@ class Membership:
                 "reason": reason,
                 "can_stay": self.has_state and self._is_repeatable and self._can_stay,
                 "can_transfer_state": self._find_writer() is not None,
-                "position": position,
-                "stages": stages,
+                "part": part,
+                "parts": parts,
+                "microbatches": microbatches,
                 "has_state": self.has_state,
             }
         )

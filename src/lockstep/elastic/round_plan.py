@@ -13,6 +13,7 @@ all are at the same operation. All functions here are pure functions of plain va
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "Restart",
     "RestartTransfer",
     "choose_world_size",
+    "count_parts",
     "has_to_be_replaced",
     "plan_round",
 ]
@@ -43,8 +45,10 @@ class Report:
             leave, and not because it lost a peer.
         can_stay: Whether its process can take part in the next round.
         can_transfer_state: Whether it can write its state, for processes that replace the round's.
-        position: The part of a replica that it holds, from 0 to `stages` - 1.
-        stages: The number of parts of a replica.
+        part: The part of the state that it holds, from 0 to `parts` - 1.
+        parts: The number of parts: of pipeline stages, or of shards.
+        microbatches: The number of micro-batches, for ranks that take turns at them, as with
+            sharded storage; 0 for others.
         has_state: Whether it has the state of the training; a newcomer gets it in its first
             round.
     """
@@ -55,8 +59,9 @@ class Report:
     is_admission: bool = False
     can_stay: bool = True
     can_transfer_state: bool = False
-    position: int = 0
-    stages: int = 1
+    part: int = 0
+    parts: int = 1
+    microbatches: int = 0
     has_state: bool = True
 
     @classmethod
@@ -69,8 +74,9 @@ class Report:
             is_admission=message["reason"] == "admit",
             can_stay=bool(message["can_stay"]),
             can_transfer_state=bool(message["can_transfer_state"]),
-            position=int(message["position"]),
-            stages=int(message["stages"]),
+            part=int(message["part"]),
+            parts=int(message["parts"]),
+            microbatches=int(message["microbatches"]),
             has_state=bool(message["has_state"]),
         )
 
@@ -112,7 +118,7 @@ class RestartTransfer:
     Attributes:
         operation: As for `Continue`.
         commit: As for `Continue`, before the state is written.
-        writers: For each position, the members that can write its part, in order of preference.
+        writers: For each part, the members that can write it, in order of preference.
         world_size: The number of ranks of the next round.
     """
 
@@ -150,8 +156,7 @@ def plan_round(
     Returns:
         None if the members have to wait for more newcomers.
     """
-    stages = max((report.stages for report in reports), default=1)
-    restart = Restart(choose_world_size(wanted, stages))
+    restart = Restart(choose_world_size(wanted, reports))
     survivors = [report for report in reports if report.has_state]
     operations = {report.operation for report in survivors}
     if not survivors or max(operations) - min(operations) > 1:
@@ -160,7 +165,7 @@ def plan_round(
     behind = [report for report in survivors if report.operation == operation]
     commit = len(operations) == 2 or all(report.is_prepared for report in behind)
     if has_to_be_replaced(survivors):
-        writers = tuple(_find_writers(survivors, position) for position in range(stages))
+        writers = tuple(_find_writers(survivors, part) for part in range(count_parts(survivors)))
         if not all(writers):
             return restart
         return RestartTransfer(operation, commit, writers, restart.world_size)
@@ -178,15 +183,25 @@ def has_to_be_replaced(reports: Iterable[Report]) -> bool:
     return any(report.has_state and not report.can_stay for report in reports)
 
 
-def choose_world_size(wanted: int, stages: int) -> int:
-    """Return the number of ranks that fill complete replicas of `stages` ranks, at least one."""
+def count_parts(reports: Iterable[Report]) -> int:
+    """Return the number of parts of the state."""
+    return max((report.parts for report in reports), default=1)
+
+
+def choose_world_size(wanted: int, reports: Sequence[Report]) -> int:
+    """Return the number of ranks, at most `wanted` if possible, that can train together.
+
+    These are complete replicas of pipeline stages or, where ranks take turns at micro-batches, a
+    power of two that divides their number.
+    """
+    if microbatches := max((report.microbatches for report in reports), default=0):
+        return math.gcd(microbatches, 1 << (wanted.bit_length() - 1))
+    stages = count_parts(reports)
     return max(stages, wanted // stages * stages)
 
 
-def _find_writers(survivors: Sequence[Report], position: int) -> tuple[int, ...]:
-    """Return the members that can write the part of a replica at `position`."""
+def _find_writers(survivors: Sequence[Report], part: int) -> tuple[int, ...]:
+    """Return the members that can write a part of the state."""
     return tuple(
-        report.member
-        for report in survivors
-        if report.can_transfer_state and report.position == position
+        report.member for report in survivors if report.can_transfer_state and report.part == part
     )

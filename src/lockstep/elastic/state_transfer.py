@@ -1,6 +1,6 @@
 """The transfer of the state to the processes that replace the members of a round.
 
-    launcher ──"transfer_state"──> one member of each position ──"transferred"──> launcher
+    launcher ──"transfer_state"──> one member for each part ──"transferred"──> launcher
                                        └ killed: the next one that can write this part
 
 `training/last_safe_state.py` describes what a member writes, and when it can.
@@ -41,13 +41,13 @@ class StateTransfer:
         self.checkpoints: Path | None = None
         self._plan, self._send = plan, send
         self._deadline = time.monotonic() + TIMEOUT
-        self._writing: dict[int, int] = {}  # for each position, the member that writes it
+        self._writing: dict[int, int] = {}  # for each part, the member that writes it
         self._written: set[int] = set()
-        for position, writers in enumerate(plan.writers):
-            self._ask(position, writers[0])
+        for part, writers in enumerate(plan.writers):
+            self._ask(part, writers[0])
 
-    def _ask(self, position: int, member: int) -> None:
-        self._writing[position] = member
+    def _ask(self, part: int, member: int) -> None:
+        self._writing[part] = member
         message = {
             "kind": "transfer_state",
             "folder": str(self.folder),
@@ -75,12 +75,12 @@ class StateTransfer:
         Returns:
             Whether the state is complete; None while it is being written.
         """
-        for position, member in self._writing.items():
+        for part, member in self._writing.items():
             if member not in alive and member not in self._written:
-                others = [other for other in self._plan.writers[position] if other in alive]
+                others = [other for other in self._plan.writers[part] if other in alive]
                 if not others:
                     return False
-                self._ask(position, others[0])
+                self._ask(part, others[0])
         if self._written.issuperset(self._writing.values()):
             return True
         return False if time.monotonic() >= self._deadline else None

@@ -72,6 +72,12 @@ class ParallelContext:
         """Whether ranks have different parts of the model."""
         return self.stages > 1 or self.is_interleaved
 
+    @property
+    def part(self) -> tuple[int, int]:
+        """The part of the state that this rank holds, and the number of parts."""
+        parts = (self.replica, self.replicas), (self.position, self.stages)
+        return parts[0] if self.is_interleaved else parts[1]
+
     def enter(self, rank: int, hosts: Hosts) -> None:
         """Apply the layout of another round; only possible without stages.
 

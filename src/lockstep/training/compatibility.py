@@ -19,7 +19,7 @@ import xxhash
 
 from lockstep.checkpoint.folder import find_checkpoints
 from lockstep.elastic.restart_source import RestartSource, find_mirror
-from lockstep.formatting import format_numbered
+from lockstep.formatting import format_numbered, format_quantity
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import CHECKPOINTS, find_launch_folder
 from lockstep.messages import log
@@ -135,7 +135,7 @@ def _is_structure(entry: str) -> bool:
 
 
 def log_continued(
-    origin: RestartSource, path: Path | None, steps: int, has_checkpoints: bool
+    origin: RestartSource, path: Path | None, steps: int, repeated: int, has_checkpoints: bool
 ) -> None:
     """Print from where the processes of a new round continue.
 
@@ -143,20 +143,25 @@ def log_continued(
         origin: The origin of the round, as reported by the launcher.
         path: The state that they continue from; None: they start from the beginning.
         steps: The number of steps in it.
+        repeated: The number of recorded steps after these.
         has_checkpoints: Whether the trainer saves checkpoints.
     """
     if path is None and not has_checkpoints and _has_other_state(origin):
         return  # the state of a trainer that this one is registered with or comes after
+    advice = ""
     if path is None:
         advice = "" if has_checkpoints else "; pass checkpoint=ls.CheckpointConfig() to the trainer"
-        source = f"the beginning: no checkpoint{advice}"
+        source = "the beginning: no checkpoint"
     elif origin.state is not None:
         source = f"step {steps}, handed over by {format_numbered('member', origin.writers)}"
     else:
         mirror = find_mirror()
         is_mirror = mirror is not None and path.is_relative_to(mirror)
         source = f"the {'mirror' if is_mirror else 'checkpoint'} of step {steps}"
-    log(f"round {origin.round} continues from {source}")
+    if repeated:
+        verb = "is" if repeated == 1 else "are"
+        source += f"; {format_quantity(repeated, 'step')} {verb} computed again"
+    log(f"round {origin.round} continues from {source}{advice}")
 
 
 def _has_other_state(origin: RestartSource) -> bool:

@@ -134,7 +134,7 @@ class LastSafeState:
         is_complete = all(id(other._run()) in registered for other in others)
         # The calls of a trainer that the script has deleted cannot be answered.
         is_known = len(others) + 1 == _made
-        has_whole_models = self._state.placement is None or not registered
+        has_whole_models = not (registered and any(known._state.has_parts for known in _known))
         return is_complete and is_known and has_whole_models
 
     def _describe_objects(self) -> str:

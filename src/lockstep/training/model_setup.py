@@ -116,11 +116,6 @@ def set_up_model(
     _distribute_weights(module, parallel, partitioner, arguments.is_shared)
     shard = None
     if arguments.is_sharded:
-        if is_elastic:
-            raise LayoutError(
-                'storage="sharded" keeps each shard on one rank, so no rank can be replaced: start '
-                "a fixed number of ranks (without --min and --max), and resume from a checkpoint"
-            )
         require_shardable_model(module)
         shard = partial(shard_model, blocks=partitioner.block_names, device=parallel.device)
     optimization = Optimization(

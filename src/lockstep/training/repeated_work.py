@@ -11,6 +11,7 @@ The time that earlier rounds lost is not counted again: their pauses and their r
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -21,9 +22,10 @@ import orjson
 from lockstep.elastic.restart_source import RestartSource
 from lockstep.record.recorder import RECORD_FILE
 
-__all__ = ["count_work", "measure_repeated_work"]
+__all__ = ["count_repeated_steps", "count_work", "measure_repeated_work"]
 
-KINDS = (b'{"kind":"run"', b'{"kind":"round"')  # the beginnings of the lines that are read
+STEP, ROUND = b'{"kind":"step"', b'{"kind":"round"'  # the beginnings of lines
+KINDS = (b'{"kind":"run"', ROUND)
 
 
 def measure_repeated_work(
@@ -50,6 +52,28 @@ def measure_repeated_work(
         rounds = [line for line in lines if line["kind"] == "round"]
         return None if since is None else count_work(since, origin.interrupted, rounds)
     return None
+
+
+def count_repeated_steps(steps: int, folder: Path | None) -> int:
+    """Return how many steps the record has after the first `steps`, in the round that ended.
+
+    Args:
+        steps: The number of steps in the state that the new processes continue from.
+        folder: The folder of the record; None if there is none.
+    """
+    latest = b""
+    with contextlib.suppress(OSError):
+        if folder is not None:
+            with (folder / RECORD_FILE).open("rb") as file:
+                latest = next(iter(deque(filter(_tells_position, file), 1)), b"")
+    with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged record, or none
+        reached: int = orjson.loads(latest)["step"] + latest.startswith(STEP)
+        return max(0, reached - steps)
+    return 0
+
+
+def _tells_position(line: bytes) -> bool:
+    return line.startswith((STEP, ROUND)) and line.endswith(b"\n")
 
 
 def count_work(since: float, until: float, rounds: Sequence[Mapping[str, Any]]) -> float:

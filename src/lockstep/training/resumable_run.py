@@ -34,7 +34,7 @@ from lockstep.training.call_journal import OpenEpoch
 from lockstep.training.compatibility import log_continued, log_resumed
 from lockstep.training.history import History, StepResult
 from lockstep.training.last_safe_state import read_newest_state
-from lockstep.training.repeated_work import measure_repeated_work
+from lockstep.training.repeated_work import count_repeated_steps, measure_repeated_work
 from lockstep.training.run_checkpoints import RunCheckpoints, restore_objects
 from lockstep.training.run_record import RunRecord
 from lockstep.training.safe_points import SafePoints
@@ -80,6 +80,12 @@ class ResumableRun:
         self._position = ScriptPosition(state, history, settings, checkpoints)
         self.safe_points = SafePoints(self._position, history, checkpoints, member)
         self._origin = find_restart_source()
+        is_first = member is not None and self._origin is None and not member.is_waiting
+        if is_first and checkpoints is None and parallel.is_interleaved and parallel.rank == 0:
+            log(
+                'storage="sharded": if a rank is killed, this training begins again, because its '
+                "shards are lost: pass checkpoint=ls.CheckpointConfig() to the trainer"
+            )
         self._position.is_state_transferred = (
             self._origin is not None and self._origin.state is not None
         )
@@ -173,7 +179,8 @@ class ResumableRun:
         elif self._parallel.rank == 0:
             self._record.open_replaced(number)
         if self._parallel.rank == 0:
-            log_continued(origin, path, steps, checkpoints is not None)
+            repeated = count_repeated_steps(steps, self._history.find_run_folder())
+            log_continued(origin, path, steps, repeated, checkpoints is not None)
             self._history.write_missing((state or {}).get("backlog", ()))
         if self._member is not None:
             self._record.agree_on_folder(self._parallel.group)

@@ -65,7 +65,8 @@ class RoundEntry:
         # Connections between hosts are closed when a rank is lost. On one host, ranks that wait
         # for each other over Gloo would not notice it.
         can_notice = is_native or (member.spans_hosts and parallel.device.type == "cpu")
-        self._executor = executor if can_notice and has_own_state else None
+        can_stay = can_notice and has_own_state and not parallel.is_interleaved
+        self._executor = executor if can_stay else None
         self._position, self._history, self._run = position, history, run
         self._promote = promote
         self._batches: WeakSet[Batches] = WeakSet()
@@ -87,9 +88,14 @@ class RoundEntry:
         return self._run.safe_points.can_transfer_state
 
     @property
-    def pipeline_position(self) -> tuple[int, int]:
-        """The part of a replica that this rank holds, and the number of parts."""
-        return self._parallel.position, self._parallel.stages
+    def part(self) -> tuple[int, int]:
+        """The part of the state that this rank holds, and the number of parts."""
+        return self._parallel.part
+
+    @property
+    def microbatches(self) -> int:
+        """The number of micro-batches, for ranks that take turns at them; 0 for others."""
+        return self._parallel.microbatches if self._parallel.is_interleaved else 0
 
     def transfer_state(self, folder: Path) -> None:
         """Write this rank's part of the state, as it was at the latest safe point."""

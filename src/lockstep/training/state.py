@@ -18,7 +18,7 @@ from lockstep.kernel.step_context import Attempt
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_state
 from lockstep.pipeline.partition import Placement
-from lockstep.sharded_tensors import gather_tensors
+from lockstep.sharded_tensors import gather_tensors, read_version
 from lockstep.training.history import History
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.learning_rate_schedule import SCHEDULED
@@ -93,6 +93,11 @@ class TrainingState:
         return self._executor.placement
 
     @property
+    def has_parts(self) -> bool:
+        """Whether ranks have different parts of the state."""
+        return self._parallel.has_parts
+
+    @property
     def device(self) -> torch.device:
         """The device of the training."""
         return self._device
@@ -103,7 +108,9 @@ class TrainingState:
 
         None if the model is not partitioned yet, and another rank saves all of it.
         """
-        position, stages = self._parallel.position, self._parallel.stages
+        if self._parallel.is_interleaved:
+            return self._parallel.part
+        position, stages = self._parallel.part
         if self.placement is None:
             return (0, 1) if position == 0 else None
         return position, stages
@@ -310,7 +317,7 @@ class TrainingState:
             for module in self._parallel.extra_modules
             for parameter in module.parameters()
         ]
-        versions = [tensor._version for tensor in (*self._names, *others)]
+        versions = [read_version(tensor) for tensor in (*self._names, *others)]
         return [repr(options), versions, self._hyperparameters.describe()]
 
     def describe_optimization(self) -> dict[str, str]:
