@@ -29,8 +29,9 @@ from lockstep.launcher.arithmetic_difference import advise, name_differences
 from lockstep.model.deferred_init import materialize, named_tensors
 from lockstep.model.description import ARITHMETIC, find_difference
 from lockstep.record.run_environment import processor_name
+from lockstep.sharded_tensors import is_sharded
 
-__all__ = ["broadcast_weights", "verify_across_ranks"]
+__all__ = ["broadcast_weights", "find_missing", "verify_across_ranks"]
 
 WITHOUT, WANTED, HELD = 0, 1, 2
 """The state of a tensor on a rank: not needed, needed but without memory, with memory."""
@@ -89,6 +90,14 @@ def _describe_processor() -> str:
     return f"host {socket.gethostname()}, {processor_name()}, {instructions}"
 
 
+def find_missing(module: nn.Module, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Return the names of the parameters and buffers that are on the meta device on every rank."""
+    tensors = named_tensors(module)
+    marks = bytes(tensor.is_meta for tensor in tensors.values())
+    everyone = all_gather_bytes(marks, "looking for weights", group)
+    return [name for name, *held in zip(tensors, *everyone, strict=True) if all(held)]
+
+
 def broadcast_weights(
     module: nn.Module,
     group: dist.ProcessGroup | None = None,
@@ -97,7 +106,8 @@ def broadcast_weights(
 ) -> None:
     """Send parameters and buffers to every rank, from the first rank that has them.
 
-    Names, shapes, strides and dtypes must be the same on all ranks.
+    Sharded parameters are left as they are. Names, shapes, strides and dtypes must be the same on
+    all ranks.
 
     Args:
         module: The module.
@@ -108,14 +118,16 @@ def broadcast_weights(
     Raises:
         UsageError: No rank has a tensor that some rank needs.
     """
+    whole = {name: one for name, one in named_tensors(module).items() if not is_sharded(one)}
     marks = [
         (WANTED if needed(name) else WITHOUT) if tensor.is_meta else HELD
-        for name, tensor in named_tensors(module).items()
+        for name, tensor in whole.items()
     ]
     everyone = all_gather_bytes(bytes(marks), "broadcasting weights", group)
-    plan = _plan(list(named_tensors(module)), everyone)
+    plan = _plan(list(whole), everyone)
     materialize(module, device, needed)
-    tensors = list(named_tensors(module).values())
+    made = named_tensors(module)
+    tensors = [made[name] for name in whole]
     for (source, takers), numbers in plan.items():
         given = [tensors[number] for number in numbers]
         if len(takers) == len(everyone):

@@ -6,6 +6,8 @@
     modules on the meta device      get memory, reset_parameters()    stay as they are
     modules with weights            moved to the rank's device        freed, once partitioned
 
+A model on the meta device that is not a list gets its memory module by module (`initialize`).
+
 A tensor on the meta device has a name, a shape, strides and a dtype, but no memory. The random
 numbers of block b are seeded with key(seed, b), so its initial weights depend neither on the
 rank that builds it nor on the other blocks that this rank builds.
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -28,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.seeds import isolated, key, seed_all
 from lockstep.model.blocks import BlockSequence
+from lockstep.sharded_tensors import is_sharded, read_version
 
 __all__ = [
     "BlockLike",
@@ -35,6 +38,8 @@ __all__ = [
     "Released",
     "build",
     "build_sequence",
+    "find_uninitialized",
+    "initialize",
     "make_released",
     "materialize",
     "materialize_block",
@@ -158,14 +163,102 @@ def _reset(module: nn.Module, number: int, device: str | torch.device) -> None:
     ]
     materialize(module, device)
     for name, part in uninitialized:
-        reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
-        if reset is None:
+        if (reset := _find_reset(part)) is None:
             where = f"{name} of block {number}" if name else f"block {number}"
             raise UsageError(
                 f"{where}, a {type(part).__name__}, is on the meta device and has no "
                 "method reset_parameters(): pass a callable that builds the block instead"
             )
         reset()
+
+
+def _find_reset(module: nn.Module) -> Callable[[], object] | None:
+    """Return the method that initializes the tensors of a module; None if it has none."""
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+def find_uninitialized(model: nn.Module, missing: Collection[str]) -> list[str]:
+    """Return those of the missing tensors whose module has no method `reset_parameters()`."""
+    return [n for n in missing if not _find_reset(model.get_submodule(n.rpartition(".")[0]))]
+
+
+def initialize(
+    model: nn.Module, missing: Collection[str], device: str | torch.device
+) -> Iterator[str]:
+    """Initialize tensors on the meta device; yield the name of each module that has its weights.
+
+    A module comes after its children, as constructors end. `reset_parameters` therefore draws the
+    numbers from torch's generators that it draws in the constructor of a model with memory.
+    Tensors of a module without this method are filled with NaN.
+
+    Args:
+        model: The model.
+        missing: The names of the tensors to initialize.
+        device: Their device.
+
+    Raises:
+        UsageError: A module initializes parameters that have been sharded by now, or integers
+            without a method.
+    """
+    device, missing = torch.device(device), frozenset(missing)
+    # Not the tensors, which are freed once their block is sharded.
+    known = {id(tensor) for name, tensor in named_tensors(model).items() if name in missing}
+    owners = {name.rpartition(".")[0] for name in missing}
+    # Other modules may have a method for the parameters of their children, if all are missing.
+    chosen = owners | {
+        name
+        for name, part in model.named_modules()
+        if (own := {id(parameter) for parameter in part.parameters()}) and own <= known
+    }
+    buffers = {name for name, _ in model.named_buffers() if name in missing}
+    materialize(model, device, buffers.__contains__)  # at once, since blocks may share some
+    for name, part in _children_first(model):
+        for parameter in part.parameters(recurse=False):
+            if id(parameter) in known and parameter.is_meta:
+                _reallocate(parameter, device)
+        if name in chosen and (reset := _find_reset(part)):
+            with device:
+                _reset_unsharded(part, reset, name)
+        elif name in owners:
+            for entry, tensor in (part._parameters | part._buffers).items():
+                if tensor is not None and (f"{name}.{entry}" if name else entry) in missing:
+                    _fill_with_nan(tensor, part, name)
+        yield name
+
+
+def _children_first(
+    model: nn.Module, name: str = "", known: set[nn.Module] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module of a model once, after its children."""
+    known = set() if known is None else known
+    known.add(model)
+    for child, part in model.named_children():
+        if part not in known:
+            yield from _children_first(part, f"{name}.{child}" if name else child, known)
+    yield name, model
+
+
+def _reset_unsharded(module: nn.Module, reset: Callable[[], object], name: str) -> None:
+    """Call a module's method; raise UsageError if it writes sharded parameters of its children."""
+    sharded = [parameter for parameter in module.parameters() if is_sharded(parameter)]
+    before = [read_version(parameter) for parameter in sharded]
+    reset()
+    if before != [read_version(parameter) for parameter in sharded]:
+        raise UsageError(
+            f"reset_parameters() of {name or 'the model'}, a {type(module).__name__}, initializes "
+            "parameters of blocks, which are sharded by then: let each block initialize its own, "
+            "or build the model with memory"
+        )
+
+
+@torch.no_grad()
+def _fill_with_nan(tensor: torch.Tensor, module: nn.Module, name: str) -> None:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise UsageError(
+            f"{name or 'the model'}, a {type(module).__name__}, has integers on the meta device "
+            "and no method reset_parameters(): build it with memory"
+        )
+    tensor.fill_(torch.nan)
 
 
 # --- memory on the device, or none on the meta device --------------------------------------------

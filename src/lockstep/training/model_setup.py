@@ -5,30 +5,47 @@
                            yes   this rank's blocks are built, the rest stays on the meta device
                            no    all blocks are built, until the first batch decides the partition
 
+    a meta module        initialized by its modules' `reset_parameters`
+
 Then the first rank that holds a tensor broadcasts it to the other ranks that need it. Different
-parameters over the same memory are refused where they would get separate memory.
+parameters over the same memory are refused where they would get separate memory. With sharded
+storage all of this is done block by block, and each is sharded before the next one gets memory.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from lockstep.comm.collectives import gather_unless_equal
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.sharded_gradients import ShardedGradients
 from lockstep.kernel.errors import DisagreementError, LayoutError, UsageError
+from lockstep.kernel.step_hooks import StepHook
+from lockstep.launcher.malloc import return_large_blocks
 from lockstep.launcher.world import world
-from lockstep.model.across_ranks import broadcast_weights, verify_across_ranks
+from lockstep.model.across_ranks import broadcast_weights, find_missing, verify_across_ranks
 from lockstep.model.blocks import find_block_names
 from lockstep.model.compilation import check_compilation, describe_compilation
-from lockstep.model.deferred_init import BlockLike, build, build_sequence, move_to_device
+from lockstep.model.deferred_init import (
+    BlockLike,
+    build,
+    build_sequence,
+    find_uninitialized,
+    initialize,
+    materialize_block,
+    move_to_device,
+    named_tensors,
+)
 from lockstep.model.description import describe_module
 from lockstep.model.forward import DatasetMetric, Metric
 from lockstep.model.held_parameters import HeldParameters
@@ -43,11 +60,12 @@ from lockstep.pipeline.executor import PipelineExecutor
 from lockstep.pipeline.partition import Placement
 from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
 from lockstep.training.hyperparameter_check import HyperparameterCheck
-from lockstep.training.optimization import Optimization
+from lockstep.training.optimization import Optimization, copy_on_meta, make_average
 from lockstep.training.parallel_setup import make_parallel_context
-from lockstep.training.sharded_storage import require_shardable_model, shard_model
+from lockstep.training.sharded_storage import require_shardable_model, shard_copy, shard_model
 from lockstep.training.shared_storage import share_parameters
 from lockstep.training.trainer_arguments import Model, TrainerArguments
+from lockstep.training.uninitialized_check import UninitializedCheck
 from lockstep.training.unsupported_modules import reject_unsupported_modules
 from lockstep.training.whole_model import WholeModelExecutor
 
@@ -68,6 +86,7 @@ class ModelSetup:
         executor: The executor, which computes the micro-batches.
         state_check: The check of what a step may not change.
         settings: The description of the model and the optimizer, which ranks have compared.
+        checks: The hooks that check the model and its settings in every step.
     """
 
     parallel: ParallelContext
@@ -79,6 +98,7 @@ class ModelSetup:
     executor: WholeModelExecutor | PipelineExecutor
     state_check: StateMutationCheck
     settings: dict[str, str]
+    checks: list[StepHook]
 
 
 def set_up_model(
@@ -113,14 +133,10 @@ def set_up_model(
     reject_unsupported_modules(modules)  # also those that callables built
     description = describe_compilation(called) | describe_module("model", module)
     verify_across_ranks("the model of a Trainer", description, "build the same model on every rank")
-    _distribute_weights(module, parallel, partitioner, arguments.is_shared)
-    shard = None
-    if arguments.is_sharded:
-        require_shardable_model(module)
-        shard = partial(shard_model, blocks=partitioner.block_names, device=parallel.device)
-    optimization = Optimization(
-        module, arguments.optimizers, arguments.ema_decay, parallel.device, shard
-    )
+    is_whole = isinstance(model, nn.Module) or arguments.pipeline.blocks is not None
+    blocks = model if arguments.is_sharded and not is_whole else None
+    average, uninitialized = _distribute_weights(module, blocks, parallel, partitioner, arguments)
+    optimization = Optimization(module, arguments.optimizers, average, parallel.device)
     of_optimizer = optimization.describe()
     verify_across_ranks(
         "the optimizer of a Trainer",
@@ -150,6 +166,11 @@ def set_up_model(
     )
     if optimization.sharded is not None:
         optimization.sharded.log.is_elastic = is_elastic
+    checks: list[StepHook] = [hyperparameters] if hyperparameters.is_needed else []
+    checks.append(state_check)
+    if uninitialized:
+        tensors = named_tensors(module)
+        checks.append(UninitializedCheck({name: tensors[name] for name in uninitialized}))
     return ModelSetup(
         parallel=parallel,
         model=called,
@@ -160,6 +181,7 @@ def set_up_model(
         executor=executor,
         state_check=state_check,
         settings=description | of_optimizer,
+        checks=checks,
     )
 
 
@@ -186,7 +208,9 @@ def _build_model(
         return whole, Partitioner.from_config(parallel, whole, names, config)
     numbers = [str(number) for number in range(len(model))]
     partitioner = Partitioner.from_config(parallel, nn.Sequential(), numbers, config)
-    built = _build_blocks(model, seed, partitioner)
+    held = () if parallel.is_interleaved else partitioner.find_local_blocks()
+    build_held = partial(build_sequence, model, held, seed, parallel.device)
+    built = _build_together(build_held, parallel.group)
     check_compilation(built)
     return built, partitioner
 
@@ -198,19 +222,16 @@ def _check_is_model(model: object) -> None:
         raise UsageError(f"the model is of type {type(model).__name__}: pass {advice}")
 
 
-def _build_blocks(blocks: Sequence[BlockLike], seed: int, partitioner: Partitioner) -> nn.Module:
+def _build_together(build: Callable[[], nn.Module], group: dist.ProcessGroup | None) -> nn.Module:
     """Build this rank's blocks; if that fails on one rank, raise an error on every rank."""
     failure: Exception | None = None
     said = ""
     try:
-        model = build_sequence(
-            blocks, partitioner.find_local_blocks(), seed, partitioner.parallel.device
-        )
+        model = build()
     except Exception as error:  # any error: the other ranks wait for the outcome
         failure = error
         said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    about, group = "building the blocks", partitioner.parallel.group
-    everyone = gather_unless_equal(said.encode(), about, group)
+    everyone = gather_unless_equal(said.encode(), "building the blocks", group)
     if failure is not None:
         raise failure
     for rank, text in enumerate(everyone):
@@ -283,15 +304,24 @@ def _build_executor(
 
 
 def _distribute_weights(
-    module: nn.Module, parallel: ParallelContext, partitioner: Partitioner, shared: bool
-) -> None:
-    """Broadcast the weights of the model and of the other modules that a step calls.
+    module: nn.Module,
+    blocks: Model | None,
+    parallel: ParallelContext,
+    partitioner: Partitioner,
+    arguments: TrainerArguments,
+) -> tuple[AveragedModel | None, list[str]]:
+    """Initialize and broadcast the weights of the model and of the modules that a step calls.
 
     Args:
         module: The model.
+        blocks: The blocks of a model that is built block by block, or None.
         parallel: The layout.
         partitioner: The partitioner of the model into stages.
-        shared: Whether the ranks will share one copy of the parameters.
+        arguments: The arguments of the trainer.
+
+    Returns:
+        The average of the weights, or None; and the names of the tensors that no module has
+        initialized.
 
     Raises:
         DisagreementError: Parameters overlap in memory on some ranks only.
@@ -305,12 +335,64 @@ def _distribute_weights(
     _check_dtypes(module, parallel)
     for name, called in modules.items():
         move_to_device(called, parallel.device)
-        if name or plan is None:
+        if name:
             broadcast_weights(called, parallel.group, parallel.device)
-        else:
-            placement = Placement.from_model(parallel, plan.partition, module)
-            broadcast_weights(called, parallel.group, parallel.device, placement.is_local)
-    _check_memory(modules, parallel, shared)
+    missing = [] if blocks is not None else find_missing(module, parallel.group)
+    uninitialized = find_uninitialized(module, missing)
+    initialized = initialize(module, missing, parallel.device)
+    if arguments.is_sharded:
+        _check_memory(modules, parallel, shared=False)
+        if isinstance(blocks, Sequence):
+            initialized = _build_each(blocks, module, arguments.seed, parallel)
+        names = partitioner.block_names
+        return _shard(module, names, initialized, parallel, arguments.ema_decay), uninitialized
+    for _ in initialized:
+        pass
+    if plan is None:
+        broadcast_weights(module, parallel.group, parallel.device)
+    else:
+        placement = Placement.from_model(parallel, plan.partition, module)
+        broadcast_weights(module, parallel.group, parallel.device, placement.is_local)
+    _check_memory(modules, parallel, arguments.is_shared)
+    decay = arguments.ema_decay
+    return None if decay is None else make_average(module, decay), uninitialized
+
+
+def _build_each(
+    blocks: Sequence[BlockLike], model: nn.Module, seed: int, parallel: ParallelContext
+) -> Iterator[str]:
+    """Build the blocks of a model one by one; yield the name of each, and last the model's."""
+    for number, block in enumerate(blocks):
+        build_one = partial(materialize_block, block, seed, number, parallel.device)
+        model._modules[str(number)] = built = _build_together(build_one, parallel.group)
+        _check_memory({str(number): built}, parallel, shared=False)
+        yield str(number)
+    yield ""
+
+
+def _shard(
+    module: nn.Module,
+    blocks: Sequence[str],
+    initialized: Iterator[str],
+    parallel: ParallelContext,
+    decay: float | None,
+) -> AveragedModel | None:
+    """Give memory to each block of a model and shard it; return the average of the weights."""
+    require_shardable_model(module)
+    return_large_blocks()  # to the kernel, as soon as a block is sharded
+    copies: dict[int, Any] = {}
+
+    def prepare(part: nn.Module) -> None:
+        broadcast_weights(part, parallel.group, parallel.device)
+        if decay is not None:
+            copy_on_meta(part, copies)
+
+    shard_model(module, blocks, parallel.device, initialized, prepare)
+    if decay is None:
+        return None
+    average = make_average(copies[id(module)], decay)
+    shard_copy(average.module, module, blocks)
+    return average
 
 
 def _check_dtypes(module: nn.Module, parallel: ParallelContext) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ from lockstep.training.optimizer_probe import (
 from lockstep.training.sharded_optimizer import ShardedOptimizer
 from lockstep.training.sharded_step import require_shardable
 
-__all__ = ["Optimization", "OptimizerHookCheck"]
+__all__ = ["Optimization", "OptimizerHookCheck", "copy_on_meta", "make_average"]
 
 
 class Optimization:
@@ -42,27 +43,18 @@ class Optimization:
     Args:
         module: The model.
         configs: The optimizers with their groups and schedulers.
-        ema_decay: The decay of the exponential moving average of the weights; None: no average.
+        average: The average of the weights; None: there is none.
         device: The device of the parameters.
-        shard: Divides the parameters of a module over the ranks; None: they are not divided.
     """
 
     def __init__(
         self,
         module: nn.Module,
         configs: Sequence[OptimizerConfig],
-        ema_decay: float | None,
+        average: AveragedModel | None,
         device: torch.device,
-        shard: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        if ema_decay is not None and not 0 <= ema_decay < 1:
-            raise UsageError(f"ema_decay={ema_decay}: expected a decay in [0, 1)")
-        self.module, self._device = module, device
-        self.average = None if ema_decay is None else _make_average(module, ema_decay)
-        if shard is not None:  # before the optimizers, which get the shards
-            shard(module)
-            if self.average is not None:
-                shard(self.average.module)
+        self.module, self.average, self._device = module, average, device
         self.optimizers = make_optimizers(configs, module)
         self._names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
         self._sparse = sparse_weights(module.modules())
@@ -279,12 +271,17 @@ class Optimization:
             self.average.load_state_dict(state["average"])
 
 
-def _make_average(module: nn.Module, decay: float) -> AveragedModel:
+def make_average(module: nn.Module, decay: float) -> AveragedModel:
     """Return a copy of a module that averages the module's parameters exponentially.
 
     Parameters of integers and 8-bit floats are copied: they are frozen, and cannot be averaged in
     their dtype.
+
+    Raises:
+        UsageError: The decay is not in [0, 1).
     """
+    if not 0 <= decay < 1:
+        raise UsageError(f"ema_decay={decay}: expected a decay in [0, 1)")
     update = get_ema_multi_avg_fn(decay)
 
     @torch.no_grad()
@@ -297,8 +294,39 @@ def _make_average(module: nn.Module, decay: float) -> AveragedModel:
             for copy, parameter in zip(averaged, current, strict=True):
                 copy.copy_(parameter)
 
-    # A tensor that forward has computed and kept in an attribute, such as the weight of
-    # torch.nn.utils.weight_norm, cannot be copied with its graph.
+    with _without_graphs(module):
+        return AveragedModel(module, multi_avg_fn=average)
+
+
+def copy_on_meta(module: nn.Module, copies: dict[int, Any]) -> nn.Module:
+    """Return a copy of a module whose parameters are on the meta device.
+
+    Args:
+        module: The module.
+        copies: The copies of its parts, by their `id`, which are used again; gets those that are
+            made.
+    """
+    empty = {
+        id(parameter): nn.Parameter(
+            torch.empty_like(parameter, device="meta"), parameter.requires_grad
+        )
+        for parameter in module.parameters()
+        if not is_sharded(parameter)  # otherwise its module has been copied
+    }
+    copies |= empty
+    with _without_graphs(module):
+        copied = copy.deepcopy(module, copies)
+    for key in empty:  # once a parameter is sharded, another one may get its id
+        del copies[key]
+    return copied
+
+
+@contextmanager
+def _without_graphs(module: nn.Module) -> Iterator[None]:
+    """Detach what forward has computed and kept in attributes, while the body copies a module.
+
+    Such tensors, like the weight of `torch.nn.utils.weight_norm`, cannot be copied with a graph.
+    """
     computed = [
         (vars(part), name, value)
         for part in module.modules()
@@ -308,7 +336,7 @@ def _make_average(module: nn.Module, decay: float) -> AveragedModel:
     for attributes, name, value in computed:
         attributes[name] = value.detach()
     try:
-        return AveragedModel(module, multi_avg_fn=average)
+        yield
     finally:
         for attributes, name, value in computed:
             attributes[name] = value

@@ -10,7 +10,7 @@ A block is left to the rest if it has no parameters, or shares one with another 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from lockstep.sharded_tensors import is_sharded, local_part
 
 __all__ = [
     "require_shardable_model",
+    "shard_copy",
     "shard_model",
     "shard_optimizer_state",
     "shard_state",
@@ -60,13 +61,22 @@ def _require_one_dtype(parts: Sequence[nn.Module], module: nn.Module) -> None:
             )
 
 
-def shard_model(module: nn.Module, blocks: Sequence[str], device: torch.device) -> None:
+def shard_model(
+    module: nn.Module,
+    blocks: Sequence[str],
+    device: torch.device,
+    initialized: Iterable[str] = (),
+    prepare: Callable[[nn.Module], None] = lambda part: None,
+) -> None:
     """Call `fully_shard` with the blocks of a model, and with the model.
 
     Args:
-        module: The model, with its parameters in memory.
+        module: The model.
         blocks: The names of its blocks.
         device: The device of the parameters.
+        initialized: The names of its modules, each of which gets its weights when its name is
+            taken; last the model's, "".
+        prepare: Called with each module before it is sharded.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -76,23 +86,41 @@ def shard_model(module: nn.Module, blocks: Sequence[str], device: torch.device) 
     assert dist.group.WORLD is not None
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
     units = _list_units(module, blocks)
-    _require_one_dtype(units, module)
-    for part in units:
-        fully_shard(part, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+    _require_one_dtype([module.get_submodule(name) for name in units], module)
+    for name in initialized or [*units, ""]:
+        if name in units or not name:
+            part = module.get_submodule(name)
+            prepare(part)
+            fully_shard(part, mesh=mesh)
 
 
-def _list_units(module: nn.Module, blocks: Sequence[str]) -> list[nn.Module]:
-    """Return the blocks that are sharded by themselves."""
+def _list_units(module: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Return the names of the blocks that are sharded by themselves."""
+    names = {part: name for name, part in module.named_modules()}
     parts = dict.fromkeys(module.get_submodule(name) for name in blocks)
     uses = Counter(_list_uses(module))
     return [
-        part
+        names[part]
         for part in parts
         if (own := Counter(_list_uses(part)))
         and part is not module
         and all(uses[parameter] == count for parameter, count in own.items())
     ]
+
+
+@torch.no_grad()
+def shard_copy(copy: nn.Module, module: nn.Module, blocks: Sequence[str]) -> None:
+    """Shard a copy of a model, whose parameters are on the meta device, and copy the values."""
+    device = next(module.parameters()).device
+    shard_model(copy, blocks, device)
+    kept = [(part, dict(part._buffers)) for part in copy.modules()]  # some may be the same tensor
+    copy.to_empty(device=device)
+    for part, buffers in kept:
+        part._buffers.update(buffers)
+    for name, parameter in copy.named_parameters():
+        local_part(parameter).copy_(local_part(module.get_parameter(name)))
+    for name, buffer in copy.named_buffers():
+        buffer.copy_(module.get_buffer(name))
 
 
 def _list_uses(module: nn.Module) -> list[int]:

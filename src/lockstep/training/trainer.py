@@ -101,7 +101,8 @@ class Trainer:
             sequence; if it has as many items as `pipeline.stages`, each item is a stage. Modules
             of a list that are on the meta device get initial weights that depend on `seed` and
             on their position in the list; with `pipeline.balance` or one item per stage, only on
-            the ranks that hold them.
+            the ranks that hold them. Other modules on the meta device are initialized by their
+            `reset_parameters()`, with the random numbers of a model that is built with memory.
         loss: A function of (outputs, targets) that returns the mean over the samples of a
             micro-batch as a scalar tensor, or their sum with `reduction="sum"`. None: the model
             returns its loss.
@@ -314,9 +315,7 @@ class Trainer:
         hooks: list[StepHook] = [KernelSettings(self.model)]
         if optimization.sharded is not None:
             hooks.append(SharedStateCheck(optimization.sharded, setup.state_check.held))
-        if setup.hyperparameters.is_needed:
-            hooks.append(setup.hyperparameters)
-        hooks.append(setup.state_check)
+        hooks += setup.checks
         if optimization.is_split:
             hooks.append(OptimizerHookCheck(optimization))
         if has_batch_norm(modules.values()):
