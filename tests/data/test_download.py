@@ -1,10 +1,8 @@
-import fcntl
 import hashlib
-import multiprocessing
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -74,15 +72,6 @@ def test_a_file_arrives_whole_and_alone(tmp_path: Path, mirror: Mirror) -> None:
     assert [size for _, size, _ in seen] == sorted(size for _, size, _ in seen)
 
 
-def test_what_a_killed_download_left_is_removed(tmp_path: Path, mirror: Mirror) -> None:
-    for name in (".a.gz.old", ".a.gz.new", ".b.gz.old"):
-        (tmp_path / name).write_bytes(b"a part")
-        if name.endswith("old"):
-            os.utime(tmp_path / name, (0, 0))
-    download("a.gz", tmp_path, SHA256, [mirror.url("good")])
-    assert sorted(os.listdir(tmp_path)) == [".a.gz.new", ".b.gz.old", "a.gz"]
-
-
 def test_a_file_that_is_there_is_not_fetched(tmp_path: Path, mirror: Mirror) -> None:
     (tmp_path / "a.gz").write_bytes(b"mine")
     assert download("a.gz", tmp_path, SHA256, [mirror.url("good")]).read_bytes() == b"mine"
@@ -124,30 +113,3 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FileError, match=r"cannot write .*a\.gz: (File exists|Not a directory)"):
         download("a.gz", tmp_path / "file", SHA256, [])
-
-
-def test_a_lock_that_is_never_given_back_ends_at_the_deadline(tmp_path: Path) -> None:
-    handle = os.open(tmp_path, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        with pytest.raises(FileError, match=r"another process locked .* until the deadline"):
-            download("a.gz", tmp_path, SHA256, [], deadline=0.1)
-    finally:
-        os.close(handle)
-
-
-def test_ranks_that_ask_at_once_fetch_once(tmp_path: Path, mirror: Mirror) -> None:
-    context = multiprocessing.get_context("fork")
-    target: Callable[..., object] = download
-    ranks = [
-        context.Process(target=target, args=("a.gz", tmp_path, SHA256, [mirror.url("good")]))
-        for _ in range(4)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(30)
-    assert [rank.exitcode for rank in ranks] == [0] * 4
-    assert mirror.asked == ["/good/a.gz"]
-    assert os.listdir(tmp_path) == ["a.gz"]
-    assert (tmp_path / "a.gz").read_bytes() == BODY

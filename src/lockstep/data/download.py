@@ -4,17 +4,13 @@
        │ fails, or SHA-256 differs
     mirror 2 ...
 
-If several ranks request the same file, the first locks the folder; the others wait and then find
-the file. If the file system has no locks, each rank downloads its own copy. Renaming is atomic, so
-the file is never incomplete.
+If several ranks request the same file, each downloads its own copy. Renaming is atomic, so the file
+is never incomplete.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
-import os
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +27,6 @@ Progress = Callable[[str, int, int | None], None]
 """A function of the file name, the bytes so far, and the total bytes (None if unknown)."""
 
 CHUNK = 1 << 18  # bytes between two checks of the deadline
-ABANDONED = 3600.0  # seconds after which an unchanged temporary file is removed
 
 
 def download(
@@ -52,8 +47,7 @@ def download(
         mirrors: The base URLs, tried in order.
         progress: A function that is called after each chunk.
         stall: The longest wait for data from the network, in seconds.
-        deadline: The limit for the whole download, in seconds, including the wait for another
-            rank.
+        deadline: The limit for the whole download, in seconds.
 
     Returns:
         The path of the file.
@@ -62,21 +56,17 @@ def download(
         FileError: No mirror delivered the file (the message has the answer of each), or the folder
             cannot be written.
     """
-    path = folder / name
-    end = time.monotonic() + deadline
+    path, end, answers = folder / name, time.monotonic() + deadline, []
+    if path.exists():
+        return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder, end):
-            if path.exists():
+        for mirror in mirrors:
+            try:
+                _fetch(mirror + name, path, sha256, progress, stall, end)
                 return path
-            _remove_abandoned(path)
-            answers = []
-            for mirror in mirrors:
-                try:
-                    _fetch(mirror + name, path, sha256, progress, stall, end)
-                    return path
-                except _MirrorError as error:
-                    answers.append(f"{mirror} {error}")
+            except _MirrorError as error:
+                answers.append(f"{mirror} {error}")
     except OSError as error:
         raise FileError(f"cannot write {path}: {error.strerror or error}") from None
     raise FileError(
@@ -103,14 +93,6 @@ def _fetch(
             )
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Remove temporary files of killed downloads, but not of active ones."""
-    for left in path.parent.glob(f".{path.name}.*"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - left.stat().st_mtime > ABANDONED:
-                left.unlink()
-
-
 class _MirrorError(Exception):
     """A mirror did not send the file; the message says what happened."""
 
@@ -121,9 +103,8 @@ def _chunks(url: str, stall: float, end: float) -> Iterator[tuple[bytes, int | N
         with urllib.request.urlopen(url, timeout=stall) as response:
             total = int(response.headers.get("Content-Length") or 0) or None
             received = 0
-            while chunk := response.read1(
-                CHUNK
-            ):  # read1 returns the data that has arrived, so that the deadline is checked
+            # read1 returns the data that has arrived, so that the deadline is checked.
+            while chunk := response.read1(CHUNK):
                 received += len(chunk)
                 yield chunk, total
                 if time.monotonic() > end:
@@ -134,27 +115,3 @@ def _chunks(url: str, stall: float, end: float) -> Iterator[tuple[bytes, int | N
         raise _MirrorError(f"answered {error.code} {error.reason}") from None
     except (OSError, HTTPException, ValueError) as error:
         raise _MirrorError(f"failed ({getattr(error, 'reason', None) or error})") from None
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, end: float) -> Iterator[None]:
-    """Lock the folder itself, which needs no lock file."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        while not _try_lock(handle):
-            if time.monotonic() > end:
-                raise FileError(f"another process locked {folder} until the deadline; try again")
-            time.sleep(0.05)
-        yield
-    finally:
-        os.close(handle)  # also releases the lock
-
-
-def _try_lock(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks: renaming is atomic anyway
-        pass
-    return True
