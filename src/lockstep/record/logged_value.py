@@ -9,8 +9,7 @@ image       image       a PNG file in base64
 from __future__ import annotations
 
 import base64
-import struct
-import zlib
+import io
 from typing import Any
 
 import numpy as np
@@ -60,6 +59,8 @@ def _count(values: np.ndarray[Any, Any]) -> dict[str, Any]:
 
 def _draw(name: str, array: np.ndarray[Any, Any]) -> str:
     """Return an image of shape (height, width), (1, height, width) or (3, height, width)."""
+    from PIL import Image  # late: most scripts log no images
+
     planes = array[None] if array.ndim == 2 else array
     if planes.ndim != 3 or planes.shape[0] not in (1, 3) or not planes.size:
         raise UsageError(
@@ -68,19 +69,13 @@ def _draw(name: str, array: np.ndarray[Any, Any]) -> str:
         )
     if planes.dtype != np.uint8:
         planes = (np.nan_to_num(planes.astype(np.float64)).clip(0, 1) * 255).round()
-    pixels = np.ascontiguousarray(planes.astype(np.uint8).transpose(1, 2, 0))
-    height, width, channels = pixels.shape
-    header = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 0, 0, 0, 0)
-    rows = b"".join(b"\0" + row.tobytes() for row in pixels)
-    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
-    png = b"\x89PNG\r\n\x1a\n" + b"".join(_chunk(*part) for part in parts)
+    pixels = planes.astype(np.uint8).transpose(1, 2, 0)
+    file = io.BytesIO()
+    Image.fromarray(pixels if len(planes) == 3 else pixels[:, :, 0]).save(file, "PNG")
+    png = file.getvalue()
     if len(png) > MAX_IMAGE:
         raise UsageError(
             f"trainer.log({name!r}): the image has {len(png):,} bytes as a PNG file, and at most "
             f"{MAX_IMAGE:,} are recorded; scale it down"
         )
     return base64.b64encode(png).decode()
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
