@@ -1,6 +1,6 @@
 """The boundary: what crosses lies as it lay, to the last bit of its strides and its place."""
 
-import json
+import pickle
 
 import pytest
 import torch
@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 from lockstep.kernel.errors import LayoutError
 from lockstep.pipeline.boundary import (
     allocate,
-    decode_metadata,
     describe_tensor,
-    encode_metadata,
     flatten,
     unflatten,
     view_bytes,
@@ -22,9 +20,7 @@ from lockstep.pipeline.boundary import (
 
 def crossed(tensor):
     """Send a tensor to oneself, its meta as text."""
-    _, (meta,) = decode_metadata(
-        json.loads(json.dumps(encode_metadata((0,), [describe_tensor(tensor)])))
-    )
+    meta = pickle.loads(pickle.dumps(describe_tensor(tensor)))
     memory = allocate(meta, tensor.device)
     memory[meta.padding :].copy_(view_bytes(tensor, meta))
     return view_received(memory, meta.padding, meta)
@@ -91,7 +87,7 @@ values = st.recursive(
 def test_a_nested_value_is_put_together_as_it_was(value):
     structure, tensors = flatten(value)
     metas = [describe_tensor(tensor) for tensor in tensors]
-    again, _ = decode_metadata(json.loads(json.dumps(encode_metadata(structure, metas))))
+    again, _ = pickle.loads(pickle.dumps((structure, metas)))
     assert again == structure
     assert _same(unflatten(again, tensors), value)
 

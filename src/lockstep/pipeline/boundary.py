@@ -16,7 +16,7 @@ This module transfers nothing; see `lockstep.pipeline.p2p`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
@@ -31,9 +31,7 @@ __all__ = [
     "TensorMeta",
     "add_aliases",
     "allocate",
-    "decode_metadata",
     "describe_tensor",
-    "encode_metadata",
     "flatten",
     "get_aliases",
     "unflatten",
@@ -72,6 +70,10 @@ class TensorMeta:
     requires_grad: bool
     conjugated: bool = False
     negated: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the fields alone, without what was computed from them."""
+        return TensorMeta, tuple(getattr(self, field.name) for field in fields(self))
 
     @cached_property
     def packed_shape(self) -> tuple[int, ...]:
@@ -249,35 +251,3 @@ def _mark_lazy(tensor: torch.Tensor, conjugated: bool, negated: bool) -> torch.T
     if tensor.is_neg() != negated:
         torch._C._set_neg(tensor, negated)
     return tensor
-
-
-def encode_metadata(structure: Any, metas: Sequence[TensorMeta]) -> list[Any]:
-    """Return the structure and layouts as JSON values; `decode_metadata` is the inverse."""
-    return [
-        structure,
-        [
-            [
-                str(f.dtype).removeprefix("torch."),
-                f.shape,
-                f.strides,
-                f.offset,
-                f.requires_grad,
-                f.conjugated,
-                f.negated,
-            ]
-            for f in metas
-        ],
-    ]
-
-
-def decode_metadata(description: Sequence[Any]) -> tuple[Structure, list[TensorMeta]]:
-    """Return the structure and layouts from the output of `encode_metadata`, after JSON."""
-    structure, metas = description
-    return _make_tuples(structure), [
-        make_meta(getattr(torch, dtype), tuple(shape), tuple(strides), *rest)
-        for dtype, shape, strides, *rest in metas
-    ]
-
-
-def _make_tuples(value: Any) -> Any:
-    return tuple(_make_tuples(part) for part in value) if isinstance(value, list) else value

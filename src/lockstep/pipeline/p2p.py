@@ -1,7 +1,7 @@
 """Point-to-point transfer of values between neighboring stages, in one direction per link.
 
     page      | length of metadata | state | begin of tensors | micro-batch | attempt | RNG state |
-              | metadata (JSON), if it changed | small tensors, with their alignment to 64 bytes |
+              | metadata (pickle), if new       | small tensors, with their alignment to 64 bytes |
     beyond    metadata or tensors that do not fit into the page: one message each
 
 The schedule determines the order of the messages, and each page names its micro-batch. The
@@ -16,7 +16,7 @@ failure on all its links, in place of the messages that others wait for.
 
 from __future__ import annotations
 
-import json
+import pickle
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -33,9 +33,7 @@ from lockstep.pipeline.boundary import (
     Structure,
     TensorMeta,
     allocate,
-    decode_metadata,
     describe_tensor,
-    encode_metadata,
     view_bytes,
     view_received,
 )
@@ -143,7 +141,7 @@ class Sender:
         text = b""
         if self.known is None or self.known.metas != metas or self.known.structure != structure:
             self.known = Metadata(structure, metas)
-            text = json.dumps(encode_metadata(structure, metas)).encode()
+            text = pickle.dumps((structure, metas))
         fits = HEADER.size + len(text) <= PAGE
         begin, positions = BARE, self.known.positions
         if text:
@@ -255,7 +253,7 @@ class Receiver:
                 "same calls of the trainer"
             )
         if length:
-            self.known = Metadata(*decode_metadata(json.loads(self._receive_text(page, length))))
+            self.known = Metadata(*pickle.loads(self._receive_text(page, length)))
         assert self.known is not None
         self.received_bytes += PAGE
         if begin:
