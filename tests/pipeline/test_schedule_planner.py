@@ -12,7 +12,6 @@ from lockstep.pipeline.schedule_planner import (
     make_ranges,
     partition_blocks,
     plan_all_schedules,
-    plan_schedule,
 )
 from lockstep.pipeline.simulation import Costs
 
@@ -43,23 +42,6 @@ def test_no_other_plan_is_more_than_a_hundredth_faster(ranks: int, m: int, data)
     assert chosen * 0.99 <= min(
         one.simulation.makespan for one in plan_all_schedules(costs, ranks, m)
     )
-
-
-def test_the_limit_of_memory_is_kept() -> None:
-    costs = Costs((1,) * 8, (2,) * 8, (2,) * 8, backward=(2,) * 8, held=(10.0,) * 8)
-    free = choose_schedule(costs, ranks=4, microbatches=8)
-    tight = choose_schedule(costs, ranks=4, microbatches=8, memory=80)
-    assert (free.name, max(free.simulation.peaks)) == ("interleaved", 110)
-    assert (tight.name, max(tight.simulation.peaks)) == ("1f1b", 80)
-    with pytest.raises(LayoutError, match=r"holds activations of 80 or more .* limit is 79"):
-        choose_schedule(costs, ranks=4, microbatches=8, memory=79)
-
-
-def test_given_ranges_are_kept() -> None:
-    by_hand = [range(0, 1), range(1, 4)]
-    assert plan_schedule("1f1b", even(4), 2, 4, ranges=by_hand).ranges == tuple(by_hand)
-    with pytest.raises(LayoutError, match="costs of 2 stages for a schedule of 4"):
-        plan_schedule("interleaved", even(4), 2, 4, ranges=by_hand)
 
 
 def test_too_few_blocks_are_refused() -> None:

@@ -66,7 +66,6 @@ def plan_schedule(
     ranks: int,
     microbatches: int,
     stages_per_rank: int | None = None,
-    ranges: list[range] | None = None,
 ) -> SchedulePlan:
     """Partition blocks into the stages of a schedule, and simulate it.
 
@@ -76,63 +75,44 @@ def plan_schedule(
         ranks: Ranks per replica.
         microbatches: Micro-batches per step.
         stages_per_rank: Stages per rank, for "interleaved"; None for 2.
-        ranges: The blocks of each stage; None for the best partition.
 
     Raises:
-        LayoutError: There are fewer blocks than stages, or the number of `ranges` is not the
-            number of stages of the schedule.
+        LayoutError: There are fewer blocks than stages.
     """
     schedule = build_schedule(name, ranks, microbatches, stages_per_rank)
     stages_per_rank = (
         (2 if stages_per_rank is None else stages_per_rank) if name == "interleaved" else 1
     )
-    if ranges is None:
-        # Each boundary is crossed twice: by the activation and by its gradient.
-        transfers = [2 * time for time in costs.transfer]
-        ranges = partition_blocks(costs.totals, transfers, ranks * stages_per_rank)
+    # Each boundary is crossed twice: by the activation and by its gradient.
+    transfers = [2 * time for time in costs.transfer]
+    ranges = partition_blocks(costs.totals, transfers, ranks * stages_per_rank)
     simulation = simulate(schedule, group_costs(costs, ranges))
     return SchedulePlan(name, stages_per_rank, tuple(ranges), schedule, simulation)
 
 
 def plan_all_schedules(costs: Costs, ranks: int, microbatches: int) -> Iterator[SchedulePlan]:
     """Plan every schedule for which there are enough blocks, 1F1B first."""
-    for name, stages_per_rank in (
-        ("1f1b", 1),
-        ("zero-bubble", 1),
-        ("gpipe", 1),
-        ("interleaved", 2),
-    ):
+    for name in ("1f1b", "zero-bubble", "gpipe", "interleaved"):
+        stages_per_rank = 2 if name == "interleaved" else 1
         if name == "1f1b" or ranks * stages_per_rank <= len(costs.forward):
             yield plan_schedule(name, costs, ranks, microbatches, stages_per_rank)
 
 
-def choose_schedule(
-    costs: Costs, ranks: int, microbatches: int, memory: float | None = None
-) -> SchedulePlan:
+def choose_schedule(costs: Costs, ranks: int, microbatches: int) -> SchedulePlan:
     """Return the fastest plan by simulation; 1F1B unless another one is 1 % faster.
 
     Args:
         costs: The costs of the blocks.
         ranks: Ranks per replica.
         microbatches: Micro-batches per step.
-        memory: The limit of the activations on each rank, in the unit of `costs.held`; None for
-            no limit.
 
     Raises:
-        LayoutError: There are fewer blocks than ranks, or every plan exceeds `memory`.
+        LayoutError: There are fewer blocks than ranks.
     """
     plans = list(plan_all_schedules(costs, ranks, microbatches))
-    fitting = [plan for plan in plans if memory is None or max(plan.simulation.peaks) <= memory]
-    if not fitting:
-        least = min(max(plan.simulation.peaks) for plan in plans)
-        raise LayoutError(
-            f"every schedule holds activations of {least:g} or more on some rank, and the limit "
-            f"is {memory:g}: split the batch into more micro-batches, or the model into more stages"
-        )
-    fastest = min(fitting, key=lambda plan: plan.simulation.makespan)
-    if fitting[0].simulation.makespan * (1 - TOLERANCE) <= fastest.simulation.makespan:
-        return fitting[0]
-    return fastest
+    fastest = min(plans, key=lambda plan: plan.simulation.makespan)
+    is_close = plans[0].simulation.makespan * (1 - TOLERANCE) <= fastest.simulation.makespan
+    return plans[0] if is_close else fastest
 
 
 # --- the best partition -----------------------------------------------------------------------
