@@ -23,7 +23,7 @@ from lockstep.comm import native_module
 from lockstep.launcher import arithmetic
 from lockstep.launcher.portable import choose_kernels
 
-native_module.load()
+native_module.load_native()
 os.environ["XDG_CACHE_HOME"] = sys.argv[2]
 torch.set_num_threads(1)
 times = []

@@ -139,7 +139,7 @@ def test_empty_gives_a_tensor_in_shared_memory(ranks):
 
 
 def test_memory_comes_back_when_a_tensor_goes():
-    native = backend.load()
+    native = backend.load_native()
     before = native.heap_bytes()
     tensor = ls.empty_shared(1000)
     view = tensor[10:]

@@ -204,7 +204,7 @@ def test_a_rank_that_joins_twice_is_named_to_all_at_once():
     def join(rank: int) -> None:
         limit = timedelta(seconds=30)
         told.append(
-            error_of(lambda: backend.load().create(store, rank, 3, limit, "trio", [0, 1, 2]))
+            error_of(lambda: backend.load_native().create(store, rank, 3, limit, "trio", [0, 1, 2]))
         )
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1, 1)]
@@ -314,7 +314,9 @@ def test_a_message_of_another_size_is_refused(ranks):
 
 @pytest.mark.parametrize("rank", [-1, -7, 2, 1 << 20])
 def test_a_message_to_or_from_no_rank_is_refused(rank):
-    native = backend.load().create(dist.HashStore(), 0, 1, timedelta(seconds=20), "alone", [0])
+    native = backend.load_native().create(
+        dist.HashStore(), 0, 1, timedelta(seconds=20), "alone", [0]
+    )
     for call in (native.send, native.recv):
         for kind in (ValueError, RuntimeError):  # what this backend is about, and Gloo's
             with pytest.raises(kind, match=rf": there is no rank {rank} in a group of 1$"):
@@ -324,4 +326,4 @@ def test_a_message_to_or_from_no_rank_is_refused(rank):
 @pytest.mark.parametrize(("rank", "ranks"), [(-1, [0]), (1, [0]), (0, [0, 1])])
 def test_a_group_in_which_this_rank_cannot_be_is_refused(rank, ranks):
     with pytest.raises(ValueError, match=r"^a group of 1 can't have a rank"):
-        backend.load().create(dist.HashStore(), rank, 1, timedelta(seconds=20), "odd", ranks)
+        backend.load_native().create(dist.HashStore(), rank, 1, timedelta(seconds=20), "odd", ranks)

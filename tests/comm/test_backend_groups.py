@@ -130,7 +130,7 @@ def test_ranks_may_be_threads_of_one_process():
     store, results, n = dist.HashStore(), {}, 3
 
     def rank(number: int) -> None:
-        native = backend.load().create(
+        native = backend.load_native().create(
             store, number, n, timedelta(seconds=20), "threads", list(range(n))
         )
         tensor = torch.full((300_000,), float(number + 1))

@@ -86,7 +86,7 @@ TOO_LARGE = [(1 << 31, 1 << 31), (1 << 62, 4), (0, 1 << 62, 1 << 62)]
 @pytest.mark.parametrize("sizes", [*TOO_LARGE, (-1,)])
 def test_a_size_that_no_memory_has_is_refused_in_one_sentence(sizes):
     with pytest.raises(ValueError, match=r"^a tensor can't have ") as told:
-        backend.load().empty(sizes, torch.float32)
+        backend.load_native().empty(sizes, torch.float32)
     assert "\n" not in str(told.value)
 
 
@@ -143,7 +143,7 @@ def test_empty_refuses_options_that_it_does_not_have(option):
 @pytest.mark.parametrize("dtype", [float, "float32", None, 5])
 def test_the_native_module_takes_only_a_dtype_as_one(dtype):
     with pytest.raises(TypeError, match="incompatible function arguments"):
-        backend.load().empty([3], dtype)
+        backend.load_native().empty([3], dtype)
 
 
 # ---- one tensor for all ranks ----

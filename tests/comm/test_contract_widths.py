@@ -45,7 +45,7 @@ def test_ranks_that_are_threads_of_one_process(n):
     store, ran = dist.HashStore(), {}
 
     def rank(number: int) -> None:
-        native = backend.load().create(
+        native = backend.load_native().create(
             store, number, n, timedelta(seconds=60), "threads", list(range(n))
         )
         ran[number] = len(handful(native, number, n))

@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 def use(kernels: str) -> None:
     try:
-        native_module.load().use_portable_kernels(True, kernels)
+        native_module.load_native().use_portable_kernels(True, kernels)
     except ValueError:
         pytest.skip(f"this processor has no {kernels}")
 
@@ -33,11 +33,11 @@ def find_kernels() -> list[str]:
     found = []
     for name in KERNELS:
         try:
-            native_module.load().use_portable_kernels(True, name)
+            native_module.load_native().use_portable_kernels(True, name)
             found.append(name)
         except ValueError:
             pass
-    native_module.load().use_portable_kernels(False)
+    native_module.load_native().use_portable_kernels(False)
     return found
 
 
@@ -49,9 +49,9 @@ def kernel_names() -> list[str]:
 @pytest.fixture(autouse=True)
 def restore() -> Iterator[None]:
     threads = torch.get_num_threads()
-    native_module.load().use_portable_kernels(True)
+    native_module.load_native().use_portable_kernels(True)
     yield
-    native_module.load().use_portable_kernels(False)
+    native_module.load_native().use_portable_kernels(False)
     torch.set_num_threads(threads)
 
 
@@ -455,7 +455,7 @@ def test_without_the_native_module(monkeypatch):
     def fail():
         raise BindingError("it has not been built for torch 2.13.0 yet", "run `lockstep build`")
 
-    monkeypatch.setattr(native_module, "load", fail)
+    monkeypatch.setattr(native_module, "load_native", fail)
     native_module.reason_unavailable.cache_clear()
     try:
         with pytest.raises(UsageError, match=r"portable mode .* run `lockstep build`"):

@@ -119,7 +119,7 @@ def test_ranks_that_train_find_imported_what_they_need():
 @pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 def test_ranks_find_the_backend_loaded_unless_they_may_need_another_one(monkeypatch, tmp_path):
     def count() -> int:
-        return native_module.load.cache_info().currsize
+        return native_module.load_native.cache_info().currsize
 
     assert ls.launch(count) == [1]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -98,7 +98,7 @@ def test_a_missing_fast_backend_is_noted_with_the_command_that_helps(monkeypatch
         assert only(check).what == what
     reason = "it was built for torch 2.12: run `lockstep build`"
     monkeypatch.setattr(communication.native, "reason_unavailable", lambda: reason)
-    monkeypatch.setattr(communication.native, "load", load)
+    monkeypatch.setattr(communication.native, "load_native", load)
     for why, words in ((None, ""), ("no compiler", "; the installation built none (no compiler)")):
         monkeypatch.setattr(communication, "read_installation_reason", lambda why=why: why)
         found = only(check)

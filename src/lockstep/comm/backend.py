@@ -13,7 +13,7 @@ from typing import Any
 
 from lockstep.comm.native_module import (
     ArgumentError,
-    load,
+    load_native,
     reason_unavailable,
     refusal,
     refuse_calls,
@@ -23,7 +23,7 @@ __all__ = [
     "ArgumentError",
     "available",
     "host_group_of",
-    "load",
+    "load_native",
     "of_group",
     "reason_unavailable",
     "refuse_calls",
@@ -63,7 +63,7 @@ def available() -> bool:
 def of_group(group: Any | None) -> Any | None:
     """Return the native backend of a process group, or None if it has another backend."""
     backend = _find_backend(group)
-    is_native = backend is not None and isinstance(backend, load().LockstepBackend)
+    is_native = backend is not None and isinstance(backend, load_native().LockstepBackend)
     return backend if is_native else None
 
 
@@ -126,7 +126,7 @@ def _create(options: Any, _given: Any = None) -> Any:
         return create_across_hosts(
             store, options.group_rank, hosts, options.timeout, options.group_id, ranks
         )
-    return load().create(
+    return load_native().create(
         store=store,
         rank=options.group_rank,
         size=options.group_size,

@@ -19,8 +19,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import backend
 from lockstep.comm.activity import Waiting
+from lockstep.comm.backend import of_group
 from lockstep.comm.message_tree import Packet, Receive, Send, run_along_tree
 from lockstep.devices import is_accelerator
 from lockstep.kernel.errors import DisagreementError
@@ -299,7 +299,7 @@ def _disagreement(
 
 def _gather_pages(message: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Gather the first page of all messages, which need not fill it."""
-    native = backend.of_group(group)
+    native = of_group(group)
     if native is None:
         return _gather_equal(message[:PAGE].ljust(PAGE, b"\0"), group)
     # Without torch's Python code, which takes longer than the exchange.

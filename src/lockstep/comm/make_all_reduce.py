@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import backend
+from lockstep.comm.backend import host_group_of, of_group
 from lockstep.comm.bucket import Bucket
 from lockstep.comm.collectives import has_many_ranks
 from lockstep.comm.hosts.all_reduce import HostAllReduce
@@ -25,7 +25,7 @@ def adds_in_place(
 ) -> bool:
     """Return whether such tensors are added where they were packed, in shared memory."""
     return is_supported(device, dtype) and (
-        backend.of_group(group) is not None or backend.host_group_of(group) is not None
+        of_group(group) is not None or host_group_of(group) is not None
     )
 
 
@@ -61,7 +61,7 @@ def make_all_reduce(
             not cuts and not has_many_ranks(group) and made.fits(native.longest_message // 2)
         )
         return made
-    hosts = backend.host_group_of(group) if is_supported(device, bucket.dtype) else None
+    hosts = host_group_of(group) if is_supported(device, bucket.dtype) else None
     if hosts is not None:
         return HostAllReduce(hosts, bucket, nodes_by_rank, leaves, *options)
     assert not cuts

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import backend, native_module
+from lockstep.comm.backend import of_group
 from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, slice_length
+from lockstep.comm.native_module import load_native
 from lockstep.comm.reproducible_all_reduce import (
     ABSENT,
     NEW,
@@ -52,7 +53,7 @@ def native_backend(
 
     A group whose ranks are on several hosts has none.
     """
-    return backend.of_group(group) if is_supported(device, dtype) else None
+    return of_group(group) if is_supported(device, dtype) else None
 
 
 def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
@@ -98,7 +99,7 @@ class NativeAllReduce(ReproducibleAllReduce):
         self._flags = self._packed[values : values + flags]
         self._packed_flags = bytearray()  # the values of these
         self._present = torch.zeros(max(len(bucket.members), 1), dtype=torch.uint8)
-        self._native_bucket = native_module.load().Bucket(
+        self._native_bucket = load_native().Bucket(
             bucket.dtype,
             bucket.length,
             [(member.offset, member.numel) for member in bucket.members],
@@ -199,7 +200,7 @@ class NativeAllReduce(ReproducibleAllReduce):
 
     def add_packed(self, messages: Sequence[bytes]) -> list[tuple[int, torch.Tensor | None]]:
         """Add the nodes with which the messages of all ranks end; returns what `gather` does."""
-        native_module.load().add_packed(self._native_bucket, messages, self.sums, self._present)
+        load_native().add_packed(self._native_bucket, messages, self.sums, self._present)
         return self._parts()
 
     @cached_property

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-from lockstep.comm import activity
+from lockstep.comm.activity import follow_page
 
 __all__ = [
     "ArgumentError",
     "callers",
     "choose_again",
     "find_compute_norms",
-    "load",
+    "load_native",
     "reason_unavailable",
     "refusal",
     "refuse_calls",
@@ -46,7 +46,7 @@ _refusal = ""  # why this process refuses calls and new groups; "" if it does no
 
 
 @functools.cache
-def load() -> ModuleType:
+def load_native() -> ModuleType:
     """Return the native module; raise BindingError if there is none for this process."""
     from lockstep.comm.native.binding import (
         load_binding,  # here: `import torch` imports this module
@@ -55,13 +55,13 @@ def load() -> ModuleType:
     native = load_binding()
     native.set_where(where)
     native.set_argument_error(ArgumentError)
-    activity.follow_page(native.set_activity_page)
+    follow_page(native.set_activity_page)
     return native
 
 
 def choose_again() -> None:
     """Choose the module again when it is needed: variables that decide about it have changed."""
-    load.cache_clear()
+    load_native.cache_clear()
     reason_unavailable.cache_clear()
 
 
@@ -71,7 +71,7 @@ def reason_unavailable() -> str | None:
     from lockstep.comm.native.binding import BindingError
 
     try:
-        load()
+        load_native()
     except BindingError as error:
         return str(error)
     import resource
@@ -93,7 +93,7 @@ def find_compute_norms() -> Callable[[Sequence[Any]], list[float] | None] | None
     """
     if reason_unavailable() is not None:
         return None
-    function: Callable[[Sequence[Any]], list[float] | None] = load().compute_norms
+    function: Callable[[Sequence[Any]], list[float] | None] = load_native().compute_norms
     return function
 
 
@@ -108,7 +108,7 @@ def refuse_calls(reason: str) -> None:
     global _refusal
     _refusal = reason
     if reason_unavailable() is None:
-        load().set_refusal(reason)
+        load_native().set_refusal(reason)
 
 
 def refusal() -> str:

@@ -15,7 +15,7 @@ them.
 
 from __future__ import annotations
 
-from lockstep.comm import native_module
+from lockstep.comm.native_module import load_native, reason_unavailable
 from lockstep.kernel.errors import UsageError
 
 __all__ = ["use_portable_products"]
@@ -30,10 +30,10 @@ def use_portable_products(enabled: bool = True) -> None:
     Raises:
         UsageError: This process cannot load the native module.
     """
-    reason = native_module.reason_unavailable()
+    reason = reason_unavailable()
     if reason is not None:
         raise UsageError(
             "portable mode needs the compiled backend for its matrix products, which is not "
             f"available: {reason}"
         )
-    native_module.load().use_portable_kernels(enabled)
+    load_native().use_portable_kernels(enabled)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import backend
+from lockstep.comm.backend import available, host_group_of, load_native, of_group
 from lockstep.kernel.errors import LayoutError, WorkError
 
 __all__ = [
@@ -63,15 +63,15 @@ def empty_shared(*size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     except (TypeError, RuntimeError) as error:
         message, _, _ = str(error).partition("\n")  # a C++ backtrace may follow
         raise type(error)(message) from None
-    if not backend.available():
+    if not available():
         return torch.empty(like.shape, dtype=like.dtype)
-    tensor: torch.Tensor = backend.load().empty(like.shape, like.dtype)
+    tensor: torch.Tensor = load_native().empty(like.shape, like.dtype)
     return tensor
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is in shared memory, from `empty_shared` or from DDP or FSDP2."""
-    return backend.available() and bool(backend.load().is_shared(tensor))
+    return available() and bool(load_native().is_shared(tensor))
 
 
 def get_memory_handle(tensor: torch.Tensor) -> list[int]:
@@ -84,7 +84,7 @@ def get_memory_handle(tensor: torch.Tensor) -> list[int]:
     """
     if not tensor.numel():
         return [0] * HANDLE_LENGTH
-    return list(backend.load().handle_of(tensor))
+    return list(load_native().handle_of(tensor))
 
 
 def map_peer_tensor(
@@ -107,7 +107,7 @@ def map_peer_tensor(
     """
     if not numel:
         return torch.empty(0, dtype=dtype)
-    native = backend.of_group(group)
+    native = of_group(group)
     assert native is not None, "memory is mapped by the backend that has read it"
     try:
         flat: torch.Tensor = native.map_peer(list(handle), numel * dtype.itemsize)
@@ -138,9 +138,9 @@ def create_group_tensor(
     sizes = [shape] if isinstance(shape, int) else list(shape)
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return torch.zeros(sizes, dtype=dtype)
-    native = backend.of_group(group)
+    native = of_group(group)
     if native is None:
-        across = backend.host_group_of(group) is not None
+        across = host_group_of(group) is not None
         raise LayoutError(
             "only ranks on one host, in a group with the backend 'lockstep', can share a tensor; "
             + (
@@ -167,7 +167,7 @@ def atomic_load(tensor: torch.Tensor, index: int) -> int:
         ValueError: The tensor is not int64, not contiguous or not on the CPU.
         IndexError: There is no such element.
     """
-    return int(backend.load().load(tensor, index))
+    return int(load_native().load(tensor, index))
 
 
 def atomic_store(tensor: torch.Tensor, index: int, value: int) -> None:
@@ -176,7 +176,7 @@ def atomic_store(tensor: torch.Tensor, index: int, value: int) -> None:
     Raises:
         ValueError, IndexError: As `atomic_load`.
     """
-    backend.load().store(tensor, index, value)
+    load_native().store(tensor, index, value)
 
 
 def atomic_compare_exchange(tensor: torch.Tensor, index: int, expected: int, desired: int) -> int:
@@ -188,4 +188,4 @@ def atomic_compare_exchange(tensor: torch.Tensor, index: int, expected: int, des
     Raises:
         ValueError, IndexError: As `atomic_load`.
     """
-    return int(backend.load().compare_exchange(tensor, index, expected, desired))
+    return int(load_native().compare_exchange(tensor, index, expected, desired))

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lockstep.comm import native_module
+from lockstep.comm.native_module import load_native
 
 __all__ = ["SMALLEST", "GradBucketViews", "gets_view"]
 
@@ -40,7 +40,7 @@ class GradBucketViews:
     def __init__(self, views: Sequence[torch.Tensor | None]) -> None:
         large = [view if view is not None and gets_view(view.nbytes) else None for view in views]
         self._indices = {index for index, view in enumerate(large) if view is not None}
-        self._native: Any = native_module.load().GradientPlaces(large) if self._indices else None
+        self._native: Any = load_native().GradientPlaces(large) if self._indices else None
         self._is_used = bool(self._indices)
 
     @contextmanager

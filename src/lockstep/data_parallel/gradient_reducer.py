@@ -37,8 +37,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.checksum import checksum
-from lockstep.comm import native_module
 from lockstep.comm.memory_format import in_layout_of
+from lockstep.comm.native_module import load_native, reason_unavailable
 from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce, reproducible_all_reduce
 from lockstep.comm.sparse_gradients import sum_sparse_gradients
 from lockstep.data.assignment import Hosts, assign_nodes
@@ -89,8 +89,8 @@ class GradientReducer:
         self._parameters = list(parameters)
         self._sparse = {n for n, (_, parameter) in enumerate(parameters) if parameter in sparse}
         self._planner = BucketPlanner(self._parameters, group, shards)
-        is_native = native_module.reason_unavailable() is None
-        self._add_natively = native_module.load().accumulate_gradients if is_native else None
+        is_native = reason_unavailable() is None
+        self._add_natively = load_native().accumulate_gradients if is_native else None
         self._may_have_view = {*range(len(self._parameters))} if is_native else set[int]()
         self._streams = GradientStreams(parameters[0][1].device if parameters else None)
         self._tracker = BucketReadyTracker(

@@ -43,7 +43,7 @@ from dataclasses import dataclass, field
 from types import FrameType, SimpleNamespace
 from typing import Any, NoReturn
 
-from lockstep.comm import native_module
+from lockstep.comm.native_module import load_native
 from lockstep.launcher.channel import Channel, Message, open_channel
 from lockstep.launcher.huge_pages import collapse_memory
 from lockstep.launcher.rank_process import ForkedProcess, exit_process
@@ -413,7 +413,7 @@ def main(descriptor: int, launcher: int, modules: Sequence[str]) -> NoReturn:
     with _exiting_with(launcher):
         import_for_ranks(modules)
         with contextlib.suppress(ImportError):  # without one, each rank says why it uses Gloo
-            native_module.load()
+            load_native()
     gc.enable()
     gc.freeze()  # ranks neither traverse nor copy objects from before the fork
     serve(open_channel(descriptor), launcher, handler)

@@ -38,8 +38,9 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from lockstep.comm import activity, native_module
+from lockstep.comm.activity import PAGE_BYTES, use_page
 from lockstep.comm.native.binding_folder import get_cache_folder
+from lockstep.comm.native_module import choose_again
 from lockstep.kernel.errors import LockstepError
 from lockstep.launcher.channel import Channel, Message, open_channel, read_memfd, write_memfd
 from lockstep.launcher.signals import print_stack_on_signal
@@ -287,7 +288,7 @@ def _set_up_interpreter(message: Message) -> None:
     cache = get_cache_folder()
     _update_environ(message["environ"])
     if get_cache_folder() != cache:
-        native_module.choose_again()
+        choose_again()
     sys.path[:] = _path(message)
     sys.argv[:] = message["argv"]
     open_missing_streams()  # after a fork of a program without them
@@ -323,11 +324,11 @@ def run_and_report(message: Message, report: Channel, work: int) -> int:
     global _report, _report_owner, _exit_code, _task
     _report, _report_owner, _task = report, os.getpid(), message["task"]
     set_launch_number(message.get("launch"))
-    stack, page = write_memfd(b""), write_memfd(bytes(activity.PAGE_BYTES))
+    stack, page = write_memfd(b""), write_memfd(bytes(PAGE_BYTES))
     dump_stack_on_signal(stack)  # before the launcher can ask: by default the signal kills
     print_stack_on_signal()
     report.send({"kind": "stack"}, [stack, page])
-    activity.use_page(page)
+    use_page(page)
     os.close(page)
     if os.environ.get("RANK", "0") != "0" and "PYTHONBREAKPOINT" not in os.environ:
         sys.breakpointhook = _skip_breakpoint

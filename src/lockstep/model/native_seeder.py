@@ -23,8 +23,8 @@ import numpy
 import torch
 from torch import nn
 
-from lockstep.comm import native_module
 from lockstep.comm.activity import publish
+from lockstep.comm.native_module import load_native, reason_unavailable
 from lockstep.kernel.rng_scopes import BEFORE, RngScopes
 from lockstep.kernel.seeds import PlainSeeder, Seeder, remember_numpy
 from lockstep.model.call_interception import InterceptedCalls
@@ -34,7 +34,7 @@ __all__ = ["NativeSeeder", "make_rng_scopes", "make_seeder"]
 
 def make_seeder(order: Sequence[int]) -> Seeder:
     """Return a seeder for these scopes, of the native module if there is one."""
-    is_native = native_module.reason_unavailable() is None
+    is_native = reason_unavailable() is None
     return NativeSeeder(order) if is_native else PlainSeeder()
 
 
@@ -63,7 +63,7 @@ class NativeSeeder:
     """
 
     def __init__(self, order: Sequence[int]) -> None:
-        self._native = native_module.load().UnitSeeder(order)
+        self._native = load_native().UnitSeeder(order)
         self.seed: Callable[[bytes, int, int], int] = self._native.seed
 
     def seed_others(self, seed: int) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.comm import backend
+from lockstep.comm.backend import host_group_of
 from lockstep.data.assignment import Hosts, on_one_host
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.loss_scale import LossScale
@@ -111,7 +111,7 @@ def _check_stages(ranks: int, stages: int, extra_modules: Sequence[nn.Module]) -
 
 def find_hosts(ranks: int, stages: int) -> Hosts:
     """Return the replicas of each host; a replica belongs to the host of its first rank."""
-    group = backend.host_group_of(None) if dist.is_initialized() else None
+    group = host_group_of(None) if dist.is_initialized() else None
     if group is None:
         return on_one_host(ranks // stages)
     by_host: dict[int, list[int]] = {}

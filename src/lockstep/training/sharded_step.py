@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lockstep.comm import native_module
+from lockstep.comm.native_module import find_compute_norms
 from lockstep.data_parallel.sharded_norm import compute_sharded_squares, find_spans
 from lockstep.kernel.errors import LayoutError
 from lockstep.kernel.norm import compute_squares
@@ -53,7 +53,7 @@ Not if they are fused, and not in bfloat16, which vector instructions round less
 def choose_squares(parallel: ParallelContext) -> Callable[..., list[float]]:
     """Return the function of the squares in the norm of gradients, which may be sharded."""
     if not parallel.is_interleaved:
-        return partial(compute_squares, measure=native_module.find_compute_norms())
+        return partial(compute_squares, measure=find_compute_norms())
     group = parallel.group or dist.group.WORLD
     assert group is not None
     return lambda gradients, *_: compute_sharded_squares(gradients, group)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from lockstep.comm import native_module
 from lockstep.comm.hosts.group import GLOO_MARGIN, HostGroup
 from lockstep.comm.hosts.identity import HostIdentity, address_towards, is_loopback
 from lockstep.comm.hosts.map import HostMap
 from lockstep.comm.hosts.process_group import HostProcessGroup
+from lockstep.comm.native_module import load_native
 
 __all__ = ["create_across_hosts"]
 
@@ -46,7 +46,7 @@ def create_across_hosts(
     shown = "default" if name in ("", "0") else name
     own = on_hosts.host_of(rank)
     local_ranks = on_hosts.hosts[own]
-    local = native_module.load().create(
+    local = load_native().create(
         store=PrefixStore(f"lockstep/host{own}/", store),
         rank=local_ranks.index(rank),
         size=len(local_ranks),

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import native_module
 from lockstep.comm.hosts.failure_cause import FailureCause
 from lockstep.comm.hosts.link import HostLink
 from lockstep.comm.hosts.map import HostMap
 from lockstep.comm.hosts.reduction import HostReducer
 from lockstep.comm.hosts.sum_thread import SumThread
+from lockstep.comm.native_module import load_native
 
 __all__ = ["GLOO_MARGIN", "GroupError", "HostGroup"]
 
@@ -159,7 +159,7 @@ class HostGroup:
         self._sum = f"reproducible_all_reduce #{self._sums_begun}"
         self.check(self._sum)
         self.between.deadline = time.monotonic() + self.timeout
-        native_module.load().publish_call(
+        load_native().publish_call(
             "reproducible_all_reduce", -1, self._sums_begun, count, self.name
         )
         return self._sums_begun
@@ -307,7 +307,7 @@ class PendingSum:
 
     def wait(self) -> None:
         """Wait until the sum is complete; raise its error."""
-        native, group = native_module.load(), self._group
+        native, group = load_native(), self._group
         native.begin_wait("")  # the thread of the sums publishes what it waits for
         try:
             self._future.result()

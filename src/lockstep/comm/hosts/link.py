@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lockstep.comm import native_module
+from lockstep.comm.native_module import load_native
 
 __all__ = ["HostLink", "LinkTransfer"]
 
@@ -43,7 +43,7 @@ class LinkTransfer:
         """
         link = self._link
         remaining = timedelta(seconds=max(link.deadline - time.monotonic(), 0.001))
-        native = native_module.load()
+        native = load_native()
         native.begin_wait(link.describe_wait(self._peer))
         try:
             self._work.wait(remaining)

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.comm import native_module
 from lockstep.comm.hosts.group import GLOO_MARGIN, HostGroup
-from lockstep.comm.native_module import ArgumentError
+from lockstep.comm.native_module import ArgumentError, load_native, refusal
 
 __all__ = ["HostProcessGroup"]
 
@@ -153,7 +152,7 @@ class HostProcessGroup(ProcessGroup):  # type: ignore[misc]
             text = f"{name} {'to' if name == 'send' else 'from'} {group.format_rank(peer)}"
             awaited = group.describe(peer)
         self._check_usable(text)
-        native_module.load().publish_call(
+        load_native().publish_call(
             name,
             -1 if peer is None else group.global_rank(peer),
             number,
@@ -170,7 +169,7 @@ class HostProcessGroup(ProcessGroup):  # type: ignore[misc]
 
     def _check_usable(self, call: str) -> None:
         group = self.host_group
-        if reason := native_module.refusal():
+        if reason := refusal():
             raise ArgumentError(
                 f"{group.format_rank(self._rank)}: {call} on group {group.name} is refused: "
                 f"{reason}"
@@ -240,7 +239,7 @@ class HostWork(dist.Work):
         Raises:
             RuntimeError: The call failed, or did not complete in time.
         """
-        group, native = self._group, native_module.load()
+        group, native = self._group, load_native()
         seconds = timeout.total_seconds() or self._seconds
         deadline = time.monotonic() + seconds
         native.begin_wait(f"{self._call} on group {group.name}, waiting for {self._awaited}")

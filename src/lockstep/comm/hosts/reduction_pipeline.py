@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from lockstep.comm import native_module
 from lockstep.comm.bucket import round_up
 from lockstep.comm.hosts.packed_values import PackedValues
 from lockstep.comm.hosts.reduction import HostReducer
 from lockstep.comm.hosts.reduction_plan import ReductionPlan, Term
+from lockstep.comm.native_module import load_native
 from lockstep.kernel.tree import Node
 
 __all__ = ["ReductionPipeline"]
@@ -151,7 +151,7 @@ class ReductionPipeline:
             return inputs[0]  # in shared memory, which does not change before the result comes
         buffer = self._reducer.buffer(name, chunk % SLOTS, size, self._dtype)
         keys = [[key] for key in term.inputs]
-        add_nodes = native_module.load().add_nodes
+        add_nodes = load_native().add_nodes
         for part, present in self._values.parts(keys, slice_, chunk):
             parts = [values[part] for values in inputs]
             add_nodes(parts, term.nodes, term.leaves, present, buffer[part])
@@ -159,7 +159,7 @@ class ReductionPipeline:
 
     def _reduce(self, chunk: int) -> None:
         """Reduce a chunk of the slices that this rank reduces; send a result that is returned."""
-        reducer, plan, add_nodes = self._reducer, self._plan, native_module.load().add_nodes
+        reducer, plan, add_nodes = self._reducer, self._plan, load_native().add_nodes
         for slice_ in self._handled:
             size = self._size(slice_, chunk)
             if not size or not plan.reduces(reducer.rank, slice_):

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from lockstep.comm import native_module
+from lockstep.comm.native_module import callers
 
 __all__ = ["SumThread"]
 
@@ -46,7 +46,7 @@ class SumThread:
 
     def _run(self, caller: int) -> None:
         own = threading.get_ident()
-        native_module.callers[own] = caller
+        callers[own] = caller
         while (work := self._sums.get()) is not None:
             future, function = work
             try:
@@ -56,4 +56,4 @@ class SumThread:
             else:
                 future.set_result(None)
             del work, future, function  # they hold the buffers of the sum
-        native_module.callers.pop(own, None)
+        callers.pop(own, None)

@@ -149,7 +149,7 @@ def check_native(requirements: Requirements) -> Iterator[CheckResult]:
 
 def _has_binding() -> bool:
     try:
-        native.load()
+        native.load_native()
     except BindingError:
         return False
     return True
