@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 import warm
+from lockstep.comm.hosts.identity import describe_namespaces
 from lockstep.kernel.errors import RendezvousError
 from lockstep.launcher import listening_socket, network_interface
 from lockstep.launcher.environment import RankInfo
@@ -161,7 +162,7 @@ def test_ranks_that_a_launcher_started_on_one_host_exchange_nothing(launcher):
 def test_a_rank_on_the_masters_host_asks_for_the_route_to_the_first_other_rank(monkeypatch):
     own = {"127.0.0.1": "lo", "10.0.0.1": "eth0", "10.1.0.1": "eth1", "10.2.0.9": "eth2"}
     routes = {"10.0.0.2": "10.1.0.1", "10.9.0.1": "10.0.0.2"}
-    monkeypatch.setattr(network_interface, "find_source_address", routes.get)
+    monkeypatch.setattr(network_interface, "address_towards", lambda to: routes.get(to, ""))
     monkeypatch.setattr(network_interface, "find_own_addresses", lambda: own)
     other = RankInfo(rank=2, world_size=3, master_addr="10.9.0.1", master_port=1)
     assert find_interface(other, "10.0.0.2") is None  # which is on another host
@@ -171,7 +172,7 @@ def test_a_rank_on_the_masters_host_asks_for_the_route_to_the_first_other_rank(m
 
 
 def test_an_address_of_the_loopback_interface_is_not_named_to_other_hosts(monkeypatch):
-    monkeypatch.setattr(network_interface, "find_source_address", lambda address: "10.9.0.9")
+    monkeypatch.setattr(network_interface, "address_towards", lambda address: "10.9.0.9")
     own = {"127.0.0.1": "lo", "10.9.0.9": "lo", "10.0.0.1": "eth0"}
     monkeypatch.setattr(network_interface, "find_own_addresses", lambda: own)
     info = RankInfo(rank=1, world_size=2, master_addr="10.0.0.7", master_port=1)
@@ -181,7 +182,7 @@ def test_an_address_of_the_loopback_interface_is_not_named_to_other_hosts(monkey
 def test_a_tunnel_to_the_store_is_an_error_on_every_rank(monkeypatch):
     identities = iter(["first", "second"])
     found = exchange(
-        monkeypatch, "localhost", "localhost", network_identity=lambda: next(identities)
+        monkeypatch, "localhost", "localhost", describe_namespaces=lambda kind: next(identities)
     )
     for rank, sentence in enumerate(found):
         assert sentence.startswith(
@@ -198,7 +199,7 @@ def test_a_tunnel_to_the_store_is_an_error_on_every_rank(monkeypatch):
     [("192.0.2.1", "192.0.2.1 (MASTER_ADDR)"), ("127.0.0.1", "192.0.2.2 (another host of this")],
 )
 def test_no_route_is_an_error_that_names_the_address(monkeypatch, master, words):
-    monkeypatch.setattr(network_interface, "find_source_address", lambda address: None)
+    monkeypatch.setattr(network_interface, "address_towards", lambda address: "")
     info = RankInfo(world_size=2, master_addr=master, master_port=1)
     with pytest.raises(RendezvousError, match=re.escape(f"this host has no route to {words}")):
         find_interface(info, "192.0.2.2")
@@ -224,8 +225,8 @@ def test_a_port_is_served_at_the_masters_address_if_it_is_this_hosts_own(network
 
 def test_hosts_differ_in_their_identity_and_their_processes_share_it(network):
     net = network("a", "b")
-    found = [host.call(network_interface.network_identity) for host in (net.a, net.a, net.b)]
-    assert found[0] == found[1] != found[2] != network_interface.network_identity()
+    found = [host.call(lambda: describe_namespaces("net")) for host in (net.a, net.a, net.b)]
+    assert found[0] == found[1] != found[2] != describe_namespaces("net")
 
 
 def test_a_host_name_at_loopback_is_served_on_every_interface(network):

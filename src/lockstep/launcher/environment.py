@@ -25,6 +25,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lockstep.comm.hosts.identity import is_loopback
 from lockstep.comm.transport.secret import SECRET_FILE
 from lockstep.kernel.errors import LaunchEnvironmentError
 from lockstep.launcher import slurm
@@ -55,8 +56,6 @@ def is_elastic_on_hosts(environ: Mapping[str, str]) -> bool:
     """Return whether this is a rank of an elastic run that may be on several hosts."""
     return ELASTIC in environ and environ.get("GROUP_WORLD_SIZE", "1") != "1"
 
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 # Launchers that set variables of their own, by the variable that numbers their processes: the one
 # with their number, and the launcher's name. Their processes need the variables of torchrun.
@@ -121,11 +120,6 @@ class RankInfo:
         if self.master_addr is None:
             return "a file on this host"
         return f"{self.master_addr}:{self.master_port}"
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether the ranks meet on this host's loopback interface."""
-        return self.master_addr is None or self.master_addr in LOOPBACK
 
 
 @dataclass(frozen=True)
@@ -318,7 +312,7 @@ def _read_local(
     local_world_size = _read_number(names, names.local_world_size, environ)
     if names is SLURM:
         local_world_size = slurm.count_local_tasks(world_size, host or 0, environ)
-    if local_world_size is None and (world_size == 1 or master_addr in LOOPBACK):
+    if local_world_size is None and (world_size == 1 or is_loopback(master_addr or "")):
         local_world_size = world_size
     if local_world_size == world_size:
         local_rank = rank if local_rank is None else local_rank

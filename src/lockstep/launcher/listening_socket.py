@@ -7,21 +7,18 @@ interface unless several hosts take part.
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import ipaddress
 import re
 import socket
 
+from lockstep.comm.hosts.identity import address_towards, is_loopback
 from lockstep.kernel.errors import UsageError
 
 __all__ = [
     "DEFAULT_PORT",
     "LOOPBACK",
     "find_obstacle",
-    "find_source_address",
     "get_connectable_address",
-    "is_loopback",
     "is_own_address",
     "listen",
     "parse_endpoint",
@@ -32,7 +29,6 @@ __all__ = [
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
 CONNECT_TIMEOUT = 5.0  # seconds
-ANY_PORT = 1  # the route does not depend on the port
 BACKLOG = 1024  # every rank of a host may connect at the same moment
 
 
@@ -142,13 +138,6 @@ def get_connectable_address(listening: socket.socket) -> str:
     return LOOPBACK if host == "0.0.0.0" else host
 
 
-def is_loopback(address: str) -> bool:
-    """Return whether an address is "localhost" or a numeric address of the loopback interface."""
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address).is_loopback
-    return address == "localhost"
-
-
 def is_own_address(address: str) -> bool | None:
     """Return whether an interface of this host has this address; None if that cannot be told.
 
@@ -197,14 +186,5 @@ def resolve_address(address: str) -> tuple[socket.AddressFamily, str]:
     # a host without IPv4 may find an IPv4 address under a name.
     entries.sort(key=lambda entry: entry[0] != socket.AF_INET)
     pairs = [(family, str(numeric[0])) for family, _, _, _, numeric in entries]
-    routed = (pair for pair in pairs if len(pairs) == 1 or find_source_address(pair[1]))
+    routed = (pair for pair in pairs if len(pairs) == 1 or address_towards(pair[1]))
     return next(routed, pairs[0])
-
-
-def find_source_address(address: str) -> str | None:
-    """Return this host's own address on the route to a numeric address; None without a route."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, ANY_PORT))  # sends nothing
-        return str(probe.getsockname()[0])
-    return None

@@ -14,18 +14,13 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from pathlib import Path
 
 import psutil
 
+from lockstep.comm.hosts.identity import address_towards, describe_namespaces, is_loopback
 from lockstep.kernel.errors import RendezvousError
 from lockstep.launcher.environment import RankInfo
-from lockstep.launcher.listening_socket import (
-    LOOPBACK,
-    find_source_address,
-    is_loopback,
-    resolve_address,
-)
+from lockstep.launcher.listening_socket import LOOPBACK, resolve_address
 
 __all__ = [
     "ALONE",
@@ -35,7 +30,6 @@ __all__ = [
     "find_master_interface",
     "find_own_addresses",
     "find_served_address",
-    "network_identity",
 ]
 
 ALONE, UNKNOWN = "alone", "unknown"
@@ -58,8 +52,7 @@ def find_interface(rank_info: RankInfo, other: str = ALONE) -> str | None:
         RendezvousError: There is no route to the other hosts, or it cannot be found.
     """
     address = _choose_address(rank_info, other)
-    own = find_source_address(address)
-    name = None if own is None else find_own_addresses().get(own)
+    name = find_own_addresses().get(address_towards(address))
     if name is None or (address != LOOPBACK and find_own_addresses().get(LOOPBACK) == name):
         return None
     return name
@@ -73,8 +66,7 @@ def find_master_interface(master_addr: str) -> str | None:
     """
     _, master = resolve_address(master_addr)
     addresses = find_own_addresses()
-    own = master if master in addresses else find_source_address(master)
-    name = None if own is None else addresses.get(own)
+    name = addresses.get(master if master in addresses else address_towards(master))
     return None if name == addresses.get(LOOPBACK) and not is_loopback(master) else name
 
 
@@ -91,16 +83,7 @@ def find_served_address(address: str) -> str:
     _, master = resolve_address(address)
     if _is_here(master):
         return address
-    return find_source_address(master) or address
-
-
-def network_identity() -> str:
-    """Return a text that is the same for processes that share a loopback interface."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/thread-self/ns/net').st_ino}"
-    except OSError:
-        return f"{socket.gethostname()[:64]} {psutil.boot_time():.0f}"
+    return address_towards(master) or address
 
 
 def describe_network(master_addr: str) -> tuple[str, str]:
@@ -109,8 +92,8 @@ def describe_network(master_addr: str) -> tuple[str, str]:
     The address is that on the route to the master; "" on the master's host.
     """
     _, master = resolve_address(master_addr)
-    own = "" if _is_here(master) else find_source_address(master) or ""
-    return hashlib.blake2b(network_identity().encode(), digest_size=8).hexdigest(), own
+    own = "" if _is_here(master) else address_towards(master)
+    return hashlib.blake2b(describe_namespaces("net").encode(), digest_size=8).hexdigest(), own
 
 
 def _choose_address(rank_info: RankInfo, other: str) -> str:
@@ -131,7 +114,7 @@ def _choose_address(rank_info: RankInfo, other: str) -> str:
             f"between these hosts: set MASTER_ADDR to an address of rank 0's host that the other "
             f"hosts reach, or GLOO_SOCKET_IFNAME on every host"
         )
-    if find_source_address(other) is None:
+    if not address_towards(other):
         raise RendezvousError(
             f"rank {rank_info.rank}: this host has no route to {other} ({whose}): check its "
             f"interfaces and routes (ip addr, ip route get {other})"

@@ -35,6 +35,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
+from lockstep.comm.hosts.identity import is_loopback
 from lockstep.comm.transport.handshake import Refused, Status
 from lockstep.comm.transport.message_connection import requires_secret
 from lockstep.comm.transport.secret import SECRET_FILE, read_secret, warn_without_secret
@@ -51,7 +52,6 @@ from lockstep.launcher.listening_socket import (
     LOOPBACK,
     find_obstacle,
     get_connectable_address,
-    is_loopback,
     listen,
     resolve_address,
 )
@@ -238,7 +238,7 @@ def _open_store(rank_info: RankInfo, deadline: float) -> Store:
         return _open_secret_store(rank_info, address, port, secret, deadline)
     is_served = _launcher_serves()
     if rank_info.rank == 0 and not is_served:
-        if not rank_info.is_loopback:
+        if not is_loopback(address):
             log(warn_without_secret(address, port))
         return _serve(listen(address, port, is_single_host=rank_info.is_single_host), deadline)
     return _connect(rank_info, address, port, deadline)

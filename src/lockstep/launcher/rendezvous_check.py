@@ -5,9 +5,9 @@
       ── I am r, process p of host h ─>  rank/r      a second process with this rank: error
       ── one more ───────────────────>  registered  the last rank to count finds all of rank/*
       <─ hosts, address of another ───  layout      before that it writes who shares a host
-      <─ all here, or an error ───────  complete    a rank that finds an error writes the two
-                                                    ranks that contradict each other, or at the
-                                                    timeout the missing ranks
+      <─ all here, or an error ───────  complete    a rank that finds an error writes a sentence:
+                                                    which ranks contradict each other, or at the
+                                                    timeout which are missing
 
 So on a contradiction, or at the timeout of the first rank, every rank raises the same message at
 once. The lowest rank that has registered prints which ranks are missing, every ten seconds. The
@@ -18,7 +18,7 @@ mpiexec gives no index of the host, and variables set by hand often only RANK an
 identities of the hosts tell which ranks share one; hosts count in order of their lowest ranks.
 
 Every user who can reach the port of a store can write to it. Values are therefore validated, and
-error messages are composed from them here.
+sentences are printed without control characters.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, NoReturn
 
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
-from lockstep.comm.hosts.identity import identify_host
+from lockstep.comm.hosts.identity import identify_host, is_loopback
 from lockstep.kernel.errors import LaunchEnvironmentError, RendezvousError
 from lockstep.launcher.environment import RankInfo, is_elastic_on_hosts
 from lockstep.launcher.late_ranks import LongWait, advise, describe_ranks
-from lockstep.launcher.listening_socket import is_loopback
 from lockstep.launcher.network_interface import ALONE, UNKNOWN, describe_network
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.messages import escape_control, log
@@ -53,6 +52,8 @@ MIN_POLL, MAX_POLL = 0.001, 0.05  # seconds between two checks for completion
 END_TIMEOUT = 5.0  # seconds that ranks on the host of the store wait for the others to read it
 RANKS_PER_CHECK = 128  # with more ranks each checks less often: one store serves all of them
 MAX_HOST_NAME = 255  # characters
+MAX_ENTRY = 2000  # bytes of what a rank writes
+ERRORS = {"contradiction": LaunchEnvironmentError, "timeout": RendezvousError}
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,9 @@ class Registration:
     def __str__(self) -> str:
         """Return "process 7 on HOST"."""
         return f"process {self.process} on {self.host}"
+
+
+TYPES = [int, int, int, str, str, str, str]  # of the attributes of a Registration
 
 
 def check_ranks(store: Store, rank_info: RankInfo, deadline: float) -> None:
@@ -215,72 +219,44 @@ def _claim(store: Store, rank_info: RankInfo, key: str, own: Registration) -> Re
 
 def _read_registration(rank_info: RankInfo, key: str, value: bytes) -> Registration:
     try:
-        return _parse_registration(json.loads(value))
-    except (ValueError, RecursionError):
+        entry = Registration(**json.loads(value))
+        contents = astuple(entry)
+        if [*map(type, contents)] != TYPES or len(value) > MAX_ENTRY:
+            raise ValueError
+        if not "".join(map(str, contents)).isprintable():
+            raise ValueError
+    except (ValueError, TypeError, RecursionError):
         _raise_foreign_value(rank_info, key)
+    return entry
 
 
 def _report_contradiction(
     store: Store, rank_info: RankInfo, first: Registration, second: Registration
 ) -> NoReturn:
-    pair = json.dumps([asdict(first), asdict(second)])
-    written: bytes = store.compare_set("complete", "", pair)
-    value = pair.encode() if written == ALL_HERE.encode() else written
-    _raise_error(rank_info, value)
-
-
-def _raise_error(rank_info: RankInfo, value: bytes) -> NoReturn:
-    """Raise the error that some rank wrote: two registrations, or the missing ranks."""
-    try:
-        content = json.loads(value)
-        if isinstance(content, dict):
-            missing, waited = _parse_timeout(rank_info, content)
-        else:
-            missing, waited = [], 0.0
-            first, second = map(_parse_registration, content)
-    except (ValueError, TypeError, RecursionError):
-        _raise_foreign_value(rank_info, "complete")
-    if isinstance(content, dict):
-        raise RendezvousError(_describe_timeout(rank_info, missing, waited))
     if first.world_size == second.world_size:
-        raise LaunchEnvironmentError(
+        sentence = (
             f"two processes are rank {second.rank}: {first} and {second}; give each its own RANK "
             f"(--node-rank for each host)"
         )
-    raise LaunchEnvironmentError(
-        f"the world has {first.world_size} ranks according to rank {first.rank} ({first}), but "
-        f"{second.world_size} according to rank {second.rank} ({second}): start every rank with "
-        f"the same WORLD_SIZE (--nnodes times --nproc-per-node)"
-    )
+    else:
+        sentence = (
+            f"the world has {first.world_size} ranks according to rank {first.rank} ({first}), but "
+            f"{second.world_size} according to rank {second.rank} ({second}): start every rank "
+            f"with the same WORLD_SIZE (--nnodes times --nproc-per-node)"
+        )
+    own = json.dumps(["contradiction", sentence])
+    written: bytes = store.compare_set("complete", "", own)
+    _raise_error(rank_info, own.encode() if written == ALL_HERE.encode() else written)
 
 
-def _parse_timeout(rank_info: RankInfo, value: dict[str, Any]) -> tuple[list[int], float]:
-    """Return the missing ranks and the seconds that JSON data describes; else ValueError."""
-    if value.keys() != {"missing", "waited"}:
-        raise ValueError
-    missing, waited = value["missing"], value["waited"]
-    ranks = range(rank_info.world_size)
-    if not isinstance(missing, list) or not all(type(rank) is int for rank in missing):
-        raise ValueError
-    is_ascending = missing == sorted({*missing} & {*ranks})
-    if not missing or not is_ascending or type(waited) is not float or not 0 <= waited < 1e9:
-        raise ValueError
-    return missing, waited
-
-
-def _parse_registration(value: Any) -> Registration:
-    """Return the registration that JSON data describes; ValueError if it describes none."""
-    names = {field.name for field in fields(Registration)}
-    if not isinstance(value, dict) or value.keys() != names:
-        raise ValueError
-    entry = Registration(**value)
-    numbers = (entry.rank, entry.world_size, entry.process)
-    if not all(type(number) is int and 0 <= number < 1 << 31 for number in numbers):
-        raise ValueError
-    for text in (entry.host, entry.identity, entry.network, entry.address):
-        if not isinstance(text, str) or len(text) > MAX_HOST_NAME or not text.isprintable():
-            raise ValueError
-    return entry
+def _raise_error(rank_info: RankInfo, value: bytes) -> NoReturn:
+    """Raise the error that some rank wrote."""
+    try:
+        kind, sentence = json.loads(value)
+        error = ERRORS[kind](escape_control(" ".join(sentence[:MAX_ENTRY].split())))
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        _raise_foreign_value(rank_info, "complete")
+    raise error
 
 
 def _raise_foreign_value(rank_info: RankInfo, key: str) -> NoReturn:
@@ -320,7 +296,8 @@ def _end_at_timeout(store: Store, rank_info: RankInfo, waited: float) -> None:
     if not missing:
         _complete(store, rank_info)  # the last rank came at this moment
         return
-    store.compare_set("complete", "", json.dumps({"missing": missing, "waited": float(waited)}))
+    sentence = _describe_timeout(rank_info, missing, waited)
+    store.compare_set("complete", "", json.dumps(["timeout", sentence]))
 
 
 def _wait_for_readers(store: Store, rank_info: RankInfo) -> None:

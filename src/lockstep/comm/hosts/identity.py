@@ -7,6 +7,7 @@ groups that follow use what is known.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import socket
@@ -78,17 +79,18 @@ def identify_host() -> str:
     Containers of one machine differ, as they have their own process numbers or networks. Host
     names alone do not decide: they may be equal, or empty.
     """
-    given = os.environ.get(IDENTITY)
-    if given:
-        return given
-    boot = ""
+    return os.environ.get(IDENTITY) or describe_namespaces("pid", "net")
+
+
+def describe_namespaces(*kinds: str) -> str:
+    """Return a text that processes of one machine have in common if they share namespaces."""
+    parts = [socket.gethostname()]
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    spaces = []
-    for kind in ("pid", "net"):
+        parts = [Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
+    for kind in kinds:
         with suppress(OSError):
-            spaces.append(os.readlink(f"/proc/thread-self/ns/{kind}"))
-    return " ".join([boot or socket.gethostname(), *spaces])
+            parts.append(os.readlink(f"/proc/thread-self/ns/{kind}"))
+    return " ".join(parts)
 
 
 def find_address() -> str:
@@ -109,7 +111,9 @@ def address_towards(host: str) -> str:
 
 def is_loopback(address: str) -> bool:
     """Return whether an address or host name always means the host itself."""
-    return address.startswith("127.") or address == "::1" or address in LOOPBACK_NAMES
+    with suppress(ValueError):
+        return ipaddress.ip_address(address).is_loopback
+    return address in LOOPBACK_NAMES
 
 
 def is_surely_one_host(size: int) -> bool:
