@@ -7,6 +7,7 @@
     write_output    a table of measurements         0600 if it is new
     replace_file    weights                         0600, replaced atomically
     read_json       a manifest, a state             refused unless it is what Lockstep writes
+    lock_file       a record, a run                 held until it is closed
     remove_tree     a checkpoint                    removed with all that is in it
 
 The modes are set when a file is created, so others can never open it in between, and no
@@ -18,11 +19,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -33,6 +36,7 @@ __all__ = [
     "FOLDER_MODE",
     "create_file",
     "exchange_folders",
+    "lock_file",
     "make_folder",
     "open_for_write",
     "open_or_create",
@@ -44,6 +48,7 @@ __all__ = [
 ]
 
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
+LOCK_POLL = 0.02  # seconds between two attempts to lock a file
 
 
 def make_folder(path: Path, *, exist_ok: bool = True) -> None:
@@ -168,6 +173,31 @@ def _unique_entries(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a number in JSON")
+
+
+def lock_file(descriptor: int, kind: int = fcntl.LOCK_EX, timeout: float = 0.0) -> bool | None:
+    """Lock an open file, as `fcntl.flock` does.
+
+    Args:
+        descriptor: The file, which is unlocked when all its copies are closed.
+        kind: `LOCK_EX` or `LOCK_SH`.
+        timeout: Seconds to wait for other processes.
+
+    Returns:
+        Whether it is locked; None if the file system has no locks.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(LOCK_POLL)
+        except OSError:
+            return None
+        else:
+            return True
 
 
 def remove_tree(path: Path) -> None:

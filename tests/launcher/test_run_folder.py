@@ -129,14 +129,14 @@ def test_a_claim_that_slips_into_anothers_is_noticed(folder, monkeypatch):
     thief = run_folder._open_lock(folder)
     slipped: list[bool] = []
 
-    def try_lock(descriptor: int, kind: int) -> bool:
+    def lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool | None:
         if kind == fcntl.LOCK_SH and descriptor != thief and not slipped:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
             slipped.append(run_folder._try_to_claim(thief))
         return real(descriptor, kind)
 
-    real = run_folder._try_lock
-    monkeypatch.setattr(run_folder, "_try_lock", try_lock)
+    real = run_folder.lock_file
+    monkeypatch.setattr(run_folder, "lock_file", lock)
     with pytest.raises(UsageError, match=r"still in use after 0.1 s"):
         wait_until_free(folder, timeout=0.1)
     assert slipped == [True]

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.files import make_folder, open_or_create, replace_file
+from lockstep.files import lock_file, make_folder, open_or_create, replace_file
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.environment import LAUNCHER, read_rank_info
 from lockstep.launcher.failure_attribution import read_stat
@@ -448,11 +448,8 @@ def hold_run(folder: str | os.PathLike[str]) -> None:
     descriptor = _open_lock(folder)
     if descriptor is None:
         return
-    deadline = time.monotonic() + EXIT_TIMEOUT
-    while not _try_lock(descriptor, fcntl.LOCK_SH):
-        if time.monotonic() >= deadline:
-            raise _make_error(folder, descriptor, EXIT_TIMEOUT)
-        time.sleep(POLL)
+    if lock_file(descriptor, fcntl.LOCK_SH, EXIT_TIMEOUT) is False:
+        raise _make_error(folder, descriptor, EXIT_TIMEOUT)
     _held[_inode(descriptor)] = descriptor
 
 
@@ -511,20 +508,9 @@ def _inode(descriptor: int) -> Inode:
     return status.st_dev, status.st_ino
 
 
-def _try_lock(descriptor: int, kind: int) -> bool:
-    """Take a lock; return False if another process holds a conflicting one."""
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
-
-
 def _try_to_claim(descriptor: int) -> bool:
     """Take the lock exclusively, and then share it; return False if another process has it."""
-    if not _try_lock(descriptor, fcntl.LOCK_EX):
+    if lock_file(descriptor) is False:
         return False
     name = f"{os.uname().nodename} {os.getpid()} {secrets.token_hex(8)}\n".encode()
     try:
@@ -532,7 +518,7 @@ def _try_to_claim(descriptor: int) -> bool:
         os.pwrite(descriptor, name, 0)
     except OSError:  # a full disk
         name = b""
-    if _try_lock(descriptor, fcntl.LOCK_SH):
+    if lock_file(descriptor, fcntl.LOCK_SH) is not False:
         if not name or os.pread(descriptor, len(name), 0) == name:
             return True
         with contextlib.suppress(OSError):

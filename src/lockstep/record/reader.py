@@ -31,6 +31,7 @@ from typing import Any, BinaryIO, Literal, cast
 import numpy as np
 import orjson
 
+from lockstep.files import lock_file
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.messages import escape_control
 from lockstep.record.columns import (
@@ -195,12 +196,12 @@ def _parse_record(folder: Path, parse: Callable[[RecordParser, BinaryIO], None])
     parser = RecordParser()
     with open_record(folder) as file:
         parse(parser, file)
-        locked = _is_locked(file.fileno())
+        is_free = lock_file(file.fileno(), fcntl.LOCK_SH)
         age = time.time() - os.fstat(file.fileno()).st_mtime
     path = Path(file.name)
     if parser.num_bad and not parser.num_good:
         raise FileError(f"{path} is not the record of a run: it has no line that a record has")
-    return parser.run(path.parent, locked, age)
+    return parser.run(path.parent, None if is_free is None else not is_free, age)
 
 
 @contextlib.contextmanager
@@ -443,17 +444,6 @@ def _is_json(line: bytes) -> bool:
     except orjson.JSONDecodeError:
         return False
     return True
-
-
-def _is_locked(descriptor: int) -> bool | None:
-    """Return whether a recorder holds the file; None if the file system has no locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return None
-    return False
 
 
 @contextlib.contextmanager

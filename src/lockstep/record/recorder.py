@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import json
 import os
 import threading
@@ -33,7 +32,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
-from lockstep.files import create_file, make_folder
+from lockstep.files import create_file, lock_file, make_folder
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.launch import calls_in_this_process
 from lockstep.launcher.run_folder import is_resuming
@@ -246,8 +245,7 @@ def _create_file(path: Path) -> int:
         raise FileError(
             f"{path} cannot be created ({error.strerror}); choose a folder that is writable"
         ) from None
-    with contextlib.suppress(OSError):  # without locks, readers use the age of the file
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    lock_file(descriptor)  # without locks, readers use the age of the file
     return descriptor
 
 
@@ -269,7 +267,11 @@ def _open_file(path: Path) -> tuple[int, float | None]:
         status = os.fstat(descriptor)
         if (earlier := _open.get((status.st_dev, status.st_ino))) is not None:
             earlier.close()  # a cell of a notebook was run again
-        _lock(descriptor, path)
+        if lock_file(descriptor, timeout=LOCK_SECONDS) is False:
+            raise UsageError(
+                f"{path.parent} cannot be resumed: another process is still writing its record; "
+                f"wait until that run has ended, or stop it"
+            )
         with open(descriptor, "rb", closefd=False) as file:
             last, has_newline = _read_last(file)
         if last is None:
@@ -283,29 +285,6 @@ def _open_file(path: Path) -> tuple[int, float | None]:
         os.close(descriptor)
         raise
     return descriptor, last
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    """Lock a record; raise UsageError if another process holds the lock for two seconds.
-
-    A reader holds the lock for microseconds, to see whether the run is running, so a held lock is
-    tried again.
-    """
-    deadline = time.monotonic() + LOCK_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.01)
-                continue
-            raise UsageError(
-                f"{path.parent} cannot be resumed: another process is still writing its record; "
-                f"wait until that run has ended, or stop it"
-            ) from None
-        except OSError:  # no locks on this file system
-            pass
-        return
 
 
 def _read_last(file: BinaryIO) -> tuple[float | None, bool]:

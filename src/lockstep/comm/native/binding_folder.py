@@ -17,12 +17,11 @@ import contextlib
 import os
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from lockstep.comm.native.extension_abi import ExtensionABI
-from lockstep.files import make_folder, open_or_create, remove_tree
+from lockstep.files import lock_file, make_folder, open_or_create, remove_tree
 
 __all__ = [
     "PACKAGE_FOLDER",
@@ -41,8 +40,6 @@ __all__ = [
 PACKAGE_FOLDER = Path(__file__).parents[2] / "bindings"
 
 ABI, LOCK, REASON = "key.json", ".lock", "reason.txt"
-
-POLL = 0.1  # seconds between two attempts to get the lock
 
 
 def get_cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
@@ -130,24 +127,13 @@ def lock_folder(
         TimeoutError: Another process still holds the lock after `timeout`.
         OSError: The folder cannot be created or written.
     """
-    import fcntl  # not on Windows, where `import torch` imports this file through an entry point
-
-    deadline, is_waiting = time.monotonic() + timeout, False
     make_folder(folder)
     with os.fdopen(open_or_create(folder / LOCK, os.O_RDWR), "r+") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                lock.seek(0)
-                holder = lock.read(20).strip()
-                if time.monotonic() >= deadline:
-                    raise TimeoutError(f"process {holder or '?'} holds {folder / LOCK}") from None
-                if not is_waiting:
-                    is_waiting = True
-                    before_waiting(int(holder) if holder.isdecimal() else 0)
-                time.sleep(POLL)
+        if lock_file(lock.fileno()) is False:
+            holder = lock.read(20).strip()
+            before_waiting(int(holder) if holder.isdecimal() else 0)
+            if lock_file(lock.fileno(), timeout=timeout) is False:
+                raise TimeoutError(f"process {holder or '?'} holds {folder / LOCK}")
         lock.seek(0)
         lock.truncate()
         print(os.getpid(), file=lock, flush=True)
