@@ -152,9 +152,9 @@ def sent_in_a_step(placement):
     batch = torch.randn(8, 1000, generator=generator), torch.randn(8, 1000, generator=generator)
     before = 0
     for _ in range(3):
-        before = sum(group.between.sent.values())
+        before = sum(group.link.sent.values())
         trainer.step(batch)
-    sent = sum(group.between.sent.values()) - before
+    sent = sum(group.link.sent.values()) - before
     return sent / model.weight.nbytes
 
 

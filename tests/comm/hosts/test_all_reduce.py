@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lockstep.comm import backend as native
 from lockstep.comm.bucket import plan
-from lockstep.comm.hosts import reduction
+from lockstep.comm.hosts import reduction_plan
 from lockstep.comm.hosts.all_reduce import HostAllReduce
 from lockstep.comm.hosts.bucket_fingerprint import FINGERPRINT_TAG, CollectiveFingerprint
 from lockstep.kernel.splitting import split_evenly
@@ -83,8 +83,8 @@ def check_sums(group, dtype, leaves, has_absent, scatter=False):
 
 @pytest.mark.ranks(2, 3, 4, backend="gloo")
 def test_the_sum_across_hosts_is_the_tree_bit_for_bit(world_size, monkeypatch):
-    monkeypatch.setattr(reduction, "CHUNK_BYTES", 2048)
-    monkeypatch.setattr(reduction, "LEAST_MESSAGE_BYTES", 64)
+    monkeypatch.setattr(reduction_plan, "CHUNK_BYTES", 2048)
+    monkeypatch.setattr(reduction_plan, "LEAST_MESSAGE_BYTES", 64)
     for hosts in PLACEMENTS[world_size]:
         with simulated_hosts(hosts) as group:
             for leaves in (8, 7, 2):

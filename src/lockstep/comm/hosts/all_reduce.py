@@ -27,9 +27,8 @@ from lockstep.comm.hosts.bucket_fingerprint import (
 )
 from lockstep.comm.hosts.group import HostGroup
 from lockstep.comm.hosts.packed_values import PackedValues, Presence
-from lockstep.comm.hosts.reduction import chunk_length
 from lockstep.comm.hosts.reduction_pipeline import ReductionPipeline
-from lockstep.comm.hosts.reduction_plan import plan_reduction
+from lockstep.comm.hosts.reduction_plan import chunk_length, plan_reduction
 from lockstep.comm.native_all_reduce import NativeAllReduce
 from lockstep.comm.shared_memory import HANDLE_LENGTH, get_memory_handle
 from lockstep.kernel.tree import Node
@@ -84,17 +83,17 @@ class HostAllReduce(NativeAllReduce):
         dtype = str(bucket.dtype).removeprefix("torch.")
         own = CollectiveFingerprint(number, bucket.length, self._digest, dtype)
         term_tag, result_tag, flag_tag = own.tags
-        exchange = FingerprintExchange(group.reducer, group.map, own)
+        exchange = FingerprintExchange(group.link, group.map, own)
         rows = self._gather_rows(own)
         flags = torch.stack([row[FLAGS_START:] for row in rows.values()])
         sizes = [hi - lo for lo, hi in pairwise(self._bounds)]
         chunk = chunk_length(sizes, bucket.dtype.itemsize)
-        presence = Presence(group.reducer, group.map, self._counts, bucket, flags, flag_tag)
+        presence = Presence(group.link, group.map, self._counts, bucket, flags, flag_tag)
         values = PackedValues(
-            group.reducer, self._map_rows(rows), self._bounds, self._is_scattered, chunk, presence
+            group.link, self._map_rows(rows), self._bounds, self._is_scattered, chunk, presence
         )
         ReductionPipeline(
-            group.reducer, self._sum_plan, values, bucket.dtype, sizes, chunk,
+            group.link, self._sum_plan, values, bucket.dtype, sizes, chunk,
             (term_tag, result_tag), lambda: self._compare(own, exchange.wait()),
         ).run()  # fmt: skip
         for member, is_new in enumerate(presence.find_new()):
@@ -103,7 +102,7 @@ class HostAllReduce(NativeAllReduce):
     def _gather_rows(self, own: CollectiveFingerprint) -> dict[int, torch.Tensor]:
         """Return the rows of the ranks of this host, all of which have packed their nodes."""
         group = self._group
-        ranks = group.map.hosts[group.reducer.host]
+        ranks = group.map.hosts[group.link.host]
         self._row[:FINGERPRINT_BYTES].copy_(own.pack())
         gathered = [torch.empty_like(self._row) for _ in ranks]
         group.local.allgather([gathered], [self._row], AllgatherOptions()).wait()

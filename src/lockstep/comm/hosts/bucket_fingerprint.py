@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from lockstep.comm.hosts.link import HostLink
 from lockstep.comm.hosts.map import HostMap
-from lockstep.comm.hosts.reduction import HostReducer
 
 __all__ = ["FINGERPRINT_BYTES", "CollectiveFingerprint", "FingerprintExchange"]
 
@@ -72,19 +72,19 @@ class FingerprintExchange:
     """The fingerprints of the ranks on other hosts that exchange data with this one.
 
     Args:
-        reducer: The messages of this rank.
+        link: The messages of this rank.
         hosts: The ranks of each host.
         own: The fingerprint of this rank.
     """
 
-    def __init__(self, reducer: HostReducer, hosts: HostMap, own: CollectiveFingerprint) -> None:
+    def __init__(self, link: HostLink, hosts: HostMap, own: CollectiveFingerprint) -> None:
         self._works: list[Any] = []
         self._received: dict[int, torch.Tensor] = {}
         packed = own.pack()
-        for peer in hosts.partners(reducer.rank):
+        for peer in hosts.partners(link.rank):
             self._received[peer] = received = torch.empty_like(packed)
-            self._works.append(reducer.receive(received, peer, FINGERPRINT_TAG))
-            self._works.append(reducer.send(packed, peer, FINGERPRINT_TAG))
+            self._works.append(link.receive(received, peer, FINGERPRINT_TAG))
+            self._works.append(link.send(packed, peer, FINGERPRINT_TAG))
 
     def wait(self) -> Mapping[int, CollectiveFingerprint]:
         """Wait for the fingerprints; return them by rank."""

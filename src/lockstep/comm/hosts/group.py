@@ -1,7 +1,7 @@
 """A group of ranks on several hosts, as one of its ranks holds it.
 
     local     the native group of the ranks on this host: shared memory
-    between   the connections of this rank to the ranks on other hosts
+    link      the connections of this rank to the ranks on other hosts
 
 Sums of gradients run one after the other in a thread of the group. If a call fails, one cause is
 stated by all ranks: the rank that finds it writes it to the store, then wakes the ranks of its host
@@ -27,7 +27,6 @@ import torch.distributed as dist
 from lockstep.comm.hosts.failure_cause import FailureCause
 from lockstep.comm.hosts.link import HostLink
 from lockstep.comm.hosts.map import HostMap
-from lockstep.comm.hosts.reduction import HostReducer
 from lockstep.comm.hosts.sum_thread import SumThread
 from lockstep.comm.native_module import load_native
 
@@ -84,8 +83,7 @@ class HostGroup:
         rank: This rank.
         local: The native backend of this host.
         gloo: The `ProcessGroupGloo`.
-        between: The connections to other hosts.
-        reducer: The messages and buffers of sums, for the thread of the sums.
+        link: The connections to other hosts, for the thread of the sums.
         name: The name of the group.
         timeout: Seconds for each call.
         failure: Why the group can no longer be used; "" if it can.
@@ -108,10 +106,7 @@ class HostGroup:
         self._global_ranks, self._host_names = tuple(global_ranks), tuple(host_names)
         self._cause = FailureCause(store)
         self.local, self.gloo = local, gloo
-        host = hosts.host_of(rank)
-        other = next(ranks[0] for number, ranks in enumerate(hosts.hosts) if number != host)
-        self.between = HostLink(gloo, other, self.describe_wait, self.explain)
-        self.reducer = HostReducer(hosts, rank, local, self.between)
+        self.link = HostLink(hosts, rank, local, gloo, self.describe_wait, self.explain)
         self.set_timeout(timeout)
         self.failure, self._failing = "", threading.Lock()
         self._sum, self._sums_begun = "", 0  # such as "reproducible_all_reduce #3"
@@ -158,7 +153,7 @@ class HostGroup:
         self._sums_begun += 1
         self._sum = f"reproducible_all_reduce #{self._sums_begun}"
         self.check(self._sum)
-        self.between.deadline = time.monotonic() + self.timeout
+        self.link.deadline = time.monotonic() + self.timeout
         load_native().publish_call(
             "reproducible_all_reduce", -1, self._sums_begun, count, self.name
         )
@@ -241,7 +236,7 @@ class HostGroup:
         with self._failing:
             if not self.failure:
                 self.failure = self._agree_on_cause(reason)
-                self.between.close()
+                self.link.close()
         return GroupError(self.sentence(self._sum, self.failure))
 
     def sentence(self, call: str, reason: str) -> str:
@@ -292,7 +287,7 @@ class HostGroup:
         """Leave the group; calls that are still running fail."""
         _open.discard(self)
         self.failure = self.failure or f"{self.describe(self.rank)} has left the group"
-        self.between.close()
+        self.link.close()
         if not self._sums.stop(LOCAL_MARGIN):  # it waits for a rank of this host
             self.local._abort_because(self.failure)
             self._sums.stop()

@@ -1,4 +1,4 @@
-"""The connections between hosts: messages over Gloo, with deadlines, and counted.
+"""The connections between hosts: messages and buffers of the sums of gradients, over Gloo.
 
 Every rank has a connection to every other rank. Gloo's own exceptions name neither the rank nor
 the call, so each wait translates them. A wait that times out closes all of Gloo's connections of
@@ -13,7 +13,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from lockstep.comm.hosts.map import HostMap
 from lockstep.comm.native_module import load_native
 
 __all__ = ["HostLink", "LinkTransfer"]
@@ -57,54 +59,77 @@ class LinkTransfer:
 
 
 class HostLink:
-    """The connections of one rank.
+    """The messages and buffers of one rank in the sums of gradients across hosts.
+
+    `lockstep.comm.hosts.reduction_plan` says which rank combines and sends what.
 
     Args:
+        hosts: The ranks of each host.
+        rank: This rank.
+        local: The native backend of the ranks on this host, in the order of the map.
         gloo: A `ProcessGroupGloo` of all ranks of the group.
-        other: Any rank on another host.
         describe_wait: Returns a description of the wait for a rank, such as
             "reproducible_all_reduce #3 on group default, waiting for rank 2 on host b".
         explain: Returns the exception to raise when a message from or to a rank fails.
 
     Attributes:
+        rank: This rank.
+        host: The number of its host.
         deadline: The time (`time.monotonic()`) until which `LinkTransfer.wait` waits.
         sent: The bytes sent so far, by rank.
     """
 
     def __init__(
         self,
+        hosts: HostMap,
+        rank: int,
+        local: Any,
         gloo: Any,
-        other: int,
         describe_wait: Callable[[int], str],
         explain: Callable[[int, str], Exception],
     ) -> None:
-        self._gloo, self._other = gloo, other
+        self.rank, self.host = rank, hosts.host_of(rank)
+        self._local, self._gloo = local, gloo
+        self._other = next(r[0] for number, r in enumerate(hosts.hosts) if number != self.host)
         self.describe_wait, self.explain = describe_wait, explain
         self.deadline = 0.0
         self.sent: dict[int, int] = {}
+        self._buffers: dict[tuple[str, int], torch.Tensor] = {}
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> LinkTransfer:
-        """Start to send one contiguous CPU tensor.
+    def barrier(self) -> None:
+        """Wait until all ranks of this host have come here."""
+        self._local.barrier(dist.BarrierOptions()).wait()
+
+    def buffer(self, name: str, number: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a buffer, which is kept for the next calls."""
+        needed = size * dtype.itemsize
+        kept = self._buffers.get((name, number))
+        if kept is None or kept.numel() < needed:
+            kept = self._buffers[name, number] = torch.empty(needed, dtype=torch.uint8)
+        return kept[:needed].view(dtype)
+
+    def send(self, vector: torch.Tensor, peer: int, tag: int) -> LinkTransfer:
+        """Start to send a vector to a rank of another host.
 
         Raises:
             Exception: As `LinkTransfer.wait`.
         """
-        self.sent[peer] = self.sent.get(peer, 0) + tensors[0].nbytes
-        return self._start(self._gloo.send, tensors, peer, tag)
+        self.sent[peer] = self.sent.get(peer, 0) + vector.nbytes
+        return self._start(self._gloo.send, vector, peer, tag)
 
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> LinkTransfer:
-        """Start to receive one contiguous CPU tensor.
+    def receive(self, vector: torch.Tensor, peer: int, tag: int) -> LinkTransfer:
+        """Start to receive a vector from a rank of another host.
 
         Raises:
             Exception: As `LinkTransfer.wait`.
         """
-        return self._start(self._gloo.recv, tensors, peer, tag)
+        return self._start(self._gloo.recv, vector, peer, tag)
 
     def _start(
-        self, function: Callable[..., Any], tensors: list[torch.Tensor], peer: int, tag: int
+        self, function: Callable[..., Any], vector: torch.Tensor, peer: int, tag: int
     ) -> LinkTransfer:
         try:
-            return LinkTransfer(self, function(tensors, peer, tag), peer)
+            return LinkTransfer(self, function([vector.view(torch.uint8)], peer, tag), peer)
         except RuntimeError as error:
             raise self.explain(peer, str(error)) from None
 

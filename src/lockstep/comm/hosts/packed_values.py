@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from lockstep.comm.bucket import Bucket
+from lockstep.comm.hosts.link import HostLink
 from lockstep.comm.hosts.map import HostMap
-from lockstep.comm.hosts.reduction import HostReducer
 from lockstep.comm.reproducible_all_reduce import ABSENT, NEW
 
 __all__ = ["PackedValues", "Presence"]
@@ -24,7 +24,7 @@ class PackedValues:
     """The nodes of a bucket, which every rank of the host has packed; chunks count from 0.
 
     Args:
-        reducer: The reducer.
+        link: The link.
         rows: By rank of this host, its nodes as a matrix with a row per node; the sums replace the
             first row. All ranks have packed them.
         cuts: The bounds of the slices.
@@ -35,16 +35,16 @@ class PackedValues:
 
     def __init__(
         self,
-        reducer: HostReducer,
+        link: HostLink,
         rows: dict[int, torch.Tensor],
         cuts: Sequence[int],
         is_scattered: bool,
         chunk: int,
         presence: Presence,
     ) -> None:
-        self._reducer, self._rows, self._cuts, self._chunk = reducer, rows, cuts, chunk
+        self._link, self._rows, self._cuts, self._chunk = link, rows, cuts, chunk
         self._presence = presence
-        others = [rank for rank in rows if rank != reducer.rank]
+        others = [rank for rank in rows if rank != link.rank]
         self._others = [] if is_scattered else [rows[rank][0] for rank in others]
 
     def read(self, rank: int, number: int, slice_: int, chunk: int) -> torch.Tensor:
@@ -54,7 +54,7 @@ class PackedValues:
 
     def result(self, slice_: int, chunk: int) -> torch.Tensor:
         """Return the memory for the result of a slice that this rank handles."""
-        return self.read(self._reducer.rank, 0, slice_, chunk)
+        return self.read(self._link.rank, 0, slice_, chunk)
 
     def spread(self, slice_: int, chunk: int) -> None:
         """Write the result of a slice that this rank handles to the other ranks of the host."""
@@ -64,7 +64,7 @@ class PackedValues:
 
     def end(self) -> None:
         """Wait until all handlers of the host have written their results."""
-        self._reducer.barrier()
+        self._link.barrier()
 
     def parts(
         self, inputs: Sequence[Sequence[tuple[int, int]]], slice_: int, chunk: int
@@ -95,7 +95,7 @@ class Presence:
     """Which members of a bucket have a value in which nodes; ranks exchange it between hosts.
 
     Args:
-        reducer: The reducer, whose messages are used.
+        link: The link, whose messages are used.
         hosts: The ranks of each host.
         counts: The number of nodes of each rank.
         bucket: The bucket.
@@ -106,7 +106,7 @@ class Presence:
 
     def __init__(
         self,
-        reducer: HostReducer,
+        link: HostLink,
         hosts: HostMap,
         counts: Sequence[int],
         bucket: Bucket,
@@ -115,18 +115,18 @@ class Presence:
     ) -> None:
         self._members, self._counts = bucket.members, counts
         self._flags: dict[tuple[int, int], bytes] = {}
-        self._read(hosts.hosts[reducer.host], flags)
+        self._read(hosts.hosts[link.host], flags)
         self._receives: list[tuple[Any, Sequence[int], torch.Tensor]] = []
         self._sends = []
         for host, ranks in enumerate(hosts.hosts):
-            if host == reducer.host:
+            if host == link.host:
                 continue
             buffer = torch.empty(len(ranks), flags.shape[1], dtype=torch.uint8)
-            work = reducer.receive(buffer.view(-1), hosts.partner(reducer.rank, host), tag)
+            work = link.receive(buffer.view(-1), hosts.partner(link.rank, host), tag)
             self._receives.append((work, ranks, buffer))
             for rank in ranks:
-                if hosts.partner(rank, reducer.host) == reducer.rank:
-                    self._sends.append(reducer.send(flags.view(-1), rank, tag))
+                if hosts.partner(rank, link.host) == link.rank:
+                    self._sends.append(link.send(flags.view(-1), rank, tag))
 
     def parts(
         self, inputs: Sequence[Sequence[tuple[int, int]]], lo: int, hi: int

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from lockstep.comm.bucket import round_up
+from lockstep.comm.hosts.link import HostLink
 from lockstep.comm.hosts.packed_values import PackedValues
-from lockstep.comm.hosts.reduction import HostReducer
 from lockstep.comm.hosts.reduction_plan import ReductionPlan, Term
 from lockstep.comm.native_module import load_native
 from lockstep.kernel.tree import Node
@@ -43,7 +43,7 @@ class ReductionPipeline:
     """The messages of one sum.
 
     Args:
-        reducer: The messages and buffers of this rank.
+        link: The messages and buffers of this rank.
         plan: Which rank combines and sends what.
         values: The values of the ranks of this host.
         dtype: The dtype of the values.
@@ -56,7 +56,7 @@ class ReductionPipeline:
 
     def __init__(
         self,
-        reducer: HostReducer,
+        link: HostLink,
         plan: ReductionPlan,
         values: PackedValues,
         dtype: torch.dtype,
@@ -67,10 +67,10 @@ class ReductionPipeline:
     ) -> None:
         self._term_tag, self._result_tag = tags
         self._check = check
-        self._reducer, self._plan, self._dtype = reducer, plan, dtype
+        self._link, self._plan, self._dtype = link, plan, dtype
         self._values, self._sizes, self._chunk = values, sizes, chunk
-        self._handled = plan.handled(reducer.rank)
-        self._others = [host for host in range(len(plan.map.hosts)) if host != reducer.host]
+        self._handled = plan.handled(link.rank)
+        self._others = [host for host in range(len(plan.map.hosts)) if host != link.host]
         # Works that send, by chunk; (work, values, term) that are received, by chunk and slice;
         # (slice, work) of the results that are received, by chunk.
         self._sends: dict[int, list[Any]] = {}
@@ -107,39 +107,39 @@ class ReductionPipeline:
 
     def _send_terms(self, chunk: int) -> None:
         """Send the terms of a chunk to the ranks that add them."""
-        reducer, plan = self._reducer, self._plan
+        link, plan = self._link, self._plan
         sends = self._sends.setdefault(chunk, [])
         for slice_ in self._handled:
             size = self._size(slice_, chunk)
-            receivers = plan.receivers(reducer.rank, slice_)
+            receivers = plan.receivers(link.rank, slice_)
             if not size or not receivers:
                 continue
-            for n, term in enumerate(plan.terms[reducer.host]):
+            for n, term in enumerate(plan.terms[link.host]):
                 value = self._term(term, f"term {slice_} {n}", slice_, chunk, size)
                 if plan.is_exchange:
                     self._exchanged[chunk, slice_] = value
-                sends += [reducer.send(value, rank, self._term_tag) for rank in receivers]
+                sends += [link.send(value, rank, self._term_tag) for rank in receivers]
 
     def _receive_chunk(self, chunk: int) -> None:
         """Start to receive the terms that this rank adds, and the results of other slices."""
-        plan, reducer = self._plan, self._reducer
+        plan, link = self._plan, self._link
         results = self._results.setdefault(chunk, [])
         for slice_ in self._handled:
             size = self._size(slice_, chunk)
             if not size:
                 continue
-            if plan.reduces(reducer.rank, slice_):
+            if plan.reduces(link.rank, slice_):
                 receives = self._terms[chunk, slice_] = []
                 for host in self._others:
                     for n, term in enumerate(plan.terms[host]):
                         name = f"received {slice_} {host} {n}"
-                        buffer = reducer.buffer(name, chunk % SLOTS, size, self._dtype)
+                        buffer = link.buffer(name, chunk % SLOTS, size, self._dtype)
                         handler = plan.handler(slice_, host)
-                        work = reducer.receive(buffer, handler, self._term_tag)
+                        work = link.receive(buffer, handler, self._term_tag)
                         receives.append((work, buffer, term))
             elif plan.returns:
                 target = self._values.result(slice_, chunk)
-                results.append((slice_, reducer.receive(target, slice_, self._result_tag)))
+                results.append((slice_, link.receive(target, slice_, self._result_tag)))
 
     def _inputs(self, term: Term, slice_: int, chunk: int) -> list[torch.Tensor]:
         return [self._values.read(rank, n, slice_, chunk) for rank, n in term.inputs]
@@ -149,7 +149,7 @@ class ReductionPipeline:
         inputs = self._inputs(term, slice_, chunk)
         if len(inputs) == 1 and not self._plan.is_exchange:
             return inputs[0]  # in shared memory, which does not change before the result comes
-        buffer = self._reducer.buffer(name, chunk % SLOTS, size, self._dtype)
+        buffer = self._link.buffer(name, chunk % SLOTS, size, self._dtype)
         keys = [[key] for key in term.inputs]
         add_nodes = load_native().add_nodes
         for part, present in self._values.parts(keys, slice_, chunk):
@@ -159,16 +159,16 @@ class ReductionPipeline:
 
     def _reduce(self, chunk: int) -> None:
         """Reduce a chunk of the slices that this rank reduces; send a result that is returned."""
-        reducer, plan, add_nodes = self._reducer, self._plan, load_native().add_nodes
+        link, plan, add_nodes = self._link, self._plan, load_native().add_nodes
         for slice_ in self._handled:
             size = self._size(slice_, chunk)
-            if not size or not plan.reduces(reducer.rank, slice_):
+            if not size or not plan.reduces(link.rank, slice_):
                 continue
             inputs: list[torch.Tensor] = []
             nodes: list[Node] = []
             keys: list[Sequence[tuple[int, int]]] = []
             terms: list[tuple[torch.Tensor, Term]] = []
-            for term in plan.terms[reducer.host]:
+            for term in plan.terms[link.host]:
                 if plan.is_exchange:
                     terms.append((self._exchanged.pop((chunk, slice_)), term))
                 else:
@@ -189,7 +189,7 @@ class ReductionPipeline:
             if plan.returns:
                 for host in self._others:
                     handler = plan.handler(slice_, host)
-                    work = reducer.send(result, handler, self._result_tag)
+                    work = link.send(result, handler, self._result_tag)
                     self._sends[chunk].append(work)
             self._values.spread(slice_, chunk)
 

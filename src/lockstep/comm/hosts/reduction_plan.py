@@ -28,10 +28,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lockstep.comm.bucket import round_up
 from lockstep.comm.hosts.map import HostMap
 from lockstep.kernel.tree import Node, TreeAccumulator
 
-__all__ = ["ReductionPlan", "Term", "plan_reduction"]
+__all__ = ["ReductionPlan", "Term", "chunk_length", "plan_reduction"]
+
+CHUNK_BYTES = 1 << 20
+"""The bytes of a chunk, of all slices together, by measurement: see LOG.md."""
+
+LEAST_MESSAGE_BYTES = 128 << 10
+"""A chunk is not smaller than this per slice, unless the slice is."""
 
 
 @dataclass(frozen=True)
@@ -139,3 +146,13 @@ def _combine(
         )
         for (lo, hi), entries in sorted(fold.nodes.items())
     )
+
+
+def chunk_length(sizes: Sequence[int], itemsize: int) -> int:
+    """Return the number of elements of a chunk of one slice, in whole cache lines."""
+    line = max(64 // itemsize, 1)
+    most = CHUNK_BYTES // len(sizes) // itemsize // line * line
+    largest = max(sizes, default=0)
+    least = LEAST_MESSAGE_BYTES // itemsize
+    quarter = round_up(round_up(largest, 4) // 4, line)
+    return max(line, min(most, max(least, quarter)))
