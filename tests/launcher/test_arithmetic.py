@@ -19,16 +19,16 @@ PRINT = "from lockstep.launcher import arithmetic; print(arithmetic.compute())"
 def cache(tmp_path, monkeypatch):
     """Return the folder of an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    arithmetic.measure.cache_clear()
+    arithmetic.measure_arithmetic.cache_clear()
     yield get_cache_folder().with_name("arithmetic")
-    arithmetic.measure.cache_clear()
+    arithmetic.measure_arithmetic.cache_clear()
 
 
 def measure_again():
     """Return the fingerprint as another process would, and whether it was computed."""
-    arithmetic.measure.cache_clear()
+    arithmetic.measure_arithmetic.cache_clear()
     with mock.patch.object(arithmetic, "compute", wraps=arithmetic.compute) as compute:
-        return arithmetic.measure(), compute.called
+        return arithmetic.measure_arithmetic(), compute.called
 
 
 def test_settings_of_a_program_change_nothing():

@@ -308,7 +308,7 @@ def test_a_failed_rank_does_not_wait_long_for_a_store_that_was_cut_off(monkeypat
     monkeypatch.setattr(rendezvous, "LEAVE_TIMEOUT", 600.0)
     monkeypatch.setattr(rendezvous, "FAILED_TIMEOUT", 0.01)
     monkeypatch.setattr(rendezvous, "get_exit_code", lambda: 7)
-    rendezvous.leave()
+    rendezvous.leave_store()
     is_over.set()
 
 

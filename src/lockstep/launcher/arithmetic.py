@@ -40,7 +40,7 @@ from lockstep.launcher.arithmetic_families import (
     make_values,
 )
 
-__all__ = ["compute", "measure"]
+__all__ = ["compute", "measure_arithmetic"]
 
 CHOOSING = ("ATEN_", "DNNL_", "LOCKSTEP_PORTABLE", "MKL_", "NPY_", "ONEDNN_", "OPENBLAS_")
 """The prefixes of variables by which libraries choose kernels."""
@@ -60,7 +60,7 @@ def compute() -> str:
 
 
 @functools.cache
-def measure() -> str:
+def measure_arithmetic() -> str:
     """Return the fingerprint of this process, computed if the cache does not have it.
 
     A library chooses its kernels at its first computation, and keeps them. Set the variables that

@@ -25,11 +25,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lockstep.comm.hosts.identity import is_loopback
 from lockstep.comm.transport.secret import SECRET_FILE
 from lockstep.kernel.errors import LaunchEnvironmentError
-from lockstep.launcher import slurm
 from lockstep.launcher.listening_socket import strip_brackets
+from lockstep.launcher.slurm import count_local_tasks, find_store_address, is_in_step
 
 __all__ = ["RankEnvironment", "RankInfo", "read_rank_info"]
 
@@ -56,6 +55,8 @@ def is_elastic_on_hosts(environ: Mapping[str, str]) -> bool:
     """Return whether this is a rank of an elastic run that may be on several hosts."""
     return ELASTIC in environ and environ.get("GROUP_WORLD_SIZE", "1") != "1"
 
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 # Launchers that set variables of their own, by the variable that numbers their processes: the one
 # with their number, and the launcher's name. Their processes need the variables of torchrun.
@@ -186,7 +187,7 @@ def read_rank_info(environ: Mapping[str, str]) -> RankInfo:
 
 def _choose_names(environ: Mapping[str, str]) -> VariableNames | None:
     """Return the variables of the launcher that started this process; None for plain python."""
-    is_step = slurm.is_in_step(environ)
+    is_step = is_in_step(environ)
     for names in (TORCH, OPEN_MPI, HYDRA):
         # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE, but no local rank: its own row says more.
         if names is HYDRA and is_step and HYDRA.local_rank not in environ:
@@ -311,8 +312,8 @@ def _read_local(
         host = _read_number(names, "NODE_RANK", environ)  # Ray Train
     local_world_size = _read_number(names, names.local_world_size, environ)
     if names is SLURM:
-        local_world_size = slurm.count_local_tasks(world_size, host or 0, environ)
-    if local_world_size is None and (world_size == 1 or is_loopback(master_addr or "")):
+        local_world_size = count_local_tasks(world_size, host or 0, environ)
+    if local_world_size is None and (world_size == 1 or master_addr in LOOPBACK):
         local_world_size = world_size
     if local_world_size == world_size:
         local_rank = rank if local_rank is None else local_rank
@@ -363,7 +364,7 @@ def _locate_store(
         return addr, port
     if is_single_host and names is not TORCH:
         return None
-    derived = None if names is TORCH else slurm.find_store_address(environ, names is SLURM)
+    derived = None if names is TORCH else find_store_address(environ, names is SLURM)
     if derived is not None:
         return addr or derived[0], port or derived[1]
     missing = "MASTER_ADDR" if addr is None else "MASTER_PORT"

@@ -19,7 +19,7 @@ import torch
 
 from lockstep.comm.portable_products import use_portable_products
 from lockstep.kernel.errors import UsageError
-from lockstep.launcher import arithmetic
+from lockstep.launcher.arithmetic import measure_arithmetic
 from lockstep.launcher.arithmetic_difference import NOT_OF_TORCH, join, name_differences, parse
 from lockstep.launcher.kernel_variables import (
     OF_TORCH,
@@ -59,7 +59,7 @@ def choose_kernels(
     if is_portable is None:
         is_portable = is_portable_requested(os.environ)
     if not is_portable:
-        arithmetic.measure()
+        measure_arithmetic()
         return
     if device.type != "cpu":
         raise UsageError(
@@ -83,7 +83,7 @@ def _replace_kernels(enabled: bool) -> None:
     global _has_replaced
     use_portable_products(enabled)
     _has_replaced = enabled
-    arithmetic.measure.cache_clear()
+    measure_arithmetic.cache_clear()
 
 
 def _verify(is_set_here: bool) -> None:
@@ -115,7 +115,7 @@ def _verify(is_set_here: bool) -> None:
 
 def measure_of_torch() -> str:
     """Return the fingerprint of this process without what does not depend on torch alone."""
-    hashes = parse(arithmetic.measure())
+    hashes = parse(measure_arithmetic())
     return join({name: hashes[name] for name in hashes if name not in NOT_OF_TORCH})
 
 

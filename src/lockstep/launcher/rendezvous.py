@@ -40,7 +40,6 @@ from lockstep.comm.transport.handshake import Refused, Status
 from lockstep.comm.transport.message_connection import requires_secret
 from lockstep.comm.transport.secret import SECRET_FILE, read_secret, warn_without_secret
 from lockstep.kernel.errors import LockstepError, RendezvousError
-from lockstep.launcher import rendezvous_check
 from lockstep.launcher.environment import (
     ELASTIC,
     RankInfo,
@@ -62,6 +61,7 @@ from lockstep.launcher.network_interface import (
     find_served_address,
 )
 from lockstep.launcher.rank_process import get_exit_code
+from lockstep.launcher.rendezvous_check import check_ranks, place_rank, read_layout
 from lockstep.launcher.secret_store import SecretStore
 from lockstep.launcher.store_server import StoreServer
 from lockstep.messages import log
@@ -69,7 +69,7 @@ from lockstep.messages import log
 __all__ = [
     "choose_interface",
     "find_place",
-    "leave",
+    "leave_store",
     "open_common_store",
     "wait_for_ranks",
 ]
@@ -136,7 +136,7 @@ def wait_for_ranks(rank_info: RankInfo, timeout: float) -> Store:
     store = PrefixStore(f"lockstep/{world}", ProcessState.store)
     store.set_timeout(timedelta(seconds=timeout))
     try:
-        rendezvous_check.check_ranks(store, rank_info, deadline)
+        check_ranks(store, rank_info, deadline)
     finally:
         if rank_info.master_addr is None and rank_info.rank == 0:
             RendezvousFile(rank_info.rank).remove()
@@ -153,7 +153,7 @@ def find_place(store: Store, rank_info: RankInfo) -> RankInfo:
     Raises:
         RendezvousError: Another program has written into the store.
     """
-    return rendezvous_check.place_rank(rank_info, rendezvous_check.read_layout(store, rank_info)[0])
+    return place_rank(rank_info, read_layout(store, rank_info)[0])
 
 
 def choose_interface(rank_info: RankInfo, store: Store | None) -> str | None:
@@ -163,7 +163,7 @@ def choose_interface(rank_info: RankInfo, store: Store | None) -> str | None:
     is_one_host = ProcessState.is_private or rank_info.is_launched_on_one_host
     if is_one_host or store is None or rank_info.master_addr is None:
         return find_interface(rank_info)
-    return find_interface(rank_info, rendezvous_check.read_layout(store, rank_info)[1])
+    return find_interface(rank_info, read_layout(store, rank_info)[1])
 
 
 def open_common_store(timeout: float) -> Store:
@@ -182,7 +182,7 @@ def open_common_store(timeout: float) -> Store:
     return ProcessState.store
 
 
-def leave() -> None:
+def leave_store() -> None:
     """Announce at exit that this rank has left; the rank that serves waits for the others."""
     store, rank_info = ProcessState.store, ProcessState.rank_info
     if store is None or rank_info is None or ProcessState.is_private:

@@ -26,7 +26,6 @@ from lockstep.comm import backend as comm
 from lockstep.comm.hosts.identity import declare_world
 from lockstep.comm.ipc_all_reduce import close_all
 from lockstep.kernel.errors import RendezvousError, UsageError
-from lockstep.launcher import rendezvous
 from lockstep.launcher.backend_choice import BackendChoice, choose_backend
 from lockstep.launcher.device_choice import (
     choose_device,
@@ -41,6 +40,7 @@ from lockstep.launcher.group_connections import GroupConnections
 from lockstep.launcher.malloc import keep_freed_memory
 from lockstep.launcher.portable import choose_kernels, restore_kernels
 from lockstep.launcher.rank_process import report_to_launcher
+from lockstep.launcher.rendezvous import choose_interface, find_place, leave_store, wait_for_ranks
 from lockstep.launcher.signals import print_stack_on_signal
 from lockstep.messages import escape_control, log
 
@@ -142,8 +142,8 @@ def init(
         # Which device and backend are used depends on the ranks of this host.
         comm.register()  # if torch has not called the entry point
         _check_arguments(backend, timeout)
-        store = rendezvous.wait_for_ranks(rank_info, timeout)
-        rank_info = rendezvous.find_place(store, rank_info)
+        store = wait_for_ranks(rank_info, timeout)
+        rank_info = find_place(store, rank_info)
     chosen = choose_device(device, rank_info)
     _configure_torch(threads, chosen)
     try:
@@ -157,12 +157,12 @@ def init(
         is_shared = False
         if backend is None and JOIN not in os.environ and may_be_shared(chosen, rank_info):
             if store is None:
-                store = rendezvous.wait_for_ranks(rank_info, timeout)
+                store = wait_for_ranks(rank_info, timeout)
             is_shared = is_shared_by_ranks(chosen, store, rank_info)
         name = backend or default_backend(chosen, rank_info, is_shared)
         if name == "lockstep" and JOIN not in os.environ and not rank_info.is_single_host:
             if store is None:
-                store = rendezvous.wait_for_ranks(rank_info, timeout)
+                store = wait_for_ranks(rank_info, timeout)
             is_requested = backend is not None or "LOCKSTEP_BACKEND" in os.environ
             name = _agree_on_backend(store, rank_info, is_requested)
         is_single_host = rank_info.is_single_host and not is_elastic_on_hosts(os.environ)
@@ -392,7 +392,7 @@ def shutdown() -> None:
 def _unregister_in_child() -> None:
     """Keep a forked child from leaving its parent's world when it exits."""
     atexit.unregister(shutdown)
-    atexit.unregister(rendezvous.leave)
+    atexit.unregister(leave_store)
 
 
 os.register_at_fork(after_in_child=_unregister_in_child)
@@ -458,7 +458,7 @@ def _join(
         _set_variable("DDP_DISABLE_COMM_MEM", "0")
     started = time.monotonic()
     if store is None:
-        store = rendezvous.wait_for_ranks(rank_info, timeout)
+        store = wait_for_ranks(rank_info, timeout)
     if not _choose_interface(rank_info, store, device) and "gloo" in backend:
         raise RendezvousError(
             f"rank {rank_info.rank}: gloo connects the ranks of a host through the loopback "
@@ -468,8 +468,8 @@ def _join(
             f"belongs to the loopback interface, which gloo cannot use between hosts: set "
             f"GLOO_SOCKET_IFNAME to another interface"
         )
-    atexit.unregister(rendezvous.leave)
-    atexit.register(rendezvous.leave)  # atexit is LIFO: runs after shutdown()
+    atexit.unregister(leave_store)
+    atexit.register(leave_store)  # atexit is LIFO: runs after shutdown()
     try:
         with _connections:
             dist.init_process_group(
@@ -519,7 +519,7 @@ def _choose_interface(rank_info: RankInfo, store: Store | None, device: torch.de
     Returns:
         Whether one is set for Gloo, here or by the user.
     """
-    name = rendezvous.choose_interface(rank_info, store)
+    name = choose_interface(rank_info, store)
     if name is not None:
         _set_variable("GLOO_SOCKET_IFNAME", name)
         if device.type == "cuda" and not rank_info.is_single_host:

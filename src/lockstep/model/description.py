@@ -45,7 +45,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lockstep.checksum import checksum
 from lockstep.devices import device_names
 from lockstep.kernel.buffer_rules import describe_buffer_rules
-from lockstep.launcher import arithmetic
+from lockstep.launcher.arithmetic import measure_arithmetic
 
 __all__ = [
     "ARITHMETIC",
@@ -230,7 +230,7 @@ def describe_environment() -> Description:
 
 def describe_arithmetic() -> Description:
     """Describe the bits that this process computes."""
-    return {ARITHMETIC: arithmetic.measure()}
+    return {ARITHMETIC: measure_arithmetic()}
 
 
 def iterate_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

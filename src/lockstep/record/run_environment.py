@@ -65,7 +65,7 @@ def describe_environment() -> dict[str, Any]:
     import torch
 
     from lockstep.devices import device_names
-    from lockstep.launcher import arithmetic
+    from lockstep.launcher.arithmetic import measure_arithmetic
     from lockstep.launcher.kernel_variables import is_portable_requested
     from lockstep.launcher.world import variables_set
     from lockstep.version import VERSION
@@ -79,7 +79,7 @@ def describe_environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": processor_name(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "arithmetic": arithmetic.measure(),
+        "arithmetic": measure_arithmetic(),
         "portable": is_portable_requested(os.environ),
         "cores": count_usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,

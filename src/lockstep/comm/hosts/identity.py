@@ -101,8 +101,10 @@ def find_address() -> str:
 
 def address_towards(host: str) -> str:
     """Return this host's address on the route to another one, or "" if there is none."""
+    # As bytes: for text, every rank would import the codec of international names.
+    name = host.encode() if host.isascii() else host
     with suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+        for family, kind, _, _, address in socket.getaddrinfo(name, 9, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind) as probe:
                 probe.connect(address)  # sends nothing
                 return str(probe.getsockname()[0])

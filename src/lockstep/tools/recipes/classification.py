@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.kernel.errors import FileError, UsageError
-from lockstep.launcher import arithmetic
+from lockstep.launcher.arithmetic import measure_arithmetic
 from lockstep.launcher.world import init
 from lockstep.launcher.world import world as current_world
 from lockstep.messages import log
@@ -204,7 +204,7 @@ def _summarize(options: Options, evaluation: Evaluation) -> dict[str, Any]:
         "stages": options.stages,
         "microbatches": options.microbatches,
         "portable": bool(options.portable),
-        "arithmetic": arithmetic.measure(),
+        "arithmetic": measure_arithmetic(),
         "loss": evaluation.loss,
         **evaluation.metrics,
         "held_out": evaluation.samples,

@@ -73,7 +73,7 @@ def gather_facts() -> list[HostFacts]:
     from lockstep.comm.clock_offset import clock_offset
     from lockstep.comm.collectives import all_gather_bytes
     from lockstep.devices import device_names
-    from lockstep.launcher import arithmetic
+    from lockstep.launcher.arithmetic import measure_arithmetic
     from lockstep.launcher.world import init, shutdown
 
     world = init(timeout=TIMEOUT)
@@ -82,7 +82,7 @@ def gather_facts() -> list[HostFacts]:
         python=platform.python_version(),
         torch=torch.__version__,
         lockstep=VERSION,
-        arithmetic=arithmetic.measure(),
+        arithmetic=measure_arithmetic(),
         backend=backend.reason_unavailable() or "",
         gpus=", ".join(sorted(device_names())) or "none",
         clock=-clock_offset(clock=time.time),
