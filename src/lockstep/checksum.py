@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -51,7 +52,8 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor's elements in row-major order; no copy if it is contiguous."""
     # Torch calls a single element with any stride contiguous, and then cannot view its bytes.
     flat = tensor.contiguous().as_strided((tensor.numel(),), (1,))
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    # Not `numpy()`, after which memory cannot be resized, as torch does with that of shards.
+    return memoryview(np.from_dlpack(flat.view(torch.uint8)))  # type: ignore[arg-type]
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

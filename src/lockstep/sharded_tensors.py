@@ -9,9 +9,9 @@ import torch
 __all__ = ["gather", "gather_tensors", "is_sharded", "local_part", "read_version"]
 
 
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether each rank has a part of a tensor."""
-    return hasattr(tensor, "_local_tensor")
+def is_sharded(value: object) -> bool:
+    """Return whether a value is a tensor of which each rank has a part."""
+    return hasattr(value, "_local_tensor")
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

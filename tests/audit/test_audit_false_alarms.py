@@ -13,14 +13,15 @@ from functools import partial
 import pytest
 
 AT_A_TIME, STEPS = 40, 60
-WIDTHS = (2, 3, 1)
+LAYOUTS = ((2, False), (3, False), (1, False), (2, True))
+"""Numbers of ranks, and whether the model is sharded."""
 ENOUGH = 20_000  # audited steps
 
 
-def train(seeds, world):
+def train(seeds, layout):
     from grammar.audited import train_audited  # ranks find it by its name
 
-    return train_audited(seeds, world, STEPS)
+    return train_audited(seeds, layout, STEPS)
 
 
 @pytest.mark.stress
@@ -28,12 +29,14 @@ def train(seeds, world):
 def test_no_false_alarm(ranks, capsys):
     """Trains models until 20,000 steps were audited or the time is over, and prints the number."""
     from grammar.audited import find_seeds
+    from grammar.layouts import Layout
 
     deadline = time.monotonic() + float(os.environ.get("LOCKSTEP_SOAK_SECONDS", "120"))
     first, audited = 30_001, 0
-    for world in itertools.cycle(WIDTHS):
-        seeds = find_seeds(first, AT_A_TIME, world)
-        compared = ranks(partial(train, seeds, world), world, timeout=900)
+    for world, sharded in itertools.cycle(LAYOUTS):
+        layout = Layout(world, sharded=sharded)
+        seeds = find_seeds(first, AT_A_TIME, layout)
+        compared = ranks(partial(train, seeds, layout), world, timeout=900)
         assert set(compared) == {compared[0]}
         first, audited = seeds[-1] + 1, audited + compared[0]
         with capsys.disabled():

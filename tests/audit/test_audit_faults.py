@@ -16,11 +16,14 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.audit.audit_plan import plan_audit
-from lockstep.data.assignment import assign_microbatches, on_one_host
+from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.kernel.errors import WorkError
 from lockstep.record.recorder import RECORD_FILE
 
 RANKS, MICROBATCHES = 3, 4
+SHARDED = 4
+"""The number of ranks with sharded storage."""
+STORAGE = {RANKS: "replicated", SHARDED: "sharded"}
 CALLS = {"addmm": 2, "tanh": 1, "mm": 3, "tanh_backward": 1}
 """Operators of the network, with their calls per micro-batch; the last two are in backward."""
 
@@ -57,8 +60,9 @@ def undisturbed(count):
 class Transients:
     """A transient fault per step, in one of the computations that the audit compares."""
 
-    def __init__(self, seed, steps):
-        spans = assign_microbatches(MICROBATCHES, on_one_host(RANKS))
+    def __init__(self, seed, steps, ranks):
+        share = ReplicaShare(MICROBATCHES, on_one_host(ranks), 0, ranks == SHARDED)
+        spans = share.spans(MICROBATCHES)
         draw = random.Random(seed)
         self.ranks, self.microbatches, self.chosen = [], [], []
         for step in range(steps):
@@ -80,10 +84,10 @@ class Transients:
         return FaultyOperator(operator, rank=self.ranks[step], **chosen)
 
 
-def train_with_transients(folder, seed, steps):
-    faults, flips = Transients(seed, steps), []
+def train_with_transients(folder, seed, steps, ranks):
+    faults, flips = Transients(seed, steps, ranks), []
     config = ls.AuditConfig(every_steps=1, max_corrections=steps)
-    with make_trainer(audit=config, loggers=folder) as trainer:
+    with make_trainer(audit=config, loggers=folder, storage=STORAGE[ranks]) as trainer:
         for step, batch in enumerate(make_batches(steps)):
             with faults.open(step) as fault:
                 trainer.step(batch)
@@ -91,14 +95,14 @@ def train_with_transients(folder, seed, steps):
     return trainer.digest(), trainer.optimizer_digest(), flips
 
 
-def check_transients(ranks, folder, steps, seed=0):
+def check_transients(ranks, folder, steps, n=RANKS, seed=0):
     """Run a training with a fault per step, and return how many changed a result."""
     (expected,) = ranks(partial(undisturbed, steps), 1)
-    outcomes = ranks(partial(train_with_transients, folder, seed, steps), RANKS, timeout=500)
-    assert [outcome[:2] for outcome in outcomes] == [expected] * RANKS
+    outcomes = ranks(partial(train_with_transients, folder, seed, steps, n), n, timeout=500)
+    assert [outcome[:2] for outcome in outcomes] == [expected] * n
     flips = [sum(of_ranks) for of_ranks in zip(*(outcome[2] for outcome in outcomes), strict=True)]
     assert flips == [1] * steps
-    faults, findings = Transients(seed, steps), read_findings(folder)
+    faults, findings = Transients(seed, steps, n), read_findings(folder)
     assert len({finding["step"] for finding in findings}) == len(findings)
     for finding in findings:
         step = finding["step"]
@@ -136,13 +140,15 @@ def spoil_copy(trainer, kind, rank, seed):
         flip_bit(held[kind], random.Random(seed).randrange(held[kind].numel()))
 
 
-def train_with_spoilt_copies(folder, seed, steps):
+def train_with_spoilt_copies(folder, seed, steps, ranks):
     draw, spoilt = random.Random(seed), []
     config = ls.AuditConfig(every_steps=1)
-    with make_trainer(audit=config, loggers=folder) as trainer:
+    # Each rank of a sharded model has other parameters.
+    kinds = KEPT if ranks == RANKS else ["buffer"]
+    with make_trainer(audit=config, loggers=folder, storage=STORAGE[ranks]) as trainer:
         *batches, last = make_batches(steps)
         for step, batch in enumerate(batches):
-            kind, rank = KEPT[step % len(KEPT)], draw.randrange(RANKS)
+            kind, rank = kinds[step % len(kinds)], draw.randrange(ranks)
             with spoil_copy(trainer, kind, rank, draw.random()):
                 trainer.step(batch)
             spoilt.append((step + 1, rank))
@@ -150,11 +156,11 @@ def train_with_spoilt_copies(folder, seed, steps):
     return trainer.digest(), trainer.optimizer_digest(), spoilt
 
 
-def check_spoilt_copies(ranks, folder, steps, seed=0):
+def check_spoilt_copies(ranks, folder, steps, n=RANKS, seed=0):
     """Run a training with a fault per step that lasts on one rank until the next audit."""
     (expected,) = ranks(partial(undisturbed, steps), 1)
-    outcomes = ranks(partial(train_with_spoilt_copies, folder, seed, steps), RANKS, timeout=500)
-    assert [outcome[:2] for outcome in outcomes] == [expected] * RANKS
+    outcomes = ranks(partial(train_with_spoilt_copies, folder, seed, steps, n), n, timeout=500)
+    assert [outcome[:2] for outcome in outcomes] == [expected] * n
     findings = read_findings(folder)
     assert [(finding["step"], finding["rank"]) for finding in findings] == outcomes[0][2]
     assert all(finding["corrected"] for finding in findings)
@@ -162,6 +168,10 @@ def check_spoilt_copies(ranks, folder, steps, seed=0):
 
 def test_faults_that_last_on_one_rank(ranks, tmp_path):
     check_spoilt_copies(ranks, tmp_path, len(KEPT) + 1)
+
+
+def test_a_fault_in_a_buffer_of_a_sharded_model(ranks, tmp_path):
+    check_spoilt_copies(ranks, tmp_path, 2, SHARDED)
 
 
 @pytest.mark.stress
@@ -179,44 +189,47 @@ LATER = ("backward", "often")  # in the long tests only
 BEGIN = 4  # a step in which rank 1 computes the audited micro-batch
 
 
-def train_with_permanent_fault(name, folder):
+def train_with_permanent_fault(name, folder, ranks):
     from bit_flips import FaultyOperator
 
     operator, chosen = PERMANENT[name]
     *batches, last = make_batches(BEGIN + 1)
     config = ls.AuditConfig(every_steps=1)
-    with make_trainer(audit=config, loggers=folder) as trainer:
+    with make_trainer(audit=config, loggers=folder, storage=STORAGE[ranks]) as trainer:
         for batch in batches:
             trainer.step(batch)
         with (
             FaultyOperator(operator, rank=1, **chosen),
             pytest.raises(
-                WorkError, match=r"step 4, micro-batch 2: rank 1 .*, core \d+\) computed"
+                WorkError, match=r"step 4, micro-batch \d: rank 1 .*, core \d+\) computed"
             ),
         ):
             trainer.step(last)
     return trainer.digest(), trainer.optimizer_digest()
 
 
+@pytest.mark.parametrize("n", STORAGE)
 @pytest.mark.parametrize(
     "name",
     ["forward", "above a value", *(pytest.param(name, marks=pytest.mark.stress) for name in LATER)],
 )
-def test_a_permanent_fault_ends_the_run_with_the_weights_before_the_step(ranks, tmp_path, name):
+def test_a_permanent_fault_ends_the_run_with_the_weights_before_the_step(ranks, tmp_path, name, n):
     (expected,) = ranks(partial(undisturbed, BEGIN), 1)
-    found = ranks(partial(train_with_permanent_fault, name, tmp_path), RANKS)
-    assert found == [expected] * RANKS
+    found = ranks(partial(train_with_permanent_fault, name, tmp_path, n), n)
+    assert found == [expected] * n
     (finding,) = read_findings(tmp_path)
     assert (finding["step"], finding["rank"], finding["corrected"]) == (BEGIN, 1, False)
     assert finding["operator"] in (None, f"aten.{PERMANENT[name][0]}")
 
 
-def test_transient_faults(ranks, tmp_path):
-    assert check_transients(ranks, tmp_path, 12, seed=2) >= 10
+@pytest.mark.parametrize("n", STORAGE)
+def test_transient_faults(ranks, tmp_path, n):
+    assert check_transients(ranks, tmp_path, 12, n, seed=2) >= 10
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(900)
-def test_200_transient_faults(ranks, tmp_path):
+@pytest.mark.parametrize("n", STORAGE)
+def test_200_transient_faults(ranks, tmp_path, n):
     """A few faults change no result: a small element of a value that dropout sets to zero."""
-    assert check_transients(ranks, tmp_path, 220, seed=1) >= 200
+    assert check_transients(ranks, tmp_path, 220, n, seed=1) >= 200

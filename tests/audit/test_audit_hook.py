@@ -115,21 +115,25 @@ STATE = {
 }
 
 
-def list_refusals() -> list[str]:
+def list_refusals(storage: str) -> list[str]:
     said = []
     for act, _ in STATE.values():
         with pytest.raises(LockstepError) as raised:
-            train(partial(Hidden, act))
+            train(partial(Hidden, act), storage=storage)
         said.append(f"{type(raised.value).__name__}: {raised.value}")
     return said
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_hidden_state_is_named_in_the_first_step(ranks, n):
-    found = ranks(list_refusals, n)
+@pytest.mark.parametrize(
+    ("n", "storage", "microbatch"),
+    [(1, "replicated", 1), (2, "replicated", 1), (1, "sharded", 1), (2, "sharded", 2)],
+)
+def test_hidden_state_is_named_in_the_first_step(ranks, n, storage, microbatch):
+    found = ranks(partial(list_refusals, storage), n)
     assert all(said == found[0] for said in found)
+    place = f"rank 0, step 0, micro-batch {microbatch}"
     for said, (_, names) in zip(found[0], STATE.values(), strict=True):
-        assert said.startswith("StateError: rank 0, step 0, micro-batch 1: computed again"), said
+        assert said.startswith(f"StateError: {place}: computed again"), said
         assert names in said, said
         assert re.search(r", first in aten\.\w+\.\w+ of Hidden \(test_audit_hook\.py:\d+ in", said)
 
@@ -173,11 +177,13 @@ ONCE = {
 }
 
 
-def correct_once(operator: str, where: dict[str, Any], *, loads: bool) -> tuple[str, list[Any]]:
+def correct_once(
+    operator: str, where: dict[str, Any], *, loads: bool, storage: str = "replicated"
+) -> tuple[str, list[Any]]:
     from bit_flips import FaultyOperator
 
     lines = FindingLogger()
-    trainer = make_trainer(loggers=[lines] if ls.rank() == 0 else ())
+    trainer = make_trainer(loggers=[lines] if ls.rank() == 0 else (), storage=storage)
     with FaultyOperator(operator, **where):
         if loads:
             inputs, targets = zip(*make_batches(), strict=True)
@@ -205,6 +211,16 @@ def test_a_fault_is_corrected_before_the_sum(ranks, n, capfd):
         assert finding["corrected"]
         assert finding["core"] >= 0
         assert f"rank {where['rank']} (host {finding['host']}, core" in capfd.readouterr().err
+
+
+def test_a_fault_of_a_sharded_model_is_corrected_in_all_of_its_shards(ranks):
+    """Loaded micro-batches are exchanged; the second of rank 1 is not that of the plan."""
+    correct = partial(correct_once, loads=True, storage="sharded")
+    found = ranks(correct, 2, "mm", {"rank": 1, "call": 1, "phase": "backward"})
+    assert {digest for digest, _ in found} == {ranks(train, 1)[0]}
+    (finding,) = found[0][1]
+    assert (finding["step"], finding["rank"], finding["microbatch"]) == (0, 1, 3)
+    assert finding["corrected"]
 
 
 def fault(call: int | None = None, **options: Any) -> tuple[str, list[Any]]:
@@ -354,14 +370,14 @@ def test_data_that_cannot_be_sent_are_repeated_where_they_are(ranks):
         def forward(self, inputs: Any) -> torch.Tensor:
             return super().forward(inputs.rows)
 
-    def load() -> str:
-        trainer = make_trainer(partial(Reading, 6, 6))
+    def load(storage: str = "replicated") -> str:
+        trainer = make_trainer(partial(Reading, 6, 6), storage=storage)
         inputs, targets = make_batches(1)[0]
         for batch in trainer.batches(TensorDataset(inputs, targets), 12, collate_fn=collate):
             trainer.step(batch)
         return trainer.digest()
 
-    assert {*ranks(load, 2)} == {*ranks(load, 1)}
+    assert {*ranks(load, 2), *ranks(load, 2, "sharded")} == {*ranks(load, 1)}
 
 
 def test_a_run_with_checkpoints_saves_one_before_it_ends_for_too_many_faults(ranks, tmp_path):

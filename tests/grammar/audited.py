@@ -22,20 +22,24 @@ from lockstep.kernel.errors import GradientError, LossError
 __all__ = ["find_seeds", "train_audited"]
 
 
-def find_seeds(first: int, count: int, world: int) -> list[int]:
+def find_seeds(first: int, count: int, layout: Layout) -> list[int]:
     """Return seeds from `first` on, in cases of which a layout without stages audits every step."""
-    layout, seeds = Layout(world), list[int]()
+    seeds = list[int]()
     for seed in itertools.count(first | 1, 2):  # every step of odd seeds is audited
         if len(seeds) == count:
             return seeds
         drawn = case(seed)
-        is_refused = refusals(drawn, layout) + possible_refusals(drawn, layout)
-        if drawn.loop == "plain" and drawn.microbatches >= world and not is_refused:
+        is_refused = refusals(drawn, layout)
+        if layout.sharded:  # the cuts decide about most of the others
+            is_refused += ["take turns"] * (drawn.microbatches % layout.world)
+        else:
+            is_refused += possible_refusals(drawn, layout)
+        if drawn.loop == "plain" and drawn.microbatches >= layout.world and not is_refused:
             seeds.append(seed)
     raise AssertionError
 
 
-def train_audited(seeds: Sequence[int], world: int, steps: int) -> int:
+def train_audited(seeds: Sequence[int], layout: Layout, steps: int) -> int:
     """Train each case, and return how many micro-batches of this rank's steps were compared.
 
     A case ends early if its loss or gradient is not finite, or if its schedule ends.
@@ -53,22 +57,23 @@ def train_audited(seeds: Sequence[int], world: int, steps: int) -> int:
 
     with patch.object(Audit, "check", count):
         for seed in seeds:
-            _train(case(seed), world, steps)
+            _train(case(seed), layout, steps)
     return compared
 
 
-def _train(drawn: Case, world: int, steps: int) -> None:
-    trainer, _ = make_trainer(drawn, Leg(Layout(world), 0, steps), [])
+def _train(drawn: Case, layout: Layout, steps: int) -> None:
     sizes = drawn.data.sizes or (drawn.data.batch_size,) * 3
     drawn = replace(drawn, data=replace(drawn.data, epochs=0, sizes=sizes))
     inputs, targets = tensors(drawn.data, drawn.model, drawn.loss, drawn.microbatches, drawn.seed)
     batches = itertools.cycle(tensor_batches(drawn, inputs, targets))
     try:
+        trainer, _ = make_trainer(drawn, Leg(layout, 0, steps), [])
         for batch in itertools.islice(batches, steps):
             trainer.step(batch)
     except (LossError, GradientError):
         return
-    except ls.LockstepError as error:
-        if "OneCycleLR cannot take another step" not in str(error):
+    except (ls.LockstepError, RuntimeError) as error:
+        ends = "OneCycleLR cannot take another step", *possible_refusals(drawn, layout)
+        if not any(end in str(error) for end in ends):
             error.add_note(f"in {drawn}")
             raise

@@ -5,7 +5,8 @@
     attempt 3   trace      both again, operator by operator: why do they differ?
 
 The results travel as hashes in the status exchange of the step. The attempts 2 and 3 are made only
-after a difference; every rank undoes the attempt before and computes the step again.
+after a difference; every rank undoes the attempt before and computes the step again. With a
+sharded model, all micro-batches of a turn are checked at once, since every rank has to take part.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import pickle
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, Protocol
@@ -33,19 +34,23 @@ from lockstep.audit.repetition_trace import (
     join_names,
 )
 from lockstep.audit.verdict import Computation, Verdict, explain_split, judge
-from lockstep.data.assignment import ReplicaShare, assign_microbatches
+from lockstep.data.assignment import ReplicaShare
 from lockstep.data.microbatch import align_tensors, clone_tensors, split_batch
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.errors import StateError, WorkError
 from lockstep.kernel.rank_status import StatusSummary
 from lockstep.kernel.step_context import StepContext, StepObserver
 from lockstep.kernel.step_hooks import CommittedStep, StepHook
+from lockstep.model.call_site import class_name
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.processor_core import find_core, on_another_core
 
 __all__ = ["Audit", "RepeatStep", "Repeater"]
 
 Mode = Literal["check", "vote", "trace"]
+
+Compared = tuple[int, Computation]
+"""A computation, after the micro-batch that it computed."""
 
 
 class RepeatStep(Exception):
@@ -111,16 +116,17 @@ class Audit(StepHook):
     def _begin_step(self) -> None:
         self._mode: Mode = "check"
         self._computations: list[Computation] = []
+        self._suspect: int | None = None  # the micro-batch whose computations differ
         self._verdict: Verdict | None = None
-        self._hashes: list[Mapping[str, int]] = []  # of this rank's computations, in all attempts
+        self._hashes: dict[int, list[Mapping[str, int]]] = {}  # on this rank, in all attempts
         self._finding: dict[str, Any] | None = None
 
     # --- in a step -----------------------------------------------------------------------------
 
     def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[None] | None:
         """Watch the micro-batches of an audited step, and repeat one of them at the end."""
-        self._plan: AuditPlan | None = None
-        self._own: list[Computation] = []
+        self._plans: list[AuditPlan] = []
+        self._own: list[Compared] = []
         if not self._is_repeating:  # such as after an error, with another batch
             self._begin_step()
         self._is_repeating = False
@@ -128,7 +134,7 @@ class Audit(StepHook):
         # A manual step is the script's own code, which cannot be called again.
         if not is_due or batch is None or step.parallel.stages > 1:
             return None
-        self._microbatch: Microbatch | None = None
+        self._microbatches: dict[int, Microbatch] = {}
         self._trace = self._watch = None
         if self._mode == "vote":
             self._watch = StateWatch(self._modules)
@@ -139,7 +145,7 @@ class Audit(StepHook):
         return self._repeating(step)
 
     def plan(self, step: StepContext, batch: Batch, given: Any) -> bool:
-        """Decide which micro-batch is repeated; return whether this rank is its owner.
+        """Decide which micro-batches are repeated; return whether this rank owns one of them.
 
         Args:
             step: The context of the step.
@@ -150,92 +156,123 @@ class Audit(StepHook):
         turn = count_audited(step.number, self._config.every_steps)
         # Many ranks know the weights of their own micro-batches only.
         alone = parallel.loss_weight is not None and parallel.messages.are_many
-        spans = assign_microbatches(batch.leaves, parallel.hosts)
-        plan = plan_audit(turn, spans, alone=alone)
-        is_owner = parallel.replica == plan.owner
-        own = next((part for part in batch.microbatches if part.index == plan.microbatch), None)
-        if is_owner:
-            assert own is not None
+        parallel.share.require_turns(batch.leaves, batch.leaves)
+        spans = parallel.share.spans(batch.leaves)
+        self._plans = self._make_plans(turn, spans, alone=alone)
+        is_sent = self._plan.repeater != self._plan.owner and isinstance(given, Batch)
+        own = next((plan for plan in self._plans if plan.owner == parallel.replica), None)
+        if own is not None:
+            part = next(part for part in batch.microbatches if part.index == own.microbatch)
             # A model may write into its inputs.
-            own = replace(own, data=clone_tensors(own.data))
-        if plan.repeater != plan.owner and isinstance(given, Batch):
-            shared = self._send(step, own, plan.owner, "sending a micro-batch")
+            self._microbatches[part.index] = replace(part, data=clone_tensors(part.data))
+        needed = {plan.microbatch for plan, _ in self._list_repetitions()}
+        for plan in self._plans if is_sent else ():
+            mine = self._microbatches[plan.microbatch] if plan is own else None
+            shared = self._send(step, mine, plan.owner, "sending a micro-batch")
             if shared is None:  # what cannot be pickled
-                plan = plan_audit(turn, spans, alone=True)
-            else:
-                own = shared
-        elif own is None and parallel.replica in (plan.repeater, plan.witness):
-            one = _OneMicrobatch(parallel.microbatches, parallel.hosts, 0, index=plan.microbatch)
-            (own,) = split_batch(given, one).microbatches
-        self._plan, self._microbatch = plan, own
-        return is_owner
+                self._plans = self._make_plans(turn, spans, alone=True)
+                break
+            if plan.microbatch in needed:
+                self._microbatches[plan.microbatch] = shared
+        for index in () if is_sent else needed - self._microbatches.keys():
+            one = _OneMicrobatch(parallel.microbatches, parallel.hosts, 0, index=index)
+            (self._microbatches[index],) = split_batch(given, one).microbatches
+        return own is not None and self.is_noted(own.microbatch)
+
+    def _make_plans(self, turn: int, spans: Sequence[range], *, alone: bool) -> list[AuditPlan]:
+        """Return the plans of the micro-batches that are repeated together, the suspect first."""
+        plan = plan_audit(turn, spans, alone=alone)
+        plans = plan.rotate(spans) if self._parallel.is_interleaved else [plan]
+        return sorted(plans, key=lambda plan: plan.microbatch != self._suspect)
+
+    @property
+    def _plan(self) -> AuditPlan:
+        """The plan of the suspect, or of any micro-batch that is repeated."""
+        return self._plans[0]
+
+    def is_noted(self, microbatch: int) -> bool:
+        """Return whether the computations of a micro-batch are compared in this attempt."""
+        is_planned = any(plan.microbatch == microbatch for plan in self._plans)
+        return is_planned and self._suspect in (None, microbatch)
+
+    def _list_repetitions(self) -> list[tuple[AuditPlan, bool]]:
+        """Return what this rank repeats in this attempt, and whether on another core."""
+        plan, roles = self._plan, [("repeater", False), ("witness", False)]
+        is_alone = plan.owner == plan.repeater
+        if is_alone or plan.witness == plan.repeater:
+            roles.pop()
+        if self._mode == "check":
+            roles = [("repeater", is_alone)]
+        elif self._mode == "vote":
+            roles = [("owner", True), *roles, *((role, True) for role, _ in roles if not is_alone)]
+        else:
+            roles = [("owner", False), *(role for role in roles if not is_alone)]
+        return [
+            (plan, elsewhere)
+            for role, elsewhere in roles
+            for plan in self._plans
+            if getattr(plan, role) == self._parallel.replica
+        ]
 
     @contextmanager
     def _repeating(self, step: StepContext) -> Iterator[None]:
-        """Repeat the micro-batch after the others, where the plan says so."""
+        """Repeat micro-batches after the others, where the plan says so."""
         trace = self._trace
         if trace is None:
             yield
         else:
             with trace.recording():
                 yield
-        plan = self._plan
-        if plan is None or plan.microbatch not in step.shares:
+        if not self._plans or self._plan.microbatch not in step.shares:
             return
-        replica, is_alone = self._parallel.replica, plan.owner == plan.repeater
-        if self._mode == "check":
-            if replica == plan.repeater:
-                self._repeat(step, elsewhere=is_alone)
-        elif replica in (plan.owner, plan.repeater, plan.witness):
-            if trace is not None:
-                with trace.recording(plan.microbatch):
-                    self._repeat(step)
-            elif replica != plan.owner or is_alone:
-                self._repeat(step, elsewhere=is_alone)
-            if trace is None:
-                self._repeat(step, elsewhere=not is_alone)
+        for plan, elsewhere in self._list_repetitions():
+            traced = trace if plan is self._plan else None
+            with traced.recording(plan.microbatch) if traced else nullcontext():
+                self._repeat(step, plan.microbatch, elsewhere=elsewhere)
 
-    def _repeat(self, step: StepContext, *, elsewhere: bool = False) -> None:
-        """Compute the micro-batch again, on another core if `elsewhere`."""
-        assert self._microbatch is not None
-        part = self._microbatch
+    def _repeat(self, step: StepContext, index: int, *, elsewhere: bool) -> None:
+        """Compute a micro-batch again, on another core if `elsewhere`."""
+        part = self._microbatches[index]
         microbatch = replace(part, data=clone_tensors(part.data))
         with on_another_core() if elsewhere else nullcontext():
             core = find_core()
             try:
-                hashes = self._executor.repeat(microbatch, step.shares[part.index])
+                hashes = self._executor.repeat(microbatch, step.shares[index])
             except Exception as error:  # only in the repetition, so it differs
-                self._note(core, {f"{type(error).__name__}: {error}": 0}, is_repeated=True)
-            else:
-                self._note(core, hashes, is_repeated=True)
+                hashes = {f"{type(error).__name__}: {error}": 0}
+            self._note(index, core, hashes, is_repeated=True)
 
     def begin_own(self) -> None:
         """Note the beginning of a micro-batch of the owner, while operators are traced."""
-        position, plan = self._executor.position(), self._plan
-        if self._trace is not None and plan is not None and position == (plan.microbatch, 0):
+        is_own = self._executor.position() == (self._plan.microbatch, 0)
+        if self._trace is not None and is_own:
             self._trace.note_turn()
 
-    def note_own(self, hashes: Mapping[str, int]) -> None:
+    def note_own(self, microbatch: int, hashes: Mapping[str, int]) -> None:
         """Note the results of the owner in its turn."""
-        self._note(find_core(), hashes, is_repeated=False)
+        self._note(microbatch, find_core(), hashes, is_repeated=False)
 
-    def _note(self, core: int, hashes: Mapping[str, int], *, is_repeated: bool) -> None:
+    def _note(
+        self, microbatch: int, core: int, hashes: Mapping[str, int], *, is_repeated: bool
+    ) -> None:
+        if not self.is_noted(microbatch):
+            return
         bits, rank = combine_hashes(hashes), self._parallel.rank
-        self._own.append(Computation(rank, self._host, core, bits, is_repeated))
+        self._own.append((microbatch, Computation(rank, self._host, core, bits, is_repeated)))
         if self._mode != "trace":
-            self._hashes.append(hashes)
+            self._hashes.setdefault(microbatch, []).append(hashes)
 
     # --- exchange and check --------------------------------------------------------------------
 
-    def status(self, step: StepContext) -> list[Computation]:
-        """Return this rank's computations of the micro-batch."""
+    def status(self, step: StepContext) -> list[Compared]:
+        """Return this rank's computations of micro-batches."""
         return self._own
 
-    def decode(self, value: Any) -> list[Computation]:
+    def decode(self, value: Any) -> list[Compared]:
         """Return the computations from their JSON."""
-        return [Computation(*fields) for fields in value]
+        return [(microbatch, Computation(*fields)) for microbatch, fields in value]
 
-    def merge(self, left: list[Computation], right: list[Computation]) -> list[Computation]:
+    def merge(self, left: list[Compared], right: list[Compared]) -> list[Compared]:
         """Return the computations of two ranges of ranks."""
         return left + right
 
@@ -247,13 +284,17 @@ class Audit(StepHook):
             StateError: The micro-batch depends on something else than its inputs.
             WorkError: Ranks or cores compute different results, and it is unknown which is wrong.
         """
-        found: list[Computation] = summary.hooks[self.name]
+        found: list[Compared] = summary.hooks[self.name]
         if summary.failure is not None or not found:
             return
         if self._mode == "trace":
             self._conclude(step)
-        self._computations += found
-        if len({one.bits for one in self._computations}) == 1:
+        if self._mode == "check":
+            bits = {(microbatch, one.bits) for microbatch, one in found}
+            differing = [index for index, count in Counter(m for m, _ in bits).items() if count > 1]
+            self._suspect = min(differing, default=None)
+        self._computations += [one for microbatch, one in found if microbatch == self._suspect]
+        if self._suspect is None:
             return
         if self._mode == "check":
             self._repeat_as("vote", step)
@@ -283,7 +324,7 @@ class Audit(StepHook):
         """
         assert self._culprit is not None
         assert self._watch is not None
-        first, *others = self._hashes or [{}]
+        first, *others = self._hashes.get(self._plan.microbatch, [{}])
         wrong = [name for name, bits in first.items() if others and others[0].get(name) != bits]
         mine = wrong[-1] if wrong and "the loss" not in wrong else ""
         about = f"locating a fault {step.label.about}"
@@ -294,7 +335,7 @@ class Audit(StepHook):
         if not name.startswith(prefix):
             return None, changed
         module = name.removeprefix(prefix).rpartition(".")[0]
-        return module or type(self._modules[""]).__name__, changed
+        return module or class_name(self._modules[""]), changed
 
     def _conclude(self, step: StepContext) -> NoReturn:
         """Find out why the computations differ, with the operators that two of them called.
@@ -304,7 +345,6 @@ class Audit(StepHook):
             WorkError: It is a fault that came again, so other results are wrong, too.
         """
         plan, verdict, parallel = self._plan, self._verdict, self._parallel
-        assert plan is not None
         assert verdict is not None
         assert self._trace is not None
         about = f"comparing operators {step.label.about}"
@@ -351,7 +391,6 @@ class Audit(StepHook):
     ) -> dict[str, Any]:
         """Return the fields of the finding about a fault."""
         plan, culprit = self._plan, self._culprit
-        assert plan is not None
         assert culprit is not None
         count = self._corrections[culprit.rank] + 1
         place = "" if module is None else f" in {module}"
@@ -420,7 +459,6 @@ class _MicrobatchWatch(StepObserver):
     def select(self, batch: Batch) -> Batch:
         """Plan the audit, now that the batch is known."""
         self.observes_microbatches = self._audit.plan(self._step, batch, self._given)
-        self._audited = self._audit._plan
         return batch
 
     def begin_microbatch(self) -> None:
@@ -439,6 +477,7 @@ class _MicrobatchWatch(StepObserver):
         gradients: Mapping[str, int],
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
-        """Hash the results of the micro-batch that is repeated."""
-        if self._audited is not None and microbatch == self._audited.microbatch:
-            self._audit.note_own(hash_results(self._losses, gradients, buffers))
+        """Hash the results of a micro-batch that is repeated."""
+        if not self._audit.is_noted(microbatch):
+            return
+        self._audit.note_own(microbatch, hash_results(self._losses, gradients, buffers))

@@ -6,6 +6,11 @@
     repeated by     1   2   0   2    0    1    1     2     0
 
 The plan is a function of the step and of the assignment of micro-batches, so all ranks know it.
+
+The ranks of a sharded model gather its parameters together. So while one micro-batch is repeated,
+every other rank repeats that of the rank at the same distance, and all of a turn are audited:
+
+    turn            0 | 1 | 2 | 3        repeated by     1 | 2 | 3 | 0
 """
 
 from __future__ import annotations
@@ -46,6 +51,17 @@ class AuditPlan:
     owner: int
     repeater: int
     witness: int
+
+    def rotate(self, spans: Sequence[range]) -> list[AuditPlan]:
+        """Return the plans of the micro-batches that all replicas compute at the same time."""
+        position, plans = spans[self.owner].index(self.microbatch), []
+        for shift in range(len(spans)):
+            owner, repeater, witness = (
+                (replica + shift) % len(spans)
+                for replica in (self.owner, self.repeater, self.witness)
+            )
+            plans.append(AuditPlan(spans[owner][position], owner, repeater, witness))
+        return plans
 
 
 def plan_audit(turn: int, spans: Sequence[range], *, alone: bool = False) -> AuditPlan:

@@ -65,6 +65,7 @@ class CallAuditHook(StepHook):
         self._found = []
         is_due = is_audited(step.number, self._config.every_steps)
         is_due = is_due and (batch is None or self._parallel.stages > 1)
+        is_due = is_due and not self._parallel.is_interleaved
         return self._auditing(step) if is_due else None
 
     @contextmanager

@@ -41,7 +41,7 @@ from lockstep.data.microbatch import Batch
 from lockstep.kernel.rng_scopes import is_in_backward
 from lockstep.kernel.seeds import default_generator
 from lockstep.kernel.step_context import Phase, Position, StepContext, StepObserver
-from lockstep.model.call_site import CallSites
+from lockstep.model.call_site import CallSites, is_exchange_of_shards
 
 __all__ = ["OperatorTracer", "record_graphs_as_operators"]
 
@@ -148,7 +148,8 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
         """Execute an operator, and record it."""
         kwargs = kwargs or {}
         schema = describe_operator(func)
-        if schema.is_ignored or any(issubclass(each, FakeTensor) for each in types):
+        is_internal = schema.is_ignored or is_exchange_of_shards(sys._getframe(1))
+        if is_internal or any(issubclass(each, FakeTensor) for each in types):
             return func(*args, **kwargs)
         index, memory = len(self.calls), self._memory
         is_kept = index == self._keep

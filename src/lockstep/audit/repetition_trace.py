@@ -18,6 +18,7 @@ from torch import nn
 from lockstep.audit.operator_call import OperatorCall
 from lockstep.audit.operator_difference import first_operator_difference
 from lockstep.audit.operator_tracer import OperatorTracer
+from lockstep.model.call_site import class_name
 from lockstep.pipeline.python_state import find_python_state
 
 __all__ = [
@@ -49,7 +50,7 @@ class StateWatch:
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        kinds = {name or type(module).__name__: module for name, module in modules.items()}
+        kinds = {name or class_name(module): module for name, module in modules.items()}
         self._states = [find_python_state(module, name) for name, module in kinds.items()]
         self._before: list[Mapping[Any, Any]] = []
 

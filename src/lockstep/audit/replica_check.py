@@ -30,6 +30,7 @@ from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import CommittedStep, StepHook
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.state_mutation_check import require_same_weights
+from lockstep.sharded_tensors import is_sharded
 
 __all__ = ["OddReplica", "ReplicaCheck", "find_odd_replica"]
 
@@ -151,13 +152,14 @@ class ReplicaCheck(StepHook):
         self._finding = None
 
     def _find_values(self) -> dict[str, Any]:
-        """Return the tensors and numbers that this replica holds, by name."""
+        """Return the tensors and numbers that every replica holds, by name."""
         values: dict[str, Any] = {}
         for root, module in self._modules.items():
             for named in (module.named_parameters, module.named_buffers):
                 for name, tensor in named(prefix=root):
                     values[name] = tensor
-        return values | dict(self._optimizer_state())
+        values |= self._optimizer_state()
+        return {name: value for name, value in values.items() if not is_sharded(value)}
 
     def _restore(self, step: StepContext, odd: OddReplica) -> bool:
         """Overwrite the tensors of the odd replica, unless too many elements differ.

@@ -138,8 +138,13 @@ class ReplicaShare:
         """Return, for each replica, the nodes of the tree that cover its micro-batches."""
         if not self.is_interleaved:
             return assign_nodes(leaves, self.hosts)
-        owned = [range(replica, leaves, self.replicas) for replica in range(self.replicas)]
-        return [[(leaf, leaf + 1) for leaf in leaves_of_one] for leaves_of_one in owned]
+        return [[(leaf, leaf + 1) for leaf in span] for span in self.spans(leaves)]
+
+    def spans(self, leaves: int) -> Sequence[range]:
+        """Return, for each replica, its micro-batches."""
+        if not self.is_interleaved:
+            return assign_microbatches(leaves, self.hosts)
+        return [range(replica, leaves, self.replicas) for replica in range(self.replicas)]
 
     def require_turns(self, leaves: int, computed: int) -> None:
         """Raise LayoutError if replicas take turns, and some would compute nothing in one.
@@ -168,7 +173,4 @@ def _pieces(samples: int, share: ReplicaShare) -> tuple[tuple[int, range], ...]:
         return ()
     leaves = count_microbatches(samples, share.microbatches)
     cuts = split_evenly(samples, leaves)
-    owned = assign_microbatches(leaves, share.hosts)[share.replica]
-    if share.is_interleaved:
-        owned = range(share.replica, leaves, share.replicas)
-    return tuple((index, cuts[index]) for index in owned)
+    return tuple((index, cuts[index]) for index in share.spans(leaves)[share.replica])

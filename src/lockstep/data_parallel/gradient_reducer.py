@@ -166,6 +166,9 @@ class GradientReducer:
             if parameter.grad is not None
         }
 
+    def discard(self) -> None:
+        """Do nothing: a micro-batch that is computed again leaves its gradients in `.grad` only."""
+
     def accumulate(self, microbatch: int) -> None:
         """Move the gradients in `.grad` to the leaf of `microbatch`."""
         assert self._local is not None

@@ -221,6 +221,15 @@ class ShardedGradients:
         turn = microbatch // self._ranks
         self._sums.put((turn, turn + 1), gradients)
 
+    def discard(self) -> None:
+        """Forget a micro-batch that was computed again, also if an exception ended it."""
+        root: Any = self._module
+        root.reset_iter_state()
+        for unit in self._units:
+            unit.end_microbatch()
+        self._roots = []
+        self._hashes.clear()
+
     def skip(self, microbatch: int) -> None:
         """Refuse the step: other ranks have added the gradients of this micro-batch to theirs."""
         self.failure = (

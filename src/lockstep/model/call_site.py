@@ -9,6 +9,7 @@ backward    the site of the operator that is being differentiated, found by its 
 
 from __future__ import annotations
 
+import sys
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,12 +24,21 @@ from torch.autograd import graph as autograd_graph
 
 from lockstep.kernel.rng_scopes import is_in_backward
 
-__all__ = ["CallSite", "CallSites", "describe_line", "find_source", "is_user_code"]
+__all__ = [
+    "CallSite",
+    "CallSites",
+    "class_name",
+    "describe_line",
+    "find_source",
+    "is_exchange_of_shards",
+    "is_user_code",
+]
 
 MODULE_CALL = nn.Module._call_impl.__code__
 BACKWARD = autograd_graph._engine_run_backward.__code__
 
 TORCH = str(Path(torch.__file__).parent)
+FSDP = f"{TORCH}/distributed/fsdp"
 LOCKSTEP = str(Path(__file__).parents[1])
 STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 PACKAGES = ("site-packages", "dist-packages")
@@ -68,7 +78,7 @@ class CallSites:
             for name, part in module.named_modules():
                 # Without the part that torch.compile adds to each name.
                 path = [key for key in (root, *name.split(".")) if key not in ("", "_orig_mod")]
-                self._units.setdefault(part, ".".join(path) or _class_name(part))
+                self._units.setdefault(part, ".".join(path) or class_name(part))
                 self._paths.setdefault(part, path)
                 for own, parameter in part.named_parameters(recurse=False):
                     named = ".".join([*path, own]), self._units[part]
@@ -138,8 +148,19 @@ def describe_line(frame: FrameType) -> str:
     return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
 
 
-def _class_name(module: nn.Module) -> str:
-    return type(getattr(module, "_orig_mod", module)).__name__
+def is_exchange_of_shards(frame: FrameType | None) -> bool:
+    """Return whether `fully_shard` of torch, in a frame or above it, gathers or adds tensors."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return False
+    while frame is not None and not frame.f_code.co_filename.startswith(FSDP):
+        frame = frame.f_back
+    return frame is not None
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the name of a model's class, without wrappers and before it was sharded."""
+    kinds = type(getattr(module, "_orig_mod", module)).__mro__
+    return kinds[2 if kinds[1].__name__ == "FSDPModule" else 0].__name__
 
 
 @lru_cache(maxsize=10_000)

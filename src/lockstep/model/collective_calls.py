@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import is_in_backward
-from lockstep.model.call_site import LOCKSTEP, TORCH, describe_line, is_user_code
+from lockstep.model.call_site import FSDP, LOCKSTEP, TORCH, describe_line, is_user_code
 
 __all__ = ["CollectiveCallGuard", "wrap_collective_calls"]
 
@@ -105,7 +105,7 @@ def _check(name: str, frame: FrameType | None) -> None:
         frame_of_call, frame = frame, frame.f_back
         if code.co_name == "wrapper":  # a decorator of torch's, or of typing_extensions
             continue
-        if code.co_filename.startswith(f"{TORCH}/distributed/fsdp"):
+        if code.co_filename.startswith(FSDP):
             return  # the exchange of shards
         if code.co_filename.startswith(f"{TORCH}/distributed"):
             name = code.co_name

@@ -30,6 +30,7 @@ from lockstep.checksum import checksum
 from lockstep.data.microbatch import Batch
 from lockstep.kernel.rng_scopes import is_in_backward
 from lockstep.kernel.step_context import Position, StepContext, StepObserver
+from lockstep.model.call_site import class_name
 from lockstep.model.compilation import is_compiled_in_place
 from lockstep.model.deferred_init import named_tensors
 from lockstep.model.fingerprint import Checksums, StepFingerprint, TrainerFingerprint
@@ -76,7 +77,7 @@ class Fingerprinter(StepObserver):
         self.observes_microbatches, self.takes_refusals = with_backward, takes_refusals
         self._model, self._has_whole_gradients = module, has_whole_gradients
         others = parallel.named_extra_modules()
-        self._hooked = dict(hookable_modules(type(module).__name__, called, is_root=True))
+        self._hooked = dict(hookable_modules(class_name(module), called, is_root=True))
         for name, extra in others.items():
             self._hooked |= dict(hookable_modules(name, extra))
         self._hooked = {n: self._hooked[n] for n in names if n in self._hooked} or self._hooked
@@ -94,7 +95,7 @@ class Fingerprinter(StepObserver):
     def trainer(self, backend: str) -> TrainerFingerprint:
         """Return the fingerprint of the trainer's current state; `backend` is that of the ranks."""
         parameters = tuple(_plain(name) for name, _ in self._model.named_parameters())
-        return TrainerFingerprint(type(self._model).__name__, backend, parameters, self._state())
+        return TrainerFingerprint(class_name(self._model), backend, parameters, self._state())
 
     @contextmanager
     def recording(self, step: StepContext, position: Position) -> Iterator[None]:

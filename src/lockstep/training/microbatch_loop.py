@@ -72,6 +72,9 @@ class CollectedGradients(GradientSums, Protocol):
     def accumulate(self, microbatch: int) -> None:
         """Add the gradients in `.grad` as those of a micro-batch."""
 
+    def discard(self) -> None:
+        """Forget a micro-batch that was computed again."""
+
     def watch_backward(self, loss: torch.Tensor, microbatch: int) -> AbstractContextManager[None]:
         """Return the context of this rank's last backward pass."""
 

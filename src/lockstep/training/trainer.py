@@ -200,8 +200,7 @@ class Trainer:
             storage=storage,
             checkpoint=checkpoint,
             fingerprints=read_selection(fingerprints),
-            # Every rank would have to repeat a micro-batch of a sharded model.
-            audit=None if storage == "sharded" else read_audit(audit),
+            audit=read_audit(audit),
         )
         settings = arguments.compare(model)
         arguments.check()
@@ -244,8 +243,6 @@ class Trainer:
             is_recorded = broadcast_bytes(here, "opening a record", self.parallel.group) == b"1"
         self._end.begin(self._run, is_recorded)
         hooks = self._list_hooks(setup, checkpoints, member)
-        if self.parallel.is_interleaved and isinstance(audit, AuditConfig) and is_rank0:
-            log('steps with storage="sharded" are not audited: audit= has no effect')
         if session is None and (config := arguments.audit) is not None:
             record, executor = self._record_finding, setup.executor
             hooks.append(CallAuditHook(config, self.parallel, executor, record))

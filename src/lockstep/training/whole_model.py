@@ -134,6 +134,7 @@ class WholeModelExecutor:
         gradients = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
+        self._gradients.is_observed = True
         where = loop.step.place(microbatch.index)
         try:
             loop.buffers.install_copies()
@@ -146,6 +147,7 @@ class WholeModelExecutor:
             hashes = self._gradients.hash_current()
             return hash_results([loss.detach()], hashes, loop.buffers.current())
         finally:
+            self._gradients.discard()
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             for slot in loop.buffers.slots:
