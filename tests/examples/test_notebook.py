@@ -81,8 +81,7 @@ def test_a_spike_on_four_ranks_is_found_on_one_process(tmp_path, monkeypatch):
     assert max(map(float, spiking[2:9])) < 0.2 < 100 < float(spiking[9])
     replayed = cell_with(cells, "lockstep replay").splitlines()
     assert any(line.startswith("step 13, micro-batch 7: the same bits") for line in replayed)
-    named = cell_with(cells, "load_file").splitlines()
-    assert ["2412.0" in line for line in named] == [False, True, False]
+    assert sum("2412.0" in line for line in replayed) == 1
     found = cell_with(cells, "lockstep bisect")
     assert (
         "spike and fixed differ first in step 13, micro-batch 7, forward pass, module `0`: "

@@ -110,9 +110,7 @@ def test_where_a_run_stopped_is_said_also_without_a_difference(found):
 def test_commands_look_further(found, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert suggest_commands(found) == [
-        "lockstep replay night-a --step 7 --microbatch 2 --dump dump-night-a",
         "lockstep replay night-a --step 7 --microbatch 2 --pdb",
-        "lockstep replay night-b --step 7 --microbatch 2 --dump dump-night-b",
         "lockstep replay night-b --step 7 --microbatch 2 --pdb",
     ]
     update = replace(found, divergence=replace(DIVERGENCE, microbatch=None))

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -58,11 +57,6 @@ INTERVAL = 30.0  # seconds between two lines of progress if standard error is no
     help="Run the micro-batch under pdb, which stops where the model's forward begins.",
 )  # fmt: skip
 @click.option(
-    "--dump", metavar="DIR", type=click.Path(path_type=Path),
-    help="Write inputs, weights, activations and gradients of the micro-batch to this new folder, "
-    "as safetensors.",
-)  # fmt: skip
-@click.option(
     "--anomaly", is_flag=True,
     help="Run the micro-batch in autograd's anomaly mode, which names the operation whose gradient "
     "is NaN.",
@@ -80,7 +74,6 @@ def command(
     nprocs: int,
     stages: int,
     debug: bool,
-    dump: Path | None,
     anomaly: bool,
     timeout: float | None,
     folder: str,
@@ -94,7 +87,7 @@ def command(
     trainer; files that the program writes itself are written again.
 
     --microbatch compares the loss of that micro-batch. On one rank it is computed
-    alone, and can be inspected with --pdb, --dump and --anomaly.
+    alone, and can be inspected with --pdb and --anomaly.
 
     Exit status: 0 same bits; 1 different bits, nothing to compare with, or the replay
     failed; 2 usage error.
@@ -111,10 +104,8 @@ def command(
         raise LayoutError(f"-n {nprocs} must be a multiple of --stages {stages}")
     if debug and timeout is not None:
         raise UsageError("--timeout does not end a session of the debugger: omit it with --pdb")
-    asked = {"--pdb": debug, "--dump": dump is not None, "--anomaly": anomaly}
+    asked = {"--pdb": debug, "--anomaly": anomaly}
     _require_alone([name for name, given in asked.items() if given], microbatch, nprocs)
-    if dump is not None and dump.exists() and (not dump.is_dir() or any(dump.iterdir())):
-        raise UsageError(f"--dump {dump}: this is not an empty folder; give the name of a new one")
     recording = read_run(find_run(run, folder))
     for remark in recording.remarks:
         log(remark)
@@ -133,7 +124,6 @@ def command(
         step,
         layout,
         microbatch=microbatch,
-        dump=None if dump is None else dump.absolute(),
         anomaly=anomaly,
         debug=debug,
         timeout=timeout,
@@ -154,8 +144,6 @@ def command(
     result = compare(request, recorded, replay)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         _print(result, recording.state)
-        if dump is not None and dump.is_dir() and any(dump.iterdir()):
-            click.echo(f"The tensors of the micro-batch are in {escape_control(str(dump))}.")
     if as_json:
         click.echo(json.dumps(result.plain()))
     sys.exit(0 if result.equal else 1)

@@ -6,7 +6,6 @@ import math
 import os
 import shlex
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from lockstep.audit.operator_call import OperatorCall
@@ -268,18 +267,14 @@ def suggest_commands(result: Bisection) -> list[str]:
     if divergence is None:
         return []
     lines = []
-    suffixes = [Path(run.name).name for run in (result.a, result.b)]
-    if suffixes[0] == suffixes[1]:
-        suffixes = ["a", "b"]
-    for run, suffix in zip((result.a, result.b), suffixes, strict=True):
+    for run in (result.a, result.b):
         folder = os.path.relpath(run.folder)
         folder = str(run.folder) if folder.startswith("..") else folder
         words = ["lockstep", "replay", folder, "--step", str(divergence.step)]
         if divergence.microbatch is not None:
-            words += ["--microbatch", str(divergence.microbatch), "--dump", f"dump-{suffix}"]
+            words += ["--microbatch", str(divergence.microbatch)]
+            words += ["--pdb"] if divergence.source is not None else []
         lines.append(shlex.join(words))
-        if divergence.source is not None and divergence.microbatch is not None:
-            lines.append(shlex.join([*words[:-2], "--pdb"]))
     return lines
 
 

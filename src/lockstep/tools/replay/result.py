@@ -31,7 +31,6 @@ class ReplayRequest:
             computed alone, and the step is not finished. None for whole steps.
         kept: The index of the operator of the step `first` whose tensors are kept at level
             "operators"; None for none.
-        dump: The folder into which the tensors of that micro-batch are written; None for none.
         anomaly: Whether that micro-batch is computed in autograd's anomaly mode.
         debug: Whether that micro-batch is computed under pdb, in this terminal.
         timeout: Seconds after which the ranks are ended; None for no limit.
@@ -44,7 +43,6 @@ class ReplayRequest:
     level: Level = "result"
     microbatch: int | None = None
     kept: int | None = None
-    dump: Path | None = None
     anomaly: bool = False
     debug: bool = False
     timeout: float | None = None

@@ -1,4 +1,4 @@
-"""One micro-batch of a step, computed alone: under a debugger, in anomaly mode, or into files.
+"""One micro-batch of a step, computed alone: under a debugger, or in anomaly mode.
 
     select          reduces the batch to this micro-batch
     recording       hooks, debugger, anomaly mode; ends the program after the micro-batch
@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import bdb
 import contextlib
-import json
 import pdb
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -28,15 +27,12 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
-from lockstep.checkpoint.tensor_file import DTYPES, write_tensors
 from lockstep.data.microbatch import Batch
-from lockstep.files import create_file, make_folder
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import is_in_backward
 from lockstep.kernel.step_context import StepContext, StepObserver
 from lockstep.launcher.stacks import is_user_code
 from lockstep.messages import log
-from lockstep.model.deferred_init import named_tensors
 from lockstep.model.fingerprinter import hookable_modules
 from lockstep.tools.replay.result import ReplayRequest
 from lockstep.training.trainer_hooks import SessionComplete
@@ -47,7 +43,6 @@ FinishMicrobatch = Callable[
     [StepContext, float | None, tuple[int, ...] | None, tuple[str, ...]], None
 ]
 
-DUMPED = ("inputs", "weights", "activations", "activation_gradients", "gradients")
 MOST_NAMED = 8  # the largest number of rows or samples in a sentence
 INTERNAL = ["lockstep.*", "torch.nn.modules.module", "torch.utils.*", "torch._*", "contextlib"]
 """Modules that the debugger does not stop in."""
@@ -81,7 +76,6 @@ class LoneMicrobatch(StepObserver):
         self._samples: tuple[int, ...] | None = None
         self._remarks: list[str] = []
         self._has_found = False  # whether a module returned a non-finite value
-        self._dump = None if request.dump is None else MicrobatchDump(called, module)
 
     def select(self, batch: Batch) -> Batch:
         """Return the batch reduced to the requested micro-batch.
@@ -100,8 +94,6 @@ class LoneMicrobatch(StepObserver):
             )
         self._size = chosen[0].size
         self._samples = batch.sample_indices(chosen[0].index)
-        if self._dump is not None:
-            self._dump.take_data(chosen[0].data)
         if self._request.anomaly:
             self._check_data(chosen[0].data)
         return replace(batch, microbatches=chosen)
@@ -139,18 +131,12 @@ class LoneMicrobatch(StepObserver):
             SessionComplete: It was computed.
         """
         step.observers.append(self)
-        try:
-            with ExitStack() as stack:
-                if self._request.debug:
-                    stack.enter_context(debugging(self._called, self._describe_samples))
-                if self._request.anomaly:
-                    stack.enter_context(self._watching())
-                if self._dump is not None:
-                    stack.enter_context(self._dump.recording(position))
-                yield
-        finally:
-            if self._dump is not None and self._request.dump is not None:
-                self._dump.write(self._request.dump, self._describe(step))
+        with ExitStack() as stack:
+            if self._request.debug:
+                stack.enter_context(debugging(self._called, self._describe_samples))
+            if self._request.anomaly:
+                stack.enter_context(self._watching())
+            yield
         self._finish(step, self._loss, self._samples, tuple(self._remarks))
         raise SessionComplete
 
@@ -179,12 +165,6 @@ class LoneMicrobatch(StepObserver):
                 filter(None, (_find_forward(str(warning.message)) for warning in caught)), ""
             )
             self._remarks.append(f"In backward, {str(error).rstrip('.')}{where}")
-            if self._dump is not None:
-                self._remarks.append(
-                    "Anomaly mode ended backward there: gradients.safetensors and "
-                    "activation_gradients.safetensors have only the gradients before it; omit "
-                    "--anomaly to get all"
-                )
         finally:
             for handle in handles:
                 handle.remove()
@@ -215,18 +195,6 @@ class LoneMicrobatch(StepObserver):
             return ""
         number, listed = self._request.microbatch, ", ".join(map(str, self._samples))
         return f"micro-batch {number} has the samples {listed} of the dataset"
-
-    def _describe(self, step: StepContext) -> dict[str, Any]:
-        return {
-            "run": str(self._request.run),
-            "step": step.number,
-            "microbatch": self._request.microbatch,
-            "loss_hex": None if self._loss is None else self._loss.hex(),
-            "share": step.shares.get(self._request.microbatch or 0),
-            "size": self._size,
-            "samples": self._samples,
-            "remarks": self._remarks,
-        }
 
 
 def name_leaves(data: Any) -> Iterator[tuple[str, Any]]:
@@ -311,93 +279,3 @@ def debugging(called: nn.Module, describe_samples: Callable[[], str]) -> Iterato
     finally:
         sys.settrace(None)
         handle.remove()
-
-
-class MicrobatchDump:
-    """The tensors of one micro-batch, written as safetensors files.
-
-        inputs.safetensors               data of the micro-batch
-        weights.safetensors              parameters and buffers before the step
-        activations.safetensors          outputs of every module call
-        activation_gradients.safetensors gradients of these outputs
-        gradients.safetensors            what backward adds to the gradient of each parameter
-        index.json                       step, loss, calls in their order, tensors left out
-
-    Args:
-        called: The callable that the trainer calls: the model, or its compiled form.
-        module: The model.
-    """
-
-    def __init__(self, called: nn.Module, module: nn.Module) -> None:
-        self._called, self._module = called, module
-        self._files: dict[str, dict[str, torch.Tensor]] = {name: {} for name in DUMPED}
-        self._calls: list[dict[str, Any]] = []
-        self._skipped: dict[str, str] = {}
-        self._counts: dict[str, int] = {}
-
-    def take_data(self, data: Any) -> None:
-        """Keep the data, before any module can write into it."""
-        for name, leaf in name_leaves(data):
-            self._keep("inputs", name, leaf)
-
-    @contextmanager
-    def recording(self, position: Callable[[], Any]) -> Iterator[None]:
-        """Keep the outputs of modules and all gradients while the body runs."""
-        for name, tensor in named_tensors(self._module).items():
-            self._keep("weights", name, tensor)
-        name = type(self._module).__name__
-        handles = [
-            module.register_forward_hook(self._hook(path, position))
-            for path, module in hookable_modules(name, self._called, is_root=True)
-        ]
-        for name, parameter in self._module.named_parameters():
-            if parameter.requires_grad:
-                watch = partial(self._keep_gradient_of, name)
-                handles.append(parameter.register_post_accumulate_grad_hook(watch))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _hook(self, module_name: str, position: Callable[[], Any]) -> Callable[..., None]:
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if torch.compiler.is_compiling() or is_in_backward() or position() is None:
-                return
-            call = self._counts[module_name] = self._counts.get(module_name, -1) + 1
-            own = f"{module_name}#{call}" if call else module_name
-            leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-            names = [own] if len(leaves) == 1 else [f"{own}[{n}]" for n in range(len(leaves))]
-            self._calls.append(
-                {"module": module_name, "class": type(module).__name__, "outputs": names}
-            )
-            for name, leaf in zip(names, leaves, strict=True):
-                self._keep("activations", name, leaf)
-                if leaf.requires_grad:
-                    leaf.register_hook(partial(self._keep, "activation_gradients", name))
-
-        return leave
-
-    def _keep_gradient_of(self, name: str, parameter: torch.Tensor) -> None:
-        self._keep("gradients", name, parameter.grad)
-
-    def _keep(self, file: str, name: str, value: Any) -> None:
-        """Copy a tensor as it is now; only name a tensor that safetensors cannot store."""
-        if not isinstance(value, torch.Tensor):
-            self._skipped[f"{file}/{name}"] = type(value).__name__
-            return
-        value = value.detach()
-        if value.layout is not torch.strided or value.is_quantized or value.dtype not in DTYPES:
-            self._skipped[f"{file}/{name}"] = f"{value.dtype}, {value.layout}"
-            return
-        self._files[file][name] = value.to("cpu", copy=True).contiguous()
-
-    def write(self, folder: Path, description: Mapping[str, Any]) -> None:
-        """Write the files into a folder, readable by their owner only."""
-        make_folder(folder)
-        for name, tensors in self._files.items():
-            with open(create_file(folder / f"{name}.safetensors"), "wb") as file:
-                write_tensors(file, tensors)
-        index = {**description, "calls": self._calls, "left_out": self._skipped}
-        with open(create_file(folder / "index.json"), "wb") as file:
-            file.write(f"{json.dumps(index, indent=2)}\n".encode())
