@@ -46,7 +46,7 @@ START = 3.0  # seconds until a contender's ranks are there, about
 )  # fmt: skip
 @click.option("--timeout", default=120.0, show_default=True, help="Longest wait, seconds.")
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write results.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw a .svg or a .png.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw a .svg.")
 def command(**flags: Any) -> None:
     """Measure ResNet-50 in two stages of one thread: Lockstep's and the peers'.
 
@@ -191,9 +191,8 @@ def write(everything: list[list[Outcome]], flags: dict[str, Any], said: dict[str
         write_output(flags["file"], json.dumps(found, indent=1) + "\n")
     if flags["plot"]:
         from benchmarks.pipeline.plot import draw
-        from lockstep.tools.bench.plot import save
 
-        save(draw(everything, said["machine"], said["command"]), flags["plot"])
+        write_output(flags["plot"], draw(everything, said["machine"], said["command"]).svg())
 
 
 def judge(everything: list[list[Outcome]]) -> None:

@@ -54,7 +54,7 @@ COPIES, MEMCPY = "copies", "memcpy"
 @click.option("--widths", default="1,2,3,4", show_default=True, help="Ranks to compare digests on.")
 @click.option("--timeout", default=120.0, show_default=True, help="Longest wait in seconds.")
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write results.")
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw a .svg or a .png.")
+@click.option("--plot", type=click.Path(path_type=Path), help="Draw a .svg.")
 def command(**flags: Any) -> None:
     """Measure training steps: Lockstep's, DistributedDataParallel's, FSDP2's, and none at all.
 
@@ -262,9 +262,8 @@ def write(
         write_output(flags["file"], text + "\n")
     if flags["plot"] and any(outcome.times for outcome in outcomes):
         from benchmarks.step.plot import draw
-        from lockstep.tools.bench.plot import save
 
-        save(draw(outcomes, said["machine"], said["command"]), flags["plot"])
+        write_output(flags["plot"], draw(outcomes, said["machine"], said["command"]).svg())
 
 
 def judge(outcomes: list[Outcome], found: list[Digests]) -> None:

@@ -1,4 +1,4 @@
-"""Plot: every contender, as SVG and PNG."""
+"""Plot: every contender."""
 
 from __future__ import annotations
 
@@ -50,5 +50,5 @@ def test_panels_and_names_are_drawn(widths, panels):
 
 
 def test_unknown_suffix_raises():
-    with pytest.raises(UsageError, match=r"--plot a.pdf: the suffix must be .svg or .png"):
+    with pytest.raises(UsageError, match=r"--plot a.pdf: the suffix must be .svg"):
         check_format(Path("a.pdf"))

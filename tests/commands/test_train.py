@@ -452,35 +452,6 @@ def test_a_killed_run_goes_on_in_any_layout(tmp_path, killed, undisturbed, layou
     assert ls.digest(load_file(folder / "weights.safetensors")) == undisturbed["digest"]
 
 
-@pytest.mark.parametrize("record", [None, '{"kind": "run", "na'])
-def test_a_run_that_was_killed_before_its_record_began_is_started_again(
-    tmp_path, undisturbed, record
-):
-    folder = tmp_path / "night"
-    folder.mkdir()
-    shutil.copy(Path(undisturbed["run"]) / "recipe.json", folder)
-    if record is not None:
-        (folder / "record.jsonl").write_text(record)
-    status, message = resume(folder, "--epochs", 3)
-    assert status == 2
-    assert "was started with --epochs 2" in message
-    if record == "":  # one training is enough
-        status, output = resume(folder, "--epochs", 2, "--lr", 0.05, "--json")
-        assert status == 0
-        summary = json.loads(output.splitlines()[-1])
-        assert {name: summary[name] for name in SAME} == {n: undisturbed[n] for n in SAME}
-        assert summary["resumed_from_step"] == 0
-        assert len(read_run(folder).steps) == 90
-
-
-def test_a_run_whose_name_is_taken_does_not_change_the_options_of_the_other(tmp_path):
-    (tmp_path / "mine").mkdir()
-    for name in ("record.jsonl", "recipe.json"):
-        (tmp_path / "mine" / name).write_text("{}")
-    assert train("digits", "--runs", tmp_path, "--name", "mine")[0] != 0
-    assert (tmp_path / "mine" / "recipe.json").read_text() == "{}"
-
-
 def test_a_run_that_is_done_prints_its_summary_again(tmp_path, undisturbed):
     folder = tmp_path / "copy"
     shutil.copytree(undisturbed["run"], folder)

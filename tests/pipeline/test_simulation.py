@@ -9,10 +9,8 @@ from lockstep.pipeline.schedules import NAMES, Action, build_schedule, gpipe, on
 from lockstep.pipeline.simulation import (
     Costs,
     group_costs,
-    measure_costs,
     simulate,
 )
-from lockstep.record.timeline import Timeline, TimelineSpan
 
 COST = st.integers(0, 9).map(float)
 
@@ -90,10 +88,3 @@ def test_a_whole_backward_is_its_parts_unless_measured() -> None:
 def test_costs_that_do_not_fit_are_refused(fields, sentence) -> None:
     with pytest.raises(LayoutError, match=sentence):
         Costs(**fields)
-
-
-def test_measured_costs_are_medians():
-    spans = [TimelineSpan(0, "forward", 0, end, 0, j) for j, end in enumerate((1, 2, 9))]
-    parts = [TimelineSpan(0, "input", 0, 3, 0, 0), TimelineSpan(0, "weight", 3, 7, 0, 0)]
-    found = measure_costs(Timeline("", 1, (*spans, *parts)))
-    assert found == Costs((2,), (3,), (4,), backward=(7,))

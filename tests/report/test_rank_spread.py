@@ -7,7 +7,7 @@ from lockstep.record.reader import read_run
 from lockstep.record.recorder import Recorder
 from lockstep.tools.report.breakdown import peak_memory, time_by_rank, time_shares
 from lockstep.tools.report.rank_spread import list_slow_ranks, mean_times, spread_table
-from lockstep.tools.report.run_report import report_html, report_markdown
+from lockstep.tools.report.run_report import report_html
 from lockstep.tools.report.summary import find_slowest_rank, find_slowest_step
 from lockstep.tools.report.summary_text import timing_sentences
 
@@ -83,7 +83,6 @@ def test_damaged_summaries_are_ignored(summary, tmp_path):
     epoch = records.epoch(0) | {"memory_bytes": None, "memory_summary": summary}
     run = read_run(records.write(tmp_path, [records.HEADER, line, line, epoch]))
     assert "<script>x" not in report_html(run)
-    report_markdown(run)
 
 
 def test_a_recorder_rounds_a_summary(tmp_path):

@@ -1,4 +1,4 @@
-"""What a report says of checkpoints, sources and fingerprints."""
+"""What a report says of sources and fingerprints."""
 
 import tracemalloc
 
@@ -6,8 +6,8 @@ import records
 from lockstep.model.fingerprint import StepFingerprint
 from lockstep.model.fingerprint_file import FingerprintFile, encode_fingerprint
 from lockstep.record.reader import read_run
-from lockstep.tools.report.reproduction import checkpoint_table, summarize_reproduction
-from lockstep.tools.report.run_report import report_html, report_markdown
+from lockstep.tools.report.reproduction import summarize_reproduction
+from lockstep.tools.report.run_report import report_html
 
 
 def write_fingerprints(folder, rank, steps, launch="a"):
@@ -24,22 +24,6 @@ def checkpointed(folder):
     return records.write(folder, [*lines[:-1], *saved, lines[-1]])
 
 
-def test_checkpoints_are_listed_with_their_digests(tmp_path):
-    run = read_run(checkpointed(tmp_path))
-    assert checkpoint_table(run) == [
-        ["10", "100 ms", "340 kB", "abababababababab..."],
-        ["20", "200 ms", "340 kB", ""],
-    ]
-    page = report_html(run)
-    assert '<table id="checkpoints">' in page
-    assert "abababababababab..." in page
-    many = [records.HEADER, *(records.checkpoint(number) for number in range(100))]
-    rows = checkpoint_table(read_run(records.write(tmp_path / "many", many)))
-    assert len(rows) == 41
-    assert rows[20][0] == "... 60 more"
-    assert [rows[0][0], rows[-1][0]] == ["0", "99"]
-
-
 def test_fingerprints_and_sources_are_shown(tmp_path):
     folder = checkpointed(tmp_path)
     for rank in range(2):
@@ -51,10 +35,7 @@ def test_fingerprints_and_sources_are_shown(tmp_path):
         "Copies of the program's own files are in sources-2.",
         "Hashes of what each unit computed in 4 steps (0 to 15, 2 ranks) are in fingerprints.",
     ]
-    page, text = report_html(run), report_markdown(run)
-    for sentence in found.sentences[1:]:
-        assert sentence in page
-        assert f"- {sentence}" in text
+    assert found.sentences[1] in report_html(run)
 
 
 def test_a_report_reads_fingerprints_one_line_at_a_time(tmp_path):

@@ -12,7 +12,7 @@ from lockstep.record.reader import read_run
 from lockstep.record.recorder import RECORD_FILE
 from lockstep.record.timeline import typical_timeline
 from lockstep.tools.report.breakdown import peak_memory, resume_table, time_by_rank
-from lockstep.tools.report.run_report import report_html, report_markdown
+from lockstep.tools.report.run_report import report_html
 from lockstep.tools.report.summary import find_slowest_rank, summarize
 from lockstep.tools.report.summary_text import (
     checkpoint_sentence,
@@ -101,12 +101,10 @@ def test_findings_of_the_audit_are_among_the_warnings(tmp_path):
     finding = {"kind": "audit", "step": 3, "rank": 1, "message": "core 4 computed <wrong>"}
     run = read_run(records.write(tmp_path / "audited", [*records.whole()[:-1], finding]))
     assert "rank 1: core 4 computed &lt;wrong&gt;" in report_html(run)
-    assert "rank 1: core 4 computed" in report_markdown(run)
 
 
 def test_the_learning_rate_is_shown_and_drawn_where_it_changes(run, tmp_path):
-    for form in (report_html(run), report_markdown(run)):
-        assert "The learning rate is 0.05 in all steps." in form
+    assert "The learning rate is 0.05 in all steps." in report_html(run)
     assert 'id="chart-lr"' not in report_html(run)
     lines = [records.step(n, lr=min(0.01 * (n + 1), 0.09 - 0.0025 * n)) for n in range(20)]
     changing = read_run(records.write(tmp_path / "lr", [records.HEADER, *lines, records.END]))
@@ -116,16 +114,16 @@ def test_the_learning_rate_is_shown_and_drawn_where_it_changes(run, tmp_path):
 
 
 def test_both_digests_are_named(run):
-    page, text = report_html(run), report_markdown(run)
+    page = report_html(run)
     for what, name in (("weights", "digest"), ("optimizer state", "optimizer_digest")):
         assert f"Digest of the {what} <code" in page
-        assert f"| digest of the {what} | {records.END[name]} |" in text
+        assert records.END[name] in page
 
 
 def test_a_busy_machine_is_reported(tmp_path):
     lines = [*records.whole()[:-1], records.END | {"core_wait": 0.31}]
     run = read_run(records.write(tmp_path, lines))
-    assert "Rank 0 waited for a core 31.0% of the time" in report_markdown(run)
+    assert "Rank 0 waited for a core 31.0% of the time" in report_html(run)
 
 
 def test_a_script_is_shown_with_its_command(tmp_path):
@@ -154,9 +152,6 @@ def test_stages_are_drawn_as_recorded(tmp_path):
         "<title>rank 0: backward of micro-batch 0 on stage 0, 4.00 ms, "
         "after waiting 4.00 ms for rank 1</title>"
     ) in page
-    text = report_markdown(run)
-    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        assert len({line.count("|") for line in table.splitlines()}) == 1
 
 
 def test_text_of_timelines_is_escaped(tmp_path):
@@ -190,7 +185,6 @@ def test_failed_and_died_runs_are_marked(tmp_path, lines, words):
     steps = [records.step(number) for number in range(5)]
     folder = aged(records.write(tmp_path / "r", [records.HEADER, *steps, *lines]))
     assert words in report_html(read_run(folder))
-    assert words in report_markdown(read_run(folder))
 
 
 @pytest.mark.parametrize("keep", range(len(records.whole()) + 1))
@@ -200,9 +194,7 @@ def test_every_beginning_of_a_record_renders(tmp_path, keep):
     folder = aged(records.write(tmp_path / "r", lines[:keep], tail))
     if keep == 0:
         folder = aged(records.write(tmp_path / "r", []))
-    run = read_run(folder)
-    assert "</html>" in report_html(run)
-    assert report_markdown(run).startswith("## ")
+    assert "</html>" in report_html(read_run(folder))
 
 
 @pytest.mark.parametrize("name", ["header", "step", "epoch", "end"])
@@ -246,14 +238,6 @@ def test_only_some_of_many_ranks_and_epochs_are_shown(tmp_path):
     assert len(page) < 100_000
 
 
-def test_markdown_has_headline_tables_and_command(run):
-    text = report_markdown(run)
-    assert "| digest of the weights | " + records.END["digest"] + " |" in text
-    assert "lockstep train digits -n 2 --note 'two words'" in text
-    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        assert len({line.count("|") for line in table.splitlines()}) == 1
-
-
 @pytest.fixture
 def resumed(tmp_path):
     return read_run(records.write(tmp_path / "night", records.resumed()))
@@ -264,10 +248,9 @@ def test_checkpoints_and_resumptions_are_reported(resumed):
         "3 checkpoints, the last one after 16 steps (340 kB); "
         "saving one stalled training for 3.20 ms (median)."
     )
-    page, text = report_html(resumed), report_markdown(resumed)
-    for form in (page, text):
-        assert "the last one after 16 steps" in form
-        assert "The run was resumed twice." in form
+    page = report_html(resumed)
+    assert "the last one after 16 steps" in page
+    assert "The run was resumed twice." in page
     assert "2 replicas × 2 stages, 8 micro-batches, gloo, cpu" in page
     assert "torch: 2.12.0 before, 2.13.0 now; cores: 8 before, 2 now" in page
     assert resume_table(resumed) == [
@@ -325,7 +308,6 @@ def test_a_resumed_record_without_a_field_renders(tmp_path, name):
              for line in records.resumed()]  # fmt: skip
     run = read_run(records.write(tmp_path, lines))
     assert "The run was resumed twice." in report_html(run)
-    assert "The run was resumed twice." in report_markdown(run)
 
 
 def test_pages_of_many_steps_are_small(tmp_path):

@@ -14,7 +14,6 @@ from lockstep.pipeline.schedule_executor import ScheduleExecutor
 from lockstep.pipeline.schedules import Action, one_f_one_b
 from lockstep.record.reader import read_run
 from lockstep.record.timeline import read_timelines
-from lockstep.tools.report.trace import find_transfers
 from lockstep.training.history import History
 from lockstep.training.step_trace import StepTrace
 
@@ -69,9 +68,13 @@ def test_every_rank_records_what_the_schedule_says(run):
 
 def test_what_a_rank_gets_was_made_before_on_one_clock(run):
     for one in read_timelines(run.timelines):
-        pairs = list(find_transfers(one))
-        assert len(pairs) == 6
-        for source, target in pairs:
+        works = {(work.kind, work.stage, work.microbatch): work for work in one.spans}
+        transfers = [
+            (works[kind, sender, number], works[kind, 1 - sender, number])
+            for number in range(3)
+            for kind, sender in (("forward", 0), ("backward", 1))
+        ]
+        for source, target in transfers:
             assert target.source == source.rank
             assert target.num_bytes >= 2 * 8 * 4
             assert source.begin <= target.begin + 1e-5

@@ -16,10 +16,8 @@ The costs may be the median times of a recorded step.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from lockstep.kernel.errors import LayoutError
 from lockstep.pipeline.schedules import (
@@ -31,14 +29,12 @@ from lockstep.pipeline.schedules import (
     get_product,
     iterate_in_order,
 )
-from lockstep.record.timeline import Timeline
 
 __all__ = [
     "Costs",
     "SimulatedAction",
     "Simulation",
     "group_costs",
-    "measure_costs",
     "simulate",
 ]
 
@@ -212,26 +208,3 @@ def _compute_peak(actions: Sequence[Action], costs: Costs) -> float:
         elif action.kind in ("backward", "weight"):
             now -= costs.held[action.stage]
     return peak
-
-
-# --- recorded steps ---------------------------------------------------------------------------
-
-
-def measure_costs(recorded: Timeline) -> Costs:
-    """Return the median time of each kind of action on each stage.
-
-    If a stage recorded only whole backwards, half of their time counts for the weights.
-    """
-    times: defaultdict[tuple[str, int | None], list[float]] = defaultdict(list)
-    for span in recorded.spans:
-        times[span.kind, span.stage].append(span.end - span.begin)
-
-    def row(kind: str, default: Callable[[int], float]) -> tuple[float, ...]:
-        stages = range(recorded.num_stages)
-        return tuple(median(times[kind, s]) if (kind, s) in times else default(s) for s in stages)
-
-    whole = row("backward", lambda _: 0.0)
-    inputs = row("input", lambda stage: whole[stage] / 2)
-    weights = row("weight", lambda stage: whole[stage] / 2)
-    whole = row("backward", lambda stage: inputs[stage] + weights[stage])
-    return Costs(row("forward", lambda _: 0.0), inputs, weights, backward=whole)

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.files import write_output
 from lockstep.formatting import format_bytes, format_duration, format_size
 from lockstep.kernel.errors import UsageError
 from lockstep.tools.bench.measured_collectives import COLLECTIVES
@@ -25,7 +24,7 @@ from lockstep.tools.bench.workload import DTYPE
 from lockstep.tools.report.chart import Axis, log_axis
 from lockstep.tools.report.picture import Dot, Label, Line, Picture, Point, text_width
 
-__all__ = ["check_format", "draw", "save"]
+__all__ = ["check_format", "draw"]
 
 WIDTH, HEIGHT, MARGIN = 1200, 675, 56
 INK, SOFT, FAINT, PAPER = "#16202e", "#5a6675", "#e4e8ee", "#ffffff"
@@ -61,14 +60,9 @@ class BenchPanel:
 
 
 def check_format(path: Path) -> None:
-    """Raise UsageError unless the suffix is .svg or .png."""
-    if path.suffix not in (".svg", ".png"):
-        raise UsageError(f"--plot {path}: the suffix must be .svg or .png")
-
-
-def save(picture: Picture, path: Path) -> None:
-    """Write the plot in the format of the suffix."""
-    write_output(path, picture.png() if path.suffix == ".png" else picture.svg())
+    """Raise UsageError unless the suffix is .svg."""
+    if path.suffix != ".svg":
+        raise UsageError(f"--plot {path}: the suffix must be .svg")
 
 
 def draw(results: list[Result], machine: str, command: str) -> Picture:

@@ -95,7 +95,7 @@ def options(collective: Collective) -> list[Any]:
         click.option(
             "--plot",
             type=click.Path(path_type=Path),
-            help="Write a plot to this .svg or .png file.",
+            help="Write a plot to this .svg file.",
         ),
     ]
     if collective.name != "barrier":
@@ -134,9 +134,9 @@ def run(collective: Collective, flags: dict[str, Any]) -> None:
     if flags["json_file"]:
         write_output(flags["json_file"], json.dumps(records, indent=1) + "\n")
     if flags["plot"] and records:
-        from lockstep.tools.bench.plot import draw, save
+        from lockstep.tools.bench.plot import draw
 
-        save(draw(everything, machine, command), flags["plot"])
+        write_output(flags["plot"], draw(everything, machine, command).svg())
     check_results(everything)
 
 

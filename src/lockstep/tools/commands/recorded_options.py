@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from lockstep.files import replace_file
 from lockstep.kernel.errors import UsageError
 from lockstep.tools.recipes.catalog import NAMES
 
@@ -25,13 +21,11 @@ __all__ = [
     "open_resumed",
     "recall_options",
     "resolve_options",
-    "store_options",
 ]
 
 CHANGEABLE = {"stages", "schedule", "activation_checkpointing", "workers", "logger"}
 CHANGEABLE |= {"checkpoint_every", "quiet", "download"}  # on resuming, because they change no bits
 NOT_RECALLED = {"quiet", "download"}  # apply to one process, not to the run
-RECIPE_FILE = "recipe.json"  # the options of a run, until its record has the first line
 
 
 def _is_given(option: str) -> bool:
@@ -58,50 +52,14 @@ def _read_recorded(folder: Path) -> Run:
     """Return a run with its options; raise UsageError if it is not a run of a recipe."""
     from lockstep.record.columns import as_dict
     from lockstep.record.reader import read_ends
-    from lockstep.record.recorder import RECORD_FILE
 
-    has_record = (folder / RECORD_FILE).exists()
-    recorded = read_ends(folder) if has_record else None
-    if recorded is None or not recorded.header:  # killed before the record had a line
-        recorded = _load_options(folder) or read_ends(folder)
+    recorded = read_ends(folder)
     if as_dict(recorded.latest("options")).get("recipe") not in NAMES:
         raise UsageError(
             f"{folder} is not a run of `lockstep train`, so its options are not known; continue "
             f"a run of a script with `lockstep run --resume {folder}`"
         )
     return recorded
-
-
-def store_options(folder: Path, recipe: str, nprocs: int, given: dict[str, Any]) -> None:
-    """Store the recipe and options of a run before its ranks start.
-
-    The record begins when all ranks have connected. Without this file, a run that is killed before
-    that could not be resumed.
-    """
-    from lockstep.files import make_folder
-    from lockstep.record.recorder import RECORD_FILE
-    from lockstep.redaction import redact
-
-    content = {"recipe": recipe, "nprocs": nprocs, "options": redact(given)}
-    with contextlib.suppress(OSError):  # the recorder reports what is wrong with the folder
-        make_folder(folder)
-        if not (folder / RECORD_FILE).exists():
-            with replace_file(folder / RECIPE_FILE) as file:
-                file.write(json.dumps(content).encode())
-
-
-def _load_options(folder: Path) -> Run | None:
-    """Return a run with only the options that `store_options` stored; None if there are none."""
-    from lockstep.record.columns import concatenate_steps
-    from lockstep.record.reader import Run
-
-    try:
-        stored = json.loads((folder / RECIPE_FILE).read_bytes())
-        options = dataclasses.asdict(resolve_options(stored["recipe"], stored["options"]))
-        header = {"options": options, "layout": {"world_size": int(stored["nprocs"])}}
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RecursionError):
-        return None
-    return Run(folder=folder, header=header, steps=concatenate_steps([]))
 
 
 def resolve_options(recipe: str, given: Mapping[str, Any]) -> Options:

@@ -6,19 +6,19 @@ import contextlib
 import json
 import re
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.formatting import format_duration
 from lockstep.kernel.errors import LayoutError, UsageError
-from lockstep.messages import JSON_HELP, discard_if_lost, escape_control, log
+from lockstep.messages import JSON_HELP, escape_control, log
 from lockstep.tools.commands.report import find_run, runs_option
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from lockstep.record.reader import Run
     from lockstep.tools.replay.replay_comparison import Recorded, ReplayComparison
 
@@ -33,7 +33,6 @@ timeout_option = click.option(
     help="End each replay after this many seconds.  [default: no limit]",
 )  # fmt: skip
 """The option of a command that makes several replays."""
-INTERVAL = 30.0  # seconds between two lines of progress if standard error is not a terminal
 
 
 @click.command()
@@ -254,45 +253,34 @@ class ReplayProgress:
     """The progress display of replays on standard error: finished steps and remaining time."""
 
     def __init__(self) -> None:
-        self._is_live = sys.stderr.isatty()
-        self._title: str | None = None
-        self._first = 0  # the steps that were finished when the replay began
-        self._started: tuple[int, float] | None = None  # steps done at that time, and the time
-        self._shown_at = time.monotonic()
+        from rich.console import Console
+        from rich.progress import Progress, TimeRemainingColumn
+
+        columns = ("{task.description}", "step {task.completed} of {task.total}")
+        self._display = Progress(
+            *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True
+        )
+        self._task: TaskID | None = None
 
     def show(self, title: str, done: int, total: int) -> None:
-        """Show the progress: on a terminal in one line, otherwise a line every `INTERVAL`.
+        """Show the progress, if standard error is a terminal.
 
         Args:
             title: The name of the replay, which is shown before the steps; "" for none.
             done: The number of finished steps.
             total: The number of steps to finish.
         """
-        now = time.monotonic()
-        if title != self._title:
-            self._title, self._first, self._started = title, done, None
-        if self._started is None and done > self._first:
-            self._started = done, now
-        if not self._is_live and now - self._shown_at < INTERVAL:
-            return
-        self._shown_at = now
-        text = f"{title}: " if title else ""
-        text += f"step {done} of {total}"
-        if self._started is not None and done > self._started[0]:
-            pace = (now - self._started[1]) / (done - self._started[0])
-            text += f", {format_duration(pace * (total - done))} left"
-        try:
-            sys.stderr.write(f"\r{text}\x1b[K" if self._is_live else f"{text}\n")
-            sys.stderr.flush()
-        except OSError as error:
-            discard_if_lost(sys.stderr, error)
+        if self._task is None:
+            self._display.start()  # not earlier: a debugger needs the terminal
+            self._task = self._display.add_task(title, completed=done, total=total)
+        elif self._display.tasks[0].description != title:
+            self._display.reset(self._task, completed=done, total=total, description=title)
+        self._display.update(self._task, completed=done)
 
     def __enter__(self) -> ReplayProgress:
         """Return itself."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Erase the progress line on a terminal."""
-        if self._is_live:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+        """Erase the display."""
+        self._display.stop()

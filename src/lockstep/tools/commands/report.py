@@ -1,4 +1,4 @@
-"""`lockstep report`: renders the record of a run as a page or as Markdown."""
+"""`lockstep report`: renders the record of a run as a page."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import sys
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -14,12 +13,7 @@ from lockstep.files import make_folder, open_for_write, replace_file
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.messages import escape_control, log
 
-if TYPE_CHECKING:
-    from lockstep.record.reader import Run
-
-__all__ = ["command", "find_run", "format_of", "open_in_browser", "runs_option", "save"]
-
-SUFFIXES = ("html", "md")
+__all__ = ["command", "find_run", "runs_option"]
 
 runs_option = click.option(
     "--runs", "folder", default="runs", show_default=True, metavar="DIR", help="Folder of runs."
@@ -31,70 +25,24 @@ runs_option = click.option(
 @click.argument("run")
 @runs_option
 @click.option(
-    "--format",
-    "kind",
-    type=click.Choice(SUFFIXES),
-    help="Format of the report.  [default: by the suffix of --output, else html]",
-)
-@click.option(
     "-o", "--output", metavar="FILE",
-    help="Output file; '-' is standard output.  [default: report.* in the run's folder]",
+    help="Output file; '-' is standard output.  [default: report.html in the run's folder]",
 )  # fmt: skip
-@click.option("--trace", type=click.Path(), help="Write a trace for Perfetto to this file instead.")
 @click.option("--open", "opened", is_flag=True, help="Open the result in the browser.")
-def command(
-    run: str, folder: str, kind: str | None, output: str | None, trace: str | None, opened: bool
-) -> None:
-    """Write a report of RUN, the name or folder of a run.
+def command(run: str, folder: str, output: str | None, opened: bool) -> None:
+    """Write a report of RUN, the name or folder of a run, as one HTML page.
 
-    The default is an HTML page in a single file, runs/NAME/report.html. Runs that
-    are still going, failed or died are rendered up to their last line. Use md for an
-    issue. --trace writes the timelines of all ranks as JSON for ui.perfetto.dev and
-    chrome://tracing.
+    Runs that are still going, failed or died are rendered up to their last line.
     """
     from lockstep.record.reader import read_run
+    from lockstep.tools.report.run_report import report_html
 
     recording = read_run(find_run(run, folder))
     for remark in recording.remarks:
         log(remark)
-    if trace is not None:
-        save(_trace(recording), trace)
-        return
-    kind = kind or format_of(output)
-    content = _render(recording, kind)
-    path = save(content, output, recording.folder / f"report.{kind}")
+    path = save(report_html(recording).encode(), output, recording.folder / "report.html")
     if opened and path is not None:
         open_in_browser(path)
-
-
-def _render(run: Run, kind: str) -> bytes:
-    """Return the report of a run in the format `kind`."""
-    from lockstep.tools.report.run_report import report_html, report_markdown
-
-    text = report_markdown(run) if kind == "md" else report_html(run)
-    return text.encode()
-
-
-def _trace(run: Run) -> bytes:
-    """Return the trace of a run; raise UsageError if it has no steps."""
-    from lockstep.tools.report.trace import export_trace
-
-    if not len(run.steps) and not run.timelines:
-        raise UsageError(
-            f"the run {run.folder.name} has no steps yet, so there is nothing to trace"
-        )
-    return export_trace(run)
-
-
-def format_of(output: str | None) -> str:
-    """Return the format of an output file by its suffix; "html" by default."""
-    suffix = Path(output).suffix.lstrip(".").lower() if output else ""
-    if suffix and suffix not in (*SUFFIXES, "htm"):
-        raise UsageError(
-            f"--output {output}: the suffix decides the format, which is one of "
-            f"{', '.join(SUFFIXES)}; to write another one, add --format"
-        )
-    return suffix if suffix in SUFFIXES else "html"
 
 
 def find_run(run: str, folder: str) -> Path:
@@ -109,7 +57,7 @@ def find_run(run: str, folder: str) -> Path:
     return Path(run)
 
 
-def save(content: bytes, output: str | None, default: Path | None = None) -> Path | None:
+def save(content: bytes, output: str | None, default: Path) -> Path | None:
     """Write `content` to a file and print its path; return the path.
 
     Args:
@@ -122,7 +70,7 @@ def save(content: bytes, output: str | None, default: Path | None = None) -> Pat
         sys.stdout.buffer.write(content)
         sys.stdout.buffer.flush()
         return None
-    path = default if output is None and default is not None else Path(output or "")
+    path = default if output is None else Path(output)
     try:
         make_folder(path.parent)
         with replace_file(path) if output is None else open_for_write(path) as file:

@@ -24,7 +24,6 @@ from lockstep.tools.commands.recorded_options import (
     open_resumed,
     recall_options,
     resolve_options,
-    store_options,
 )
 from lockstep.tools.commands.training_summary import print_summary
 from lockstep.tools.recipes.catalog import NAMES
@@ -191,8 +190,6 @@ def command(
         summary = _train_elastic(words, nprocs, least or 1, folder, resumed is not None)
         print_summary(summary, given["quiet"], as_json)
         return
-    if resumed is None:
-        store_options(folder, recipe, nprocs, given)
     get_fork_server(for_training=True)  # otherwise every rank would import torch._dynamo
     try:
         summary = launch(_rank, (recipe, given, str(folder), resumed is not None), nprocs)[0]

@@ -24,7 +24,6 @@ from lockstep.tools.report.checks import (
     machine,
     software,
 )
-from lockstep.tools.report.markdown import fenced_block
 from lockstep.version import VERSION
 
 __all__ = ["CHECKS", "clean", "issue_block", "run_checks"]
@@ -42,13 +41,10 @@ CHECKS: dict[str, Check] = {
     "disk": machine.check_disk,
     "open files": machine.check_open_files,
     "interface": communication.check_interfaces,
-    "ports": communication.check_ports,
     "compiler": software.check_compiler,
     "gpu": software.check_gpus,
-    "mpi": software.check_mpi,
     "backend": communication.check_native,
     "backends": communication.check_backends,
-    "ranks at once": machine.check_ranks_at_once,
 }
 
 
@@ -92,4 +88,4 @@ def issue_block(results: Iterable[CheckResult]) -> str:
     lines += [f"      {name}={value}" for name, value in variables.items()]
     home = str(Path.home())
     text = "\n".join(lines)
-    return "\n".join(fenced_block(text.replace(home, "~" if len(home) > 1 else home)))
+    return f"```\n{text.replace(home, '~' if len(home) > 1 else home)}\n```"

@@ -1,27 +1,19 @@
-"""Pictures of simple shapes, as SVG or, drawn with Pillow, as PNG.
+"""Pictures of simple shapes, as SVG.
 
-Coordinates are in points, with the origin at the top left. Both formats support the same
-shapes, so a plot looks the same in either of them.
+Coordinates are in points, with the origin at the top left.
 """
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 from xml.sax.saxutils import escape, quoteattr
-
-if TYPE_CHECKING:
-    from PIL import ImageDraw
 
 __all__ = ["Area", "Box", "Dot", "Label", "Line", "Picture", "text_width"]
 
 Point = tuple[float, float]
-PIXELS_PER_POINT = 2  # in a PNG
-OVERSAMPLING = 2  # drawn larger and scaled down, for smooth edges
 FONT_MARGIN = 1.12  # a viewer's font may be this much wider than Pillow's
-BOLD_STROKE, BOLD_SPACING = 0.02, 0.04  # fractions of the size of a bold label
 FONT = "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif"
 
 
@@ -105,22 +97,6 @@ class Picture:
         )
         return "\n".join([head, *map(_svg_element, self.shapes), "</svg>"]) + "\n"
 
-    def png(self) -> bytes:
-        """Return the picture as a PNG with two pixels per point."""
-        from PIL import Image, ImageDraw
-
-        scale = PIXELS_PER_POINT * OVERSAMPLING
-        image = Image.new("RGB", (self.width * scale, self.height * scale), self.background)
-        brush = ImageDraw.Draw(image)
-        for shape in self.shapes:
-            _paint(brush, shape, scale)
-        small = image.resize(
-            (self.width * PIXELS_PER_POINT, self.height * PIXELS_PER_POINT),
-            Image.Resampling.LANCZOS,
-        )
-        small.save(file := io.BytesIO(), "PNG", optimize=True)
-        return file.getvalue()
-
 
 def _svg_element(shape: Shape) -> str:
     """Return a shape as an SVG element."""
@@ -156,45 +132,6 @@ def _svg_text(label: Label) -> str:
 def _svg_points(points: Sequence[Point]) -> str:
     """Return points in the format of SVG."""
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-
-
-def _paint(brush: ImageDraw.ImageDraw, shape: Shape, scale: int) -> None:
-    """Paint a shape with `scale` pixels per point."""
-    match shape:
-        case Box(x, y, width, height, fill, corner):
-            corners = (x * scale, y * scale, (x + max(width, 0)) * scale, (y + height) * scale)
-            brush.rounded_rectangle(corners, corner * scale, fill)
-        case Line(points, stroke, width):
-            scaled = [(x * scale, y * scale) for x, y in points]
-            brush.line(scaled, stroke, max(1, int(width * scale)), "curve")
-        case Area(points, fill):
-            brush.polygon([(x * scale, y * scale) for x, y in points], fill)
-        case Dot(x, y, radius, fill):
-            brush.circle((x * scale, y * scale), radius * scale, fill)
-        case Label():
-            _paint_text(brush, shape, scale)
-
-
-def _paint_text(brush: ImageDraw.ImageDraw, label: Label, scale: int) -> None:
-    """Paint a label; Pillow's font has a single weight, so bold letters get a thin stroke.
-
-    Strokes make letters wider, so bold letters are set one by one with more space between them.
-    """
-    from PIL import ImageFont
-
-    size = _fitting_size(label) * scale
-    font, text = ImageFont.load_default(size), _printable(label.text)
-    if not label.bold:
-        anchor = {"start": "ls", "middle": "ms", "end": "rs"}[label.anchor]
-        brush.text((label.x * scale, label.y * scale), text, label.fill, font, anchor)
-        return
-    width = font.getlength(text) + BOLD_SPACING * size * (len(text) - 1)
-    left = label.x * scale - width * {"start": 0.0, "middle": 0.5, "end": 1.0}[label.anchor]
-    for at, letter in enumerate(text):
-        kerned = font.getlength(text[: at + 1]) - font.getlength(letter)
-        corner = (left + kerned + BOLD_SPACING * size * at, label.y * scale)
-        stroke = BOLD_STROKE * size
-        brush.text(corner, letter, label.fill, font, "ls", stroke_width=stroke)
 
 
 def _fitting_size(label: Label) -> float:

@@ -11,20 +11,9 @@ from lockstep.formatting import format_count, format_duration, format_quantity
 from lockstep.launcher.failure_attribution import signal_name
 from lockstep.record.columns import Line, as_dict
 from lockstep.record.reader import Run
-from lockstep.tools.report.reproduction import shorten_table
 from lockstep.tools.report.summary import number_or
 
-__all__ = ["ROUND_COLUMNS", "round_sentences", "round_table"]
-
-ROUND_COLUMNS = (
-    *("round", "step", "after", "ranks", "lost", "joined", "left"),
-    *("pause", "repeated work"),
-)
-
-
-def round_table(run: Run) -> list[list[str]]:
-    """Return the rounds as rows of text."""
-    return shorten_table([_round_row(line) for line in run.rounds])
+__all__ = ["round_sentences"]
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -82,29 +71,3 @@ def round_sentences(run: Run) -> Iterator[str]:
 def _name_signals(signals: Sequence[int]) -> str:
     names = sorted({signal_name(signal) for signal in signals if signal > 0})
     return f" ({', '.join(names)})" if names else ""
-
-
-def _round_row(line: Line) -> list[str]:
-    lost = [
-        f"{member} ({signal_name(signal)})" if signal > 0 else str(member)
-        for member, signal in _lost(line).items()
-    ]
-    return [
-        _format_count(line.get("round")),
-        _format_count(line.get("step")),
-        _format_seconds(number_or(line.get("t"))),
-        _format_count(line.get("world_size")),
-        ", ".join(lost),
-        ", ".join(map(str, _members(line, "joined"))),
-        ", ".join(map(str, _members(line, "left"))),
-        _format_seconds(_pause(line)),
-        _format_seconds(number_or(line.get("undone"))),
-    ]
-
-
-def _format_count(value: Any) -> str:
-    return format_count(number_or(value))
-
-
-def _format_seconds(seconds: float) -> str:
-    return format_duration(seconds) if math.isfinite(seconds) else ""

@@ -1,23 +1,18 @@
-"""Comparison of runs: speed, digests, losses, weights and settings.
+"""Comparison of runs: speed, digests, losses and settings.
 
 Each run is compared with the first one. If one run is faster, the sentence about it also names
-other possible reasons: different machines, a busy machine. Saved weights are compared tensor by
-tensor.
+other possible reasons: different machines, a busy machine.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from lockstep.formatting import (
     format_duration,
@@ -26,8 +21,6 @@ from lockstep.formatting import (
     format_number,
     format_percent,
 )
-from lockstep.kernel.errors import FileError
-from lockstep.messages import escape_control
 from lockstep.record.columns import Column, as_dict
 from lockstep.record.reader import Run
 from lockstep.record.run_environment import describe_other_arithmetic
@@ -42,20 +35,14 @@ from lockstep.tools.report.summary_text import (
     learning_rate_text,
 )
 
-if TYPE_CHECKING:
-    import torch
-
 __all__ = [
     "LossDifference",
     "PairComparison",
     "RunComparison",
-    "WeightsDifference",
-    "common_weights_file",
     "compare_runs",
     "comparison_json",
     "comparison_table",
     "find_setting_differences",
-    "first_weights_difference",
     "settings_sentences",
 ]
 
@@ -137,7 +124,6 @@ def compare_runs(runs: list[Run]) -> RunComparison:
             *_optimizer_sentences(runs[0], run),
             *_loss_sentences(losses, names[0], name),
             *settings_sentences(runs[0], run, is_same=same is not False and losses.step is None),
-            *_weights_sentences(runs[0], run),
             *_bisect_sentences(runs[0], run, is_same=same is not False and losses.step is None),
         ]
         pairs.append(PairComparison(name, speed, same, losses, sentences))
@@ -309,24 +295,6 @@ def _loss_sentences(losses: LossDifference, first: str, second: str) -> list[str
     ]
 
 
-def _weights_sentences(first: Run, second: Run) -> list[str]:
-    """Return the sentence about the saved weights; empty if one of the runs has none."""
-    name = common_weights_file(first.folder, second.folder)
-    if name is None:
-        return []
-    try:
-        difference = first_weights_difference(first.folder / name, second.folder / name)
-    except FileError as error:
-        return [f"The saved weights cannot be compared: {error}."]
-    if difference is None:
-        return [f"All tensors in their files {name} are bit-identical."]
-    others = (
-        f"; {difference.count} of {difference.total} tensors differ" if difference.count > 1 else ""
-    )
-    what = f"The first tensor in {name} that differs is {difference.tensor}"
-    return [escape_control(f"{what}: it {difference.how}{others}.")]
-
-
 def _bisect_sentences(first: Run, second: Run, *, is_same: bool) -> list[str]:
     """Return the sentence about the command that finds the first difference, if there is one."""
     counts = {run.layout.get("microbatches") for run in (first, second)}
@@ -427,86 +395,3 @@ def comparison_json(comparison: RunComparison) -> dict[str, Any]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-@dataclass(frozen=True)
-class WeightsDifference:
-    """The differences between two files of weights.
-
-    `tensor` is the name of the first tensor that differs, in the order of names, and `how`
-    describes its difference; `count` of `total` tensors differ.
-    """
-
-    tensor: str
-    how: str
-    count: int
-    total: int
-
-
-def common_weights_file(first: Path, second: Path) -> str | None:
-    """Return the name of a weights file that two run folders both have, the last by name."""
-    names = {file.name for file in first.glob("*.safetensors")}
-    names &= {file.name for file in second.glob("*.safetensors")}
-    return max(names, key=_natural_order, default=None)
-
-
-def first_weights_difference(first: Path, second: Path) -> WeightsDifference | None:
-    """Compare two files of weights; return None if all tensors are bit-identical.
-
-    The tensors are mapped into memory and compared one at a time.
-
-    Raises:
-        FileError: A file cannot be read, or is not a complete safetensors file.
-    """
-    ours, theirs = _open(first), _open(second)
-    names = sorted({*ours.keys(), *theirs.keys()}, key=_natural_order)
-    differences = [
-        (name, how) for name in names if (how := _describe_difference(ours, theirs, name))
-    ]
-    if not differences:
-        return None
-    return WeightsDifference(*differences[0], count=len(differences), total=len(names))
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except OSError as error:
-        raise FileError(f"{path} cannot be read ({error.strerror or error})") from None
-    except SafetensorError:
-        raise FileError(f"{path} is damaged, or not a safetensors file") from None
-
-
-def _describe_difference(ours: Any, theirs: Any, name: str) -> str:
-    """Describe how a tensor differs between two files; "" if it does not."""
-    for names, which in ((ours.keys(), "first"), (theirs.keys(), "second")):
-        if name not in names:
-            return f"is not in the {which} run"
-    a, b = ours.get_slice(name), theirs.get_slice(name)
-    for what, of in (("dtype", "get_dtype"), ("shape", "get_shape")):
-        if (one := getattr(a, of)()) != (other := getattr(b, of)()):
-            return f"has {what} {one} in the first run and {other} in the second"
-    return _describe_distance(ours.get_tensor(name), theirs.get_tensor(name))
-
-
-def _describe_distance(a: torch.Tensor, b: torch.Tensor) -> str:
-    import torch
-
-    if torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)):
-        return ""
-    if not a.dtype.is_floating_point:
-        return "differs"
-    a, b = a.double(), b.double()
-    differs = ~((a == b) | (a.isnan() & b.isnan()))
-    if not differs.any():
-        return "differs in the sign of a zero or the bits of a NaN"
-    distances = (a[differs] - b[differs]).abs()
-    largest = distances[~distances.isnan()].max().item() if not distances.isnan().all() else "NaN"
-    largest = largest if isinstance(largest, str) else f"{largest:.3g}"
-    return f"differs in {int(differs.sum()):,} of {a.numel():,} elements, by at most {largest}"
-
-
-def _natural_order(name: str) -> list[tuple[int, int | str]]:
-    """Return a sort key that orders layer 2 before layer 10."""
-    parts: Iterator[str] = filter(None, re.split(r"(\d+)", name))
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]

@@ -1,8 +1,4 @@
-"""The report of one run, as an HTML page or as Markdown.
-
-Run ──┬─> summary, summary_text, breakdown ──┬─> report_html(run)       one self-contained page
-      └─> charts, timeline ──────────────────┴─> report_markdown(run)   for an issue
-"""
+"""The report of one run, as an HTML page: sentences, tables, charts and the timeline."""
 
 from __future__ import annotations
 
@@ -29,15 +25,12 @@ from lockstep.tools.report.breakdown import (
 )
 from lockstep.tools.report.chart import run_charts
 from lockstep.tools.report.logged import logged_histograms, logged_images
-from lockstep.tools.report.markdown import escape_markdown, fenced_block, markdown_table
 from lockstep.tools.report.page import draw_panel, render_template
 from lockstep.tools.report.rank_spread import spread_table
 from lockstep.tools.report.reproduction import (
-    CHECKPOINT_COLUMNS,
-    checkpoint_table,
     summarize_reproduction,
 )
-from lockstep.tools.report.rounds import ROUND_COLUMNS, round_sentences, round_table
+from lockstep.tools.report.rounds import round_sentences
 from lockstep.tools.report.summary import Summary, summarize
 from lockstep.tools.report.summary_text import (
     STATE_NAMES,
@@ -55,7 +48,7 @@ from lockstep.tools.report.summary_text import (
 from lockstep.tools.report.timeline_rendering import layout_timelines
 from lockstep.version import VERSION
 
-__all__ = ["report_html", "report_markdown"]
+__all__ = ["report_html"]
 
 MAX_WARNINGS = 50  # warnings that are listed
 
@@ -89,12 +82,8 @@ def report_html(run: Run) -> str:
         timeline_sentences=timeline_sentences(recorded),
         memory=peak_memory(run),
         round_sentences=list(round_sentences(run)),
-        round_columns=ROUND_COLUMNS,
-        rounds=round_table(run),
         epochs=epoch_table(run),
         checkpoint_sentence=checkpoint_sentence(run),
-        checkpoint_columns=CHECKPOINT_COLUMNS,
-        checkpoints=checkpoint_table(run),
         resume_sentence=resume_sentence(run),
         resume_columns=RESUME_COLUMNS,
         resumes=resume_table(run),
@@ -130,36 +119,3 @@ def _tiles(run: Run, summary: Summary) -> list[Tile]:
         Tile("duration of the run", format_duration(summary.seconds)),
     ]
     return metrics + figures
-
-
-def report_markdown(run: Run) -> str:
-    """Return the report of a run in Markdown."""
-    summary, repeated = summarize(run), summarize_reproduction(run)
-    lines = [f"## {escape_markdown(summary.name)} ({STATE_NAMES[run.state]})", ""]
-    lines += map(escape_markdown, headline(run, summary))
-    remarks = [state_sentence(run, summary), *run.remarks, *repeated.remarks]
-    lines += [f"\n> {escape_markdown(sentence)}" for sentence in remarks if sentence]
-    figures = [(tile.name, tile.value) for tile in _tiles(run, summary)]
-    if summary.digest:
-        figures.append(("digest of the weights", summary.digest))
-    if summary.optimizer_digest:
-        figures.append(("digest of the optimizer state", summary.optimizer_digest))
-    lines += ["", *markdown_table(("figure", "value"), figures)]
-    sentences = [*timing_sentences(run), *timeline_sentences(typical_timeline(run))]
-    sentences = [*filter(None, [learning_rate_sentence(run)]), *sentences]
-    lines += ["", *(f"- {escape_markdown(sentence)}" for sentence in sentences)]
-    others = (*round_sentences(run), checkpoint_sentence(run), resume_sentence(run))
-    lines += [f"- {escape_markdown(sentence)}" for sentence in others if sentence]
-    if warnings := [*run.findings, *run.warnings]:
-        lines += ["", "### Warnings", ""]
-        lines += [
-            f"- {escape_markdown(warning_sentence(line))}" for line in warnings[:MAX_WARNINGS]
-        ]
-    if command := command_line(run):
-        lines += ["", "### Command", "", *fenced_block(command)]
-    if repeated.sentences:
-        lines += ["", *(f"- {escape_markdown(sentence)}" for sentence in repeated.sentences)]
-    for group in settings_groups(run):
-        lines += ["", f"<details><summary>{group.name}</summary>", ""]
-        lines += [*markdown_table(("", ""), list(group.values.items())), "", "</details>"]
-    return "\n".join(lines) + "\n"

@@ -1,11 +1,9 @@
-"""Checks of communication: environment, interfaces, ports, backends."""
+"""Checks of communication: environment, interfaces, backends."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import socket
 import statistics
 import time
 from collections.abc import Iterator
@@ -30,10 +28,7 @@ __all__ = [
     "check_environment",
     "check_interfaces",
     "check_native",
-    "check_ports",
 ]
-
-SOCKET_TIMEOUT = 10.0  # seconds for each socket operation
 
 
 def check_interfaces(requirements: Requirements) -> Iterator[CheckResult]:
@@ -60,36 +55,6 @@ def check_interfaces(requirements: Requirements) -> Iterator[CheckResult]:
             )
     if not wrong:
         yield good("interface", f"up: {', '.join(up) or 'none'}")
-
-
-def check_ports(requirements: Requirements) -> Iterator[CheckResult]:
-    """Check that a port of the loopback interface can be opened and connected to."""
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            server.settimeout(SOCKET_TIMEOUT)
-            port = server.getsockname()[1]
-            with socket.create_connection(("127.0.0.1", port), SOCKET_TIMEOUT):
-                server.accept()[0].close()
-    except OSError as error:
-        yield bad(
-            "ports",
-            f"a connection over 127.0.0.1 fails ({error.strerror or error})",
-            "ranks cannot connect to each other: check the firewall and the loopback interface",
-        )
-        return
-    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1  # else it is the port of the launch
-    given = os.environ.get("MASTER_PORT", "")
-    if is_alone and given.isdigit() and _is_port_used(int(given)):
-        yield note("ports", f"another program listens on MASTER_PORT {given}", "unset MASTER_PORT")
-    else:
-        yield good("ports", "connections over 127.0.0.1 work")
-
-
-def _is_port_used(port: int) -> bool:
-    """Return whether a program listens on a port of the loopback interface."""
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
-        return True
-    return False
 
 
 def check_environment(requirements: Requirements) -> Iterator[CheckResult]:

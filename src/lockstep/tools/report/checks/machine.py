@@ -7,21 +7,18 @@ import os
 import resource
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.formatting import (
     format_bytes,
-    format_percent,
     format_quantity,
 )
-from lockstep.kernel.errors import LockstepError
 from lockstep.record.run_environment import count_usable_cores, processor_name
 from lockstep.tools.report.checks import CheckResult, Requirements, bad, good, note
 
 __all__ = ["check_cores", "check_disk", "check_memory", "check_open_files"]
-__all__ += ["check_ranks_at_once", "check_shared_memory"]
+__all__ += ["check_shared_memory"]
 
 RANK_BYTES = 400e6  # memory of a rank that has imported torch, without a model
 CGROUP = Path("/sys/fs/cgroup")
@@ -30,8 +27,6 @@ MIN_SHM_BYTES = 1 << 30
 FILES_PER_RANK = 64
 OTHER_FILES = 128
 MIN_DISK_BYTES = 100e6
-RANKS_TIMEOUT = 60.0  # seconds for ranks to start, compute and end
-COMPUTE_SECONDS = 0.15  # duration of each measurement
 
 
 def check_cores(requirements: Requirements) -> Iterator[CheckResult]:
@@ -170,50 +165,3 @@ def check_open_files(requirements: Requirements) -> Iterator[CheckResult]:
         f"up to {soft:,}; {format_quantity(requirements.ranks, 'rank')} may need {wanted}",
         advice,
     )
-
-
-def check_ranks_at_once(requirements: Requirements) -> Iterator[CheckResult]:
-    """Check that ranks that compute at the same time are as fast as one rank alone."""
-    from lockstep.launcher.launch import launch
-
-    ranks = min(requirements.ranks, count_usable_cores())
-    if ranks < 2:
-        return
-    try:
-        (alone,) = launch(_products_per_second, (0.0,), 1, timeout=RANKS_TIMEOUT)
-        rates = launch(_products_per_second, (time.time() + 1.0,), ranks, timeout=RANKS_TIMEOUT)
-    except LockstepError as error:
-        yield bad(
-            "ranks at once",
-            f"{ranks} ranks fail: {str(error).splitlines()[0]}",
-            "see the results above",
-        )
-        return
-    share = min(rates) / alone
-    pace = format_percent(min(share, 1.0))
-    what = f"{ranks} ranks compute at the same time, each at {pace} of the speed of one rank alone"
-    if share < 0.75:
-        yield note(
-            "ranks at once",
-            what,
-            "the cores are shared (hyper-threads, a quota, other programs), "
-            "so more ranks will not be proportionally faster",
-        )
-    else:
-        yield good("ranks at once", what)
-
-
-def _products_per_second(start: float) -> float:
-    """Multiply matrices, starting at the wall-clock time `start`; return products per second."""
-    import torch
-
-    torch.set_num_threads(1)
-    matrix = torch.ones(192, 192)
-    matrix @ matrix
-    while time.time() < start:
-        pass
-    began, done = time.perf_counter(), 0
-    while (passed := time.perf_counter() - began) < COMPUTE_SECONDS:
-        matrix @ matrix
-        done += 1
-    return done / passed

@@ -1,10 +1,9 @@
-"""Checks of the software: Python, torch, compiler, GPUs, MPI."""
+"""Checks of the software: Python, torch, compiler, GPUs."""
 
 from __future__ import annotations
 
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -19,28 +18,16 @@ if TYPE_CHECKING:
 __all__ = [
     "check_compiler",
     "check_gpus",
-    "check_mpi",
     "check_python",
     "check_torch",
 ]
 
-MIN_PYTHON = (3, 11)
 MIN_TORCH = (2, 11)
-TIMEOUT = 30.0  # seconds for each program that is run
-
-RANK_PROGRAM = """
-import os
-print("rank", os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")))
-"""
 
 
 def check_python(requirements: Requirements) -> Iterator[CheckResult]:
-    """Check the versions of Python and of the platform."""
-    version = platform.python_version()
-    if sys.version_info < MIN_PYTHON:
-        yield bad("python", version, "Lockstep needs Python 3.11 or later")
-    else:
-        yield good("python", f"{version} at {sys.executable}")
+    """Name the version of Python, and check the platform."""
+    yield good("python", f"{platform.python_version()} at {sys.executable}")
     if sys.platform == "linux":
         yield good("platform", platform.platform())
     else:
@@ -137,42 +124,3 @@ def check_gpu(device: torch.device, description: str) -> CheckResult:
     if not torch.equal(product, matrix @ matrix):
         return bad(name, f"{what}: matrix products are wrong", "do not use this device")
     return good(name, what)
-
-
-def check_mpi(requirements: Requirements) -> Iterator[CheckResult]:
-    """Check that mpiexec starts two ranks, if it is installed."""
-    program = shutil.which("mpiexec")
-    if program is None:
-        yield good("mpi", "no mpiexec; only programs started with it need it")
-        return
-    answer = _run([program, "-n", "2", sys.executable, "-c", RANK_PROGRAM])
-    if isinstance(answer, str):
-        yield note(
-            "mpi", f"{program} fails: {answer}", "as root, Open MPI needs OMPI_ALLOW_RUN_AS_ROOT=1"
-        )
-    elif sorted(answer.stdout.split("\n"))[-2:] == ["rank 0", "rank 1"]:
-        yield good("mpi", f"{program} starts 2 ranks")
-    else:
-        yield note("mpi", f"{program} starts 2 processes, but they do not find their rank")
-
-
-def _run(command: list[str]) -> subprocess.CompletedProcess[str] | str:
-    """Run a program; return the completed process, or the reason for its failure."""
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TIMEOUT,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"no answer in {TIMEOUT:.0f} s"
-    except OSError as error:
-        return str(error.strerror)
-    if done.returncode != 0:
-        said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip(" -=")]
-        return f"exit status {done.returncode}" + (f", {said[0].strip()}" if said else "")
-    return done
