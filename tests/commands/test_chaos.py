@@ -99,7 +99,10 @@ def test_options_that_a_recipe_does_not_have_are_a_usage_error(chaos, tmp_path):
     assert not (tmp_path / "runs").exists(), "nothing was started"
 
 
-SHARED = SCRIPT.replace("checkpoint=", 'storage="shared", checkpoint=')
+PARTS = {
+    "shared": ("-n", 3, "--kills", 3, "--seed", 9),
+    "sharded": ("-n", 2, "--kills", 20, "--seed", 1),
+}
 SOAKS = {
     **{f"20 kills, seed {seed}": (4, 20, seed, ("--epochs", 12), {}) for seed in range(5)},
     "8 ranks": (8, 12, 5, ("--epochs", 8), {}),
@@ -128,7 +131,11 @@ def test_many_kills_change_no_bit(chaos, monkeypatch, soak):
 
 @pytest.mark.stress
 @pytest.mark.timeout(300)
-def test_kills_change_no_bit_of_shared_parameters(chaos, tmp_path):
-    (tmp_path / "train.py").write_text(SHARED)
-    status, output = chaos("-n", 3, "--kills", 3, "--seed", 9, "--json", "train.py")
-    assert (status, json.loads(output)["kills"]) == (0, 3)
+@pytest.mark.parametrize("storage", PARTS)
+def test_kills_change_no_bit_of_parts_of_parameters(chaos, tmp_path, storage):
+    script = SCRIPT.replace("every_steps=20", "every_steps=20, mirror_every_steps=1")
+    storage_option = f'storage="{storage}", checkpoint='
+    (tmp_path / "train.py").write_text(script.replace("checkpoint=", storage_option))
+    arguments = PARTS[storage]
+    status, output = chaos(*arguments, "--json", "train.py")
+    assert (status, json.loads(output)["kills"]) == (0, arguments[3])

@@ -69,7 +69,7 @@ pipeline = ls.PipelineConfig(stages=2) if "STAGES" in os.environ else None
 trainer = ls.Trainer(
     nn.Sequential(nn.Linear(16, 32), Last(32, 4)), nn.CrossEntropyLoss(),
     partial(torch.optim.AdamW, lr=0.01), microbatches=8, seed=3, progress=False,
-    checkpoint=checkpoint, pipeline=pipeline,
+    checkpoint=checkpoint, pipeline=pipeline, storage=os.environ.get("STORAGE", "replicated"),
 )
 with trainer:
     for _ in range(12):
@@ -381,8 +381,10 @@ def test_a_run_that_is_asked_to_stop_saves_a_checkpoint_and_ends_on_every_host(s
 
 
 @pytest.mark.stress
-def test_a_run_ends_when_too_few_ranks_are_left(start):
-    launch = start("--min", "2", "--max", "2", STOPS="1")
+@pytest.mark.parametrize("storage", ["replicated", "sharded"])
+def test_a_run_ends_when_too_few_ranks_are_left(start, storage):
+    """The others would stay in their processes, or be replaced."""
+    launch = start("--min", "2", "--max", "2", STOPS="1", STORAGE=storage)
     launch.wait_until_stopped()
     launch.net.b.kill()
     status, output = launch.finish("a")
@@ -415,8 +417,21 @@ def test_hosts_need_no_common_folder_while_rank_0_stays(start, digest, dead):
 
 
 @pytest.mark.stress
-def test_processes_that_cannot_stay_continue_from_a_checkpoint(start, digest):
-    launch = start("--max", "4", DIES="3", STAGES="2", CHECKPOINT="1")
+def test_shards_of_a_lost_host_are_those_of_a_checkpoint(start, digest):
+    launch = start("--max", "4", STOPS="3", STORAGE="sharded", CHECKPOINT="1")
+    launch.wait_until_stopped()
+    launch.net.b.kill()
+    status, output = launch.finish("a")
+    assert status == 0, output
+    assert "round 1: 2 ranks, in new processes" in said(output)
+    assert "round 1 continues from the checkpoint of step 4; 1 step is computed again" in output
+    assert find_digests(output) == {digest}
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("layout", [{"STAGES": "2"}, {"STORAGE": "sharded"}])
+def test_processes_that_cannot_stay_continue_from_a_checkpoint(start, digest, layout):
+    launch = start("--max", "4", DIES="3", CHECKPOINT="1", **layout)
     (status, output), (_, of_b) = launch.finish("a"), launch.finish("b")
     assert status == 0, output + of_b
     assert "round 1: 4 ranks, in new processes" in said(output)

@@ -149,9 +149,6 @@ def test_members_of_the_next_round(world):
             assert len({report.operation for report in survivors.values()}) == 1
     else:
         stages = reports[0].parts
-        assert plan.world_size % stages == 0
-        assert plan.world_size >= stages
-        assert plan.world_size <= max(wanted, stages) < plan.world_size + stages
         if isinstance(plan, RestartTransfer):
             assert len(plan.writers) == stages
             for part, writers in enumerate(plan.writers):
@@ -183,12 +180,12 @@ def test_a_round_lets_the_last_members_leave():
 def test_newcomers_without_the_state_leave():
     reports = [Report(0, 3), Report(4, 0, has_state=False)]
     assert plan_round(reports, wanted=2) == Continue(3, False, (0,), left=(4,))
-    assert plan_round(reports[1:], wanted=2) == Restart(2)
+    assert plan_round(reports[1:], wanted=2) == Restart()
 
 
 @pytest.mark.parametrize(
     ("operations", "expected"),
-    [((), Restart(4)), ((2, 4), Restart(4)), ((2, 3), Continue(2, True, (0, 1)))],
+    [((), Restart()), ((2, 4), Restart()), ((2, 3), Continue(2, True, (0, 1)))],
 )
 def test_reports_that_no_run_produces_restart_it(operations, expected):
     reports = [Report(member, operation) for member, operation in enumerate(operations)]
@@ -207,8 +204,8 @@ def test_shards_are_handed_over_only_if_every_rank_is_left():
         )
         for part, member in enumerate((6, 7, 8, 9))
     ]
-    assert plan_round(reports, wanted=3) == RestartTransfer(5, False, ((6,), (7,), (8,), (9,)), 2)
-    assert plan_round(reports[1:], wanted=4) == Restart(4)
+    assert plan_round(reports, wanted=3) == RestartTransfer(5, False, ((6,), (7,), (8,), (9,)))
+    assert plan_round(reports[1:], wanted=4) == Restart()
 
 
 @given(st.integers(1, 20), st.integers(1, 12))

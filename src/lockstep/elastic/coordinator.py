@@ -254,6 +254,7 @@ class ElasticCoordinator:
     def _replace_silent_members(self, reports: Sequence[Report]) -> None:
         """Stop waiting for members that do not report, if the others have waited long enough."""
         plan = plan_round(reports, wanted=self._wanted)
+        self._reports = reports
         waited = self._round.seconds_since_report
         if isinstance(plan, RestartTransfer) and waited >= REPORT_SETTLE:
             self._execute(plan)
@@ -270,11 +271,7 @@ class ElasticCoordinator:
         )
         self._reports = reports
         if plan is None and not self._newcomers.start_missing(len(reports), self._reachable):
-            left = f"{format_quantity(len(reports), 'rank')} left, fewer than --min "
-            why = "the processes that were started to replace the others ended before they joined"
-            if self._reachable <= len(reports):
-                why = "the hosts that are left have all of their ranks"
-            self._fail(f"{left}{self._at_least}, and {why}")
+            self._fail_for_few(len(reports))
         elif plan is not None:
             self._execute(plan)
 
@@ -286,7 +283,7 @@ class ElasticCoordinator:
             self._transfer = StateTransfer(plan, folder, self._ranks.send)
             self._round.writers = {*self._transfer.writers}
         else:
-            self._restart(plan.world_size)
+            self._restart()
 
     def _continue(self, plan: Continue) -> None:
         """Tell the members their ranks in the next round."""
@@ -317,6 +314,13 @@ class ElasticCoordinator:
             pids = [self._ranks.find_pid(other, member) for other in members]
             self._ranks.send(member, {**message, "rank": rank, "pids": pids})
         log(f"round {self.number}: {plan.describe()}")
+
+    def _fail_for_few(self, ranks: int) -> None:
+        why = "the processes that were started to replace the others ended before they joined"
+        if self._reachable <= ranks:
+            why = "the hosts that are left have all of their ranks"
+        left = format_quantity(ranks, "rank")
+        self._fail(f"{left} left, fewer than --min {self._at_least}, and {why}")
 
     def _fail(self, reason: str) -> None:
         self._error = RankError(f"round {self.number}: {reason}")
@@ -363,11 +367,14 @@ class ElasticCoordinator:
             self._restarts.states.complete_transfer(transfer.writers, transfer.checkpoints)
         else:
             self._restarts.states.discard()
-        self._restart(transfer.world_size)
+        self._restart()
 
-    def _restart(self, world_size: int | None = None) -> None:
-        """End all processes, to start new ones (by default `wanted`) from the newest state."""
-        world_size = world_size or choose_world_size(self._reachable, self._reports)
+    def _restart(self) -> None:
+        """End all processes, to start new ones from the newest state."""
+        if self._reachable < self._at_least:
+            self._fail_for_few(self._reachable)
+            return
+        world_size = choose_world_size(self._reachable, self._reports)
         if not self._restarts.plan(self._round, self._starter.list_next(world_size)):
             self._fail(
                 f"{MAX_FRUITLESS} rounds in a row were replaced before they had saved a state"

@@ -27,7 +27,6 @@ __all__ = [
     "Restart",
     "RestartTransfer",
     "choose_world_size",
-    "count_parts",
     "has_to_be_replaced",
     "plan_round",
 ]
@@ -119,24 +118,16 @@ class RestartTransfer:
         operation: As for `Continue`.
         commit: As for `Continue`, before the state is written.
         writers: For each part, the members that can write it, in order of preference.
-        world_size: The number of ranks of the next round.
     """
 
     operation: int
     commit: bool
     writers: tuple[tuple[int, ...], ...]
-    world_size: int
 
 
 @dataclass(frozen=True)
 class Restart:
-    """New processes replace those of the round, and continue from the newest saved state.
-
-    Attributes:
-        world_size: Number of ranks of the next round.
-    """
-
-    world_size: int
+    """New processes replace those of the round, and continue from the newest saved state."""
 
 
 Plan = Continue | RestartTransfer | Restart
@@ -156,19 +147,18 @@ def plan_round(
     Returns:
         None if the members have to wait for more newcomers.
     """
-    restart = Restart(choose_world_size(wanted, reports))
     survivors = [report for report in reports if report.has_state]
     operations = {report.operation for report in survivors}
     if not survivors or max(operations) - min(operations) > 1:
-        return restart
+        return Restart()
     operation = min(operations)
     behind = [report for report in survivors if report.operation == operation]
     commit = len(operations) == 2 or all(report.is_prepared for report in behind)
     if has_to_be_replaced(survivors):
-        writers = tuple(_find_writers(survivors, part) for part in range(count_parts(survivors)))
+        writers = tuple(_find_writers(survivors, part) for part in range(_count_parts(survivors)))
         if not all(writers):
-            return restart
-        return RestartTransfer(operation, commit, writers, restart.world_size)
+            return Restart()
+        return RestartTransfer(operation, commit, writers)
     if len(survivors) + len(newcomers) < at_least:
         return None
     is_admission = len(operations) == 1 and all(report.is_admission for report in survivors)
@@ -183,7 +173,7 @@ def has_to_be_replaced(reports: Iterable[Report]) -> bool:
     return any(report.has_state and not report.can_stay for report in reports)
 
 
-def count_parts(reports: Iterable[Report]) -> int:
+def _count_parts(reports: Iterable[Report]) -> int:
     """Return the number of parts of the state."""
     return max((report.parts for report in reports), default=1)
 
@@ -196,7 +186,7 @@ def choose_world_size(wanted: int, reports: Sequence[Report]) -> int:
     """
     if microbatches := max((report.microbatches for report in reports), default=0):
         return math.gcd(microbatches, 1 << (wanted.bit_length() - 1))
-    stages = count_parts(reports)
+    stages = _count_parts(reports)
     return max(stages, wanted // stages * stages)
 
 

@@ -30,14 +30,13 @@ class StateTransfer:
 
     Attributes:
         folder: The folder that is written to.
-        world_size: The number of ranks of the next round.
         checkpoints: The folder of the trainer's checkpoints; None for a trainer without.
     """
 
     def __init__(
         self, plan: RestartTransfer, folder: Path, send: Callable[[int, Message], None]
     ) -> None:
-        self.folder, self.world_size = folder, plan.world_size
+        self.folder = folder
         self.checkpoints: Path | None = None
         self._plan, self._send = plan, send
         self._deadline = time.monotonic() + TIMEOUT
