@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from lockstep.kernel.step_hooks import take_part
+from lockstep.kernel.step import find_active
 from lockstep.pipeline.stage_span import StageSpan
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
@@ -104,7 +104,7 @@ def timeline_turn(recorder, sees):
         if step % 10 == 0:
             busy_step()  # the caches of a real step
         began = time.thread_time()
-        spans, watched = [], sees and bool(take_part(trace, step))
+        spans, watched = [], sees and bool(find_active(trace, step))
         for _ in range(ACTIONS):
             action(watched, spans)
         if watched:

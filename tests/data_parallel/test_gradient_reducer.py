@@ -34,17 +34,21 @@ def deep():
     return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def events_of(trainer):
+def note_events():
     """Note, in order, when buckets are launched and when backward ends."""
-    events, gradients = [], trainer._executor._gradients
-    launch, accumulate = NativeAllReduce.launch, gradients.accumulate
+    events, launch, accumulate = [], NativeAllReduce.launch, LocalSums.accumulate
 
     def note(*arguments, **options):
         events.append("launch")
         launch(*arguments, **options)
 
     NativeAllReduce.launch = note
-    gradients.accumulate = lambda leaf: (events.append(f"accumulate {leaf}"), accumulate(leaf))
+
+    def note_accumulation(sums, leaf):
+        events.append(f"accumulate {leaf}")
+        accumulate(sums, leaf)
+
+    LocalSums.accumulate = note_accumulation
     return events
 
 
@@ -56,7 +60,7 @@ def test_buckets_travel_while_backward_runs_and_grads_lie_in_them(ranks, monkeyp
         module.BUCKET_BYTES = 64  # a bucket for each parameter
         trainer = ls.Trainer(deep(), nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False)
         trainer.step(rows())  # looks on
-        events = events_of(trainer)
+        events = note_events()
         trainer.step(rows())
         grads = [each.grad for each in trainer.model.parameters()]
         where = [(is_shared(each), each.data_ptr() % 64) for each in grads]
@@ -238,16 +242,16 @@ def test_a_rank_does_not_wait_for_the_others_in_backward(ranks, tmp_path):
         store, rank = dist.FileStore(str(tmp_path / "store"), 2), dist.get_rank()
         trainer = ls.Trainer(Slow(), nn.CrossEntropyLoss(), SGD, microbatches=4, audit=False)
         for step in range(4):
-            events = events_of(trainer)
+            events = note_events()
             gradients = trainer._executor._gradients
-            accumulate = gradients.accumulate
+            accumulate = LocalSums.accumulate
 
-            def accumulate_and_signal(leaf, accumulate=accumulate, step=step):
-                accumulate(leaf)
+            def accumulate_and_signal(sums, leaf, accumulate=accumulate, step=step):
+                accumulate(sums, leaf)
                 if leaf == 1:  # the last one of rank 0
                     store.set(f"rank 0 has ended step {step}", "")
 
-            gradients.accumulate = accumulate_and_signal
+            LocalSums.accumulate = accumulate_and_signal
 
             def wait(gradients=gradients, step=step):
                 if rank == 1 and gradients._exchange.launched:  # in the last micro-batch
@@ -255,7 +259,7 @@ def test_a_rank_does_not_wait_for_the_others_in_backward(ranks, tmp_path):
 
             trainer.model.wait = wait
             trainer.step(rows())
-            gradients.accumulate = accumulate
+            LocalSums.accumulate = accumulate
         return events, trainer.digest()
 
     (first, digest), (_, other) = ranks(train, 2, backend="lockstep")
@@ -380,7 +384,7 @@ def test_a_skipped_micro_batch_is_absent_whatever_grad_holds():
         assert parameter.grad is not None
         gradients.accumulate(1)
         assert parameter.grad is None
-        gradients.reduce([[(0, 2)]], gradients.used_parameter_mask())
+        gradients.reduce(gradients.used_parameter_mask())
         assert parameter.grad.tolist() == [1.0, 1.0]
     finally:
         ls.shutdown()

@@ -87,9 +87,8 @@ def swap(threshold):
         long = [f"rank {rank}: {'x' * 5000}"] if rank == 1 else []
         mine = RankStatus(results if rank != 2 else [], batch="b", warnings=long)
         label = StepLabel(1, "in step 1", "", "")
-        return exchange_statuses(
-            summarize(mine, make_layout(rank, 4), 4), {}, label, GroupMessages(None)
-        )[0]
+        summary = summarize(mine, make_layout(rank, 4), 4)
+        return exchange_statuses(GroupMessages(None), summary, {}, label)[0]
     finally:
         collectives.ALL_GATHER_RANKS = 64
 

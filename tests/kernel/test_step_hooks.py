@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.kernel.step import find_active
 from lockstep.kernel.step_context import StepContext
-from lockstep.kernel.step_hooks import StepHook, take_part
+from lockstep.kernel.step_hooks import StepHook
 
 
 class Silent(StepHook):
@@ -40,5 +41,5 @@ def test_a_step_calls_what_a_hook_overrides(kind: type[StepHook], events: set[st
 
 def test_a_hook_takes_part_in_its_first_steps_and_in_multiples() -> None:
     hooks = [Silent(), Begins()]
-    counts = [len(take_part(hooks, number)) for number in range(11)]
+    counts = [len(find_active(hooks, number)) for number in range(11)]
     assert counts == [2, 2, 1, 1, 1, 2, 1, 1, 1, 1, 2]

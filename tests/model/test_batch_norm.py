@@ -2,7 +2,7 @@
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,7 +147,7 @@ def test_a_compiled_model_gets_no_hooks():
     for compiled in (False, True):
         model = network()
         model[3]._compiled_call_impl = model.forward if compiled else None
-        step = StepContext(Attempt(0, 0, 0), Any)
+        step = StepContext(Attempt(0, 0, 0), SimpleNamespace(rank=0))
         check = BatchNormCheck({"": model}, lambda: None, has_weights=False)
         with check.begin(step, batch):
             assert bool(model[1]._forward_pre_hooks) != compiled

@@ -114,10 +114,10 @@ def test_another_memory_of_python_is_not_touched(monkeypatch: pytest.MonkeyPatch
     class Other(random.Random):
         """A generator whose memory is not known."""
 
-    native_seeder._find_random_memory.cache_clear()
+    native_seeder._find_python_memory.cache_clear()
     monkeypatch.setattr(random, "_inst", Other(3))
     try:
-        assert native_seeder._find_random_memory() is None
+        assert native_seeder._find_python_memory() == 0
         with isolated(everything=True):
             seeder = NativeSeeder([-1])
             seed = seeder.seed(pack_key(5), -1, 0)
@@ -126,7 +126,7 @@ def test_another_memory_of_python_is_not_touched(monkeypatch: pytest.MonkeyPatch
             random.seed(seed)
             assert random.random() == drawn
     finally:
-        native_seeder._find_random_memory.cache_clear()
+        native_seeder._find_python_memory.cache_clear()
 
 
 def restored_by_numpy(before: dict[str, object]) -> list[float]:

@@ -9,7 +9,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.kernel.errors import LossError, UsageError
-from lockstep.model.target_weights import count_ignored_targets, infer_weight_function
+from lockstep.model.target_weights import find_ignored_count, infer_weight_function
 
 CLASS_WEIGHTS = torch.tensor([0.1, 5.0, 1.0, 0.5])
 
@@ -32,12 +32,14 @@ def test_target_weight_counts_what_the_mean_divides_by():
 
 def test_ignored_targets_are_counted_where_nothing_says_so():
     data = (None, torch.tensor([1, -100, -100]))
-    assert count_ignored_targets(nn.CrossEntropyLoss(), data) == 2
-    assert count_ignored_targets(nn.MSELoss(), data) == 0
-    assert count_ignored_targets(nn.CrossEntropyLoss(), (None, torch.rand(3, 2))) == 0
-    assert count_ignored_targets(None, {"labels": data[1]}) == 2
-    assert count_ignored_targets(None, {"labels": [1, -100]}) == 0
-    assert count_ignored_targets(None, data) == 0  # the last entry may be anything
+    count = find_ignored_count(nn.CrossEntropyLoss())
+    assert count(data) == 2
+    assert count((None, torch.rand(3, 2))) == 0
+    assert find_ignored_count(nn.MSELoss()) is None
+    count = find_ignored_count(None)
+    assert count({"labels": data[1]}) == 2
+    assert count({"labels": [1, -100]}) == 0
+    assert count(data) == 0  # the last entry may be anything
 
 
 def batch(ignored=False):

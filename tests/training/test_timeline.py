@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import lockstep as ls
-from lockstep.kernel.step_hooks import take_part
+from lockstep.kernel.step import find_active
 from lockstep.pipeline.schedule_executor import ScheduleExecutor
 from lockstep.pipeline.schedules import Action, one_f_one_b
 from lockstep.record.reader import read_run
@@ -20,7 +20,7 @@ from lockstep.training.step_trace import StepTrace
 
 def test_the_first_ten_steps_and_every_hundredth_are_traced():
     trace = StepTrace(0.0, History())
-    traced = [step for step in range(350) if take_part([trace], step)]
+    traced = [step for step in range(350) if find_active([trace], step)]
     assert traced == [*range(10), 100, 200, 300]
 
 

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal, NoReturn, Protocol
 
 import torch
@@ -73,6 +74,7 @@ class _OneMicrobatch(ReplicaShare):
 
     index: int = 0
 
+    @lru_cache(maxsize=256)  # noqa: B019 - shares are few
     def pieces(self, samples: int) -> tuple[tuple[int, range], ...]:
         """Return the index and the positions of the micro-batch in a batch of `samples`."""
         every = replace(self, hosts=((0,),), replica=0)

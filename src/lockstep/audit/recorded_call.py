@@ -31,7 +31,7 @@ from lockstep.audit.repetition_trace import StateWatch
 from lockstep.checksum import checksum
 from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls, is_in_backward
 from lockstep.kernel.seeds import isolated, remembered
-from lockstep.model.autograd_engine import run_backward
+from lockstep.model.loss_root import run_backward
 from lockstep.model.watched_calls import Arguments, output_tensors
 
 __all__ = ["CannotRepeatError", "RecordedCall"]

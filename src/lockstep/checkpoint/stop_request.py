@@ -17,7 +17,7 @@ from typing import Any
 
 from lockstep.launcher.failure_attribution import STOPPED
 
-__all__ = ["Finish", "StopRequest", "StoppedOnRequest", "stopping"]
+__all__ = ["Finish", "StopRequest", "StoppedOnRequest", "end_call", "stopping"]
 
 Finish = Callable[[str, str], None]
 """A function that ends a training as "done", "failed" or "stopped", with a message."""
@@ -37,18 +37,23 @@ class StoppedOnRequest(SystemExit):
 
 @contextmanager
 def stopping(finish: Finish, abandon: Callable[[], None]) -> Iterator[None]:
-    """Finish the training as stopped if the body stops on request.
-
-    If the body fails, the checkpoint that is being written is abandoned.
-    """
+    """Call `end_call` with the error of the body, if there is one."""
     try:
         yield
-    except Exception:  # the state that was copied before a failure is not trusted
+    except BaseException as error:
+        end_call(error, finish, abandon)
+        raise
+
+
+def end_call(error: BaseException, finish: Finish, abandon: Callable[[], None]) -> None:
+    """Finish the training as stopped if a call was stopped on request.
+
+    If the call failed, abandon the checkpoint that is being written.
+    """
+    if isinstance(error, StoppedOnRequest):
+        finish("stopped", str(error))
+    elif isinstance(error, Exception):  # the state that was copied before is not trusted
         abandon()
-        raise
-    except StoppedOnRequest as stop:
-        finish("stopped", str(stop))
-        raise
 
 
 class StopRequest:

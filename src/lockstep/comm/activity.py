@@ -121,20 +121,6 @@ class _Page:
         self.number = 0
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
-    def write(self, text: str, state: int) -> None:
-        self.number = number = self.number + 1
-        body = text.encode() if text.isascii() else text.encode(errors="replace")
-        ENTRY.pack_into(
-            self.memory,
-            (number & 1) * ENTRY_BYTES,
-            number,
-            time.monotonic_ns(),
-            state,
-            len(body),
-            body,
-            number,
-        )
-
 
 _page = _Page(mmap.mmap(-1, PAGE_BYTES))
 _followers: list[Callable[[int], None]] = []
@@ -162,9 +148,13 @@ def _replace_page(memory: mmap.mmap) -> None:
 os.register_at_fork(after_in_child=lambda: _replace_page(mmap.mmap(-1, PAGE_BYTES)))
 
 
-def publish(text: str) -> None:
-    """Publish the computation that this process begins."""
-    _page.write(text, State.COMPUTING)
+def publish(text: str, state: int = State.COMPUTING) -> None:
+    """Publish what this process begins: a computation, or a wait of its main thread."""
+    page = _page
+    page.number = number = page.number + 1
+    now, offset = time.monotonic_ns(), (number & 1) * ENTRY_BYTES
+    body = text.encode() if text.isascii() else text.encode(errors="replace")
+    ENTRY.pack_into(page.memory, offset, number, now, state, len(body), body, number)
 
 
 class Waiting:
@@ -177,11 +167,11 @@ class Waiting:
 
     def __enter__(self) -> None:
         """Publish that the wait begins."""
-        _page.write(self._text, State.WAITING)
+        publish(self._text, State.WAITING)
 
     def __exit__(self, *error: object) -> None:
         """Publish that the wait has ended."""
-        _page.write(self._text, State.FINISHED)
+        publish(self._text, State.FINISHED)
 
 
 def read_own_activity() -> Activity:

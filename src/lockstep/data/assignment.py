@@ -162,15 +162,11 @@ class ReplicaShare:
                 f"a sharded model cannot share evenly: {remedy}, or use fewer ranks"
             )
 
+    @lru_cache(maxsize=256)  # noqa: B019 - shares are few
     def pieces(self, samples: int) -> tuple[tuple[int, range], ...]:
         """Return (index, positions) of this replica's micro-batches in a batch of `samples`."""
-        return _pieces(samples, self)
-
-
-@lru_cache(maxsize=256)
-def _pieces(samples: int, share: ReplicaShare) -> tuple[tuple[int, range], ...]:
-    if samples == 0:
-        return ()
-    leaves = count_microbatches(samples, share.microbatches)
-    cuts = split_evenly(samples, leaves)
-    return tuple((index, cuts[index]) for index in share.spans(leaves)[share.replica])
+        if samples == 0:
+            return ()
+        leaves = count_microbatches(samples, self.microbatches)
+        cuts = split_evenly(samples, leaves)
+        return tuple((index, cuts[index]) for index in self.spans(leaves)[self.replica])

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy
@@ -54,7 +53,8 @@ def split_batch(batch: Any, share: ReplicaShare, epoch: int = 0) -> Batch:
     """
     if (size := _count_rows(batch)) is not None:  # the usual case, in a third of the time
         own = share.pieces(size)
-        columns = [_copied_spans(tensor, [span for _, span in own]) for tensor in batch]
+        spans = [span for _, span in own]
+        columns = [_copied_spans(tensor, spans) for tensor in batch]
         parts = map(type(batch), zip(*columns, strict=True))
         return _make_batch(size, share, epoch, own, parts)
     sizes: dict[str, int] = {}
@@ -337,21 +337,15 @@ def _copied_spans(
     """Return a copy of each span of a column; copies of a value without a first dimension."""
     if not data.ndim:
         return [_copied(data) for _ in spans]
-    if isinstance(data, torch.Tensor) and len(spans) > 1 and _have_aligned_cuts(data, spans):
-        # One copy for all. The parts are no views for autograd: each has a version of its own.
-        first, last = spans[0].start, spans[-1].stop
-        whole = data.clone() if last - first == len(data) else data[first:last].clone()
-        return list(torch.unsafe_split_with_sizes(whole, [len(span) for span in spans]))
+    if type(data) is torch.Tensor and spans and data.is_contiguous() and not data.requires_grad:
+        sizes, first, last = [*map(len, spans)], spans[0].start, spans[-1].stop
+        row = data.stride(0) * data.element_size()
+        is_aligned = not any(size * row % ALIGNMENT for size in {*sizes[:-1]})
+        if is_aligned and last - first == sum(sizes):
+            # One copy for all, whose parts are as dense and aligned as copies. They are no views
+            # for autograd: each has a version of its own.
+            return list(torch.unsafe_split_with_sizes(data[first:last].clone(), sizes))
     return [_copied(data[span.start : span.stop]) for span in spans]
-
-
-def _have_aligned_cuts(data: torch.Tensor, spans: Sequence[range]) -> bool:
-    """Return whether the parts of a copy of adjacent spans are as dense and aligned as copies."""
-    if not data.is_contiguous() or data.requires_grad or type(data) is not torch.Tensor:
-        return False
-    row = data.stride(0) * data.element_size()
-    cuts = pairwise(spans)
-    return all(one.stop == two.start and len(one) * row % ALIGNMENT == 0 for one, two in cuts)
 
 
 def _rebuilt(data: Any, visit: Callable[[Any], Any]) -> Any:

@@ -47,7 +47,6 @@ from lockstep.data_parallel.gradient_streams import GradientStreams
 from lockstep.data_parallel.local_sums import LocalSums
 from lockstep.data_parallel.planned_buckets import BucketPlanner, PlannedBuckets, StepTree
 from lockstep.data_parallel.shards import Shards
-from lockstep.kernel.tree import Node
 
 __all__ = ["GradientReducer"]
 
@@ -122,8 +121,8 @@ class GradientReducer:
 
     def begin(
         self, leaves: int, hosts: Hosts, announce: Callable[[], object] | None = None
-    ) -> None:
-        """Start a step and empty `.grad`.
+    ) -> LocalSums:
+        """Start a step and empty `.grad`; return the sums, to which micro-batches are added.
 
         Args:
             leaves: The number of micro-batches of the batch.
@@ -138,11 +137,12 @@ class GradientReducer:
         if self._is_planned:
             self._prepare(self._expected, self._may_have_view)
         parameters, sparse, buckets = self._parameters, self._sparse, self._buckets
-        self._local = LocalSums(parameters, sparse, leaves, buckets, self._add_natively)
+        self._local = local = LocalSums(parameters, sparse, leaves, buckets, self._add_natively)
         if self._is_planned and buckets is not None:
             self._exchange = BucketExchange(
-                buckets, self._local, self._streams, self._may_have_view, announce
+                buckets, local, self._streams, self._may_have_view, announce
             )
+        return local
 
     def clear(self) -> None:
         """Empty `.grad` of every parameter, and discard the accumulated gradients."""
@@ -156,7 +156,6 @@ class GradientReducer:
         self._local = self._exchange = None
         if is_unfinished or (self._buckets is not None and self._buckets.are_in_use):
             self._buckets = None
-        self._streams.clear()
 
     def hash_current(self) -> dict[str, int]:
         """Return hashes of the gradients in `.grad` by the names of their parameters."""
@@ -176,7 +175,8 @@ class GradientReducer:
 
     def skip(self, microbatch: int) -> None:
         """Leave the leaf of a micro-batch that is not computed empty, without reading `.grad`."""
-        self._begun().skip(microbatch)
+        assert self._local is not None
+        self._local.skip(microbatch)
 
     def pack(self) -> bytes:
         """Return this rank's sums for the end of its status, if those of all ranks contain them.
@@ -189,7 +189,10 @@ class GradientReducer:
 
     def used_parameter_mask(self) -> str:
         """Return, as a hex number, a mask whose bit n is set if parameter n has a gradient here."""
-        return f"{sum(1 << index for index in self._begun().used_parameters()):x}"
+        assert self._local is not None
+        held = [enumerate(values) for values in self._local.complete.values()]
+        used = {index for pairs in held for index, value in pairs if value is not None}
+        return f"{sum([1 << index for index in used]):x}"
 
     @property
     def failure(self) -> str:
@@ -257,22 +260,20 @@ class GradientReducer:
 
     # --- at its end ----------------------------------------------------------------------------
 
-    def reduce(
-        self, nodes: Sequence[Sequence[Node]], mask: str, statuses: Sequence[bytes] = ()
-    ) -> None:
+    def reduce(self, mask: str, statuses: Sequence[bytes] = ()) -> None:
         """Set `.grad` of every parameter to the sum over all micro-batches, on every rank.
 
         A parameter without a gradient in any micro-batch keeps `.grad = None`.
 
         Args:
-            nodes: The nodes of each rank of the group.
             mask: The union of the used-parameter masks of all ranks.
             statuses: The messages of all ranks that end with what `pack` returned there.
         """
-        if len(nodes) > 1:
+        if len(self._tree.nodes_by_rank) > 1:
             self._reduce_over_ranks(_list_used(mask), statuses)
         else:
-            (sums,) = self._begun().nodes.values()
+            assert self._local is not None
+            (sums,) = self._local.complete.values()
             for index, gradient in enumerate(sums):
                 if self._planner.shards is None:
                     self._parameters[index][1].grad = gradient

@@ -17,7 +17,9 @@ __all__ = ["GradientStreams"]
 
 
 class GradientStreams:
-    """The streams of one backward pass; does nothing for gradients on the CPU.
+    """The streams of backward passes; does nothing for gradients on the CPU.
+
+    Waiting for a stream of an earlier pass costs nothing, so none is forgotten.
 
     Args:
         device: The device of the gradients; None if there are none.
@@ -44,7 +46,3 @@ class GradientStreams:
         for gradient in gradients if others else ():
             if gradient is not None:
                 gradient.record_stream(current)
-
-    def clear(self) -> None:
-        """Begin a new pass."""
-        self._streams.clear()

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from lockstep.comm.memory_format import in_format_of, is_in_format_of
-from lockstep.comm.reproducible_all_reduce import add_lists
 from lockstep.comm.sparse_gradients import add_sparse
 from lockstep.data_parallel.planned_buckets import PlannedBuckets
 from lockstep.kernel.errors import GradientError
-from lockstep.kernel.tree import Node, TreeAccumulator
+from lockstep.kernel.tree import Node, left_siblings
 
 __all__ = ["LocalSums"]
 
@@ -35,6 +34,8 @@ class LocalSums:
             without the native module.
 
     Attributes:
+        complete: The values of this rank's nodes, without those of a micro-batch that is being
+            accumulated.
         failure: The reason why a gradient was accumulated too early; "" for none.
     """
 
@@ -49,7 +50,8 @@ class LocalSums:
         self._parameters, self._sparse, self._buckets = parameters, sparse, buckets
         self._tensors = [parameter for _, parameter in parameters]
         self._add_natively = None if sparse else add_natively
-        self._sums: TreeAccumulator[GradientList] = TreeAccumulator(leaves, add_lists)
+        self._leaves = leaves
+        self.complete: dict[Node, GradientList] = {}
         self.failure = ""
         # The micro-batch that is being accumulated: its left siblings in the tree, and the node and
         # the values of their sum.
@@ -66,8 +68,8 @@ class LocalSums:
     def nodes(self) -> dict[Node, GradientList]:
         """The values of this rank's nodes so far."""
         if self._siblings is None:
-            return self._sums.nodes
-        return {**self._sums.nodes, self._node: self._values}
+            return self.complete
+        return {**self.complete, self._node: self._values}
 
     def accumulate(self, microbatch: int) -> None:
         """Move the gradients in `.grad` to a micro-batch."""
@@ -76,7 +78,7 @@ class LocalSums:
         if not (is_new and self._accumulate_together()):
             for index in range(len(self._parameters)):
                 self.accumulate_one(index)
-        self._sums.nodes[self._node] = self._values
+        self.complete[self._node] = self._values
         self._siblings = None
 
     def skip(self, microbatch: int) -> None:
@@ -84,13 +86,18 @@ class LocalSums:
         self.open(microbatch)
         for index in range(len(self._parameters)):
             self._add(index, None)
-        self._sums.nodes[self._node] = self._values
+        self.complete[self._node] = self._values
         self._siblings = None
 
     def open(self, microbatch: int) -> None:
         """Begin to accumulate the gradients of a micro-batch, unless this has begun already."""
         if self._siblings is None:
-            self._siblings, self._node = self._sums.pop_left_siblings(microbatch)
+            self._siblings, self._node = [], (microbatch, microbatch + 1)
+            for sibling, parent in left_siblings(microbatch, self._leaves):
+                if sibling not in self.complete:  # it has leaves of other ranks
+                    break
+                self._siblings.append(self.complete.pop(sibling))
+                self._node = parent
             self._values = [None] * len(self._parameters)
 
     def accumulate_one(self, index: int) -> None:
@@ -110,11 +117,6 @@ class LocalSums:
             "steps before; if a part of the model uses torch.utils.checkpoint, pass "
             "use_reentrant=False, and call backward(final=True) once per micro-batch"
         )
-
-    def used_parameters(self) -> list[int]:
-        """Return the parameters that have a gradient here."""
-        columns = enumerate(zip(*self._sums.nodes.values(), strict=True))
-        return [index for index, column in columns if any(value is not None for value in column)]
 
     def is_view_taken(self, index: int) -> bool:
         """Return whether the view for a parameter's gradient must not be written."""

@@ -27,7 +27,7 @@ from lockstep.data.assignment import Hosts
 from lockstep.data_parallel.block_inputs import find_reordered_sum
 from lockstep.data_parallel.tree_reduce_scatter import CallOrder, TreeReduceScatter
 from lockstep.kernel.errors import UsageError
-from lockstep.kernel.tree import Node, TreeAccumulator
+from lockstep.kernel.tree import TreeAccumulator
 from lockstep.launcher.malloc import return_large_blocks
 from lockstep.sharded_tensors import is_sharded, local_part
 
@@ -145,11 +145,12 @@ class ShardedGradients:
 
     def begin(
         self, leaves: int, hosts: Hosts, announce: Callable[[], object] | None = None
-    ) -> None:
+    ) -> ShardedGradients:
         """Start a step and empty `.grad`; the arguments are those of `GradientReducer.begin`."""
         self.clear()
         self._is_open = True
         self._sums = TreeAccumulator(leaves // self._ranks, _add_lists)
+        return self
 
     def clear(self) -> None:
         """Empty `.grad` of every parameter, and discard the accumulated gradients."""
@@ -264,9 +265,7 @@ class ShardedGradients:
         first = [grad.reshape(-1)[:SAMPLED].clone().view(torch.uint8) for grad in grads]
         return torch.cat([torch.empty(0, dtype=torch.uint8, device=grads[0].device), *first])
 
-    def reduce(
-        self, nodes: Sequence[Sequence[Node]], mask: str, statuses: Sequence[bytes] = ()
-    ) -> None:
+    def reduce(self, mask: str, statuses: Sequence[bytes] = ()) -> None:
         """Set `.grad` of every parameter to this rank's shard of the sum over all micro-batches."""
         (sums,) = self._sums.nodes.values()
         self._sums.nodes.clear()

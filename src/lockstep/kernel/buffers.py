@@ -183,9 +183,7 @@ class BufferSlot:
 
 def _find_slots(modules: Mapping[str, nn.Module]) -> list[BufferSlot]:
     by_tensor: dict[int, BufferSlot] = {}
-    for root, model in modules.items():
-        if not _list_buffers(model):
-            continue  # names take time
+    for root, model in modules.items() if _list_buffers(modules) else ():  # names take time
         for prefix, module in model.named_modules():
             for name, tensor in module._buffers.items():
                 if tensor is not None:
@@ -199,15 +197,17 @@ def _find_slots(modules: Mapping[str, nn.Module]) -> list[BufferSlot]:
     return list(by_tensor.values())
 
 
-def _list_buffers(model: nn.Module) -> list[torch.Tensor]:
-    """Return the buffers of a model in any order; one that is registered twice may occur twice.
+def _list_buffers(models: Mapping[str, nn.Module]) -> list[torch.Tensor]:
+    """Return the buffers of models in any order; one that is registered twice may occur twice.
 
     `nn.Module.buffers` takes several times as long.
     """
     buffers: list[torch.Tensor] = []
-    modules, seen = [model], {model}
+    modules = [*models.values()]
+    seen = {*modules}
     for module in modules:  # which grows meanwhile
-        buffers += [tensor for tensor in module._buffers.values() if tensor is not None]
+        if module._buffers:
+            buffers += [tensor for tensor in module._buffers.values() if tensor is not None]
         for child in module._modules.values():
             if child is not None and child not in seen:
                 seen.add(child)
@@ -298,8 +298,7 @@ class Buffers:
         Raises:
             BufferMismatchError: A buffer was registered or removed during the step.
         """
-        buffers = {id(one) for model in self._modules.values() for one in _list_buffers(model)}
-        if len(buffers) != len(self.slots):
+        if len({*map(id, _list_buffers(self._modules))}) != len(self.slots):
             known = {slot.name for slot in self.slots}
             now = [slot.name for slot in _find_slots(self._modules)]
             (new, *_) = [name for name in now if name not in known] or ["(one is gone)"]

@@ -11,9 +11,8 @@ from torch import nn
 
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.step_context import StepContext
-from lockstep.kernel.tree import Node
 
-__all__ = ["Executor", "GradientSums", "Part", "SharedUpdate", "Update"]
+__all__ = ["Executor", "GradientSums", "Part", "SharedUpdate", "StepLoop", "Update"]
 
 
 class GradientSums(Protocol):
@@ -25,11 +24,10 @@ class GradientSums(Protocol):
     def pack(self) -> bytes:
         """Return this rank's sums if they are sent with the status; the same on every rank."""
 
-    def reduce(self, nodes: Sequence[Sequence[Node]], mask: str, messages: Sequence[bytes]) -> None:
+    def reduce(self, mask: str, messages: Sequence[bytes]) -> None:
         """Add the sums of all ranks, in `.grad`.
 
         Args:
-            nodes: The nodes of the tree that each rank has.
             mask: The parameters that have a gradient on some rank.
             messages: The messages of all ranks, with the results of `pack`.
         """
@@ -40,6 +38,13 @@ class GradientSums(Protocol):
 
 Part = tuple[GradientSums, Buffers]
 """The gradients and the buffers of a part of the model: the whole model, or a stage."""
+
+
+class StepLoop(Protocol):
+    """The computation of one step, which a script may control instead."""
+
+    def compute(self, batch: Any) -> None:
+        """Compute this rank's part of a batch."""
 
 
 class Executor(Protocol):
@@ -53,18 +58,12 @@ class Executor(Protocol):
     def owned_parameters(self) -> Sequence[nn.Parameter]:
         """The parameters that this rank counts in the norm of the gradient."""
 
+    def open(self, step: StepContext) -> AbstractContextManager[StepLoop]:
+        """Return the context in which a step is computed; it yields a `StepLoop`."""
+
     @property
-    def is_complete(self) -> bool:
-        """Whether every micro-batch of the current step has been computed."""
-
-    def open(self, step: StepContext) -> AbstractContextManager[Any]:
-        """Return the context in which a step is computed; it yields the object for manual loops."""
-
-    def compute(self, batch: Any) -> None:
-        """Compute this rank's part of a batch, inside the context of `open`."""
-
     def parts(self) -> Sequence[Part]:
-        """Return the gradients and buffers of each part of the model on this rank."""
+        """The gradients and buffers of each part of the model on this rank, in the current step."""
 
     def broadcast_tied_gradients(self, attempt: int) -> None:
         """Send the gradient sums of tied parameters to all stages that have them."""

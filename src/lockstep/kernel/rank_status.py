@@ -31,8 +31,8 @@ from lockstep.kernel.exact_sum import (
 )
 from lockstep.kernel.layout import StepLayout
 from lockstep.kernel.parts import Part
-from lockstep.kernel.step_context import MicrobatchResult, StepContext
-from lockstep.kernel.tree import TreeAccumulator
+from lockstep.kernel.step_context import ComputedMicrobatch, MicrobatchResult, StepContext
+from lockstep.kernel.tree import TreeAccumulator, total
 
 __all__ = [
     "DETAILED_RANKS",
@@ -184,16 +184,10 @@ class StatusSummary(NamedTuple):
         The losses of the micro-batches, times their shares, are added in float64 along the tree.
         Micro-batches that were not computed add 0.
         """
-        fold: TreeAccumulator[float] = TreeAccumulator(self.leaves, add)
-        begin = 0
-        for lo, hi, value in [*sorted(self.nodes), (self.leaves, self.leaves, 0.0)]:
-            for leaf in range(begin, lo):
-                fold.put((leaf, leaf + 1), 0.0)
-            if lo < hi:
-                fold.put((lo, hi), value)
-            begin = hi
-        (result,) = fold.nodes.values()
-        return result
+        known = {(lo, hi): value for lo, hi, value in self.nodes}
+        covered = {leaf for node in known for leaf in range(*node)}
+        missing = [leaf for leaf in range(self.leaves) if leaf not in covered]
+        return total(known | {(leaf, leaf + 1): 0.0 for leaf in missing}, self.leaves, add)
 
     def average_metrics(self) -> dict[str, float]:
         """Return each metric's mean over the samples of the micro-batches that reported it."""
@@ -215,24 +209,37 @@ def make_status(step: StepContext, parts: Sequence[Part], values: Mapping[str, A
         failure = "side_effect", step.refusal
     parallel = step.parallel
     batch = step.label.batch if parallel.replicas * parallel.stages > 1 else ""
-    if step.is_stopped:
+    if failure is not None and step.is_stopped:
         return RankStatus(failure=failure, batch=batch, hooks=dict(values))
-    results, skipped = [microbatch.result() for microbatch in step.computed], []
+    results, skipped = [*map(_read_result, step.computed)], []
     assert step.batch is not None
     if results and len(results) < len(step.batch.microbatches):
         known = {result.leaf for result in results}
         skipped = [part.index for part in step.batch.microbatches if part.index not in known]
-    is_alone = parallel.replicas == 1
+    reports, masks = list[BufferReport](), list[str]()
+    for gradients, buffers in parts:
+        reports.append(buffers.hash_results(is_alone=parallel.replicas == 1))
+        masks.append(gradients.used_parameter_mask())
     return RankStatus(
         microbatches=results,
         skipped=skipped,
-        buffers=[buffers.hash_results(is_alone) for _, buffers in parts],
-        gradients=[gradients.used_parameter_mask() for gradients, _ in parts],
+        buffers=reports,
+        gradients=masks,
         warnings=step.warnings,
         failure=failure,
         batch=batch,
         hooks=dict(values),
     )
+
+
+def _read_result(computed: ComputedMicrobatch) -> MicrobatchResult:
+    """Return the results of a micro-batch as numbers; waits for the device."""
+    loss = 0.0
+    for part in computed.losses:
+        loss += float(part)
+    metrics = {name: float(value) for name, value in computed.metrics.items()}
+    index, size = computed.microbatch.index, computed.microbatch.size
+    return MicrobatchResult(index, size, computed.share, loss, metrics)
 
 
 def summarize(status: RankStatus, parallel: StepLayout, leaves: int) -> StatusSummary:
@@ -254,8 +261,13 @@ def summarize(status: RankStatus, parallel: StepLayout, leaves: int) -> StatusSu
         failure=None if status.failure is None else (rank, *status.failure),
         non_finite=min(lost, default=None),
         gradients={position: status.gradients},
-        buffers={position: [report.of_replica(parallel.replica) for report in status.buffers]},
-        nodes=_add_nodes((), terms, leaves),
+        buffers={
+            position: [
+                report.of_replica(parallel.replica) if report.hashes else report
+                for report in status.buffers
+            ]
+        },
+        nodes=terms if ranks == 1 else _add_nodes((), terms, leaves),
         losses=[(result.leaf, result.loss) for result in results if ranks <= DETAILED_RANKS],
         metrics=_sum_metrics(results),
         warnings=list(reversed(warnings.values())),

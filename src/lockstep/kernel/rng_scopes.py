@@ -18,6 +18,7 @@ the generators. Such a call repeats an earlier call, and gets the number of that
 
 from __future__ import annotations
 
+import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lockstep.kernel.seeds import PlainSeeder, Seeder, pack_key, torch_generators
+from lockstep.kernel.seeds import PlainSeeder, Seeder, torch_generators
 
 __all__ = [
     "BEFORE",
@@ -129,7 +130,8 @@ class RngScopes:
         watch: Callable[[Sequence[WatchedModule]], AroundCalls] = ModuleHooks,
     ) -> None:
         self.modules = list(modules)
-        self._seed, self._announce = seed, announce
+        # The first parts of a key, as `pack_key` returns them.
+        self._pack_prefix, self._announce = partial(struct.pack, "<3q", seed), announce
         _, *self._accelerators = self._generators = [*torch_generators(device).values()]
         self._seeder = seeder or PlainSeeder()
         self._seed_call = self._seed_all if self._accelerators else self._seeder.seed
@@ -182,10 +184,10 @@ class RngScopes:
             microbatch: The number of the micro-batch.
             last_call: The number of the last call of the first scope in earlier stages.
         """
+        prefix = self._pack_prefix(step, microbatch)
+        self._now = ScopeCalls(prefix, [[] for _ in self.modules], last_call)
         about = f"step {step}" if step >= 0 else f"evaluation {-1 - step}"
         self._announce(f"micro-batch {microbatch} of {about}")
-        prefix = pack_key(self._seed, step, microbatch)
-        self._now = ScopeCalls(prefix, [[] for _ in self.modules], last_call)
         self._seeder.seed_others(self._seed_call(prefix, BEFORE, 0))
 
     def begin_loss(self, last_call: int | None = None) -> None:

@@ -31,17 +31,16 @@ import torch
 from torch import nn
 
 from lockstep.kernel import norm as gradient_norm
-from lockstep.kernel.errors import GradientError, UsageError
+from lockstep.kernel.errors import GradientError
 from lockstep.kernel.exact_sum import compute_partial_sums, merge_partial_sums
 from lockstep.kernel.layout import StepLayout
 from lockstep.kernel.parts import Executor, Part, Update
 from lockstep.kernel.rank_status import RankStatus, StatusSummary, make_status, summarize
 from lockstep.kernel.step_checks import raise_failure, raise_own_error, refuse_buffers
-from lockstep.kernel.step_context import StepContext, StepLabel
-from lockstep.kernel.step_hooks import CommittedStep, StepHook, StepResult, take_part
-from lockstep.kernel.tree import Node
+from lockstep.kernel.step_context import NOTHING, StepContext, StepLabel
+from lockstep.kernel.step_hooks import CommittedStep, StepHook, StepResult
 
-__all__ = ["OptimizerStep", "PreparedStep"]
+__all__ = ["OptimizerStep", "PreparedStep", "find_active"]
 
 
 StatusExchange = Callable[
@@ -91,18 +90,19 @@ class OptimizerStep:
     is_repeatable: bool = False
     squares: Callable[..., list[float]] = gradient_norm.compute_squares
     _active: list[StepHook] = field(default_factory=list)  # the hooks of the current step
+    _parts: Sequence[Part] = ()  # the parts of the model in it
     _kept_buffers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def compute(self, step: StepContext, batch: Any) -> PreparedStep:
         """Do (1) with the trainer's own loss, and (2) to (7)."""
-        with self.computing(step, batch):
-            self.executor.compute(batch)
+        with self.computing(step, batch) as loop:
+            loop.compute(batch)
         return self.prepare(step)
 
     @contextmanager
     def computing(self, step: StepContext, batch: Any = None) -> Iterator[Any]:
         """Compute (1) in the body; after an exception, restore buffers and gradients."""
-        self._active = take_part(self.hooks, step.number)
+        self._active = find_active(self.hooks, step.number)
         step.times.begun = time.perf_counter()
         outer, inner = list[Any](), list[Any]()
         for hook in self._active:
@@ -119,8 +119,10 @@ class OptimizerStep:
                 yield loop
             has_failed = step.failure is not None and step.failure.error is not None
         finally:
-            for gradients, buffers in self.executor.parts():
-                buffers.restore()
+            self._parts = self.executor.parts
+            for gradients, buffers in self._parts:
+                if buffers.slots:
+                    buffers.restore()
                 if has_failed:
                     gradients.clear()
 
@@ -137,20 +139,19 @@ class OptimizerStep:
         """
         sharded = self.optimization.sharded
         try:
-            parts = self.executor.parts()
+            parts = self._parts
             status = self._make_status(step, parts)
             summary, messages = self._exchange(step, status, parts)
             self._check(step, summary, parts)
             if self.is_repeatable:
                 self._keep_buffers(parts)
-            nodes = self.parallel.assign_nodes(summary.leaves)
-            with step.in_phase("reduction"):
-                self._reduce(step, status, summary, parts, nodes, messages)
+            with step.in_phase("reduction") if step.observers else NOTHING:
+                self._reduce(step, status, summary, parts, messages)
                 norm = self._clip(step)
-                self._merge_buffers(summary, parts, nodes)
+                self._merge_buffers(summary, parts)
             step.times.reduced = step.times.updated = time.perf_counter()
             prepared = PreparedStep(step, summary, norm)
-            if sharded is not None and not self._is_skipped(norm):
+            if sharded is not None and math.isfinite(norm):
                 with step.in_phase("optimizer"):
                     self.optimization.step_shared(step.label.about)
                 step.times.updated = time.perf_counter()
@@ -165,12 +166,13 @@ class OptimizerStep:
     def commit(self, prepared: PreparedStep) -> CommittedStep:
         """Do (8), which is local."""
         step, summary, norm = prepared
-        scale, is_skipped = self.parallel.loss_scale, self._is_skipped(norm)
+        # Without a loss scale, a norm that is not finite has been an error.
+        scale, is_skipped = self.parallel.loss_scale, not math.isfinite(norm)
         rate = self.optimization.rate
         started = time.perf_counter()  # after the barrier of an elastic run
         try:
             if not is_skipped:
-                with step.in_phase("optimizer"):
+                with step.in_phase("optimizer") if step.observers else NOTHING:
                     self.optimization.step()
             for hook in self._active:
                 if "commit" in hook.events:
@@ -191,7 +193,7 @@ class OptimizerStep:
             epoch=step.batch.epoch,
             loss=summary.sum_losses(),
             samples=step.batch.size,
-            metrics=summary.average_metrics(),
+            metrics=summary.average_metrics() if summary.metrics else {},
             lr=rate,
             norm=norm,
             loss_scale=None if scale is None else scale.value,
@@ -216,7 +218,7 @@ class OptimizerStep:
         An uncommitted (7) has written nothing, so it needs no undoing.
         """
         self._restore_buffers()
-        for gradients, _ in self.executor.parts():
+        for gradients, _ in self._parts:
             gradients.clear()
         for hook in self._active:
             if "undo" in hook.events:
@@ -226,14 +228,11 @@ class OptimizerStep:
 
     def _make_status(self, step: StepContext, parts: Sequence[Part]) -> RankStatus:
         """Return the status of this rank: its micro-batches, or its failure."""
-        is_complete = step.batch is not None and self.executor.is_complete
-        if not is_complete and not step.is_stopped:
-            raise UsageError(
-                "the step was left before its last micro-batch: iterate over all of "
-                "step.microbatches(batch) inside `with trainer.manual_step() as step`"
-            )
         step.times.computed = time.perf_counter()
-        values = {hook.name: hook.status(step) for hook in self._active if "status" in hook.events}
+        values: dict[str, Any] = {}
+        for hook in self._active:
+            if "status" in hook.events:
+                values[hook.name] = hook.status(step)
         return make_status(step, parts, values)
 
     def _exchange(
@@ -270,7 +269,8 @@ class OptimizerStep:
                 hook.check(step, summary)
         if summary.failure is not None or summary.non_finite is not None:
             raise_failure(step, summary)
-        refuse_buffers(step, parts, summary)
+        if any(report.hashes for reports in summary.buffers.values() for report in reports):
+            refuse_buffers(step, parts, summary)
 
     # --- (4) reduce and (5) clip ---------------------------------------------------------------
 
@@ -280,13 +280,12 @@ class OptimizerStep:
         status: RankStatus,
         summary: StatusSummary,
         parts: Sequence[Part],
-        nodes: Sequence[Sequence[Node]],
         messages: Sequence[bytes],
     ) -> None:
         """Reduce the gradients to sums over all micro-batches, in `.grad`."""
         masks = summary.gradients[str(self.parallel.position)]
         for (gradients, _), mask in zip(parts, masks, strict=True):
-            gradients.reduce(nodes, mask, messages)
+            gradients.reduce(mask, messages)
         if self.parallel.stages > 1:
             self.executor.broadcast_tied_gradients(step.attempt.number)
         for observer in step.observers:
@@ -332,18 +331,13 @@ class OptimizerStep:
 
     # --- (6) merge, (7) update and (8) commit --------------------------------------------------
 
-    def _merge_buffers(
-        self, summary: StatusSummary, parts: Sequence[Part], nodes: Sequence[Sequence[Node]]
-    ) -> None:
+    def _merge_buffers(self, summary: StatusSummary, parts: Sequence[Part]) -> None:
         reports = summary.buffers[str(self.parallel.position)]
         for (_, buffers), report in zip(parts, reports, strict=True):
-            exchange = self.parallel.make_buffer_exchange() if len(nodes) > 1 else None
             if report.hashes:  # none without buffers, or if nothing was computed
+                nodes = self.parallel.assign_nodes(summary.leaves)
+                exchange = self.parallel.make_buffer_exchange() if len(nodes) > 1 else None
                 buffers.merge(report, nodes, summary.leaves, exchange)
-
-    def _is_skipped(self, norm: float) -> bool:
-        """Return whether float16 gradients overflowed."""
-        return self.parallel.loss_scale is not None and not math.isfinite(norm)
 
     def _keep_buffers(self, parts: Sequence[Part]) -> None:
         """Copy the buffers, since the step can still be undone after they are merged."""
@@ -358,6 +352,13 @@ class OptimizerStep:
         for tensor, kept in self._kept_buffers:
             tensor.copy_(kept)
         self._kept_buffers = []
+
+
+def find_active(hooks: Sequence[StepHook], number: int) -> list[StepHook]:
+    """Return the hooks that take part in step `number`."""
+    return [
+        hook for hook in hooks if hook.every == 1 or number < hook.first or not number % hook.every
+    ]
 
 
 def _stored_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:

@@ -83,10 +83,6 @@ class Attempt:
     failure: str = ""
     is_agreed: bool = False
 
-    def following(self, step: int) -> Attempt:
-        """Return the next attempt, at step `step`."""
-        return Attempt(self.trainer, step, self.number + 1, previous_failure=self.failure)
-
     def fail(self, error: BaseException) -> None:
         """Note that this attempt raised `error`."""
         first = (str(error).splitlines() or [""])[0]
@@ -142,15 +138,6 @@ class ComputedMicrobatch:
     share: float
     losses: list[torch.Tensor] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
-
-    def result(self) -> MicrobatchResult:
-        """Return the results as numbers; waits for the device."""
-        loss = 0.0
-        for part in self.losses:
-            loss += float(part)
-        metrics = {name: float(value) for name, value in self.metrics.items()}
-        index, size = self.microbatch.index, self.microbatch.size
-        return MicrobatchResult(index, size, self.share, loss, metrics)
 
 
 class StepObserver:
@@ -288,13 +275,9 @@ class StepContext:
     refusal: str = ""
 
     def __post_init__(self) -> None:
-        """Keep the number of the step, which every part of it asks for."""
+        """Keep the number of the step, and its place for messages."""
         self.number = self.attempt.step
-
-    @property
-    def where(self) -> str:
-        """The rank and the step, for messages."""
-        return f"rank {self.parallel.rank}, step {self.number}"
+        self.where = f"rank {self.parallel.rank}, step {self.number}"
 
     @cached_property
     def label(self) -> StepLabel:
@@ -332,7 +315,7 @@ class StepContext:
 
     def place(self, microbatch: int) -> str:
         """Return the rank, the step and the micro-batch, for messages."""
-        return f"rank {self.parallel.rank}, step {self.number}, micro-batch {microbatch}"
+        return f"{self.where}, micro-batch {microbatch}"
 
     def observe_microbatch(
         self,

@@ -15,7 +15,7 @@ calls those methods that a hook overrides, of hooks that take part in it; withou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from lockstep.kernel.rank_status import StatusSummary
 from lockstep.kernel.step_context import StepContext
 
-__all__ = ["CommittedStep", "StepHook", "StepResult", "take_part"]
+__all__ = ["CommittedStep", "StepHook", "StepResult"]
 
 
 @dataclass(frozen=True)
@@ -159,10 +159,3 @@ class StepHook:
 
     def undo(self) -> None:
         """Undo the effects of a step that is repeated."""
-
-
-def take_part(hooks: Sequence[StepHook], number: int) -> list[StepHook]:
-    """Return the hooks that take part in step `number`."""
-    return [
-        hook for hook in hooks if hook.every == 1 or number < hook.first or not number % hook.every
-    ]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Generic, TypeVar
 
-__all__ = ["Node", "TreeAccumulator", "nodes_of", "split", "total"]
+__all__ = ["Node", "TreeAccumulator", "left_siblings", "nodes_of", "split", "total"]
 
 Node = tuple[int, int]
 """A node (lo, hi) covers the leaves lo, lo + 1, ..., hi - 1."""
@@ -46,6 +46,20 @@ def _parents(leaves: int) -> dict[Node, tuple[Node, Node]]:
         parents[left], parents[right] = (right, node), (left, node)
         pending += [left, right]
     return parents
+
+
+@lru_cache(maxsize=1024)
+def left_siblings(leaf: int, leaves: int) -> list[tuple[Node, Node]]:
+    """Return what a leaf is added to if leaves arrive in order, for callers without an accumulator.
+
+    Returns:
+        The left sibling and its parent of each addition, innermost first.
+    """
+    parents, node, pairs = _parents(leaves), (leaf, leaf + 1), []
+    while node in parents and parents[node][0] < node:
+        pairs.append(parents[node])
+        node = parents[node][1]
+    return pairs
 
 
 def nodes_of(owned: range, leaves: int) -> list[Node]:
@@ -88,22 +102,6 @@ class TreeAccumulator(Generic[Value]):
             value = self._add(value, other) if node < sibling else self._add(other, value)
             node = parent
         self.nodes[node] = value
-
-    def pop_left_siblings(self, leaf: int) -> tuple[list[Value], Node]:
-        """Remove and return the left siblings to which a leaf is added, innermost first.
-
-        This is for callers that add without `put`. Leaves must arrive in order.
-
-        Returns:
-            The values of the siblings, and the node of the sum.
-        """
-        node, siblings = (leaf, leaf + 1), []
-        while node in self._parents and self._parents[node][0] in self.nodes:
-            sibling, parent = self._parents[node]
-            assert sibling < node, "leaves arrive in order"
-            siblings.append(self.nodes.pop(sibling))
-            node = parent
-        return siblings, node
 
 
 def total(values: Mapping[Node, Value], leaves: int, add: Callable[[Value, Value], Value]) -> Value:

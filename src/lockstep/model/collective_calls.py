@@ -52,17 +52,17 @@ class CollectiveCallGuard:
             while calls are permitted.
     """
 
-    __slots__ = ("_outer", "_refusal")
+    __slots__ = ("_outer", "_place")
 
     def __init__(self, place: Callable[[], str]) -> None:
-        self._refusal = place, threading.get_ident()
+        self._place = place
 
     def __enter__(self) -> None:
-        """Begin to refuse calls."""
+        """Begin to refuse calls of this thread."""
         global _refusal
         if FUNCTIONAL in sys.modules and FUNCTIONAL not in _wrapped:
             _wrap(FUNCTIONAL, sys.modules[FUNCTIONAL], RESOLVE)
-        self._outer, _refusal = _refusal, self._refusal
+        self._outer, _refusal = _refusal, (self._place, threading.get_ident())
 
     def __exit__(self, *error: object) -> None:
         """Permit calls again."""

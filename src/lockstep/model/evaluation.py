@@ -39,7 +39,7 @@ from lockstep.model.loss_root import check_scalar
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.predictions import GatheredSamples
-from lockstep.model.static_shapes import static_shapes
+from lockstep.model.static_shapes import StaticShapes
 
 __all__ = [
     "Evaluation",
@@ -73,7 +73,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     try:
         _begin_evaluation(model)
-        with torch.no_grad(), static_shapes(model):
+        with torch.no_grad(), StaticShapes(model):
             yield
     finally:
         for module, mode in modes.items():

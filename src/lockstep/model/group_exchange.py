@@ -127,19 +127,19 @@ class GroupMessages:
 
 
 def exchange_statuses(
+    messages: Messages,
     summary: StatusSummary,
     hooks: Mapping[str, StepHook],
     label: StepLabel,
-    messages: Messages,
     gradients: bytes = b"",
 ) -> tuple[StatusSummary, list[bytes]]:
     """Return the summary of the statuses of all ranks, from that of this rank.
 
     Args:
+        messages: The messages between the ranks.
         summary: The summary of this rank.
         hooks: The hooks that have values in it, by their names.
         label: The label of the step.
-        messages: The messages between the ranks.
         gradients: What `GradientReducer.pack` returned; it is sent with the status.
 
     Returns:

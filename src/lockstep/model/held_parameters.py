@@ -81,6 +81,8 @@ class HeldParameters:
         self._has_warned = False
         self.warnings: list[str] = []
         """Sentences about the current step."""
+        self.hash = ""
+        """A hash of samples of the parameters before the step; "" if ranks hold shards of them."""
         self.writer: tuple[bool, str] | None = None
         """Whether this rank wrote shared parameters since the last step, and the name of one."""
         self.take()
@@ -130,16 +132,17 @@ class HeldParameters:
         if not is_same or self._find_groups() != self._groups:
             failure = self.explain_structure() or self._explain_groups() or failure
             has_changed = True
-        self._begun = None
+        self._begun, self.hash = None, ""
         if not failure:
             if self._is_shared:
                 self._note_writers(has_changed)
             if has_changed:
                 self.take()
                 pointers = self._pointers
-            self._begun = Moment(
-                pointers, [*map(_get_versions, self._counted)], b"".join(self._views)
-            )
+            samples = b"".join(self._views)
+            self._begun = Moment(pointers, [*map(_get_versions, self._counted)], samples)
+            if not self._has_shards:
+                self.hash = xxhash.xxh3_64_hexdigest(samples)
         return failure
 
     def finish(self) -> str:
@@ -154,15 +157,6 @@ class HeldParameters:
         """Note the parameters after the update, if all ranks can write them."""
         if self._is_shared:
             self._committed = self._read()
-
-    def hash(self) -> str:
-        """Return a hash of samples of the parameters at the beginning of the step.
-
-        It is "" if ranks hold different shards of them.
-        """
-        if self._has_shards:
-            return ""
-        return "" if self._begun is None else xxhash.xxh3_64_hexdigest(self._begun.samples)
 
     def _note_writers(self, has_changed: bool) -> None:
         """Note who wrote shared parameters since the last step.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -10,7 +12,11 @@ from lockstep.kernel.errors import LossError
 from lockstep.kernel.loss_scale import LossScale
 from lockstep.kernel.step_context import StepContext
 
-__all__ = ["LossRoot", "check_scalar", "record_loss", "scale_loss"]
+__all__ = ["LossRoot", "check_scalar", "record_loss", "run_backward", "scale_loss"]
+
+GRAPH_LOG = logging.getLogger("torch.autograd.graph")
+
+_engine: Any = torch.autograd.Variable._execution_engine
 
 
 def check_scalar(loss: object, where: str) -> None:
@@ -84,3 +90,29 @@ class LossRoot:
             self._gradient = known = torch.full_like(loss, share)
             self._share, self._version = share, known._version
         return loss, known
+
+
+def run_backward(loss: torch.Tensor, gradient: torch.Tensor | None, retain_graph: bool) -> None:
+    """Do the same as `loss.backward(gradient, retain_graph=retain_graph)`, without its checks.
+
+    These take as long as the backward pass of a tiny model. The trainer's loss is one scalar with
+    a gradient of the same shape and dtype, so they cannot fail.
+
+    Args:
+        loss: The tensor at which backward begins, on the CPU or another device.
+        gradient: Its gradient, of the same shape and dtype; None for 1.
+        retain_graph: Whether the graph can be used again.
+    """
+    is_usual = (
+        gradient is not None
+        and type(loss) is torch.Tensor
+        and loss.is_cpu  # threads of other devices need the context variables of this one
+        and not torch._C._is_torch_function_mode_enabled()
+        and not GRAPH_LOG.isEnabledFor(logging.DEBUG)  # torch logs the nodes of the graph
+    )
+    if not is_usual:
+        loss.backward(gradient, retain_graph=retain_graph)
+        return
+    _engine.run_backward(
+        (loss,), (gradient,), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
+    )

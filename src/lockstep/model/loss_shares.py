@@ -8,7 +8,7 @@ the order of the micro-batches.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.kernel.batch import Batch, Microbatch
@@ -16,7 +16,6 @@ from lockstep.kernel.errors import LossError
 from lockstep.kernel.loss_weights import compute_shares, is_sum, share_by_size
 from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.step_context import IGNORED_TARGETS, StepContext
-from lockstep.model.target_weights import count_ignored_targets
 
 __all__ = ["start_batch"]
 
@@ -24,7 +23,9 @@ LARGEST = 1 << 53
 """Whole numbers below this have an exact sum in float64."""
 
 
-def start_batch(step: StepContext, batch: Any) -> Batch:
+def start_batch(
+    step: StepContext, batch: Any, count_ignored: Callable[[Any], int] | None = None
+) -> Batch:
     """Set the batch of a step, and compute the shares of its micro-batches.
 
     A collective call if micro-batches have weights.
@@ -32,6 +33,7 @@ def start_batch(step: StepContext, batch: Any) -> Batch:
     Args:
         step: The context of the step.
         batch: This rank's part of a batch, or a whole batch of tensors, which is split.
+        count_ignored: Returns the number of targets of a micro-batch that the loss ignores.
 
     Returns:
         This rank's part of the batch, or what observers have selected from it.
@@ -39,21 +41,26 @@ def start_batch(step: StepContext, batch: Any) -> Batch:
     Raises:
         LossError: The weights of the micro-batches cannot be computed, or sum to 0.
     """
-    step.batch = whole = step.parallel.split(batch)
+    parallel = step.parallel
+    step.batch = whole = parallel.split(batch)
     for observer in step.observers:
         step.batch = observer.select(step.batch)
-    step.shares, step.samples = _compute_shares(step, whole, batch)
+    step.samples = whole.size
+    if is_sum(parallel.loss):
+        step.shares = dict.fromkeys(range(whole.leaves), 1.0)
+    elif parallel.loss_weight is not None:
+        step.shares, step.samples = _compute_weighted_shares(step, whole)
+    else:
+        step.shares = share_by_size(whole.size, whole.leaves)
+        # One look at a whole batch, instead of one per micro-batch.
+        if count_ignored is not None and (isinstance(batch, Batch) or count_ignored(batch)):
+            _warn_of_ignored_targets(step, whole, count_ignored)
     return step.batch
 
 
-def _compute_shares(step: StepContext, batch: Batch, given: Any) -> tuple[Mapping[int, float], int]:
+def _compute_weighted_shares(step: StepContext, batch: Batch) -> tuple[dict[int, float], int]:
     """Return the shares of all micro-batches that are computed, and the number of their samples."""
     parallel = step.parallel
-    if is_sum(parallel.loss):
-        return dict.fromkeys(range(batch.leaves), 1.0), batch.size
-    if parallel.loss_weight is None:
-        _warn_of_ignored_targets(step, batch, given)
-        return share_by_size(batch.size, batch.leaves), batch.size
     sizes = {index: len(span) for index, span in enumerate(split_evenly(batch.size, batch.leaves))}
     mine = {
         part.index: _weigh(step, part)
@@ -126,10 +133,9 @@ def _weigh(step: StepContext, microbatch: Microbatch) -> float:
         ) from error
 
 
-def _warn_of_ignored_targets(step: StepContext, batch: Batch, given: Any) -> None:
-    is_whole = not isinstance(given, Batch)
-    if is_whole and not count_ignored_targets(step.parallel.loss, given):
-        return  # one look at the whole batch, instead of one per micro-batch
+def _warn_of_ignored_targets(
+    step: StepContext, batch: Batch, count_ignored: Callable[[Any], int]
+) -> None:
     kind, advice = "", "lockstep.target_weight(loss) to the trainer"
     if step.parallel.loss is None:
         kind = " (labels of -100)"
@@ -138,7 +144,7 @@ def _warn_of_ignored_targets(step: StepContext, batch: Batch, given: Any) -> Non
             "in the call for a causal language model"
         )
     for part in batch.microbatches:
-        if count_ignored_targets(step.parallel.loss, part.data):
+        if count_ignored(part.data):
             step.warnings.append(
                 f"{step.place(part.index)}: the loss {IGNORED_TARGETS}{kind}, so its mean is "
                 "not a mean over samples, and the gradient is not that of the whole batch; "

@@ -16,8 +16,7 @@ import random
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy
 import torch
@@ -26,7 +25,7 @@ from torch import nn
 from lockstep.comm.activity import publish
 from lockstep.comm.native_module import load_native, reason_unavailable
 from lockstep.kernel.rng_scopes import BEFORE, RngScopes
-from lockstep.kernel.seeds import PlainSeeder, Seeder, remember_numpy
+from lockstep.kernel.seeds import PlainSeeder, Seeder, remember_others
 from lockstep.model.call_interception import InterceptedCalls
 
 __all__ = ["NativeSeeder", "make_rng_scopes", "make_seeder"]
@@ -65,129 +64,92 @@ class NativeSeeder:
     def __init__(self, order: Sequence[int]) -> None:
         self._native = load_native().UnitSeeder(order)
         self.seed: Callable[[bytes, int, int], int] = self._native.seed
+        self._restored = b""  # numpy's memory that was restored last, without a second number
 
     def seed_others(self, seed: int) -> None:
         """Seed the generators of Python and numpy with the seed that `seed` has just returned."""
-        if (memory := _find_random_memory()) is None:
-            random.seed(seed)
+        if address := _find_python_memory():
+            self._native.seed_python(address)
+            random._inst.gauss_next = None  # type: ignore[attr-defined]
         else:
-            self._native.seed_python(memory.address)
-            memory.generator.gauss_next = None
-        is_seeded = False
-        if (numpy_memory := _find_numpy_memory()) is not None:
-            with numpy_memory.generator.lock:
-                is_seeded = self._native.seed_numpy(numpy_memory.address)
+            random.seed(seed)
+        generator, is_seeded = _get_numpy_generator(), False
+        if address := _find_numpy_memory(generator):
+            with generator.lock:
+                is_seeded = self._native.seed_numpy(address)
         if not is_seeded:
             numpy.random.seed(seed & 0xFFFF_FFFF)
 
     def remember_others(self) -> Callable[[], None]:
         """Return a function that restores the present states of Python's and numpy's generators."""
-        memory, numpy_memory = _find_random_memory(), _find_numpy_memory()
-        restore_random: Callable[[], object]
-        if memory is None:
-            restore_random = partial(random.setstate, random.getstate())
-        else:
-            restore_random = memory.remember()
-        restore_numpy = remember_numpy() if numpy_memory is None else numpy_memory.remember()
+        own, generator = getattr(random, "_inst", None), _get_numpy_generator()
+        own_address, address = _find_python_memory(), _find_numpy_memory(generator)
+        if own is None or not own_address or not address:
+            return remember_others()
+        own_memory, own_second = ctypes.string_at(own_address, MEMORY_BYTES), own.gauss_next
+        memory, state = ctypes.string_at(address, MEMORY_BYTES), cast(Any, None)
 
         def restore() -> None:
-            restore_random()
-            restore_numpy()
+            ctypes.memmove(own_address, own_memory, MEMORY_BYTES)
+            own.gauss_next = own_second
+            if _get_numpy_generator() is not generator:
+                numpy.random.set_bit_generator(generator)  # type: ignore[attr-defined]
+            with generator.lock:
+                is_untouched = self._native.seed_numpy(address)
+            if not is_untouched:
+                numpy.random.seed(0)  # drops a cached second number
+            with generator.lock:
+                ctypes.memmove(address, memory, MEMORY_BYTES)
+            if state is None:
+                self._restored = memory
+            else:
+                numpy.random.set_state(state)
 
+        # Normal numbers are drawn in pairs, and numpy caches the second one outside of this memory.
+        # If there is one, drawing it does not change the memory.
+        if memory != self._restored:
+            second = numpy.random.standard_normal()
+            if ctypes.string_at(address, MEMORY_BYTES) == memory:
+                now: Any = numpy.random.get_state(legacy=False)
+                state = now | {"has_gauss": 1, "gauss": second}
+            restore()
         return restore
 
 
 MEMORY_BYTES = 624 * 4 + 4  # of a Mersenne Twister: its words, and the position in them
 
-
-class _RandomMemory:
-    """The memory of Python's global generator.
-
-    Its own functions take 10 us each to get and set a state; copies of the memory take 0.3 us.
-    """
-
-    def __init__(self, generator: Any) -> None:
-        self.generator = generator
-        self.address = id(generator) + object.__basicsize__  # after the header of the object
-
-    def remember(self) -> Callable[[], None]:
-        """Return a function that restores the present state."""
-        memory = ctypes.string_at(self.address, MEMORY_BYTES)
-        second = self.generator.gauss_next
-
-        def restore() -> None:
-            ctypes.memmove(self.address, memory, MEMORY_BYTES)
-            self.generator.gauss_next = second
-
-        return restore
+_get_numpy_generator: Callable[[], Any] = numpy.random.get_bit_generator  # type: ignore[attr-defined]
 
 
 @functools.cache
-def _find_random_memory() -> _RandomMemory | None:
-    """Return the memory of Python's global generator; None if this Python keeps it elsewhere."""
+def _find_python_memory() -> int:
+    """Return the address of Python's global generator; 0 if this Python keeps it elsewhere.
+
+    Its own functions take 10 us each to get and set a state; copies of the memory take 0.3 us.
+    """
     generator = getattr(random, "_inst", None)
     if type(generator) is not random.Random or sys.implementation.name != "cpython":
-        return None
+        return 0
     if _random.Random.__basicsize__ < object.__basicsize__ + MEMORY_BYTES:
-        return None
-    known = _RandomMemory(generator)
-    position, *words = struct.unpack("=i624I", ctypes.string_at(known.address, MEMORY_BYTES))
-    return known if (*words, position) == generator.getstate()[1] else None
-
-
-class _NumpyMemory:
-    """The memory of numpy's global generator.
-
-    Its own functions take 140 us to get and set a state; copies of the memory take 5 us.
-    """
-
-    def __init__(self, generator: Any) -> None:
-        self.generator = generator
-        self.address = generator.ctypes.state_address
-        self._restored = b""  # the last memory that was restored, which needs no second number
-
-    def remember(self) -> Callable[[], None]:
-        """Return a function that restores the present state."""
-        address, generator = self.address, self.generator
-        memory = ctypes.string_at(address, MEMORY_BYTES)
-
-        def restore() -> None:
-            if numpy.random.get_bit_generator() is not generator:  # type: ignore[attr-defined]
-                numpy.random.set_bit_generator(generator)  # type: ignore[attr-defined]
-            numpy.random.seed(0)  # drops a cached second number
-            with generator.lock:
-                ctypes.memmove(address, memory, MEMORY_BYTES)
-            self._restored = memory
-
-        # Normal numbers are drawn in pairs, and the second one is cached outside of this memory. If
-        # there is one, drawing it does not change the memory.
-        if memory == self._restored:
-            return restore
-        second = numpy.random.standard_normal()
-        if ctypes.string_at(address, MEMORY_BYTES) == memory:
-            state: Any = numpy.random.get_state(legacy=False)
-            state |= {"has_gauss": 1, "gauss": second}
-            restore = partial(numpy.random.set_state, state)
-        restore()
-        return restore
-
-
-def _find_numpy_memory() -> _NumpyMemory | None:
-    """Return the memory of numpy's global generator; None if it is another generator."""
-    generator: Any = numpy.random.get_bit_generator()  # type: ignore[attr-defined]
-    if type(generator) is not numpy.random.MT19937 or not _is_memory_known():
-        return None
-    return _make_numpy_memory(generator)
+        return 0
+    address = id(generator) + object.__basicsize__  # after the header of the object
+    position, *words = struct.unpack("=i624I", ctypes.string_at(address, MEMORY_BYTES))
+    return address if (*words, position) == generator.getstate()[1] else 0
 
 
 @functools.lru_cache(maxsize=1)
-def _make_numpy_memory(generator: Any) -> _NumpyMemory:
-    return _NumpyMemory(generator)
+def _find_numpy_memory(generator: Any) -> int:
+    """Return the address of a generator of numpy; 0 if it is of another kind.
+
+    Its own functions take 140 us to get and set a state; copies of the memory take 5 us.
+    """
+    is_known = type(generator) is numpy.random.MT19937 and _is_memory_known()
+    return int(generator.ctypes.state_address) if is_known else 0
 
 
 @functools.cache
 def _is_memory_known() -> bool:
-    """Return whether this numpy keeps the state of MT19937 as `_NumpyMemory` expects."""
+    """Return whether this numpy keeps the state of MT19937 as words and a position."""
     generator = numpy.random.MT19937(1)
     expected = generator.state["state"]
     memory = ctypes.string_at(generator.ctypes.state_address, MEMORY_BYTES)

@@ -24,6 +24,7 @@ from lockstep.kernel.step_context import NOTHING
 from lockstep.kernel.tree import Node
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.collective_calls import CollectiveCallGuard
+from lockstep.model.target_weights import find_ignored_count
 
 __all__ = ["ParallelContext"]
 
@@ -63,7 +64,8 @@ class ParallelContext:
 
     def __post_init__(self) -> None:
         """Keep what every step or micro-batch asks for."""
-        self._device_type = self.device.type
+        self.device_type = self.device.type
+        self.count_ignored = find_ignored_count(self.loss)
         self._spare: Microbatch | None = None  # see `take_turns`
         self.share = ReplicaShare(self.microbatches, self.hosts, self.replica, self.is_interleaved)
 
@@ -183,13 +185,13 @@ class ParallelContext:
 
     def without_autocast(self) -> Any:
         """Return the context of a backward pass, which computes in the dtypes of forward."""
-        if not torch.is_autocast_enabled(self._device_type):
+        if not torch.is_autocast_enabled(self.device_type):
             return NOTHING
-        return torch.autocast(self._device_type, enabled=False)
+        return torch.autocast(self.device_type, enabled=False)
 
     def move_to_device(self, data: Any) -> Any:
         """Return nested data with its tensors on this rank's device."""
-        if self._device_type == "cpu":
+        if self.device_type == "cpu":
             return data
         kinds = (torch.Tensor, PackedSequence)  # the sizes in the latter stay on the CPU
         return map_tensors(lambda part: part.to(self.device, non_blocking=True), data, kinds)

@@ -114,10 +114,11 @@ class StateMutationCheck(StepHook):
 
     def status(self, step: StepContext) -> Findings:
         """Compare the state after the last micro-batch with the recorded one."""
-        position, is_stopped = str(step.parallel.position), step.is_stopped
+        position = str(step.parallel.position)
+        is_stopped = step.failure is not None and step.is_stopped
         if not is_stopped:
             self.compare_after()
-            step.warnings += (f"{step.where}: {sentence}" for sentence in self.warnings)
+            step.warnings += [f"{step.where}: {sentence}" for sentence in self.warnings]
         if self.failure:
             step.refuse(self.failure)
         if is_stopped:
@@ -167,7 +168,7 @@ class StateMutationCheck(StepHook):
         """Record the state before the first micro-batch."""
         self.warnings, self._checksums, self._stranger = [], {}, ""
         self.failure = self.held.begin()
-        self.summary = self.held.hash()
+        self.summary = self.held.hash
         self.is_checked = step < FIRST or step % EVERY == 0
         self.reads_graphs = self.is_checked or step % GRAPHS_EVERY == 0
         if self.is_checked:

@@ -22,9 +22,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -33,7 +32,7 @@ from lockstep.comm.activity import publish, read_own_activity
 from lockstep.kernel.errors import UsageError
 from lockstep.model.compilation import count_compiled
 
-__all__ = ["TOO_MANY_SHAPES", "is_limit_error", "static_shapes"]
+__all__ = ["TOO_MANY_SHAPES", "StaticShapes", "is_limit_error"]
 
 TOO_MANY_SHAPES = (
     "the compiled model met more different shapes than torch.compile keeps graphs for; pad the "
@@ -52,65 +51,66 @@ STANCES = ("default", "force_eager", "fail_on_recompile")
 _fall_backs = 0
 """The number of fall-backs to eager mode in this process that are undone."""
 
-_counts: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""The number of compiled modules of each model, when it was called first."""
 
+class StaticShapes:
+    """A context in which graphs depend only on the shapes of their inputs.
 
-@contextmanager
-def static_shapes(model: nn.Module) -> Iterator[None]:
-    """Make graphs depend only on the shapes of their inputs while the body runs.
+    It raises UsageError if a size is symbolic, if there are too many shapes, or if a setting of the
+    compiler makes graphs depend on earlier calls.
 
     Args:
         model: The model that the body calls. torch counts the graphs of all modules of a class
             together, so its limit is multiplied by the number of compiled modules.
-
-    Raises:
-        UsageError: A size is symbolic, there are too many shapes, or a setting of the compiler
-            makes graphs depend on earlier calls.
     """
-    # Not imported, which takes a second: if it is not imported yet, nothing is compiled.
-    config: Any = sys.modules.get("torch._dynamo.config")
-    has_cache = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        with nullcontext() if config is None else _specialize_if_used(config, model):
-            yield
-    finally:
-        torch.set_autocast_cache_enabled(has_cache)
-    if config is None:
-        _require_no_graphs()
 
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._compiled: int | None = None  # the number of compiled modules, when it is called first
+        self._settings = ExitStack()
+        self._callbacks: list[Callable[[Any], None]] = []
 
-def _specialize_if_used(config: Any, model: nn.Module) -> AbstractContextManager[None]:
-    """Return the context of `_specialize`; until torch.compile is called, one that waits for it.
+    def __enter__(self) -> None:
+        """Change the settings of the compiler if it is used, or else when it is.
 
-    Changing the settings takes a tenth of a step of a tiny model.
-    """
-    _check_stance()
-    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
-    if frames is None:
-        return _specialize(config, model)
-    # torch.compiler.reset() forgets the backends, but not what it compiles again. Without a
-    # backend a function is never compiled, such as those of torch.optim.
-    is_used = any(frames.cached_backends.values()) or _has_graphs() or _count_compiled_once(model)
-    return _specialize(config, model) if is_used else _specialize_late(config, model)
+        Changing them takes a tenth of a step of a tiny model.
+        """
+        self._is_specialized, self._callbacks = False, []
+        # Not imported, which takes a second: if it is not imported yet, nothing is compiled.
+        self._frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+        if self._frames is not None:
+            _check_stance(self._frames._stance.stance)
+            if self._compiled is None:
+                self._compiled = count_compiled(self._model)
+            # torch.compiler.reset() forgets the backends, but not what it compiles again. Without a
+            # backend a function is never compiled, such as those of torch.optim.
+            if self._compiled or any(self._frames.cached_backends.values()) or _has_graphs():
+                self._specialize()
+            else:
+                callback: Any = sys.modules["torch._dynamo.callback"]
+                self._callbacks = callback.callback_handler.start_callbacks
+                self._callbacks.append(self._specialize)
+        self._has_cache = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
 
+    def _specialize(self, _: Any = None) -> None:
+        """Change the settings of the compiler until the context is left."""
+        if not self._is_specialized:
+            self._is_specialized = True
+            config = sys.modules["torch._dynamo.config"]
+            self._settings.enter_context(_specialize(config, self._compiled or 1))
 
-@contextmanager
-def _specialize_late(config: Any, model: nn.Module) -> Iterator[None]:
-    """Do the same as `_specialize`, from the first compilation in the body on."""
-    from torch._dynamo.callback import callback_handler
-
-    is_late = False
-
-    def start(_: Any) -> None:
-        nonlocal is_late
-        if not is_late:
-            is_late = True
-            stack.enter_context(_specialize(config, model))
-
-    with ExitStack() as stack, _registered(callback_handler.start_callbacks, start):
-        yield
+    def __exit__(self, *error: Any) -> bool | None:
+        """Restore the settings."""
+        torch.set_autocast_cache_enabled(self._has_cache)
+        if self._specialize in self._callbacks:  # torch.compiler.reset() removes it
+            self._callbacks.remove(self._specialize)
+        is_suppressed = self._settings.__exit__(*error)
+        if self._frames is None and error[0] is None and _has_graphs():
+            raise UsageError(
+                "torch.compile was called for the first time inside of a step: compile the "
+                "function or module before training"
+            )
+        return is_suppressed
 
 
 @contextmanager
@@ -125,10 +125,10 @@ def _registered(callbacks: list[Any], callback: Callable[[Any], None]) -> Iterat
 
 
 @contextmanager
-def _specialize(config: Any, model: nn.Module) -> Iterator[None]:
-    """Change the settings of the compiler, and watch it, while the body runs."""
+def _specialize(config: Any, modules: int) -> Iterator[None]:
+    """Change the settings of the compiler for some compiled modules, and watch it, in the body."""
     _undo_fall_backs()
-    factor = GRAPHS_PER_SHAPE * max(1, _count_compiled_once(model))
+    factor = GRAPHS_PER_SHAPE * modules
     changes = {
         "automatic_dynamic_shapes": False,
         "assume_static_by_default": True,
@@ -161,12 +161,6 @@ def _specialize(config: Any, model: nn.Module) -> Iterator[None]:
 def is_limit_error(error: Exception) -> bool:
     """Return whether an error was raised because a function was compiled for too many shapes."""
     return type(error).__name__ == "FailOnRecompileLimitHit"
-
-
-def _count_compiled_once(model: nn.Module) -> int:
-    if model not in _counts:
-        _counts[model] = count_compiled(model)
-    return _counts[model]
 
 
 def _change(config: Any, changes: Mapping[str, Any]) -> Callable[[], None]:
@@ -206,19 +200,8 @@ def _has_graphs() -> bool:
     return frames is not None and bool(frames.FRAME_COUNTER)
 
 
-def _require_no_graphs() -> None:
-    """Raise UsageError if the step that ends now was the first to use torch.compile."""
-    if _has_graphs():
-        raise UsageError(
-            "torch.compile was called for the first time inside of a step: compile the function or "
-            "module before training"
-        )
-
-
-def _check_stance() -> None:
+def _check_stance(stance: str) -> None:
     """Raise UsageError for a stance in which what is compiled depends on earlier calls."""
-    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
-    stance = "default" if frames is None else frames._stance.stance
     if stance not in STANCES:
         raise UsageError(
             f'torch.compiler.set_stance("{stance}") makes the bits of a compiled model depend on '

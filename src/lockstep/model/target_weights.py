@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.loss_weights import WeightFunction, get_option
 
-__all__ = ["count_ignored_targets", "infer_weight_function", "loss_name", "target_weight"]
+__all__ = ["find_ignored_count", "infer_weight_function", "loss_name", "target_weight"]
 
 IGNORED_BY_DEFAULT = -100
 """The default `ignore_index` of torch's losses."""
@@ -105,20 +105,27 @@ def _inner_losses(loss: object) -> list[Any]:
     return [part for part in parts if _is_classification(part)]
 
 
-def count_ignored_targets(loss: object, data: Any) -> int:
-    """Return the number of targets that a loss without a weight function ignores.
+def find_ignored_count(loss: object) -> Callable[[Any], int] | None:
+    """Return a function that counts the targets that a loss without a weight function ignores.
 
     A model that returns its own loss (None) ignores "labels" of -100 in a mapping.
+
+    Returns:
+        A function of the data of a micro-batch; None if the loss ignores no targets.
     """
-    if not (_is_classification(loss) or (loss is None and isinstance(data, Mapping))):
-        return 0
-    targets = _find_targets(data)
-    if targets is None or targets.is_floating_point():
-        return 0
+    if loss is not None and not _is_classification(loss):
+        return None
     ignored = get_option(loss, "ignore_index", IGNORED_BY_DEFAULT)
-    if ignored < 0 and targets.numel() and targets.min().item() >= 0:
-        return 0  # the usual case, found in half the time
-    return int((targets == ignored).sum())
+
+    def count(data: Any) -> int:
+        targets = _find_targets(data) if loss is not None or isinstance(data, Mapping) else None
+        if targets is None or targets.is_floating_point():
+            return 0
+        if ignored < 0 and targets.numel() and targets.min().item() >= 0:
+            return 0  # the usual case, found in half the time
+        return int((targets == ignored).sum())
+
+    return count
 
 
 def _find_targets(data: Any) -> torch.Tensor | None:

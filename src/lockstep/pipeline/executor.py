@@ -22,7 +22,7 @@ from lockstep.model.deferred_init import named_tensors, release
 from lockstep.model.evaluation import EvaluationTask
 from lockstep.model.forward import Metric
 from lockstep.model.state_mutation_check import StateMutationCheck
-from lockstep.model.static_shapes import static_shapes
+from lockstep.model.static_shapes import StaticShapes
 from lockstep.model.watched_calls import WatchedCalls
 from lockstep.pipeline.composition import Composition
 from lockstep.pipeline.evaluator import PipelineEvaluator
@@ -82,12 +82,8 @@ class PipelineExecutor:
         return self._pipeline is not None
 
     @property
-    def is_complete(self) -> bool:
-        """Whether every micro-batch of the current step has been computed."""
-        return self._running is not None and self._running.step.batch is not None
-
     def parts(self) -> list[tuple[GradientReducer, Buffers]]:
-        """Return the gradients and buffers of each local stage in the current step."""
+        """The gradients and buffers of each local stage in the current step."""
         if self._running is None:
             return []
         return [(stage.gradients, stage.buffers) for stage in self._linked().stages.values()]
@@ -101,7 +97,7 @@ class PipelineExecutor:
         part = self._partitioner.parallel.split(batch)
         if self._pipeline is None:
             first = part.microbatches[0] if part.microbatches else None
-            with static_shapes(self._module):  # measuring compiles blocks that steps call
+            with StaticShapes(self._module):  # measuring compiles blocks that steps call
                 plan = self._partitioner.plan(self._module, first)
             self._partition(plan)
         return part
@@ -112,11 +108,6 @@ class PipelineExecutor:
         self._running = ScheduleExecutor(step, self._linked(), self._metrics, self._composition)
         with self._running.activate():
             yield self._running
-
-    def compute(self, batch: Any) -> None:
-        """Run this rank's part of a batch through its stages."""
-        assert self._running is not None
-        self._running.run(batch)
 
     def position(self) -> tuple[int, int] | None:
         """Return the micro-batch and the stage of the current action; None between actions."""

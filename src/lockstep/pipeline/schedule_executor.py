@@ -70,7 +70,7 @@ class ScheduleExecutor:
                 for stage in stages:
                     stage.end()
 
-    def run(self, batch: Any) -> None:
+    def compute(self, batch: Any) -> None:
         """Run every micro-batch of this replica forward and backward through the local stages.
 
         An exception in a stage is stored in the step, which then ends on every rank.
@@ -114,7 +114,7 @@ class ScheduleExecutor:
         return modules
 
     def _prepare(self, batch: Any) -> None:
-        batch = start_batch(self.step, batch)
+        batch = start_batch(self.step, batch, self._parallel.count_ignored)
         for stage in self.pipeline.stages.values():
             stage.gradients.begin(batch.leaves, self._parallel.hosts)
             self._missing[stage.number] = [part.index for part in batch.microbatches]

@@ -202,7 +202,7 @@ class ExactStep:
             raise BufferMismatchError(f"step {self._number}: {reason}")
         nodes = share.nodes(leaves)
         used = reduce(or_, (int(status["used"], 16) for status in statuses))
-        gradients.reduce(nodes, f"{used:x}", messages)
+        gradients.reduce(f"{used:x}", messages)
         if report.hashes:
             exchange = GroupExchange(self._model.group) if share.replicas > 1 else None
             buffers.merge(report, nodes, leaves, exchange)

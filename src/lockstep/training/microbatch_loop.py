@@ -29,9 +29,8 @@ from lockstep.kernel.parts import GradientSums
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.kernel.step_context import NOTHING, ComputedMicrobatch, StepContext, StepFailure
 from lockstep.kernel.step_hooks import StepResult
-from lockstep.model.autograd_engine import run_backward
-from lockstep.model.forward import explain_batch_norm
-from lockstep.model.loss_root import LossRoot, record_loss
+from lockstep.model.forward import Metric, explain_batch_norm, forward
+from lockstep.model.loss_root import LossRoot, record_loss, run_backward
 from lockstep.model.loss_shares import start_batch
 from lockstep.model.parallel_context import ParallelContext
 
@@ -43,12 +42,21 @@ ONE_BATCH = (
 )
 
 
+class MicrobatchSums(Protocol):
+    """The sums of one step, to which micro-batches are added."""
+
+    failure: str
+    """Why the gradients cannot be added; "" if they can."""
+
+    def accumulate(self, microbatch: int) -> None:
+        """Add the gradients in `.grad` as those of a micro-batch."""
+
+    def skip(self, microbatch: int) -> None:
+        """Leave out a micro-batch that is not computed."""
+
+
 class CollectedGradients(GradientSums, Protocol):
     """The sums of gradients, while micro-batches are added to them."""
-
-    @property
-    def failure(self) -> str:
-        """Why the gradients cannot be added; "" if they can."""
 
     @property
     def can_launch_early(self) -> bool:
@@ -60,17 +68,13 @@ class CollectedGradients(GradientSums, Protocol):
     def enter_group(self) -> None:
         """Discard the plans for the ranks of an earlier group."""
 
-    def begin(self, leaves: int, hosts: Hosts, announce: Callable[[], object] | None) -> None:
+    def begin(
+        self, leaves: int, hosts: Hosts, announce: Callable[[], object] | None
+    ) -> MicrobatchSums:
         """Start a step of `leaves` micro-batches; `announce` compares it with other ranks."""
-
-    def skip(self, microbatch: int) -> None:
-        """Leave out a micro-batch that is not computed."""
 
     def hash_current(self) -> dict[str, int]:
         """Return hashes of the micro-batch's gradients by the names of their parameters."""
-
-    def accumulate(self, microbatch: int) -> None:
-        """Add the gradients in `.grad` as those of a micro-batch."""
 
     def discard(self) -> None:
         """Forget a micro-batch that was computed again."""
@@ -96,11 +100,14 @@ class MicrobatchLoop:
         result: The result of the step; None before it is committed.
         place: The rank, the step and the micro-batch, for messages.
         root: The tensor whose backward pass is running, or has failed.
+        current: The micro-batch that is being computed; None between them.
     """
 
     def __init__(
         self,
         step: StepContext,
+        called: nn.Module,
+        metrics: Mapping[str, Metric],
         parallel: ParallelContext,
         scopes: RngScopes,
         buffers: Buffers,
@@ -109,32 +116,27 @@ class MicrobatchLoop:
         parameters: Sequence[nn.Parameter],
     ) -> None:
         self.step, self.parallel = step, parallel
+        self._called, self._metrics = called, metrics
         self.result: StepResult | None = None
         self.root: torch.Tensor | None = None
         self.buffers, self.gradients = buffers, gradients
         self.scopes, self.roots, self.parameters = scopes, roots, parameters
         self._given: tuple[Any, ...] = ()
         self._iteration: Iterator[Any] | None = None
-        self._current: ComputedMicrobatch | None = None
+        self.current: ComputedMicrobatch | None = None
         self._watched = -1  # the micro-batch in whose backward buckets are launched
-        self._where = step.where
-        self.place = f"{self._where}, micro-batch 0"
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether a batch was given, and all its micro-batches on this rank are computed."""
-        return self.step.batch is not None and self._current is None
+        self.place = f"{step.where}, micro-batch 0"
 
     @property
     def position(self) -> tuple[int, int] | None:
         """The index of the micro-batch that is being computed, and its stage, which is 0."""
-        return (self._current.microbatch.index, 0) if self._current else None
+        return (self.current.microbatch.index, 0) if self.current else None
 
     @property
     def microbatch(self) -> Microbatch:
         """The micro-batch that is being computed."""
-        assert self._current is not None
-        return self._current.microbatch
+        assert self.current is not None
+        return self.current.microbatch
 
     def start(self, *batches: Any) -> Batch:
         """Set the batch of the step, of several the batch of their pairs; return this rank's part.
@@ -145,7 +147,7 @@ class MicrobatchLoop:
             self._given, self._whole = batches, batches[0]
             if len(batches) > 1:
                 self._whole = join_batches([self.parallel.split(batch) for batch in batches])
-            return start_batch(self.step, self._whole)
+            return start_batch(self.step, self._whole, self.parallel.count_ignored)
         if [*map(id, batches)] != [*map(id, self._given)]:
             raise UsageError(ONE_BATCH)
         assert self.step.batch is not None
@@ -154,6 +156,15 @@ class MicrobatchLoop:
     def own_microbatches(self) -> tuple[Microbatch, ...]:
         """Return this rank's micro-batches, also those that an observer has left out."""
         return self.parallel.split(self._whole).microbatches
+
+    def compute(self, batch: Any) -> None:
+        """Compute every micro-batch of this rank with the trainer's loss."""
+        loss_function, step = self.parallel.loss, self.step
+        for data in self.microbatches(batch):
+            if step.observers:
+                loss_function = step.find_loss(self.microbatch, data)
+            loss, metrics = forward(self._called, loss_function, self._metrics, data, self.place)
+            self.backward(loss, metrics=metrics, final=True)
 
     def microbatches(self, *batches: Any) -> Iterator[Any]:
         """Yield the data of this rank's micro-batches of a batch, one after another."""
@@ -164,48 +175,53 @@ class MicrobatchLoop:
 
     def _microbatches(self, batches: tuple[Any, ...]) -> Iterator[Any]:
         step, parallel, has_buffers = self.step, self.parallel, bool(self.buffers.slots)
-        first, autocast = self.place, parallel.autocast()
+        first, is_on_cpu = self.place, parallel.device_type == "cpu"
+        autocast = NOTHING if parallel.autocast_dtype is None else parallel.autocast()
         if self._given or len(batches) > 1:
             batch = self.start(*batches)
         else:  # the usual case, without a call
             self._given, self._whole = batches, batches[0]
-            batch = start_batch(step, self._whole)
+            batch = start_batch(step, self._whole, parallel.count_ignored)
         if parallel.is_interleaved:
             parallel.share.require_turns(batch.leaves, len(step.shares))
-        self.gradients.begin(batch.leaves, parallel.hosts, step.require_same_batch)
-        is_read = any(observer.observes_microbatches for observer in step.observers)
+        sums = self.gradients.begin(batch.leaves, parallel.hosts, step.require_same_batch)
+        is_read = bool(step.observers) and any(one.observes_microbatches for one in step.observers)
         self.gradients.is_observed = is_read
-        if batch.microbatches and self.gradients.can_launch_early and not is_read:
+        has_peers = parallel.replicas > 1
+        if has_peers and batch.microbatches and self.gradients.can_launch_early and not is_read:
             self._watched = batch.microbatches[-1].index
         for microbatch in batch.microbatches:
             index = microbatch.index
             if index not in step.shares:
-                self.gradients.skip(index)
+                sums.skip(index)
                 continue
-            self._current = ComputedMicrobatch(microbatch, step.shares[index])
-            self.place = f"{self._where}, micro-batch {index}"
+            self.current = ComputedMicrobatch(microbatch, step.shares[index])
+            self.place = f"{step.where}, micro-batch {index}"
             if has_buffers:
                 self.buffers.install_copies()
             for observer in step.observers:
                 observer.begin_microbatch()
             self.scopes.begin_microbatch(step.number, index)
-            data = parallel.move_to_device(microbatch.data)
+            data = microbatch.data if is_on_cpu else parallel.move_to_device(microbatch.data)
             with autocast:
                 yield data
-            if not self._current.losses:
+            if not self.current.losses:
                 raise UsageError(
                     f"{self.place}: step.backward(loss) was not called: write it instead of "
                     "loss.backward()"
                 )
             if step.observers:
                 step.observe_microbatch(index, self.gradients.hash_current, self.buffers.current)
-            with step.in_phase("reduction"):
+            with step.in_phase("reduction") if step.observers else NOTHING:
                 if has_buffers:
                     self.buffers.collect(index, microbatch.size / step.samples)
-                self.gradients.accumulate(index)
-            step.computed.append(self._current)
-            self._current, self.place = None, first
-        self.gradients.launch_remaining()
+                sums.accumulate(index)
+            if sums.failure:
+                step.failure = StepFailure("failure", sums.failure)
+            step.computed.append(self.current)
+            self.current, self.place = None, first
+        if has_peers:
+            self.gradients.launch_remaining()
 
     def backward(
         self,
@@ -217,7 +233,7 @@ class MicrobatchLoop:
         final: bool = False,
     ) -> None:
         """Run backward from the loss of the current micro-batch."""
-        step, current = self.step, self._current
+        step, current = self.step, self.current
         if current is None:
             raise UsageError(
                 "call step.backward(loss) inside the loop over step.microbatches(batch)"
@@ -238,7 +254,8 @@ class MicrobatchLoop:
             observer.record_graph(loss, (step.number, index))
         if metrics:
             current.metrics.update(metrics)
-        with self.parallel.without_autocast():
+        is_autocast = torch.is_autocast_enabled(self.parallel.device_type)
+        with self.parallel.without_autocast() if is_autocast else NOTHING:
             root, gradient = self.roots.find(loss, share)
             watched = NOTHING
             if final and index == self._watched:
@@ -250,29 +267,27 @@ class MicrobatchLoop:
 
     def record_mean(self, loss: torch.Tensor) -> None:
         """Show a loss of the whole batch to the observers."""
-        record_loss(self.step, loss, self._where)
+        record_loss(self.step, loss, self.step.where)
         for observer in self.step.observers:
             observer.record_graph(loss, (self.step.number, 0))
 
     def note_mean(self, loss: torch.Tensor, samples: int) -> None:
         """Note a mean over a batch of `samples` samples, to which the micro-batch contributes."""
-        assert self._current is not None
-        factor = self.microbatch.size / samples / self._current.share
-        self._current.losses.append(loss.detach() * factor)
+        assert self.current is not None
+        factor = self.microbatch.size / samples / self.current.share
+        self.current.losses.append(loss.detach() * factor)
 
-    def close(self, error: BaseException | None) -> None:
-        """Leave the loop; add a note that names the micro-batch to its error.
+    def close(self, error: BaseException) -> None:
+        """Leave the loop after an error; add a note that names the micro-batch to it.
 
         Raises:
             UsageError: Batch norm got a single sample; it replaces the error of torch.
         """
         if isinstance(self._iteration, Generator):
             self._iteration.close()  # leaves autocast, even if the user keeps the generator
-        if self.gradients.failure:
-            self.step.failure = StepFailure("failure", self.gradients.failure)
-        if error is None or self._current is None:
+        if self.current is None:
             return
-        is_single = self._current.microbatch.size == 1
+        is_single = self.current.microbatch.size == 1
         if is_single and (explained := explain_batch_norm(error, self.place)) is not None:
             raise explained from error
         if "micro-batch" not in str(error):

@@ -300,12 +300,14 @@ class ResumableRun:
         if self.safe_points.is_logged or self._position.resumed_from is not None:
             self._position.samplers.use(batches.user_sampler())
 
-    def call_step(self, batch: Any, step: Callable[[], float]) -> float:
+    def call_step(self, batch: Any, step: Callable[[Any], float]) -> float:
         """Take a step, or return its loss in the interrupted run; `batch` may be of any origin."""
-        self.begin()
-        log, is_logged = self._position.log, self.safe_points.is_logged
-        if not (is_logged or log.is_replaying) or log.is_inside_epoch:
-            return step()
+        if not self.has_begun:
+            self.begin()
+        log, was_resumed = self._position.log, self._position.resumed_from is not None
+        is_logged = self.safe_points.is_logged or (was_resumed and log.is_replaying)
+        if not is_logged or log.is_inside_epoch:
+            return step(batch)
         is_loaded = isinstance(batch, Batch)
         identity = batch.identity.pack() if is_loaded else str(hash_content(batch))
         answer = self._position.log.answer_step(identity)
@@ -315,7 +317,7 @@ class ResumableRun:
             self._history.last = StepResult(steps - 1, epoch, loss, 0, {}, math.nan)
             self._position.note_answer(steps)
             return loss
-        loss = step()
+        loss = step(batch)
         self._position.log.record_step(self._position.steps, loss, identity)
         self.safe_points.reach()
         return loss

@@ -43,6 +43,7 @@ class SafePoints:
         ending_round: The round at whose end, as rank 0 has reported, members join or leave; -1 for
             none.
         saves: The number of checkpoints that were begun.
+        is_logged: Whether the script may be continued by another process.
     """
 
     def __init__(
@@ -56,11 +57,7 @@ class SafePoints:
         self._checkpoints, self._member = checkpoints, member
         self.ending_round, self.saves = -1, 0
         self._safe_state: LastSafeState | None = None
-
-    @property
-    def is_logged(self) -> bool:
-        """Whether the script may be continued by another process."""
-        return self._checkpoints is not None or self._safe_state is not None
+        self.is_logged = checkpoints is not None
 
     def reach(self, epoch: OpenEpoch | None = None, *, ask: bool = False) -> None:
         """Note that the script can be continued from here, and save a checkpoint if one is due.
@@ -212,6 +209,7 @@ class SafePoints:
         stateful = {} if self._checkpoints is None else self._checkpoints.stateful
         state = self._position.state
         self._safe_state = LastSafeState(member, state, stateful, run, state.device)
+        self.is_logged = True
 
     @property
     def can_transfer_state(self) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from lockstep.kernel.step_context import Position, StepContext
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.launcher.device_choice import require_deterministic
 from lockstep.model.collective_calls import CollectiveCallGuard
-from lockstep.model.static_shapes import static_shapes
+from lockstep.model.static_shapes import StaticShapes
 
 __all__ = ["CollectiveCallCheck", "KernelSettings"]
 
@@ -29,14 +27,15 @@ class KernelSettings(StepHook):
     is_outermost = True
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._shapes = StaticShapes(model)
 
-    def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[None]:
+    def begin(self, step: StepContext, batch: Any) -> StaticShapes:
         """Set what kernels depend on."""
-        require_deterministic(step.parallel.device)
+        if step.parallel.device.type != "cpu":
+            require_deterministic(step.parallel.device)
         if torch.get_num_threads() != step.parallel.threads:
             torch.set_num_threads(step.parallel.threads)
-        return static_shapes(self._model)
+        return self._shapes
 
 
 class CollectiveCallCheck(StepHook):
@@ -47,13 +46,15 @@ class CollectiveCallCheck(StepHook):
     """
 
     def __init__(self, position: Position) -> None:
-        self._position = position
+        self._position, self._where = position, ""
+        self._guard = CollectiveCallGuard(self._find_place)
 
     def begin(self, step: StepContext, batch: Any) -> CollectiveCallGuard:
         """Return the context in which such calls raise UsageError."""
-        return CollectiveCallGuard(partial(self._find_place, step))
+        self._where = step.where
+        return self._guard
 
-    def _find_place(self, step: StepContext) -> str:
+    def _find_place(self) -> str:
         """Return the place of the micro-batch that is being computed; "" between them."""
         position = self._position()
-        return "" if position is None else step.place(position[0])
+        return "" if position is None else f"{self._where}, micro-batch {position[0]}"

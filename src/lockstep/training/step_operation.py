@@ -79,7 +79,8 @@ class StepOperation:
 
     def take(self, batch: Any) -> float:
         """Take one step on a batch, and return its loss."""
-        self.require_closed("step()")
+        if _open_steps:
+            self.require_closed("step()")
         if self._member is None:
             committed = self._commit(self._prepare(batch))
         else:
@@ -181,7 +182,8 @@ class StepOperation:
     def _begin(self) -> StepContext:
         """Begin an attempt at the next step."""
         position = self._position
-        position.attempt = position.attempt.following(position.steps)
+        last = position.attempt
+        position.attempt = Attempt(last.trainer, position.steps, last.number + 1, last.failure)
         return StepContext(position.attempt, self._parallel)
 
     def _commit(self, prepared: PreparedStep) -> CommittedStep:

@@ -31,7 +31,11 @@ class StepUsage(StepHook):
         parallel, times = step.parallel, step.times
         data = 0.0 if step.batch is None else step.batch.seconds
         compute = times.computed - times.begun - times.idle
-        row = RankTimes(parallel.rank, compute, data, times.idle, self._read_peak())
+        if (now := time.monotonic()) >= self._due:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            self._peak = peak if sys.platform == "darwin" else peak * 1024
+            self._due = now + MEMORY_INTERVAL
+        row = RankTimes(parallel.rank, compute, data, times.idle, self._peak)
         return RankUsage.of(row, parallel.replicas * parallel.stages)
 
     def decode(self, value: Any) -> RankUsage:
@@ -62,11 +66,3 @@ class StepUsage(StepHook):
             "ranks": value.compute_rows(durations),
             "rank_summary": value.summarize_times(durations),
         }
-
-    def _read_peak(self) -> int:
-        """Return the peak resident memory of this process in bytes."""
-        if (now := time.monotonic()) >= self._due:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            self._peak = peak if sys.platform == "darwin" else peak * 1024
-            self._due = now + MEMORY_INTERVAL
-        return self._peak

@@ -24,7 +24,7 @@ from lockstep.audit.audit_hook import Audit
 from lockstep.audit.call_audit_hook import CallAuditHook
 from lockstep.audit.replica_check import ReplicaCheck
 from lockstep.checkpoint.save_schedule import CheckpointConfig
-from lockstep.checkpoint.stop_request import stopping
+from lockstep.checkpoint.stop_request import end_call, stopping
 from lockstep.comm.clock_offset import clock_offset
 from lockstep.comm.collectives import broadcast_bytes
 from lockstep.data.dataloader import resolve_data
@@ -226,7 +226,6 @@ class Trainer:
             self._position,
             self._hyperparameters,
         )
-        has_stages = self.parallel.stages > 1
         self.parallel.is_recorded = self._is_in_session
         self._end = RunEnd(self._state, self.history, self.parallel.has_parts, member)
         self._record = RunRecord(loggers if is_rank0 else (), checkpoint, self._open_record)
@@ -254,7 +253,7 @@ class Trainer:
                     state = self._optimization.local_state
                     # First, before other checks raise an error about what it can restore.
                     hooks.insert(0, ReplicaCheck(config, self.parallel, modules, state, record))
-        if has_stages and is_recorded:
+        if self.parallel.stages > 1 and is_recorded:
             hooks.append(StepTrace(clock_offset(self.parallel.group), self.history))
         if (observer := self._find_observer(arguments, setup, session, member)) is not None:
             hooks.append(Observation(observer, self._executor.position))
@@ -262,10 +261,8 @@ class Trainer:
             self.parallel,
             self._executor,
             self._optimization,
-            lambda summary, hooks, label, gradients: exchange_statuses(
-                summary, hooks, label, self.parallel.messages, gradients
-            ),
-            [*hooks, CollectiveCallCheck(self._executor.position)],
+            partial(exchange_statuses, self.parallel.messages),
+            hooks,
             max_grad_norm,
             is_repeatable=self._optimization.sharded is not None or member is not None,
             squares=choose_squares(self.parallel),
@@ -309,7 +306,7 @@ class Trainer:
         parallel, executor, optimization = self.parallel, self._executor, self._optimization
         modules = parallel.modules_with(self.model)
         has_weights = parallel.loss_weight is not None
-        hooks: list[StepHook] = [KernelSettings(self.model)]
+        hooks: list[StepHook] = [KernelSettings(self.model), CollectiveCallCheck(executor.position)]
         if optimization.sharded is not None:
             hooks.append(SharedStateCheck(optimization.sharded, setup.state_check.held))
         hooks += setup.checks
@@ -421,8 +418,11 @@ class Trainer:
             StateError: Forward wrote to a parameter, or to other state that it may not change.
             DisagreementError: Ranks take different steps, or train on different batches.
         """
-        with stopping(self.finish, self._run.safe_points.abandon):
-            return self._run.call_step(batch, partial(self._steps.take, batch))
+        try:
+            return self._run.call_step(batch, self._steps.take)
+        except BaseException as error:
+            end_call(error, self.finish, self._run.safe_points.abandon)
+            raise
 
     def manual_step(self) -> ManualStep:
         """Return a context in which your own loop computes the micro-batches of one step.

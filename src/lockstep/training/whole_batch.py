@@ -34,7 +34,8 @@ def total(loop: MicrobatchLoop, count: Callable[[Any], float], *batches: Any) ->
 def gather(loop: MicrobatchLoop, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the rows of all micro-batches; see `ManualStep.gather`."""
     computed = [one.microbatch.index for one in loop.step.computed]
-    if not loop.is_complete or len(tensors) != len(computed):
+    is_complete = loop.step.batch is not None and loop.current is None
+    if not is_complete or len(tensors) != len(computed):
         raise UsageError(
             f"{loop.step.where}: step.gather got {len(tensors)} tensors, and {len(computed)} "
             "micro-batches are complete: call it after the loop over step.microbatches(batch), "

@@ -12,20 +12,25 @@ from torch import nn
 from lockstep.audit.microbatch_results import hash_results
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
+from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import find_scopes
 from lockstep.kernel.step_context import NOTHING, StepContext
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
-from lockstep.model.autograd_engine import run_backward
 from lockstep.model.device_errors import explain_device_error
 from lockstep.model.evaluation import EvaluationTask, evaluate
 from lockstep.model.forward import Metric, forward
-from lockstep.model.loss_root import LossRoot
+from lockstep.model.loss_root import LossRoot, run_backward
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import WatchedCalls, watch_calls
 from lockstep.training.microbatch_loop import CollectedGradients, MicrobatchLoop
 
 __all__ = ["WholeModelExecutor"]
+
+LEFT_EARLY = (
+    "the step was left before its last micro-batch: iterate over all of step.microbatches(batch) "
+    "inside `with trainer.manual_step() as step`"
+)
 
 
 class WholeModelExecutor:
@@ -62,15 +67,12 @@ class WholeModelExecutor:
             modules = {name: called.get_submodule(name) for name in blocks}
             self._checkpointing = ActivationCheckpointing(modules, parallel.device)
         self._loop: MicrobatchLoop | None = None
+        self.parts: list[tuple[CollectedGradients, Buffers]] = []  # of the current step
         self.parameters = list(module.parameters())
         # Another list means that this rank has parts of the model.
         is_sharded = parallel.is_interleaved
         self.owned_parameters = list(self.parameters) if is_sharded else self.parameters
         self.placement = None
-
-    def parts(self) -> list[tuple[CollectedGradients, Buffers]]:
-        """Return the gradients and buffers of the model in the current step."""
-        return [] if self._loop is None else [(self._loop.gradients, self._loop.buffers)]
 
     def enter_group(self) -> None:
         """Discard the plans made for the ranks of an earlier group."""
@@ -85,10 +87,12 @@ class WholeModelExecutor:
     @contextmanager
     def open(self, step: StepContext) -> Iterator[MicrobatchLoop]:
         """Seed the generators while the body computes a step."""
-        self._loop = None
+        self._loop, self.parts = None, []
         buffers = Buffers(self._modules)
         loop = MicrobatchLoop(
             step,
+            self._called,
+            self._metrics,
             self._parallel,
             self._scopes,
             buffers,
@@ -96,7 +100,7 @@ class WholeModelExecutor:
             self._roots,
             self.parameters,
         )
-        self._loop = loop
+        self._loop, self.parts = loop, [(self._gradients, buffers)]
         recomputing = explaining = NOTHING
         if self._checkpointing is not None:
             recomputing = self._checkpointing.enable(buffers)
@@ -106,25 +110,16 @@ class WholeModelExecutor:
                 try:
                     with explaining:
                         yield loop
+                        if step.batch is None or loop.current is not None:
+                            raise UsageError(LEFT_EARLY)
                 except BaseException as error:
                     loop.close(error)
                     raise
-                loop.close(None)
         except BaseException as error:
             # After a failed assertion the generators of the device cannot be restored either.
             if explained := explain_device_error(error, loop.root, self._module, loop.place):
                 raise explained from error
             raise
-
-    def compute(self, batch: Any) -> None:
-        """Compute every micro-batch of this rank with the trainer's loss."""
-        assert self._loop is not None
-        loop, function = self._loop, self._parallel.loss
-        for data in loop.microbatches(batch):
-            if loop.step.observers:
-                function = loop.step.find_loss(loop.microbatch, data)
-            loss, metrics = forward(self._called, function, self._metrics, data, loop.place)
-            loop.backward(loss, metrics=metrics, final=True)
 
     def repeat(self, microbatch: Microbatch, share: float) -> dict[str, int]:
         """Compute a micro-batch again, inside of `open`; return hashes of its results."""
@@ -158,11 +153,6 @@ class WholeModelExecutor:
         assert self._loop is not None
         modules, watch = {"": self._module}, partial(watch_calls, self._called)
         return [WatchedCalls(0, modules, self._scopes, self._loop.buffers, self._called, watch)]
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every micro-batch of the current step has been computed."""
-        return self._loop is not None and self._loop.is_complete
 
     def position(self) -> tuple[int, int] | None:
         """Return the micro-batch and the stage that are being computed; None between them."""
