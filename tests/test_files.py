@@ -105,7 +105,7 @@ def test_weights_do_not_go_through_a_link_at_a_temporary_name(tmp_path):
     victim, weights = tmp_path / "victim", tmp_path / "m.safetensors"
     victim.write_bytes(b"precious")
     (tmp_path / f".m.safetensors.{os.getpid()}").symlink_to(victim)
-    save_weights(weights, {"a": torch.ones(3)})
+    save_weights(weights, {"a": torch.ones(3)}, [torch.ones(3)])
     assert victim.read_bytes() == b"precious"
     assert not weights.is_symlink()
     assert load_file(weights)["a"].tolist() == [1.0] * 3
@@ -117,7 +117,7 @@ def test_not_even_where_the_random_name_is_guessed(tmp_path, monkeypatch):
     victim.write_bytes(b"precious")
     (tmp_path / f".m.safetensors.{'00' * 8}").symlink_to(victim)
     with pytest.raises(FileError, match=r"could not be written \(File exists\)"):
-        save_weights(weights, {"a": torch.ones(3)})
+        save_weights(weights, {"a": torch.ones(3)}, [torch.ones(3)])
     assert victim.read_bytes() == b"precious"
     assert not weights.exists()
 

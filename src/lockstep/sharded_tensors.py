@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["gather", "gather_tensors", "is_sharded", "local_part", "read_version"]
+__all__ = [
+    "gather",
+    "gather_tensors",
+    "is_sharded",
+    "local_part",
+    "local_rows",
+    "read_version",
+]
 
 
 def is_sharded(value: object) -> bool:
@@ -18,6 +25,15 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a sharded tensor, in the same memory; any other tensor itself."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
+
+
+def local_rows(tensor: torch.Tensor) -> slice:
+    """Return which rows of a sharded tensor this rank has."""
+    sharded: Any = tensor
+    rows, mesh = tensor.shape[0], sharded.device_mesh
+    (rank,) = mesh.get_coordinate()
+    start = min(rank * -(-rows // mesh.size()), rows)
+    return slice(start, start + local_part(tensor).shape[0])
 
 
 def read_version(tensor: torch.Tensor) -> int:

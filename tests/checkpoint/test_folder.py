@@ -48,6 +48,46 @@ def folder(tmp_path, template):
     return tmp_path / "checkpoints"
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_rank_reads_its_rows(tmp_path, ranks):
+    """As rank 1 of 3, a checkpoint of one rank, or of shards of 4 ranks, of which one is empty."""
+    whole = {"weight": torch.randn(7, 300), "bias": torch.randn(7), "other": torch.randn(9)}
+    moment = torch.randn(7, 300)
+    rows = slice(3, 6)
+
+    def split(value, rank):
+        return (
+            value
+            if ranks == 1
+            else {f"shard-{rank}-of-{ranks}": [*value.split(2), value[:0]][rank]}
+        )
+
+    writers = [CheckpointWriter(tmp_path, 9) for _ in range(ranks)]
+    for rank, writer in reversed([*enumerate(writers)]):
+        model = {name: split(value, rank) for name, value in whole.items() if name != "other"}
+        optimizer = {"weight": {"exp_avg": split(moment, rank), "step": torch.ones(())}}
+        state = STATE | {"model": model | {"other": whole["other"]}, "optimizer": optimizer}
+        writer.save(
+            state if rank == 0 else {"model": model, "optimizer": optimizer}, 4, 0, (rank, ranks)
+        )
+    for writer in writers:
+        writer.wait()
+        assert writer.latest.failure == ""
+    wanted = {"weight": ((7, 300), rows), "bias": ((7,), rows), "other": ((3,), slice(0, 1))}
+    state = read_checkpoint(writers[0].latest.path, wanted)
+    expected = {
+        "weight": whole["weight"][rows],
+        "bias": whole["bias"][rows],
+        "other": whole["other"],
+    }
+    assert state["model"].keys() == expected.keys()
+    assert all(torch.equal(state["model"][name], value) for name, value in expected.items())
+    assert torch.equal(state["optimizer"]["weight"]["exp_avg"], moment[rows])
+    assert state["optimizer"]["weight"]["step"] == 1
+    for tensor in (state["model"]["weight"], state["optimizer"]["weight"]["exp_avg"]):
+        assert tensor.untyped_storage().nbytes() == moment[rows].nbytes  # no whole tensor is kept
+
+
 def test_tensors_of_every_form_are_verified(tmp_path):
     """Verifying reads no values of tensors, which arrays and sparse tensors are made of."""
     sparse = torch.sparse_coo_tensor(

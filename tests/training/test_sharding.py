@@ -9,15 +9,18 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import lockstep as ls
 import models
+from lockstep.checkpoint.folder import read_checkpoint
 from lockstep.data.assignment import ReplicaShare, on_one_host
 from lockstep.data_parallel.sharded_norm import find_spans
 from lockstep.kernel.errors import LayoutError, LockstepError, RankError
+from lockstep.training import run_checkpoints
 from lockstep.training.sharded_step import require_shardable
 
 SAMPLES, BATCH = 40, 16  # batches of 16, 16 and 8 samples
@@ -474,19 +477,47 @@ def train_until(folder, storage, stop=None, resume=None):
                 if trainer.steps == stop:
                     trainer.save_checkpoint(folder / "saved")
                     return None
+        if resume is not None:
+            for name, load in WEIGHTS.items():
+                trainer.save_weights(folder / name, ema=True)
+                assert ls.digest(load(folder / name)) == ls.digest(trainer.ema_model)
         return trainer.digest(), trainer.optimizer_digest(), ls.digest(trainer.ema_model)
+
+
+WEIGHTS = {"weights.safetensors": load_file, "weights.pt": partial(torch.load, weights_only=True)}
+
+
+were_rows = []
+"""Whether rows were read, of each checkpoint."""
+
+
+def read_rows(path, rows):
+    """Read a checkpoint, of whose parameters of several rows no rank needs the whole."""
+    state = read_checkpoint(path, rows)
+    were_rows.append(bool(rows))
+    for name, (shape, _) in rows.items():
+        for value in (
+            state["model"][name],
+            state["ema"][name],
+            state["optimizer"][name]["exp_avg"],
+        ):
+            assert len(value) < shape[0] or shape[0] == 1
+    return state
 
 
 def save_and_resume(folder):
     train_until(folder / "sharded", "sharded", stop=4)
     train_until(folder / "whole", "replicated", stop=4)
+    run_checkpoints.read_checkpoint = read_rows
     third = "shared" if dist.get_backend() == "lockstep" else "replicated"
-    return [
+    found = [
         train_until(folder / "through", "replicated"),
         train_until(folder / "a", "replicated", resume=folder / "sharded" / "saved"),
         train_until(folder / "b", "sharded", resume=folder / "whole" / "saved"),
         train_until(folder / "c", third, resume=folder / "sharded" / "saved"),
     ]
+    assert were_rows == [False, True, False]
+    return found
 
 
 def test_a_checkpoint_resumes_in_any_storage_and_width(ranks, tmp_path):

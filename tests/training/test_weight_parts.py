@@ -94,7 +94,8 @@ def test_a_single_file(tmp_path):
         assert equal(model, saved)
 
 
-def fill_disk(file, tensors):
+def fill_disk(file, tensors, values):
+    next(values)  # the other ranks gather the rest, too
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -113,7 +114,7 @@ def load_shards(folder):
     with loading:
         ls.load_weights(model, folder)
     index = folder / "again.safetensors.index.json"
-    weight_parts.PART_BYTES = 2 * 4 * WIDTH * WIDTH
+    weight_parts.PART_BYTES = 6 * 4 * WIDTH * WIDTH
     state = model.state_dict()
     saving.ignore(state.values())
     with saving:
@@ -135,16 +136,16 @@ def test_no_rank_holds_the_whole_model(tmp_path, ranks):
     for state, scale, loading, saving in ranks(load_shards, 2, tmp_path):
         assert all(torch.equal(state[name], value) for name, value in saved.state_dict().items())
         assert scale == [0, 1, 2, 3]
-        # The shards of this rank and rows of a few tensors; on rank 0, one part.
+        # The shards of this rank and rows of a few tensors; the last tensor and the next one.
         assert loading < 0.7 * size
-        assert saving < 0.5 * size
+        assert saving < 0.55 * size
     index = json.loads((tmp_path / "again.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == size
     files = sorted({*index["weight_map"].values()})
     assert files == [
         f"again-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))
     ]
-    assert len(files) > 3
+    assert len(files) == 2
     written = {}
     for file in files:
         written |= load_file(tmp_path / file)

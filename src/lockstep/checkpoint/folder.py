@@ -30,7 +30,7 @@ from safetensors import safe_open
 
 from lockstep.checkpoint.encoding import decode
 from lockstep.checkpoint.schema import MANIFEST_SCHEMA, STATE_SCHEMA, find_mismatch
-from lockstep.checkpoint.shards import join_shards
+from lockstep.checkpoint.shards import Rows, find_rows, join_shards
 from lockstep.checkpoint.tensor_file import DTYPES, checksum_file
 from lockstep.files import read_json, remove_tree
 from lockstep.kernel.errors import FileError, LockstepError, UsageError
@@ -135,16 +135,21 @@ def locate_checkpoint(name: str | Path, runs: str | Path = RUNS) -> tuple[Path |
     raise UsageError(f"there is no run and no checkpoint at {name}; `lockstep runs` lists the runs")
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
+def read_checkpoint(path: Path, rows: Rows | None = None) -> dict[str, Any]:
     """Return the state that a checkpoint holds, of all stages, with tensors on the CPU.
 
     Nothing is unpickled. Call `verify` before, which compares the checksums.
+
+    Args:
+        path: The folder of the checkpoint.
+        rows: The rows that are read of sharded parameters, of their average and of their
+            optimizer state. Everything else is read as a whole.
 
     Raises:
         FileError: A file cannot be read, or is damaged.
     """
     try:
-        return _read_state(path)
+        return _read_state(path, rows=rows or {})
     except OSError as error:
         raise FileError(f"{path} cannot be read ({error.strerror})") from None
     except FileError as error:
@@ -170,14 +175,14 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _read_state(path: Path, *, has_values: bool = True) -> dict[str, Any]:
+def _read_state(path: Path, *, has_values: bool = True, rows: Rows | None = None) -> dict[str, Any]:
     """Return the state of a checkpoint; raise FileError unless it is one that training can use."""
     manifest = _read_manifest(path)
     names = sorted(manifest["files"])
     state: dict[str, Any] = {}
     try:
         tensors = [name for name in names if name.endswith(".safetensors")]
-        with TensorFiles(path, tensors, has_values=has_values) as files:
+        with TensorFiles(path, tensors, rows or {}, has_values=has_values) as files:
             for name in names:
                 if name.startswith(REST) and name.endswith(SUFFIX):
                     part = decode(read_json(path / name), files)
@@ -223,14 +228,15 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     Args:
         path: The folder of the checkpoint.
         names: The names of its tensor files.
+        rows: The rows that are read of some tensors.
         has_values: Whether values are read; False: the tensors are on the meta device.
 
     Attributes:
         used: The names of the tensors that were accessed.
     """
 
-    def __init__(self, path: Path, names: list[str], *, has_values: bool) -> None:
-        self._has_values = has_values
+    def __init__(self, path: Path, names: list[str], rows: Rows, *, has_values: bool) -> None:
+        self._has_values, self._rows = has_values, rows
         self._stack = ExitStack()
         self._files: dict[str, tuple[Any, str]] = {}
         self.used: set[str] = set()
@@ -245,11 +251,17 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         file, key = self._files[name]
         self.used.add(name)
         if self._has_values:
-            saved: torch.Tensor = file.get_tensor(key)
-            return saved
+            saved: torch.Tensor = file.get_tensor(key)  # mapped: what is not copied is not read
+            rows = find_rows(name, self._read_shape, self._rows) if self._rows else None
+            return saved if rows is None else saved[rows]
         described = file.get_slice(key)
         dtype = next(kind for kind, name in DTYPES.items() if name == described.get_dtype())
         return torch.empty(described.get_shape(), dtype=dtype, device="meta")
+
+    def _read_shape(self, name: str) -> list[int]:
+        file, key = self._files[name]
+        shape: list[int] = file.get_slice(key).get_shape()
+        return shape
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""

@@ -3,11 +3,13 @@
 written by rank 0 of 2    {"weight": {"shard-0-of-2": rows 0 to 4}}
 written by rank 1         {"weight": {"shard-1-of-2": rows 5 to 9}}
 read                      {"weight": rows 0 to 9}
+read by rank 1 of 3       {"weight": rows 4 to 7}
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +17,35 @@ import torch
 from lockstep.kernel.errors import FileError
 from lockstep.sharded_tensors import is_sharded, local_part
 
-__all__ = ["is_shard", "join_shards", "split_shards"]
+__all__ = ["Rows", "find_rows", "is_shard", "join_shards", "split_shards"]
 
 NAME = re.compile(r"shard-(\d+)-of-(\d+)")
+
+Rows = Mapping[str, tuple[Sequence[int], slice]]
+"""The shapes of sharded parameters, and the rows that this rank has, by name."""
+
+
+def find_rows(name: str, read_shape: Callable[[str], Sequence[int]], wanted: Rows) -> slice | None:
+    """Return the rows to read of a saved tensor, which may be a shard; None for all of it.
+
+    Args:
+        name: The name of the tensor, such as "optimizer/conv.weight/exp_avg/shard-0-of-2".
+        read_shape: Returns the shape of a saved tensor.
+        wanted: The rows of each parameter; those of the optimizer state of its shape are the same.
+    """
+    whole, _, last = name.rpartition("/")
+    match = NAME.fullmatch(last)
+    ranks = int(match[2]) if match else 1
+    names = [f"{whole}/shard-{rank}-of-{ranks}" for rank in range(ranks)] if match else [name]
+    path = (whole if match else name).partition("/")[2]
+    if (found := wanted.get(path) or wanted.get(path.rpartition("/")[0])) is None:
+        return None
+    counts = [[*read_shape(part), 0][0] for part in names]
+    shape, rows = found
+    if [sum(counts), *read_shape(name)[1:]] != [*shape]:
+        return None
+    begin = sum(counts[: names.index(name)])
+    return slice(max(rows.start - begin, 0), max(rows.stop - begin, 0))
 
 
 def is_shard(name: str) -> bool:

@@ -10,7 +10,7 @@ writer writes pieces of the tensors' memory, so that training continues.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from io import FileIO
 from typing import BinaryIO
 
@@ -19,7 +19,7 @@ import xxhash
 
 from lockstep.comm.collectives import as_bytes
 
-__all__ = ["DTYPES", "checksum_file", "write_tensors"]
+__all__ = ["DTYPES", "checksum_file", "sort_tensors", "write_tensors"]
 
 CHUNK = 1 << 20  # bytes that are read and hashed at a time, within a cache
 PIECE = 8 << 20  # bytes that are written and hashed at a time
@@ -44,8 +44,16 @@ DTYPES = {
 }
 
 
+def sort_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors in the order of a file: large elements first, so that all are aligned."""
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+
+
 def write_tensors(
-    file: BinaryIO, tensors: Mapping[str, torch.Tensor], check: Callable[[], None] = lambda: None
+    file: BinaryIO,
+    tensors: Mapping[str, torch.Tensor],
+    check: Callable[[], None] = lambda: None,
+    values: Iterable[torch.Tensor] | None = None,
 ) -> tuple[int, str]:
     """Write tensors in the format safetensors, each under its name.
 
@@ -53,14 +61,15 @@ def write_tensors(
         file: The file, opened for writing.
         tensors: Contiguous tensors on the CPU, of the dtypes in `DTYPES`.
         check: Called before each piece; may raise to abandon the file.
+        values: The values of the tensors in the order of `sort_tensors`, taken one by one; None:
+            the tensors themselves. Otherwise only shapes and dtypes of `tensors` are used.
 
     Returns:
         The size of the file in bytes, and its checksum: 128-bit XXH3 in hex.
     """
     hasher, size = xxhash.xxh3_128(), 0
-    # Large elements first, so that every tensor is aligned to its element size.
-    ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-    for piece in _pieces(ordered):
+    ordered = sort_tensors(tensors)
+    for piece in _pieces(_header(ordered), ordered.values() if values is None else values):
         check()
         hasher.update(piece)
         size += len(piece)
@@ -79,9 +88,9 @@ def checksum_file(file: FileIO) -> str:
     return hasher.hexdigest()
 
 
-def _pieces(tensors: Mapping[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
-    yield _header(tensors)
-    for tensor in tensors.values():
+def _pieces(header: bytes, tensors: Iterable[torch.Tensor]) -> Iterator[bytes | memoryview]:
+    yield header
+    for tensor in tensors:
         if tensor.numel():
             octets = as_bytes(tensor).numpy().data
             for begin in range(0, len(octets), PIECE):

@@ -26,6 +26,7 @@ import torch
 from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.folder import find_checkpoints, read_checkpoint
 from lockstep.checkpoint.save_schedule import Stateful
+from lockstep.checkpoint.shards import Rows
 from lockstep.checkpoint.writer import CheckpointWriter
 from lockstep.elastic.membership import Membership
 from lockstep.elastic.restart_source import RestartSource
@@ -149,7 +150,7 @@ class LastSafeState:
 
 
 def read_newest_state(
-    origin: RestartSource, checkpoints: RunCheckpoints | None, trainer: int
+    origin: RestartSource, checkpoints: RunCheckpoints | None, trainer: int, rows: Rows
 ) -> tuple[Path | None, dict[str, Any] | None]:
     """Return the state that a trainer of a new round continues from; called on every rank.
 
@@ -157,6 +158,7 @@ def read_newest_state(
         origin: The origin of the round.
         checkpoints: The checkpoints of the trainer; None for a trainer without them.
         trainer: The trainer's number in the program.
+        rows: The rows of its sharded parameters.
 
     Returns:
         The path of the state, and the state. Its entry "is_in_memory" is true if it is not one of
@@ -167,14 +169,14 @@ def read_newest_state(
         states = find_checkpoints(origin.state)
         if not states:
             raise FileError(f"the state that was handed over is missing in {origin.state}")
-        path, state = states[0], read_checkpoint(states[0])
+        path, state = states[0], read_checkpoint(states[0], rows)
         if state["trainer"] != trainer:
             return None, None
     else:
         newest = None if checkpoints is None else checkpoints.find_newest()
         if newest is None:
             return None, None
-        path, state = newest, read_checkpoint(newest)
+        path, state = newest, read_checkpoint(newest, rows)
     is_in_memory = checkpoints is None or path.parent != checkpoints.folder
     if checkpoints is not None:
         checkpoints.set_aside_newer(path, state["steps"] + is_in_memory)

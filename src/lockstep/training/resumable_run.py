@@ -126,7 +126,7 @@ class ResumableRun:
         try:
             path = checkpoints.find(place)
             if path is not None:
-                state = checkpoints.read(path)
+                state = checkpoints.read(path, self._position.state.find_rows())
                 differences = self._position.load(state)
                 checkpoints.set_aside_newer(path, state["steps"])
                 steps, epochs = state["steps"], state["history"]["epochs"]
@@ -168,7 +168,8 @@ class ResumableRun:
     def _continue_round(self, origin: RestartSource, layout: Mapping[str, Any]) -> None:
         """Continue from the state of the last round, or from the beginning if there is none."""
         checkpoints, number = self._checkpoints, self._position.state.position.attempt.trainer
-        path, state = read_newest_state(origin, checkpoints, number)
+        rows = self._position.state.find_rows()
+        path, state = read_newest_state(origin, checkpoints, number, rows)
         steps = 0 if state is None else state["steps"]
         if state is not None:
             self._position.load(state)

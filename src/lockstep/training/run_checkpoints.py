@@ -37,6 +37,7 @@ from lockstep.checkpoint.folder import (
     verify,
 )
 from lockstep.checkpoint.save_schedule import CheckpointConfig, CheckpointSchedule, Stateful
+from lockstep.checkpoint.shards import Rows
 from lockstep.checkpoint.stop_request import StopRequest
 from lockstep.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 from lockstep.checksum import checksum
@@ -502,8 +503,8 @@ class RunCheckpoints:
             raise UsageError(f"there is no checkpoint in {folder}")
         return str(newest.absolute()) if newest is not None else ""
 
-    def read(self, path: Path) -> dict[str, Any]:
-        """Return the state of a checkpoint.
+    def read(self, path: Path, rows: Rows) -> dict[str, Any]:
+        """Return the state of a checkpoint, with these rows of sharded parameters.
 
         Raises:
             FileError: This rank cannot read it.
@@ -513,7 +514,7 @@ class RunCheckpoints:
                 f"rank {self._parallel.rank} does not see the checkpoint {path}: ranks on several "
                 "hosts need a folder that all of them share"
             )
-        return read_checkpoint(path)
+        return read_checkpoint(path, rows)
 
     def set_aside_newer(self, used: Path, steps: int) -> None:
         """Rename the checkpoints of this run that are newer than the one it continues from."""

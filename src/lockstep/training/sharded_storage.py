@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.data_parallel.sharded_gradients import require_no_hooks
-from lockstep.data_parallel.sharded_norm import find_spans
 from lockstep.kernel.errors import LayoutError, UsageError
-from lockstep.sharded_tensors import is_sharded, local_part
+from lockstep.sharded_tensors import is_sharded, local_part, local_rows
 
 __all__ = [
     "require_shardable_model",
@@ -128,25 +127,24 @@ def _list_uses(module: nn.Module) -> list[int]:
     return [id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False)]
 
 
-def _shard_like(whole: torch.Tensor, sharded: torch.Tensor) -> torch.Tensor:
+def _shard_like(saved: torch.Tensor, sharded: torch.Tensor) -> torch.Tensor:
     """Return a tensor that is divided as another one, without messages.
 
     Args:
-        whole: The whole tensor, the same on every rank.
-        sharded: A sharded tensor of the same shape; another tensor: `whole` is returned.
+        saved: The whole tensor, the same on every rank, or the rows of this rank.
+        sharded: A sharded tensor of the same shape; another tensor: `saved` is returned.
     """
-    if not is_sharded(sharded) or whole.shape != sharded.shape:
-        return whole
-    like: Any = sharded
-    start, stop = find_spans(sharded.shape, like.device_mesh.size())[like.device_mesh.get_rank()]
-    divided = torch.empty_like(sharded, dtype=whole.dtype)
+    if not is_sharded(sharded) or saved.shape not in (sharded.shape, local_part(sharded).shape):
+        return saved
+    divided = torch.empty_like(sharded, dtype=saved.dtype)
+    rows = saved[local_rows(sharded)] if saved.shape == sharded.shape else saved
     with torch.no_grad():
-        local_part(divided).view(-1).copy_(whole.contiguous().view(-1)[start:stop])
+        local_part(divided).copy_(rows)
     return divided
 
 
 def shard_state(whole: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a whole state dict in which tensors are divided as those here."""
+    """Return a state dict of whole tensors, or of rows, that are divided as those here."""
     if not any(isinstance(value, torch.Tensor) and is_sharded(value) for value in here.values()):
         return whole
     return {
@@ -160,7 +158,7 @@ def shard_state(whole: Mapping[str, Any], here: Mapping[str, Any]) -> Mapping[st
 def shard_optimizer_state(
     whole: Mapping[str, Any], parameters: Sequence[torch.Tensor]
 ) -> Mapping[str, Any]:
-    """Return an optimizer's whole state dict in which tensors are divided as its parameters."""
+    """Return an optimizer's state dict, with tensors that are divided as its parameters."""
     if not any(map(is_sharded, parameters)):
         return whole
     numbers = [number for group in whole["param_groups"] for number in group["params"]]

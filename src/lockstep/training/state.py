@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.schema import is_alike
-from lockstep.checkpoint.shards import split_shards
+from lockstep.checkpoint.shards import Rows, split_shards
 from lockstep.checksum import digest
 from lockstep.data.samplers import SamplerStates
 from lockstep.kernel.errors import FileError, UsageError
@@ -18,7 +18,7 @@ from lockstep.kernel.step_context import Attempt
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_state
 from lockstep.pipeline.partition import Placement
-from lockstep.sharded_tensors import gather_tensors, read_version
+from lockstep.sharded_tensors import gather_tensors, is_sharded, local_rows, read_version
 from lockstep.training.history import History
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.learning_rate_schedule import SCHEDULED
@@ -117,11 +117,11 @@ class TrainingState:
 
     def model_state(self, *, ema: bool = False) -> dict[str, Any]:
         """Return the state dict of the model, or of the averaged weights."""
-        state = self._collect_model(ema)
+        state = self.collect_model(ema)
         whole: dict[str, Any] = gather_tensors(state)
         return whole
 
-    def _collect_model(self, ema: bool = False) -> dict[str, Any]:
+    def collect_model(self, ema: bool = False) -> dict[str, Any]:
         """Return the state dict with sharded tensors, which are not gathered yet."""
         module = self.select_module(ema)
         self._require_whole()
@@ -181,7 +181,7 @@ class TrainingState:
 
     def digest(self) -> str:
         """Return the SHA-256 over parameters and buffers."""
-        return digest(self._collect_model())
+        return digest(self.collect_model())
 
     def optimizer_digest(self) -> str:
         """Return the SHA-256 over the optimizer's state."""
@@ -323,6 +323,11 @@ class TrainingState:
     def describe_optimization(self) -> dict[str, str]:
         """Return the settings of the optimizers and schedulers, as they are now."""
         return self._optimization.describe()
+
+    def find_rows(self) -> Rows:
+        """Return which rows of each sharded parameter `load_local` needs."""
+        sharded = ((name, one) for one, name in self._names.items() if is_sharded(one))
+        return {name: (one.shape, local_rows(one)) for name, one in sharded}
 
     def load_local(self, state: Mapping[str, Any]) -> None:
         """Load this rank's tensors from the merged `local_state` of all ranks."""

@@ -220,7 +220,7 @@ class StepOperation:
         microbatch = getattr(error, "microbatch", None)
         advice = self._record.describe_replay(self._position.steps, microbatch)
         saved = save_last_good(
-            self._record.path, self._state.model_state(), self._parallel.group, advice
+            self._record.path, self._state.collect_model(), self._parallel.group, advice
         )
         raise type(error)(f"{error}; training stopped, {saved}") from None
 

@@ -697,8 +697,9 @@ class Trainer:
 
         Args:
             path: The file; its folder must exist. The suffixes .pt, .pth, .bin and .ckpt choose
-                the format of `torch.load(path, weights_only=True)`, all others safetensors. The
-                suffix .safetensors.index.json writes an index, and parts of up to 5 GB.
+                the format of `torch.load(path, weights_only=True)`, for which rank 0 gathers all
+                weights; all others safetensors, written tensor by tensor. The suffix
+                .safetensors.index.json writes an index, and parts of up to 5 GB.
             ema: Whether to write the averaged weights.
 
         Raises:
@@ -708,7 +709,7 @@ class Trainer:
 
         def save() -> None:
             if not self._is_in_session:
-                state, group = self._state.model_state(ema=ema), self.parallel.group
+                state, group = self._state.collect_model(ema), self.parallel.group
                 run_transaction(lambda: save_from_rank0(Path(path), state, group), lambda _: None)
 
         with stopping(self.finish, self._run.safe_points.abandon):

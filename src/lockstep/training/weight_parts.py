@@ -3,15 +3,16 @@
     model.safetensors.index.json             the file of each tensor, by name
     model-00001-of-00003.safetensors ...     parts
 
-A rank reads the rows of its shards only, and writing gathers one tensor after another, so no rank
-ever holds the whole of a model that torch's `fully_shard` has divided.
+A rank reads the rows of its shards only, and each tensor is gathered when it is written, so no
+rank ever holds the whole of a model that torch's `fully_shard` has divided.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,32 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from lockstep.checkpoint.tensor_file import write_tensors
+from lockstep.checkpoint.tensor_file import sort_tensors, write_tensors
 from lockstep.comm.collectives import broadcast_bytes
 from lockstep.files import replace_file
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.model.deferred_init import materialize
-from lockstep.sharded_tensors import gather, is_sharded, local_part
+from lockstep.sharded_tensors import gather, is_sharded, local_part, local_rows
 
-__all__ = ["INDEX", "load_weights", "plan_parts", "save_parts"]
+__all__ = [
+    "INDEX",
+    "gather_each",
+    "load_weights",
+    "plan_parts",
+    "save_parts",
+    "sort_tensors",
+    "write_part",
+]
 
 INDEX = ".safetensors.index.json"
 """The end of the name of an index."""
 
 PART_BYTES = 5_000_000_000
-"""The bytes of a part, which rank 0 holds while it writes one. A larger tensor has its own part."""
+"""The bytes of a part. A larger tensor has its own part."""
+
+Write = Callable[[Callable[[], None], Iterable[object]], None]
+"""Calls a function on rank 0, takes what it has left of the values that all ranks gather, and
+raises its error on every rank."""
 
 
 def plan_parts(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
@@ -57,7 +70,7 @@ def save_parts(
     path: Path,
     state: Mapping[str, torch.Tensor],
     group: dist.ProcessGroup | None,
-    write: Callable[[Callable[[], None]], None],
+    write: Write,
 ) -> None:
     """Write the tensors of a state dict in parts, and then their index.
 
@@ -68,34 +81,47 @@ def save_parts(
         path: The index, whose name ends with `INDEX`.
         state: The tensors, which may be sharded; on other ranks than 0, the same or none.
         group: The ranks.
-        write: Calls a function on rank 0, and raises its error on every rank.
+        write: Writes on rank 0.
     """
     sizes = {name: tensor.nbytes for name, tensor in state.items()}
     plan = json.dumps(plan_parts(sizes, PART_BYTES)).encode()
     parts = json.loads(broadcast_bytes(plan, "saving weights in parts", group))
-    write(lambda: path.unlink(missing_ok=True))
+    write(lambda: path.unlink(missing_ok=True), ())
     stem, index = path.name.removesuffix(INDEX), dict[str, str]()
     for number, names in enumerate(parts, 1):
         file = f"{stem}-{number:05d}-of-{len(parts):05d}.safetensors"
         index |= dict.fromkeys(names, file)
-        values = {}
-        for name in names if state else ():
-            whole = gather(state[name].detach())
-            if dist.get_rank(group) == 0:
-                values[name] = whole.cpu().contiguous()
-
-        def write_part(file: str = file, values: dict[str, torch.Tensor] = values) -> None:
-            with replace_file(path.with_name(file)) as target:
-                write_tensors(target, values)
-
-        write(write_part)
+        tensors = sort_tensors({name: state[name] for name in names if state})
+        values = gather_each(tensors)
+        write(partial(write_part, path.with_name(file), tensors, values), values)
     content = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}
 
     def write_index() -> None:
         with replace_file(path) as target:
             target.write(json.dumps(content, indent=2).encode())
 
-    write(write_index)
+    write(write_index, ())
+
+
+def write_part(
+    path: Path, tensors: Mapping[str, torch.Tensor], values: Iterable[torch.Tensor]
+) -> None:
+    """Write a safetensors file, replacing an older one atomically.
+
+    Args:
+        path: The file.
+        tensors: The tensors, in the order of `sort_tensors`.
+        values: Their values, which may be gathered when they are taken.
+    """
+    with replace_file(path) as file:
+        write_tensors(file, tensors, values=values)
+
+
+def gather_each(state: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the values of a state; a tensor that is sharded is gathered when it is taken."""
+    for value in state.values():
+        is_tensor = isinstance(value, torch.Tensor)
+        yield gather(value.detach()).cpu().contiguous() if is_tensor else value
 
 
 @torch.no_grad()
@@ -207,12 +233,10 @@ def _read(reader: Any, name: str, tensor: torch.Tensor, file: Path) -> None:
     if not is_sharded(tensor):
         tensor.copy_(reader.get_tensor(name))
         return
-    mesh, (placement, *more) = _mesh_of(tensor), tensor.placements  # type: ignore[attr-defined]
+    placement, *more = tensor.placements  # type: ignore[attr-defined]
     if more or not placement.is_shard(0):
         raise UsageError(
             f"{name} has the placements {(placement, *more)}: call fully_shard with one mesh of "
             "one dimension, and without shard_placement_fn"
         )
-    rows, ranks, rank = tensor.shape[0], mesh.size(), mesh.get_local_rank()
-    chunk = -(-rows // ranks)
-    local_part(tensor).copy_(saved[min(rank * chunk, rows) : min((rank + 1) * chunk, rows)])
+    local_part(tensor).copy_(saved[local_rows(tensor)])
