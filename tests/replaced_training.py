@@ -146,6 +146,7 @@ made = ls.Trainer(
     pipeline=ls.PipelineConfig(stages=2, balance=[3, 5]) if LAYOUT.get("stages") else None,
 )
 trainer = made
+Path(f"made-{os.environ.get('LOCKSTEP_MEMBER')}").touch()
 if LAYOUT.get("mirror"):
     made.history._on_step.append(lambda result: made._run._checkpoints.mirrors.wait()
                                  if made._run._checkpoints.mirrors else None)

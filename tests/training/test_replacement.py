@@ -160,6 +160,9 @@ def test_another_number_of_ranks_costs_no_step(
         [*range(ranks)],
     )
     assert sources(found) == [f"step 6, handed over by {writers}"]
+    if "storage" in layout:  # a process that waits to join would hold a whole model
+        trained = {*range(ranks), *line["joined"]}
+        assert {path.name for path in tmp_path.glob("made-*")} == {f"made-{n}" for n in trained}
 
 
 @pytest.mark.parametrize("point", ["forward:5:1", "stepped:5:1"])

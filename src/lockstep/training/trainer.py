@@ -209,6 +209,8 @@ class Trainer:
             arguments = arguments.in_session(session, model)
             loggers, checkpoint, progress = (), None, False
         self._is_in_session = session is not None
+        if arguments.is_sharded and member is not None and member.is_waiting:
+            member.join()  # which ends this process with all others, before it holds a whole model
         setup = set_up_model(model, arguments, is_elastic=member is not None)
         self.parallel, self.model, self.module = setup.parallel, setup.model, setup.module
         self.metrics, self.seed = dict(metrics or {}), seed
