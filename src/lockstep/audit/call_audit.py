@@ -7,7 +7,8 @@
 
 It audits the model in a loop with `ls.exact` or in a manual step, and pipeline stages. Ranks audit
 their own micro-batches, all at the same time. A wrong result is reported, and is not replaced,
-since it was in the hands of the loop, or of another stage, before.
+since it was in the hands of the loop, or of another stage, before. The ranks of a sharded model
+gather its parameters together, so each repeats its call as often as any other one.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from lockstep.audit.verdict import Computation, explain_split, judge
 from lockstep.kernel.errors import LockstepError, StateError, WorkError
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.messages import log
-from lockstep.model.watched_calls import Arguments, output_tensors
+from lockstep.model.watched_calls import Arguments, ShardedModel, output_tensors
 from lockstep.processor_core import find_core, on_another_core
 
 __all__ = ["SEVERAL_CALLS", "CallAudit", "raise_failure"]
@@ -54,6 +55,8 @@ class CallAudit:
         position: A function that returns the micro-batch and the stage that are being computed;
             None between them.
         who: What cannot audit a step, in messages.
+        sharded: The gradients, if the model is sharded: ranks audit micro-batches of one turn, and
+            all of them repeat theirs as often as any.
 
     Attributes:
         say: A function that takes a message, and the finding that it is about; None: the step
@@ -69,22 +72,23 @@ class CallAudit:
         scopes: RngScopes,
         position: Callable[[], tuple[int, int] | None],
         who: str,
+        sharded: ShardedModel | None = None,
     ) -> None:
         self._config, self._rank, self._who = config, rank, who
+        self._sharded = sharded
         self.say: Callable[[str, Mapping[str, Any] | None], None] = self._log
         self._call, self._modules, self._scopes = call, modules, scopes
         self._position = position
         self._corrections, self._has_warned = 0, False
-        self._step, self._chosen = 0, -1
+        self._step, self._chosen, self._is_due = 0, -1, False
         self._recorded: RecordedCall | None = None
         self._own: Computation | None = None
 
     def begin_step(self, number: int, microbatches: Sequence[int]) -> None:
         """Choose one of this rank's micro-batches, if the step is audited."""
         self._step, self._chosen, self._recorded, self._own = number, -1, None, None
-        if self._config is None or not is_audited(number, self._config.every_steps):
-            return
-        if microbatches:
+        self._is_due = self._config is not None and is_audited(number, self._config.every_steps)
+        if self._config is not None and self._is_due and microbatches:
             turn = count_audited(number, self._config.every_steps)
             span = range(len(microbatches))
             self._chosen = microbatches[plan_audit(turn, [span], alone=True).microbatch]
@@ -109,7 +113,9 @@ class CallAudit:
             with self._recording():
                 if self._recorded is not None or not torch.is_grad_enabled():
                     raise CannotRepeatError(SEVERAL_CALLS)
-                self._recorded = RecordedCall(self._call, self._modules, self._scopes, arguments)
+                self._recorded = RecordedCall(
+                    self._call, self._modules, self._scopes, arguments, self._sharded
+                )
         return arguments
 
     def end_call(self, outputs: Any) -> None:
@@ -146,16 +152,36 @@ class CallAudit:
         Args:
             fresh: A function that returns a context in which the model has fresh buffers.
         """
-        if self._recorded is None or self._own is None:
+        self._fresh, failure = fresh, None
+        if not self._can_repeat():
             return None
-        self._fresh = fresh
+        assert self._own is not None
         with self._recording():
             if (again := self._repeat(elsewhere=True)).bits != self._own.bits:
-                return self._explain([self._own, again])
+                failure = self._explain([self._own, again])
+        while self._sharded is not None and self._sharded.find_any(False):
+            self._compute()  # a rank needs all others to explain its results
         self._recorded = None
-        return None
+        return failure
+
+    def _can_repeat(self) -> bool:
+        """Return whether this rank can repeat a call, and all others can if the model is sharded.
+
+        A collective call in an audited step of a sharded model.
+        """
+        if self._sharded is None or not self._is_due:
+            return self._recorded is not None and self._own is not None
+        with self._recording() as recorded, self._fresh():
+            if recorded is not None:
+                recorded.require_unchanged()
+        return not self._sharded.find_any(self._recorded is None or self._own is None)
 
     def _repeat(self, *, elsewhere: bool = False) -> Computation:
+        if self._sharded is not None:
+            self._sharded.find_any(True)
+        return self._compute(elsewhere=elsewhere)
+
+    def _compute(self, *, elsewhere: bool = False) -> Computation:
         assert self._recorded is not None
         with on_another_core() if elsewhere else nullcontext(), self._fresh():
             return self._describe(self._recorded.repeat(), is_repeated=True)

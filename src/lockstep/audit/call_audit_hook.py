@@ -65,7 +65,6 @@ class CallAuditHook(StepHook):
         self._found = []
         is_due = is_audited(step.number, self._config.every_steps)
         is_due = is_due and (batch is None or self._parallel.stages > 1)
-        is_due = is_due and not self._parallel.is_interleaved
         return self._auditing(step) if is_due else None
 
     @contextmanager
@@ -92,7 +91,7 @@ class CallAuditHook(StepHook):
         who = f"stage {calls.stage}" if self._parallel.stages > 1 else "trainer.manual_step()"
         if name not in self._audits:
             call, position = (calls.call, calls.modules, calls.scopes), self._executor.position
-            self._audits[name] = CallAudit(self._config, rank, *call, position, who)
+            self._audits[name] = CallAudit(self._config, rank, *call, position, who, calls.sharded)
         self._audits[name].say = say
         return self._audits[name]
 

@@ -16,7 +16,7 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -32,7 +32,7 @@ from lockstep.checksum import checksum
 from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls, is_in_backward
 from lockstep.kernel.seeds import isolated, remembered
 from lockstep.model.loss_root import run_backward
-from lockstep.model.watched_calls import Arguments, output_tensors
+from lockstep.model.watched_calls import Arguments, ShardedModel, output_tensors
 
 __all__ = ["CannotRepeatError", "RecordedCall"]
 
@@ -63,6 +63,7 @@ class RecordedCall:
         modules: The modules, by the prefix of their tensors' names.
         scopes: Their RNG scopes.
         arguments: The arguments of the call.
+        sharded: The gradients, if the model is sharded.
 
     Attributes:
         watch: What the modules referred to in Python when the call began.
@@ -77,8 +78,13 @@ class RecordedCall:
         modules: Mapping[str, nn.Module],
         scopes: RngScopes,
         arguments: Arguments,
+        sharded: ShardedModel | None = None,
     ) -> None:
         self._call, self._modules, self._scopes = call, modules, scopes
+        self._sharded = sharded
+        self._hashing = ExitStack()
+        if sharded is not None:
+            self._hashing.enter_context(sharded.hashing())
         self._named = {
             name: parameter
             for prefix, module in modules.items()
@@ -146,7 +152,8 @@ class RecordedCall:
             raise CannotRepeatError("backward is called several times per micro-batch")
         if self._hash_buffers() != self._buffers_after:
             raise CannotRepeatError("buffers change between the call of the model and backward")
-        self._roots = _find_roots(self._edges, {id(one) for one in self._named.values()})
+        gathered = (one for module in self._modules.values() for one in module.parameters())
+        self._roots = _find_roots(self._edges, {*map(id, self._named.values()), *map(id, gathered)})
         self._seed_backward = remembered(self._device, everything=True)
 
     def finish(self) -> dict[str, int]:
@@ -163,32 +170,41 @@ class RecordedCall:
                 self._received[index] = gradient, checksum(gradient)
         self._gradients.clear()
         self._edges.clear()  # which keep the graph
-        return self._outputs | self._hash_results()
+        hashes = self._outputs | self._hash_results()
+        self._hashing.close()
+        return hashes
 
-    def repeat(self) -> dict[str, int]:
-        """Return the hashes of the results of another computation, which has no other effect.
-
-        Call it with fresh buffers.
-
-        Raises:
-            CannotRepeatError: The loop has changed what the call depends on, or it fails.
-        """
+    def require_unchanged(self) -> None:
+        """Raise CannotRepeatError if the loop has changed what the call depends on."""
         is_same = all(checksum(one) == bits for one, bits in self._received.values())
         if not is_same or self._read_state() != self._state:
             raise CannotRepeatError(
                 "inputs of the model are written to, or its settings or those of torch change "
                 "between micro-batches"
             )
+
+    def repeat(self) -> dict[str, int]:
+        """Return the hashes of the results of another computation, which has no other effect.
+
+        Call it with fresh buffers; on all ranks if the model is sharded.
+
+        Raises:
+            CannotRepeatError: The loop has changed what the call depends on, or it fails.
+        """
+        self.require_unchanged()
         calls, gradients = self._scopes.pause(), [one.grad for one in self._named.values()]
         for parameter in self._named.values():
             parameter.grad = None
+        hashing = nullcontext() if self._sharded is None else self._sharded.hashing()
         try:
-            with isolated(self._device, everything=True), torch.enable_grad():
+            with hashing, isolated(self._device, everything=True), torch.enable_grad():
                 return self._compute()
         except Exception as error:  # such as of a framework that expects no call now
             name = type(error).__name__
             raise CannotRepeatError(f"the model raises {name} if called again: {error}") from None
         finally:
+            if self._sharded is not None:
+                self._sharded.discard()
             self._scopes.resume(calls)
             for parameter, gradient in zip(self._named.values(), gradients, strict=True):
                 parameter.grad = gradient
@@ -211,9 +227,11 @@ class RecordedCall:
         return hashes | self._hash_results()
 
     def _hash_results(self) -> dict[str, int]:
-        gradients = {
-            name: checksum(one.grad) for name, one in self._named.items() if one.grad is not None
-        }
+        if self._sharded is not None:
+            gradients = self._sharded.hash_current()
+        else:
+            grads = ((name, one.grad) for name, one in self._named.items())
+            gradients = {name: checksum(grad) for name, grad in grads if grad is not None}
         buffers = {
             name: buffer
             for prefix, module in self._modules.items()

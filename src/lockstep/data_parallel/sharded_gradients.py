@@ -11,17 +11,19 @@ gathers parameters and frees them; nothing but the order of the additions is Loc
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lockstep.checksum import checksum
+from lockstep.comm.collectives import all_gather_bytes
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data.assignment import Hosts
 from lockstep.data_parallel.block_inputs import find_reordered_sum
@@ -123,7 +125,8 @@ class ShardedGradients:
         self._parameters, self._module = list(parameters), module
         self._is_open, self.failure = False, ""
         self.is_observed, self._hashes = False, dict[int, int]()
-        self._ranks = dist.get_world_size(find_group(module))
+        self._group = find_group(module)
+        self._ranks = dist.get_world_size(self._group)
         numbers: dict[torch.Tensor, int] = {
             parameter: number for number, (_, parameter) in enumerate(parameters)
         }
@@ -198,6 +201,15 @@ class ShardedGradients:
     def enter_group(self) -> None:
         """Do nothing: nothing is planned for a group."""
 
+    @contextmanager
+    def hashing(self) -> Iterator[None]:
+        """Hash whole gradients in the body."""
+        was_observed, self.is_observed = self.is_observed, True
+        try:
+            yield
+        finally:
+            self.is_observed = was_observed
+
     def _hash(self, number: int, gradient: torch.Tensor) -> None:
         if self.is_observed:
             self._hashes[number] = checksum(gradient)
@@ -230,6 +242,12 @@ class ShardedGradients:
             unit.end_microbatch()
         self._roots = []
         self._hashes.clear()
+
+    def find_any(self, value: bool) -> bool:
+        """Return whether a value is true on any rank."""
+        about = "agreeing on a repetition of a sharded model"
+        with _disable_current_modes():  # which may record the operators of a repetition
+            return any(map(any, all_gather_bytes(bytes([value]), about, self._group)))
 
     def skip(self, microbatch: int) -> None:
         """Refuse the step: other ranks have added the gradients of this micro-batch to theirs."""

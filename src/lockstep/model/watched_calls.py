@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, is_dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ __all__ = [
     "Arguments",
     "BeginCall",
     "EndCall",
+    "ShardedModel",
     "WatchedCalls",
     "intercept_calls",
     "output_tensors",
@@ -36,6 +37,22 @@ EndCall = Callable[[Any], None]
 """A function that is called with the outputs of a call."""
 
 
+class ShardedModel(Protocol):
+    """The gradients of a model whose parameters all ranks gather together."""
+
+    def hashing(self) -> AbstractContextManager[None]:
+        """Return a context in which the gradients of a micro-batch are hashed."""
+
+    def hash_current(self) -> dict[str, int]:
+        """Return the hashes of a micro-batch's whole gradients."""
+
+    def discard(self) -> None:
+        """Forget a micro-batch that was computed again."""
+
+    def find_any(self, value: bool) -> bool:
+        """Return whether a value is true on any rank."""
+
+
 @dataclass(frozen=True)
 class WatchedCalls:
     """The calls of one module, or of the blocks of one stage, in a step.
@@ -48,6 +65,7 @@ class WatchedCalls:
         call: What repeats a call, given its arguments.
         watch: The context in which two functions are called around each call.
         obstacle: Why calls cannot be repeated; "" if they can.
+        sharded: The gradients, if the modules are sharded.
     """
 
     stage: int
@@ -57,6 +75,7 @@ class WatchedCalls:
     call: Callable[..., Any]
     watch: Callable[[BeginCall, EndCall], AbstractContextManager[None]]
     obstacle: str = ""
+    sharded: ShardedModel | None = None
 
 
 def intercept_calls(module: nn.Module, begin: BeginCall, end: EndCall) -> Any:

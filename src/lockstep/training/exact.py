@@ -136,8 +136,6 @@ class Exact:
         called, device = inner if model is self._wrapper else model, named[0][1].device
         scopes = find_scopes(called, find_block_names(called, None))
         rng, session = make_rng_scopes(scopes, called, seed, device), current_session()
-        if self._is_sharded:
-            audit = None  # the other ranks would have to take part in a repetition
         call = _make_call(called, self._wrapper)
         gradients: GradientReducer | ShardedGradients
         if self._is_sharded:
@@ -159,6 +157,7 @@ class Exact:
                 rng,
                 self._find_position,
                 "ls.exact",
+                gradients if isinstance(gradients, ShardedGradients) else None,
             ),
             share,
             group,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -22,7 +22,7 @@ from lockstep.model.forward import Metric, forward
 from lockstep.model.loss_root import LossRoot, run_backward
 from lockstep.model.native_seeder import make_rng_scopes
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.model.watched_calls import WatchedCalls, watch_calls
+from lockstep.model.watched_calls import ShardedModel, WatchedCalls, watch_calls
 from lockstep.training.microbatch_loop import CollectedGradients, MicrobatchLoop
 
 __all__ = ["WholeModelExecutor"]
@@ -152,7 +152,12 @@ class WholeModelExecutor:
         """Return the calls of the model, which the script makes in a manual step."""
         assert self._loop is not None
         modules, watch = {"": self._module}, partial(watch_calls, self._called)
-        return [WatchedCalls(0, modules, self._scopes, self._loop.buffers, self._called, watch)]
+        buffers, sharded = self._loop.buffers, None
+        if self._parallel.is_interleaved:
+            sharded = cast(ShardedModel, self._gradients)
+        return [
+            WatchedCalls(0, modules, self._scopes, buffers, self._called, watch, sharded=sharded)
+        ]
 
     def position(self) -> tuple[int, int] | None:
         """Return the micro-batch and the stage that are being computed; None between them."""
