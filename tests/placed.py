@@ -20,7 +20,7 @@ from lockstep.comm.hosts.map import HostMap
 def join(placement: str, **options: Any) -> Any:
     """Join the world with rank r on host `placement[r]`; return the HostGroup of the world."""
     os.environ[IDENTITY] = placement[int(os.environ["RANK"])]
-    ls.init(backend="lockstep", **{"timeout": 30.0, **options})
+    ls.init(**{"backend": "lockstep", "timeout": 30.0, **options})
     return backend.host_group_of(None)
 
 

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 __all__ = [
+    "find_shard",
     "gather",
     "gather_tensors",
     "is_sharded",
     "local_part",
     "local_rows",
+    "name_storage",
     "read_version",
 ]
 
@@ -27,13 +29,24 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return part
 
 
+def find_shard(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the number of this rank's part of a sharded tensor, and the number of parts."""
+    sharded: Any = tensor
+    mesh = sharded.device_mesh  # in its last dimension; another one has the copies of each part
+    # Without the mesh's groups, which are gone when the state of an elastic run is handed over.
+    return mesh.get_coordinate()[-1], mesh.size(mesh.ndim - 1)
+
+
 def local_rows(tensor: torch.Tensor) -> slice:
     """Return which rows of a sharded tensor this rank has."""
-    sharded: Any = tensor
-    rows, mesh = tensor.shape[0], sharded.device_mesh
-    (rank,) = mesh.get_coordinate()
-    start = min(rank * -(-rows // mesh.size()), rows)
+    rows, (shard, shards) = tensor.shape[0], find_shard(tensor)
+    start = min(shard * -(-rows // shards), rows)
     return slice(start, start + local_part(tensor).shape[0])
+
+
+def name_storage(mesh: Any) -> str:
+    """Return the storage of a trainer whose tensors are sharded over a mesh."""
+    return "sharded" if mesh.ndim == 1 else "hybrid"
 
 
 def read_version(tensor: torch.Tensor) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lockstep as ls
@@ -27,6 +27,8 @@ class Layout:
     loop: bool = False
     """The user's own loop instead of `trainer.step(batch)`."""
     sharded: bool = False
+    hosts: int = 1
+    """Simulated hosts, over which a sharded model is replicated."""
 
     def __str__(self) -> str:
         """Describe the layout."""
@@ -42,8 +44,9 @@ class Layout:
 
     def options(self) -> dict[str, Any]:
         """Return the trainer's options."""
+        sharded = "hybrid" if self.hosts > 1 else "sharded"
         return {
-            "storage": "shared" if self.shared else "sharded" if self.sharded else "replicated",
+            "storage": "shared" if self.shared else sharded if self.sharded else "replicated",
             "activation_checkpointing": self.recompute,
         }
 
@@ -78,7 +81,9 @@ def draw_layout(draw: Draw, blocks: int, microbatches: int, must_loop: bool) -> 
     ahead.setstate(draw.getstate())
     fits = world != 3 and microbatches % world == 0
     sharded = not shared and ahead.chance(0.4 if fits else 0.02)
-    return Layout(world, backend, shared=shared, recompute=recompute, loop=loop, sharded=sharded)
+    hosts = 2 if sharded and fits and world > 1 and ahead.chance(0.5) else 1
+    whole = Layout(world, backend, shared=shared, recompute=recompute, loop=loop)
+    return replace(whole, sharded=sharded, hosts=hosts)
 
 
 def _staged(
@@ -107,5 +112,6 @@ def widths(layouts: Sequence[Layout]) -> str:
         name = f"{each.world} {each.backend}" if each.world > 1 else "1"
         name += f" in {each.stages} stages ({each.schedule})" if each.stages > 1 else ""
         name += " shared" * each.shared + " sharded" * each.sharded
+        name += f" on {each.hosts} hosts" * (each.hosts > 1)
         found.append(name)
     return ", then ".join(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from grammar.datasets import dataset_of, order_of, tensors
 from grammar.loops import loop_of
 from grammar.outcome import Outcome
 from grammar.plain import EVALUATED, change_model, hook_late, tensor_batches
+from lockstep.comm.hosts.identity import IDENTITY
 
 
 def outcome_of(case: Case, leg: Leg, folder: Path) -> Outcome:
@@ -62,6 +64,9 @@ def make_trainer(case: Case, leg: Leg, losses: list[float]) -> tuple[ls.Trainer,
     if case.model.form == "factories":
         model = case.model.factories()
     loss = case.loss.build(case.model.dtype)
+    os.environ.pop(IDENTITY, None)
+    if leg.layout.hosts > 1:
+        os.environ[IDENTITY] = f"host {ls.rank() % leg.layout.hosts}"
     trainer = ls.Trainer(
         model,
         loss,

@@ -82,6 +82,17 @@ def test_sharded_parameters_are_gathered_block_by_block():
     assert (made.local, made.network) == (2 * sent, 2 * 2 * sent)
 
 
+def test_hybrid_parameters_are_sharded_on_each_host():
+    made = plan(hosts=2, ranks=4, parameters=1100)['"hybrid"']
+    assert made.parameters == 1100 // 2 + 100 + 2 * 400
+    # A rank has the node of its two turns, in its bucket and before it.
+    assert made.gradients == (2 + 1) * 800 // 2 + 3 * 400 * 800 // 1100
+    assert made.optimizer == 1600 // 2
+    # Per turn and rank, the other rank's part; at the end, gradients once to the other host.
+    assert (made.local, made.network) == (2 * 2 * (2 * 1100 + 800) // 2, 800)
+    assert '"hybrid"' not in plan(hosts=1, ranks=4) | plan(hosts=2, ranks=2)
+
+
 @pytest.mark.parametrize("ranks", [3, 6, 16])
 def test_sharding_needs_a_power_of_two(ranks):
     reason = "the number of ranks must be a power of two that divides 8 micro-batches"

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -17,6 +18,7 @@ import pytest_lockstep
 from lockstep.comm import backend
 from lockstep.comm.hosts.all_reduce import HostAllReduce
 from lockstep.kernel.errors import LayoutError
+from lockstep.sharded_tensors import find_shard
 from placed import join
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
@@ -118,17 +120,52 @@ def test_a_training_resumes_in_another_placement(alone, tmp_path):
 def train_shards(placement, storage):
     """Return what a short training shows, after a step, an evaluation and a saved state."""
     join(placement)
-    options = {"max_grad_norm": 0.5, "ema_decay": 0.9, "storage": storage}
+    options = {"max_grad_norm": 0.5, "ema_decay": 0.9, "storage": storage, "microbatches": 12}
     trainer = ls.Trainer(network(), nn.CrossEntropyLoss(), ADAMW, **options)
     seen = [trainer.step(batch) for batch in trainer.batches(Pairs(48), 24)]
     seen.append(trainer.evaluate(Pairs(17, seed=5), 9, ema=True).loss)
+    if storage == "hybrid":
+        (_, shards), copies = find_shard(trainer.module[0].weight), len(set(placement))
+        assert shards * copies == dist.get_world_size() == len(placement)
     state = trainer.state_dict()["model"]
     return seen, trainer.digest(), trainer.optimizer_digest(), ls.digest(state)
 
 
-def test_shards_on_two_hosts_have_the_bits_of_one_rank():
+@pytest.mark.parametrize(
+    ("placement", "storage"), [("abab", "sharded"), ("abba", "hybrid"), ("abcd", "hybrid")]
+)
+def test_shards_on_two_hosts_have_the_bits_of_one_rank(placement, storage):
     (whole,) = run(train_shards, "a", "replicated")
-    assert run(train_shards, "abab", "sharded") == [whole] * 4
+    assert run(train_shards, placement, storage) == [whole] * 4
+
+
+def save_and_resume(placement, folder):
+    """Return the digests of trainings that resume checkpoints of another storage."""
+    join(placement, backend="gloo")
+
+    def train(storage, resumed=None, saved=None):
+        options = {"ema_decay": 0.9, "storage": storage, "checkpoint": ls.CheckpointConfig()}
+        with ls.Trainer(network(), nn.CrossEntropyLoss(), ADAMW, loggers=folder, **options) as made:
+            if resumed is not None:
+                made.resume(folder / resumed)
+            for batch in made.batches(Pairs(48), 16):
+                made.step(batch)
+                if saved is not None:
+                    made.save_checkpoint(folder / saved)
+                    return None
+            return made.digest(), made.optimizer_digest(), ls.digest(made.ema_model)
+
+    for storage in ("hybrid", "replicated"):
+        train(storage, saved=storage)
+    after = [("hybrid", "hybrid"), ("replicated", "hybrid"), ("sharded", "hybrid")]
+    return [train(*pair) for pair in [*after, ("hybrid", "replicated"), ("replicated",)]]
+
+
+def test_a_hybrid_training_resumes_in_any_storage(tmp_path):
+    found = run(save_and_resume, "aabb", tmp_path)
+    assert len({digests for each in found for digests in each}) == 1
+    parts = sorted(path.name for path in (tmp_path / "hybrid").glob("model-*"))
+    assert parts == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
 def microbatches_here(placement):

@@ -68,6 +68,8 @@ CASES = models.CASES | {
     "residual": (residual, models.picture_batches, nn.CrossEntropyLoss),
 }
 
+NAMES = ("replicate", "shard")
+
 POLICIES = {"bf16": None, "mixed": torch.float32}
 """The dtypes in which gradients of bfloat16 weights are exchanged; None: that of the gradients."""
 
@@ -81,11 +83,12 @@ def prepared(case):
 
 
 def shard(model, group, **options):
-    """Call `fully_shard` with the blocks of a model, and with the model."""
+    """Call `fully_shard` with the blocks of a model, and with the model, on a group or a mesh."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    options["mesh"] = DeviceMesh.from_group(group, "cpu")
+    is_mesh = isinstance(group, DeviceMesh)
+    options["mesh"] = group if is_mesh else DeviceMesh.from_group(group, "cpu")
     blocks = model.children() if isinstance(model, nn.Sequential) else []
     for block in [*blocks, *([model.block] if hasattr(model, "block") else [])]:
         if any(True for _ in block.parameters()):
@@ -135,6 +138,11 @@ def sharded_cases():
     groups = {dist.group.WORLD: [*(few if dist.get_world_size() > 2 else CASES), "sgd", *POLICIES]}
     if dist.get_backend() != "gloo" and dist.get_world_size() > 1:
         groups[dist.new_group(backend="gloo")] = few
+    names = {group: dist.get_backend(group) for group in groups}
+    if dist.get_world_size() == 4:
+        for backend in (dist.get_backend(), "gloo"):
+            groups[mesh := copies(backend)] = [*few, *POLICIES]
+            names[mesh] = f"{backend}, two copies"
     for group, cases in groups.items():
         for case in cases:
             if case in POLICIES:
@@ -143,8 +151,16 @@ def sharded_cases():
                 result = train_case("rare", group, SGD)
             else:
                 result = train_case(case, group)
-            found[dist.get_backend(group), case] = result
+            found[names[group], case] = result
     return found
+
+
+def copies(backend):
+    """Return a mesh of two copies on two ranks each."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    backends = dict.fromkeys(NAMES, backend)
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES, backend_override=backends)
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +191,16 @@ def test_ranks_take_turns():
     turns = [[index for index, _ in share.pieces(19)] for share in shares]
     assert turns == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert shares[0].nodes(8)[1] == [(1, 2), (5, 6)]
+
+
+def test_the_ranks_of_each_copy_take_turns():
+    shares = [ReplicaShare(8, ((0, 2), (1, 3)), rank, is_interleaved=True) for rank in range(4)]
+    turns = [[index for index, _ in share.pieces(19)] for share in shares]
+    assert turns == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert [[index for index, _ in share.pieces(5)] for share in shares] == [[0, 2], [3], [1], [4]]
+    assert shares[0].nodes(4) == [[(0, 1)], [(2, 3)], [(1, 2)], [(3, 4)]]
+    with pytest.raises(LayoutError, match="the hosts have 1 to 3 ranks, and each of them"):
+        ReplicaShare(8, ((0, 1, 2), (3,)), 0, is_interleaved=True)
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(3, 9), (4, 6), (8, 4)])
@@ -344,6 +370,23 @@ def make_hook():
     ls.Trainer(model, nn.CrossEntropyLoss(), SGD, storage="sharded")
 
 
+def hook_late():
+    model = nn.Linear(6, 10)
+    trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=2, storage="sharded")
+    batch = torch.ones(2, 6), torch.zeros(2, dtype=torch.int64)
+    trainer.step(batch)
+    model.weight.register_post_accumulate_grad_hook(lambda weight: weight.grad.clamp_(-1, 1))
+    trainer.step(batch)
+
+
+def shard_descending():
+    from torch.distributed.device_mesh import DeviceMesh
+
+    ranks = reversed(range(dist.get_world_size()))
+    mesh = DeviceMesh("cpu", [list(ranks)], mesh_dim_names=NAMES)
+    ls.exact(shard(nn.Linear(6, 10), mesh))
+
+
 def make_scalar():
     model = nn.Linear(6, 10)
     model.scale = nn.Parameter(torch.ones(()))
@@ -365,8 +408,9 @@ def shard_root(model):
 
 def refusals():
     actions = [train_twice, train_clipped_by_torch, wrap_a_part, train_writing, train_skipping]
-    actions += [train_without_weights, make_scalar, make_hook]
+    actions += [train_without_weights, make_scalar, make_hook, hook_late]
     if dist.get_world_size() > 1:
+        actions.append(shard_descending)
         actions.append(train_other_modules)  # the last one: torch's module is left in its backward
     return {action.__name__: refused(action) for action in actions}
 
@@ -382,7 +426,9 @@ def test_what_cannot_be_exact_is_refused_on_every_rank(ranks, n):
         assert "2 micro-batches, 1 of them with a weight of 0" in found["train_without_weights"]
         assert "the parameter scale, which has no dimension" in found["make_scalar"]
         assert "the parameter weight has a hook" in found["make_hook"]
+        assert "the parameter weight has a hook" in found["hook_late"]
         if n > 1:
+            assert "with all ranks in ascending order" in found["shard_descending"]
             assert "make the same calls on every rank" in found["train_other_modules"]
 
 

@@ -642,7 +642,7 @@ def test_without_init_the_trainer_says_so():
             UsageError,
             '"step", "epoch" or "manual"',
         ),
-        ({"storage": "split"}, UsageError, '"shared" or "sharded", not'),
+        ({"storage": "split"}, UsageError, '"sharded" or "hybrid", not'),
         ({"callbacks": [1]}, UsageError, "a int is neither a function that takes a StepResult"),
         (
             {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1)},

@@ -15,6 +15,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.kernel.errors import FileError, UsageError
+from lockstep.sharded_tensors import local_part
 from lockstep.tools.plan.live_tensors import LiveTensors
 from lockstep.training import weight_parts
 from lockstep.training.weight_parts import plan_parts
@@ -99,17 +100,22 @@ def fill_disk(file, tensors, values):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def load_shards(folder):
-    """Load into a sharded model without memory; return its state and the most bytes held."""
+def sharded_model(*sizes):
+    """Return a model without memory, sharded over a mesh."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (ls.world_size(),))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     with torch.device("meta"):
         model = Model()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def load_shards(folder):
+    """Load into a sharded model without memory; return its state and the most bytes held."""
+    model, copied = sharded_model(ls.world_size()), sharded_model(ls.world_size(), 1)
     loading, saving = LiveTensors(), LiveTensors()
     with loading:
         ls.load_weights(model, folder)
@@ -126,6 +132,9 @@ def load_shards(folder):
         save_from_rank0(broken, state, None)
     assert not broken.exists()
     whole = {name: weight_parts.gather(tensor).detach() for name, tensor in state.items()}
+    ls.load_weights(copied, folder)  # two copies, each of one shard
+    for name, tensor in copied.state_dict().items():
+        assert torch.equal(local_part(tensor), whole[name])
     return whole, model.scale.tolist(), loading.peak, saving.peak
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lockstep.kernel.errors import FileError
-from lockstep.sharded_tensors import is_sharded, local_part
+from lockstep.sharded_tensors import find_shard, is_sharded, local_part
 
 __all__ = ["Rows", "find_rows", "is_shard", "join_shards", "split_shards"]
 
@@ -59,11 +59,8 @@ def split_shards(value: Any) -> Any:
     A sharded tensor becomes a dict with one entry, whose name has the rank and the number of ranks.
     """
     if isinstance(value, torch.Tensor) and is_sharded(value):
-        sharded: Any = value
-        # Without the mesh's group, which is gone when the state is handed over.
-        (rank,), ranks = sharded.device_mesh.get_coordinate(), sharded.device_mesh.size()
-        rows = local_part(value).detach()
-        return rows if ranks == 1 else {f"shard-{rank}-of-{ranks}": rows}
+        (shard, shards), rows = find_shard(value), local_part(value).detach()
+        return rows if shards == 1 else {f"shard-{shard}-of-{shards}": rows}
     if isinstance(value, dict):
         return {name: split_shards(member) for name, member in value.items()}
     return value

@@ -8,9 +8,11 @@ tree and sends fewer sums to other hosts:
     M = 8                                        m = 0, 1  | m = 2, 3  | m = 4, 5  | m = 6, 7
 
 The replicas of a sharded model take turns instead, so that each exchange of gradients adds one node
-of the tree:
+of the tree. Each host has all shards then, and a range of the micro-batches; without replication
+over hosts, all replicas count as on one:
 
     replicas 0, 1, M = 8         turn 0: m = 0 | 1    turn 1: m = 2 | 3    ...
+    0, 1 on A, 2, 3 on B         turn 0: m = 0 | 1 and 4 | 5
 
 The functions are pure and do not depend on processes.
 """
@@ -53,6 +55,16 @@ def assign_microbatches(leaves: int, hosts: Hosts) -> tuple[range, ...]:
         for replica, span in zip(ranks, split_evenly(stop - start, len(ranks)), strict=True):
             assigned[replica] = range(start + span.start, start + span.stop)
         start = stop
+    return tuple(assigned)
+
+
+@lru_cache(maxsize=64)
+def assign_turns(leaves: int, hosts: Hosts) -> tuple[range, ...]:
+    """Return the micro-batches of each replica, if the replicas of a host take turns."""
+    assigned = [range(0)] * sum(map(len, hosts))
+    for ranks, span in zip(hosts, split_evenly(leaves, len(hosts)), strict=True):
+        for position, replica in enumerate(ranks):
+            assigned[replica] = range(span.start + position, span.stop, len(ranks))
     return tuple(assigned)
 
 
@@ -102,7 +114,7 @@ class ReplicaShare:
 
     Attributes:
         microbatches: The number of micro-batches of a batch.
-        hosts: The replicas of each host.
+        hosts: The replicas of each host; if they take turns, the ranks of each copy of the model.
         replica: The replica.
         is_interleaved: Whether the replicas take turns, as those of a sharded model.
     """
@@ -128,23 +140,33 @@ class ReplicaShare:
                 "micro-batches: use a number of ranks that is a power of two and divides the "
                 "number of micro-batches"
             )
+        if self.is_interleaved and len(sizes := {*map(len, self.hosts)}) > 1:
+            raise LayoutError(
+                f"the hosts have {min(sizes)} to {max(sizes)} ranks, and each of them must divide "
+                "a sharded model in the same way: start as many ranks on each host, or train with "
+                'storage="sharded"'
+            )
 
     @property
     def replicas(self) -> int:
         """The number of replicas."""
         return sum(map(len, self.hosts))
 
+    @property
+    def shards(self) -> int:
+        """The number of ranks that divide a sharded model."""
+        return len(self.hosts[0])
+
     def nodes(self, leaves: int) -> Sequence[Sequence[Node]]:
         """Return, for each replica, the nodes of the tree that cover its micro-batches."""
-        if not self.is_interleaved:
+        if not self.is_interleaved or self.shards == 1:
             return assign_nodes(leaves, self.hosts)
         return [[(leaf, leaf + 1) for leaf in span] for span in self.spans(leaves)]
 
     def spans(self, leaves: int) -> Sequence[range]:
         """Return, for each replica, its micro-batches."""
-        if not self.is_interleaved:
-            return assign_microbatches(leaves, self.hosts)
-        return [range(replica, leaves, self.replicas) for replica in range(self.replicas)]
+        takes_turns = self.is_interleaved and self.shards > 1
+        return (assign_turns if takes_turns else assign_microbatches)(leaves, self.hosts)
 
     def require_turns(self, leaves: int, computed: int) -> None:
         """Raise LayoutError if replicas take turns, and some would compute nothing in one.

@@ -54,7 +54,7 @@ class BucketPlanner:
 
     def __init__(
         self,
-        parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        parameters: Sequence[tuple[str, torch.Tensor]],
         group: dist.ProcessGroup | None,
         shards: Shards | None,
     ) -> None:

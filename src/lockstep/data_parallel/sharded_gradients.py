@@ -2,17 +2,21 @@
 
     micro-batch jR + r on rank r     backward ──tree reduce-scatter──> shard of node j in `.grad`
     the next turns                   shards of nodes are added along the tree of M / R leaves
+    end of the step                  shards of the nodes of all copies, along the rest of the tree
 
 R is a power of two that divides M, and in turn j the R ranks compute the micro-batches jR to
-jR + R - 1. The shards therefore have the bits of one rank that adds all M leaves by itself. torch
-gathers parameters and frees them; nothing but the order of the additions is Lockstep's.
+jR + R - 1. The shards therefore have the bits of one rank that adds all M leaves by itself. If
+there are copies of the shards (hybrid sharding), each one has its own R ranks, and a range of the
+micro-batches. torch gathers parameters and frees them; nothing but the order of the additions is
+Lockstep's.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,16 +28,24 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.checksum import checksum
 from lockstep.comm.collectives import all_gather_bytes
+from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce, reproducible_all_reduce
 from lockstep.comm.sparse_gradients import sparse_weights
-from lockstep.data.assignment import Hosts
+from lockstep.data.assignment import Hosts, assign_nodes, on_one_host
 from lockstep.data_parallel.block_inputs import find_reordered_sum
+from lockstep.data_parallel.planned_buckets import BucketPlanner, StepTree
 from lockstep.data_parallel.tree_reduce_scatter import CallOrder, TreeReduceScatter
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.tree import TreeAccumulator
 from lockstep.launcher.malloc import return_large_blocks
 from lockstep.sharded_tensors import is_sharded, local_part
 
-__all__ = ["ShardedGradients", "find_group", "is_fully_sharded", "require_no_hooks"]
+__all__ = [
+    "ShardedGradients",
+    "ShardingMesh",
+    "find_hook",
+    "find_mesh",
+    "is_fully_sharded",
+]
 
 SAMPLED = 64
 """The number of elements of each gradient that are compared to find changes of all of them."""
@@ -48,13 +60,30 @@ def is_fully_sharded(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def find_group(module: nn.Module) -> dist.ProcessGroup:
-    """Return the ranks over which a model is sharded.
+@dataclass(frozen=True)
+class ShardingMesh:
+    """The ranks of a sharded model, as seen by this rank.
+
+    Attributes:
+        ranks: All of them; None for the default group.
+        shards: Those over which this rank's copy is sharded.
+        copies: Those with the same shard of each copy; None if there is one copy.
+        hosts: The ranks of each copy, which is usually on one host.
+    """
+
+    ranks: dist.ProcessGroup | None
+    shards: dist.ProcessGroup
+    copies: dist.ProcessGroup | None
+    hosts: Hosts
+
+
+def find_mesh(module: nn.Module) -> ShardingMesh:
+    """Return the ranks of a sharded model.
 
     Raises:
         UsageError: A parameter is sharded in a way that cannot be exact, or not at all.
     """
-    group: dist.ProcessGroup | None = None
+    groups: list[dist.ProcessGroup] = []
     for name, parameter in module.named_parameters():
         sharded: Any = parameter
         if not is_sharded(parameter):
@@ -63,29 +92,47 @@ def find_group(module: nn.Module) -> dist.ProcessGroup:
                 "model, after its blocks, and without ignored_params"
             )
         mesh, placements = sharded.device_mesh, sharded.placements
-        group = group or mesh.get_group(0)
-        if mesh.ndim > 1 or mesh.get_group(0) != group or not placements[0].is_shard(0):
+        own = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+        groups, hosts = (
+            groups or own,
+            tuple(map(tuple, mesh.mesh.reshape(-1, mesh.size(-1)).tolist())),
+        )
+        is_whole = mesh.size() == dist.get_world_size() and all(
+            [*ranks] == sorted(ranks) for ranks in hosts
+        )
+        if (
+            own != groups
+            or mesh.ndim > 2
+            or not placements[-1].is_shard(0)
+            or (mesh.ndim == 2 and not (placements[0].is_replicate() and is_whole))
+        ):
             raise UsageError(
-                f"the parameter {name} has the placements {placements} on {mesh}: "
-                "call fully_shard with one mesh of one dimension, and without shard_placement_fn"
+                f"the parameter {name} has the placements {placements} on {mesh}: call fully_shard "
+                "with one mesh, of one dimension or of two (replicate, shard) with all ranks in "
+                "ascending order, and without shard_placement_fn"
             )
         if parameter.device.type != mesh.device_type:
             raise UsageError(
                 f"the parameter {name} is kept on {parameter.device.type}: leave offload_policy out"
             )
-    assert group is not None
-    return group
+    if len(groups) == 1:
+        return ShardingMesh(groups[0], groups[0], None, on_one_host(dist.get_world_size(groups[0])))
+    return ShardingMesh(None, groups[1], groups[0], hosts)
 
 
-def require_no_hooks(module: nn.Module) -> None:
-    """Raise UsageError for a hook on a parameter, which torch drops or calls for each turn."""
-    for name, parameter in module.named_parameters():
+def find_hook(parameters: Iterable[tuple[str, nn.Parameter]]) -> str:
+    """Return what is wrong with a hook on a parameter, or "".
+
+    torch drops such a hook, or calls it in each turn.
+    """
+    for name, parameter in parameters:
         hooks: Any = parameter._backward_hooks
         if hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise UsageError(
+            return (
                 f"the parameter {name} has a hook, which a sharded model does not call with whole "
                 "gradients: leave it out, or do not shard the model"
             )
+    return ""
 
 
 class ShardedGradients:
@@ -98,6 +145,7 @@ class ShardedGradients:
         module: The model, on which `fully_shard` was called.
 
     Attributes:
+        mesh: The ranks.
         failure: Why the gradients of this step cannot be added; "" if they can.
         can_launch_early: Always False.
         is_observed: Whether whole gradients are hashed for `hash_current`.
@@ -121,12 +169,15 @@ class ShardedGradients:
                 f"the parameter {name} gets sparse gradients, which torch does not shard: let its "
                 "module have sparse=False"
             )
-        require_no_hooks(module)
+        if failure := find_hook(parameters):
+            raise UsageError(failure)
         self._parameters, self._module = list(parameters), module
         self._is_open, self.failure = False, ""
         self.is_observed, self._hashes = False, dict[int, int]()
-        self._group = find_group(module)
-        self._ranks = dist.get_world_size(self._group)
+        self.mesh = find_mesh(module)
+        self._shards = dist.get_world_size(self.mesh.shards)
+        self._leaves, self._planned = 1, tuple[Any, ...]()
+        self._buckets: list[ReproducibleAllReduce] = []  # of the gradients that are planned
         numbers: dict[torch.Tensor, int] = {
             parameter: number for number, (_, parameter) in enumerate(parameters)
         }
@@ -152,7 +203,8 @@ class ShardedGradients:
         """Start a step and empty `.grad`; the arguments are those of `GradientReducer.begin`."""
         self.clear()
         self._is_open = True
-        self._sums = TreeAccumulator(leaves // self._ranks, _add_lists)
+        self._leaves = leaves // self._shards
+        self._sums = TreeAccumulator(self._leaves, _add_lists)
         return self
 
     def clear(self) -> None:
@@ -181,6 +233,8 @@ class ShardedGradients:
 
     def _find_failure(self) -> str:
         """Return why the gradients of a micro-batch differ from those of the whole model, or ""."""
+        if failure := find_hook(self._parameters):  # also one that was added since
+            return failure
         for unit in self._units:
             for number in unit.find_written():
                 return (
@@ -231,7 +285,7 @@ class ShardedGradients:
         for _, parameter in self._parameters:
             parameter.grad = None
         self._hashes.clear()
-        turn = microbatch // self._ranks
+        turn = microbatch // self._shards
         self._sums.put((turn, turn + 1), gradients)
 
     def discard(self) -> None:
@@ -244,10 +298,10 @@ class ShardedGradients:
         self._hashes.clear()
 
     def find_any(self, value: bool) -> bool:
-        """Return whether a value is true on any rank."""
+        """Return whether a value is true on any rank that gathers parameters with this one."""
         about = "agreeing on a repetition of a sharded model"
         with _disable_current_modes():  # which may record the operators of a repetition
-            return any(map(any, all_gather_bytes(bytes([value]), about, self._group)))
+            return any(map(any, all_gather_bytes(bytes([value]), about, self.mesh.shards)))
 
     def skip(self, microbatch: int) -> None:
         """Refuse the step: other ranks have added the gradients of this micro-batch to theirs."""
@@ -285,11 +339,47 @@ class ShardedGradients:
 
     def reduce(self, mask: str, statuses: Sequence[bytes] = ()) -> None:
         """Set `.grad` of every parameter to this rank's shard of the sum over all micro-batches."""
+        self._is_open = False
+        if self.mesh.copies is not None:
+            self._add_copies([n for n in range(len(self._parameters)) if int(mask, 16) >> n & 1])
+            return
         (sums,) = self._sums.nodes.values()
         self._sums.nodes.clear()
-        self._is_open = False
         for (_, parameter), gradient in zip(self._parameters, sums, strict=True):
             parameter.grad = gradient
+
+    @torch.no_grad()
+    def _add_copies(self, used: Sequence[int]) -> None:
+        """Set the `.grad` of used parameters to the sums of the shards of all copies."""
+        held = {
+            node: {n: None if (grad := grads[n]) is None else local_part(grad) for n in used}
+            for node, grads in self._sums.nodes.items()
+        }
+        self._sums.nodes.clear()
+        if self._planned != (self._leaves, *used):
+            self._planned = (self._leaves, *used)
+            self._buckets = self._plan_buckets(used)
+        sums = dict(reproducible_all_reduce(self._buckets, held))
+        held.clear()
+        for number in used:
+            parameter = self._parameters[number][1]
+            parameter.grad = torch.empty_like(parameter)
+            if (vector := sums.get(number)) is not None:
+                local_part(parameter.grad).view(-1).copy_(vector)
+
+    def _plan_buckets(self, used: Sequence[int]) -> list[ReproducibleAllReduce]:
+        """Return the sums over the copies of the gradients of these parameters."""
+        mesh, group = self.mesh, self.mesh.copies
+        nodes = assign_nodes(self._leaves, on_one_host(len(mesh.hosts)))
+        # The ranks of the group need not be in the order of the copies.
+        copies = [
+            next(number for number, ranks in enumerate(mesh.hosts) if rank in ranks)
+            for rank in dist.get_process_group_ranks(group)
+        ]
+        parts = [(name, local_part(parameter)) for name, parameter in self._parameters]
+        planner = BucketPlanner(parts, group, None)
+        buckets = planner.plan([n for n in used if parts[n][1].numel()])
+        return planner.make_sums(buckets, StepTree(self._leaves, [nodes[copy] for copy in copies]))
 
 
 def _add_lists(left: Gradients, right: Gradients) -> Gradients:

@@ -7,6 +7,9 @@ torch calls it in backward, once for each group of parameters and micro-batch:
     all-to-all                       rank s gets shard s of the leaves jR, ..., jR + R - 1
     addition on rank s               shard s of the node (jR, (j + 1)R)
 
+If copies of the shards are on other hosts, torch would add each turn over the copies in an order
+of its own. It is told not to, and the sums of all turns are added at the end of the step.
+
 The leaves travel in the dtype of the policy (`reduce_dtype`), and are added in that of the
 parameters: which additions are rounded to which dtype does not depend on the number of ranks.
 """
@@ -76,6 +79,8 @@ class TreeReduceScatter:
         self._parts = [part for g in self.state._fsdp_param_groups for part in g.fsdp_params]
         self._numbers = [numbers[part.sharded_param] for part in self._parts]
         self._note = note
+        # Another dimension of the mesh has the copies of each shard.
+        self._has_copies = any(part.sharded_param.device_mesh.ndim > 1 for part in self._parts)
         self._used = [False] * len(self._parts)
         self._present: list[bool] | None = None
         self._watched: set[int] = set()  # the parameters whose gradients are noted
@@ -94,11 +99,15 @@ class TreeReduceScatter:
             self._module.set_force_sum_reduction_for_comms(True)
             # A parameter without a gradient on one rank only has a place in the exchange, too.
             self._module.set_reduce_scatter_unused_params(True, recurse=False)
+        if self._has_copies:
+            self._module.set_requires_all_reduce(False, recurse=False)
 
     def end_microbatch(self) -> list[int]:
         """End a micro-batch; return the parameters without a gradient on any rank."""
         used, self._used = self._present or self._used, [False] * len(self._parts)
         self._present, self._allocations = None, 0
+        for group in self.state._fsdp_param_groups:
+            group._partial_reduce_output = None  # to which torch would add the next micro-batch
         return [number for number, is_used in zip(self._numbers, used, strict=True) if not is_used]
 
     def has_group(self, group: Any) -> bool:
@@ -141,9 +150,20 @@ class TreeReduceScatter:
                 "gradients of each call over the ranks: call it once, or call fully_shard with a "
                 "module that contains all calls instead"
             )
-        if self._allocations == 2:
-            dtype = self._parts[0].sharded_param.dtype
-        return torch.empty(*size, dtype=dtype, device=device)
+        if self._allocations == 1:
+            return torch.empty(*size, dtype=dtype, device=device)
+        shards = torch.empty(*size, dtype=self._parts[0].sharded_param.dtype, device=device)
+        if self._has_copies:
+            self._set_gradients(shards)
+        return shards
+
+    def _set_gradients(self, shards: torch.Tensor) -> None:
+        """Let `.grad` be this rank's shards, as torch does if it adds them over all copies."""
+        trained = [part for part in self._parts if part.sharded_param.requires_grad]
+        lengths = [part.padded_sharded_param_size.numel() for part in trained]
+        for part, vector in zip(trained, shards.split(lengths), strict=True):
+            rows = vector[: part.sharded_size.numel()].view(part.sharded_size)
+            part.sharded_param.grad = part.to_sharded_dtensor(rows)
 
     @torch.no_grad()
     def __call__(

@@ -77,8 +77,10 @@ class ParallelContext:
     @property
     def part(self) -> tuple[int, int]:
         """The part of the state that this rank holds, and the number of parts."""
-        parts = (self.replica, self.replicas), (self.position, self.stages)
-        return parts[0] if self.is_interleaved else parts[1]
+        if not self.is_interleaved:
+            return self.position, self.stages
+        (ranks,) = (ranks for ranks in self.hosts if self.replica in ranks)
+        return ranks.index(self.replica), len(ranks)
 
     def enter(self, rank: int, hosts: Hosts) -> None:
         """Apply the layout of another round; only possible without stages.

@@ -39,7 +39,7 @@ from lockstep.data.microbatch_sampler import LoadedHere, MicrobatchSampler, Plan
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.sharded_gradients import (
     ShardedGradients,
-    find_group,
+    find_mesh,
     is_fully_sharded,
 )
 from lockstep.data_parallel.sharded_norm import clip_grad_norm_
@@ -110,10 +110,12 @@ class Exact:
         module: nn.Module = getattr(inner, "_orig_mod", inner)
         self._is_sharded = is_fully_sharded(module)
         group = None if self._wrapper is None else self._wrapper.process_group
-        group = find_group(module) if self._is_sharded else group
+        mesh = find_mesh(module) if self._is_sharded else None
+        group = group if mesh is None else mesh.ranks
         ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         rank = dist.get_rank(group) if ranks > 1 else 0
-        share = ReplicaShare(microbatches, on_one_host(ranks), rank, self._is_sharded)
+        hosts = on_one_host(ranks) if mesh is None else mesh.hosts
+        share = ReplicaShare(microbatches, hosts, rank, self._is_sharded)
         _reject(module, self._wrapper, 1 if self._is_sharded else ranks)
         if torch.get_num_threads() > 1 and share.replica == 0:
             log(
@@ -371,7 +373,8 @@ class Exact:
                 "the batch: call it if exact.is_complete"
             )
         gradients = [p.grad for p in self._model.parameters if p.grad is not None]
-        group = self._model.group if self._is_sharded else None
+        reducer = self._model.gradients
+        group = reducer.mesh.shards if isinstance(reducer, ShardedGradients) else None
         norm = clip_grad_norm_(gradients, max_norm, group, f"clipping in step {self.steps - 1}")
         self._complete = self._model.gradients.sample()
         return norm
@@ -465,7 +468,7 @@ class Exact:
         if optimizer not in self._known_optimizers:
             named = self._model.module.named_parameters()
             names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named}
-            require_shardable(optimizer, names, self._model.share.replicas)
+            require_shardable(optimizer, names, self._model.share.shards)
             self._known_optimizers.add(optimizer)
         sample = self._model.gradients.sample()
         if self.is_complete and not torch.equal(sample, self._complete):

@@ -62,7 +62,12 @@ from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.optimization import Optimization, copy_on_meta, make_average
 from lockstep.training.parallel_setup import make_parallel_context
-from lockstep.training.sharded_storage import require_shardable_model, shard_copy, shard_model
+from lockstep.training.sharded_storage import (
+    make_mesh,
+    require_shardable_model,
+    shard_copy,
+    shard_model,
+)
 from lockstep.training.shared_storage import share_parameters
 from lockstep.training.trainer_arguments import Model, TrainerArguments
 from lockstep.training.uninitialized_check import UninitializedCheck
@@ -126,6 +131,7 @@ def set_up_model(
         arguments.pipeline.stages,
         arguments.activation_checkpointing,
         arguments.is_sharded,
+        arguments.storage == "hybrid",
     )
     called, partitioner = _build_model(model, parallel, arguments.seed, arguments.pipeline)
     module: nn.Module = getattr(called, "_orig_mod", called)
@@ -143,7 +149,7 @@ def set_up_model(
         of_optimizer,
         "give every rank the same optimizer, groups and scheduler",
     )
-    shards = parallel.replicas if arguments.is_sharded else 0
+    shards = parallel.share.shards if arguments.is_sharded else 0
     optimization.require_split(parallel.stages, arguments.is_shared, shards)
     foreign = modules.keys() - {"model", "loss"}
     hyperparameters = HyperparameterCheck(
@@ -378,7 +384,8 @@ def _shard(
     decay: float | None,
 ) -> AveragedModel | None:
     """Give memory to each block of a model and shard it; return the average of the weights."""
-    require_shardable_model(module)
+    mesh = make_mesh(parallel.hosts, parallel.device)
+    require_shardable_model(module, mesh)
     return_large_blocks()  # to the kernel, as soon as a block is sharded
     copies: dict[int, Any] = {}
 
@@ -387,7 +394,7 @@ def _shard(
         if decay is not None:
             copy_on_meta(part, copies)
 
-    shard_model(module, blocks, parallel.device, initialized, prepare)
+    shard_model(module, blocks, mesh, initialized, prepare)
     if decay is None:
         return None
     average = make_average(copies[id(module)], decay)

@@ -20,7 +20,7 @@ from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.description import Description, describe_object, describe_optimizer
-from lockstep.sharded_tensors import is_sharded, local_part
+from lockstep.sharded_tensors import is_sharded, local_part, name_storage
 from lockstep.training.combined_optimizer import CombinedOptimizer
 from lockstep.training.learning_rate_schedule import LearningRateSchedule
 from lockstep.training.optimizer_config import OptimizerConfig, make_optimizers
@@ -82,7 +82,10 @@ class Optimization:
         """The storage of the parameters, as the argument of `Trainer` names it."""
         if self.sharded is not None:
             return "shared"
-        return "sharded" if any(map(is_sharded, self._names)) else "replicated"
+        sharded: Any = next(filter(is_sharded, self._names), None)
+        if sharded is None:
+            return "replicated"
+        return name_storage(sharded.device_mesh)
 
     @property
     def rate(self) -> float:

@@ -12,6 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.comm.backend import host_group_of
+from lockstep.comm.collectives import gather_unless_equal
+from lockstep.comm.hosts.identity import identify_host
+from lockstep.comm.hosts.map import HostMap
 from lockstep.data.assignment import Hosts, on_one_host
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.loss_scale import LossScale
@@ -36,10 +39,12 @@ def make_parallel_context(
     stages: int = 1,
     activation_checkpointing: bool = False,
     is_interleaved: bool = False,
+    is_hybrid: bool = False,
 ) -> ParallelContext:
     """Return the context of a trainer on this rank.
 
-    A replica consists of `stages` consecutive ranks, each with its part of the model.
+    A replica consists of `stages` consecutive ranks, each with its part of the model. If
+    `is_interleaved`, all ranks divide one model, or, if `is_hybrid`, those of each host do.
 
     Raises:
         LayoutError: The layout is impossible.
@@ -54,6 +59,10 @@ def make_parallel_context(
             "it a part of the model, which then returns its loss (loss=None)"
         )
     peers = _peers(world, stages)
+    if not is_interleaved:
+        hosts = find_hosts(world.world_size, stages)
+    else:
+        hosts = _ask_hosts(world.world_size) if is_hybrid else on_one_host(world.world_size)
     return ParallelContext(
         microbatches=microbatches,
         rank=world.rank,
@@ -70,7 +79,7 @@ def make_parallel_context(
         peers=peers,
         messages=GroupMessages(None),
         make_buffer_exchange=partial(GroupExchange, peers),
-        hosts=find_hosts(world.world_size, stages),
+        hosts=hosts,
         extra_modules=tuple(extra_modules),
         activation_checkpointing=activation_checkpointing,
         loss_scale=LossScale() if autocast_dtype == torch.float16 else None,
@@ -118,6 +127,13 @@ def find_hosts(ranks: int, stages: int) -> Hosts:
     for replica in range(ranks // stages):
         by_host.setdefault(group.map.host_of(replica * stages), []).append(replica)
     return tuple(tuple(replicas) for replicas in by_host.values())
+
+
+def _ask_hosts(ranks: int) -> Hosts:
+    """Return the ranks of each host, with any backend; a collective."""
+    own = identify_host().encode()
+    identities = gather_unless_equal(own, "finding the hosts of the ranks") if ranks > 1 else []
+    return HostMap.of(identities or [own] * ranks).hosts
 
 
 _groups: WeakKeyDictionary[Any, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()

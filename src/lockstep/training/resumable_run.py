@@ -81,7 +81,8 @@ class ResumableRun:
         self.safe_points = SafePoints(self._position, history, checkpoints, member)
         self._origin = find_restart_source()
         is_first = member is not None and self._origin is None and not member.is_waiting
-        if is_first and checkpoints is None and parallel.is_interleaved and parallel.rank == 0:
+        may_lose = parallel.is_interleaved and len(parallel.hosts) == 1
+        if is_first and checkpoints is None and may_lose and parallel.rank == 0:
             log(
                 'storage="sharded": if a rank is killed, this training begins again, because its '
                 "shards are lost: pass checkpoint=ls.CheckpointConfig() to the trainer"

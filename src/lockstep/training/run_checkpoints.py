@@ -332,6 +332,8 @@ class RunCheckpoints:
             self._schedule.saved(steps, time.monotonic())
         self._warn_of_different_objects([status["stateful"] for status in said])
         has_shards = self._parallel.is_interleaved
+        if has_shards and rank not in self._parallel.hosts[0]:  # other hosts have the same shards
+            return
         if not has_shards and (self._parallel.replica != 0 or not (is_sharded or rank == 0)):
             return
         state = dict(local)
@@ -343,8 +345,7 @@ class RunCheckpoints:
                 if len({status["generators"][name] for status in said}) == 1
             }
             state |= {"stateful": stateful, **common}
-        part = (self._parallel.position, self._parallel.stages) if is_sharded else (0, 1)
-        part = (rank, self._parallel.replicas) if has_shards else part
+        part = self._parallel.part if has_shards or is_sharded else (0, 1)
         writer.save(state, steps, attempt, part, path, begun)
 
     @property

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.comm.native_module import find_compute_norms
+from lockstep.data_parallel.sharded_gradients import find_mesh
 from lockstep.data_parallel.sharded_norm import compute_sharded_squares, find_spans
 from lockstep.kernel.errors import LayoutError
 from lockstep.kernel.norm import compute_squares
@@ -50,12 +51,13 @@ Not if they are fused, and not in bfloat16, which vector instructions round less
 """
 
 
-def choose_squares(parallel: ParallelContext) -> Callable[..., list[float]]:
+def choose_squares(parallel: ParallelContext, module: nn.Module) -> Callable[..., list[float]]:
     """Return the function of the squares in the norm of gradients, which may be sharded."""
     if not parallel.is_interleaved:
         return partial(compute_squares, measure=find_compute_norms())
-    group = parallel.group or dist.group.WORLD
-    assert group is not None
+    if parallel.rank not in parallel.hosts[0]:  # another copy of the gradients is counted
+        return lambda *_: []
+    group = find_mesh(module).shards
     return lambda gradients, *_: compute_sharded_squares(gradients, group)
 
 

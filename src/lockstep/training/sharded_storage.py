@@ -1,7 +1,8 @@
 """Sharded storage: torch's `fully_shard` divides parameters, gradients and optimizer state.
 
     the model              a unit per block, and one for the rest
-    a unit's parameters    cut by rows over all ranks; gathered for forward and backward
+    a unit's parameters    cut by rows over all ranks, or over those of a host; gathered for forward
+                           and backward
     the average            cut in the same way
 
 A block is left to the rest if it has no parameters, or shares one with another part of the model.
@@ -12,16 +13,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.data_parallel.sharded_gradients import require_no_hooks
+from lockstep.data.assignment import Hosts
+from lockstep.data_parallel.sharded_gradients import find_hook
 from lockstep.kernel.errors import LayoutError, UsageError
-from lockstep.sharded_tensors import is_sharded, local_part, local_rows
+from lockstep.sharded_tensors import is_sharded, local_part, local_rows, name_storage
 
 __all__ = [
+    "make_mesh",
     "require_shardable_model",
     "shard_copy",
     "shard_model",
@@ -30,23 +34,45 @@ __all__ = [
 ]
 
 
-def require_shardable_model(module: nn.Module) -> None:
+_meshes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""For each world, the mesh of hosts and their ranks, whose groups live as long."""
+
+
+def make_mesh(hosts: Hosts, device: torch.device) -> Any:
+    """Return the mesh of the ranks, or of hosts and their ranks if there are several."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise LayoutError(f'storage="sharded" needs torch 2.13, and this is {torch.__version__}')
+    world = dist.group.WORLD
+    assert world is not None
+    if len(hosts) == 1:
+        return DeviceMesh.from_group(world, device.type)
+    if world not in _meshes:
+        _meshes[world] = DeviceMesh(device.type, hosts, mesh_dim_names=("replicate", "shard"))
+    return _meshes[world]
+
+
+def require_shardable_model(module: nn.Module, mesh: Any) -> None:
     """Raise UsageError if `fully_shard` cannot divide the parameters of a model."""
-    require_no_hooks(module)
+    storage = name_storage(mesh)
+    if failure := find_hook(module.named_parameters()):
+        raise UsageError(failure)
     for name, parameter in module.named_parameters():
         if not parameter.dim():
             raise UsageError(
-                f'storage="sharded" cannot divide the parameter {name}, which has no dimension: '
+                f'storage="{storage}" cannot divide the parameter {name}, which has no dimension: '
                 "let it be a vector of one element"
             )
         if not parameter.is_contiguous():
             raise UsageError(
-                f'storage="sharded" cannot divide the parameter {name} with strides '
+                f'storage="{storage}" cannot divide the parameter {name} with strides '
                 f"{parameter.stride()}: leave out memory_format, or call .contiguous() on it"
             )
 
 
-def _require_one_dtype(parts: Sequence[nn.Module], module: nn.Module) -> None:
+def _require_one_dtype(parts: Sequence[nn.Module], module: nn.Module, mesh: Any) -> None:
     """Raise UsageError if parameters that are exchanged together have different dtypes."""
     own = {id(parameter) for part in parts for parameter in part.parameters()}
     rest = [parameter for parameter in module.parameters() if id(parameter) not in own]
@@ -54,7 +80,7 @@ def _require_one_dtype(parts: Sequence[nn.Module], module: nn.Module) -> None:
         dtypes = {str(parameter.dtype) for parameter in parameters if parameter.requires_grad}
         if len(dtypes) > 1:
             raise UsageError(
-                'storage="sharded" cannot divide parameters of several dtypes '
+                f'storage="{name_storage(mesh)}" cannot divide parameters of several dtypes '
                 f"({', '.join(sorted(dtypes))}) in one block: convert them to one dtype, or let "
                 "them be in different blocks"
             )
@@ -63,7 +89,7 @@ def _require_one_dtype(parts: Sequence[nn.Module], module: nn.Module) -> None:
 def shard_model(
     module: nn.Module,
     blocks: Sequence[str],
-    device: torch.device,
+    mesh: Any,
     initialized: Iterable[str] = (),
     prepare: Callable[[nn.Module], None] = lambda part: None,
 ) -> None:
@@ -72,20 +98,15 @@ def shard_model(
     Args:
         module: The model.
         blocks: The names of its blocks.
-        device: The device of the parameters.
+        mesh: The mesh of `make_mesh`.
         initialized: The names of its modules, each of which gets its weights when its name is
             taken; last the model's, "".
         prepare: Called with each module before it is sharded.
     """
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
-    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        raise LayoutError(f'storage="sharded" needs torch 2.13, and this is {torch.__version__}')
-    assert dist.group.WORLD is not None
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
     units = _list_units(module, blocks)
-    _require_one_dtype([module.get_submodule(name) for name in units], module)
+    _require_one_dtype([module.get_submodule(name) for name in units], module, mesh)
     for name in initialized or [*units, ""]:
         if name in units or not name:
             part = module.get_submodule(name)
@@ -110,10 +131,10 @@ def _list_units(module: nn.Module, blocks: Sequence[str]) -> list[str]:
 @torch.no_grad()
 def shard_copy(copy: nn.Module, module: nn.Module, blocks: Sequence[str]) -> None:
     """Shard a copy of a model, whose parameters are on the meta device, and copy the values."""
-    device = next(module.parameters()).device
-    shard_model(copy, blocks, device)
+    first: Any = next(module.parameters())
+    shard_model(copy, blocks, first.device_mesh)
     kept = [(part, dict(part._buffers)) for part in copy.modules()]  # some may be the same tensor
-    copy.to_empty(device=device)
+    copy.to_empty(device=first.device)
     for part, buffers in kept:
         part._buffers.update(buffers)
     for name, parameter in copy.named_parameters():

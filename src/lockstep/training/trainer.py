@@ -133,8 +133,9 @@ class Trainer:
             on all ranks, and checkpoints contain their parameters and buffers.
         pipeline: How the model is split into blocks and stages. None: no stages.
         storage: Where parameters and optimizer state are kept: "replicated", a copy per rank,
-            "shared", a copy per host in shared memory, or "sharded", divided over all ranks. See
-            the guides on shared and sharded storage.
+            "shared", a copy per host in shared memory, "sharded", divided over all ranks, or
+            "hybrid", a copy per host, divided over its ranks. See the guides on shared and sharded
+            storage.
         callbacks: Functions that are called with the `StepResult` of every step, or objects with
             the methods `on_step(result)` or `on_epoch(result)`. Called on every rank.
         loggers: Where rank 0 records the run: a folder, a logger such as
@@ -267,7 +268,7 @@ class Trainer:
             hooks,
             max_grad_norm,
             is_repeatable=self._optimization.sharded is not None or member is not None,
-            squares=choose_squares(self.parallel),
+            squares=choose_squares(self.parallel, self.module),
         )
         self._steps = StepOperation(
             optimizer_step,

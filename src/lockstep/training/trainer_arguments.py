@@ -30,7 +30,7 @@ from lockstep.training.unsupported_modules import reject_unsupported_modules
 __all__ = ["Model", "Storage", "TrainerArguments"]
 
 Model = nn.Module | Sequence[BlockLike]
-Storage = Literal["replicated", "shared", "sharded"]
+Storage = Literal["replicated", "shared", "sharded", "hybrid"]
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class TrainerArguments:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the parameters are divided over the ranks."""
-        return self.storage == "sharded"
+        """Whether the parameters are divided over all ranks, or over those of a host."""
+        return self.storage in ("sharded", "hybrid")
 
     def compare(self, model: Model) -> dict[str, str]:
         """Compare the arguments, and the settings of the processes, on all ranks.
@@ -116,7 +116,8 @@ class TrainerArguments:
             raise UsageError(f"max_grad_norm={self.max_grad_norm}: expected a positive number")
         if self.storage not in get_args(Storage):
             raise UsageError(
-                f'storage must be "replicated", "shared" or "sharded", not {self.storage!r}'
+                'storage must be "replicated", "shared", "sharded" or "hybrid", not '
+                f"{self.storage!r}"
             )
         if self.storage != "replicated" and self.pipeline.stages > 1:
             raise LayoutError(

@@ -233,10 +233,10 @@ def _read(reader: Any, name: str, tensor: torch.Tensor, file: Path) -> None:
     if not is_sharded(tensor):
         tensor.copy_(reader.get_tensor(name))
         return
-    placement, *more = tensor.placements  # type: ignore[attr-defined]
-    if more or not placement.is_shard(0):
+    (*others, placement) = tensor.placements  # type: ignore[attr-defined]
+    if not all(other.is_replicate() for other in others) or not placement.is_shard(0):
         raise UsageError(
-            f"{name} has the placements {(placement, *more)}: call fully_shard with one mesh of "
-            "one dimension, and without shard_placement_fn"
+            f"{name} has the placements {(*others, placement)}: call fully_shard with a mesh that "
+            "shards in one dimension, and without shard_placement_fn"
         )
     local_part(tensor).copy_(saved[local_rows(tensor)])

@@ -3,6 +3,7 @@
     replicated        parameters, optimizer state and gradients are whole on every rank
     shared            one copy of parameters and optimizer state on the host
     sharded           every rank has a part of all three, and gathers a block while it computes
+    hybrid            the same among the ranks of each host, which have a copy of all three
     stages            every rank has all three of its blocks
 
 Gradients are lists of the gradients of all parameters. A rank holds one list for the micro-batch
@@ -65,7 +66,7 @@ class StoragePlan:
     """The plan of one storage: bytes of the rank that holds most, and bytes exchanged per step.
 
     Attributes:
-        storage: "replicated", "shared" or "sharded".
+        storage: "replicated", "shared", "hybrid" or "sharded".
         balance: The number of blocks of each stage; empty without stages.
         refusal: The reason why the training cannot use this storage; "" if it can. The other
             values are 0 then.
@@ -154,7 +155,9 @@ def plan_storages(training: TrainingMemory, hosts: int, ranks: int) -> list[Stor
     refusal = "all ranks must be on one host" if hosts > 1 else ""
     parts = -(-whole[0] // ranks), whole[1], -(-whole[2] // ranks)
     plans.append(make("shared", homes, parts, local=local, refusal=refusal))
-    plans.append(_plan_sharded(training, per_host, ranks))
+    if 1 < hosts < ranks:  # otherwise like another storage
+        plans.append(_plan_sharded(training, hosts, per_host, "hybrid"))
+    plans.append(_plan_sharded(training, hosts, per_host, "sharded"))
     for stages in range(2, min(len(training.blocks), ranks) + 1):
         if ranks % stages == 0:
             balance = _balance(training.blocks, stages)
@@ -187,14 +190,17 @@ def count_sums(span: range, leaves: int) -> int:
     return most
 
 
-def _plan_sharded(training: TrainingMemory, per_host: int, ranks: int) -> StoragePlan:
-    """Return the plan of parameters, gradients and optimizer state divided over all ranks."""
-    leaves = training.leaves
+def _plan_sharded(training: TrainingMemory, hosts: int, per_host: int, storage: str) -> StoragePlan:
+    """Return the plan of parameters, gradients and optimizer state divided over ranks."""
+    leaves, ranks = training.leaves, hosts * per_host
+    shards, copies = (per_host, hosts) if storage == "hybrid" else (ranks, 1)
     if ranks & (ranks - 1) or leaves % ranks:
         reason = f"the number of ranks must be a power of two that divides {leaves} micro-batches"
-        return StoragePlan("sharded", refusal=reason)
-    turns = leaves // ranks
-    lists = count_sums(range(turns), turns)
+        return StoragePlan(storage, refusal=reason)
+    turns, sums = leaves // ranks, leaves // shards
+    lists, homes = count_sums(range(turns), sums), _group(range(copies))
+    buckets = len(assign_nodes(sums, homes)[0]) if copies > 1 else 0
+    _, between = _count_traffic(sums, homes, -(-training.gradients // shards))
     rest = training.parameters - sum(training.blocks)
     unit = max(rest, *training.blocks, 0)
     # Gathered are the parameters outside of the blocks, and those of two blocks; of a unit there
@@ -203,17 +209,17 @@ def _plan_sharded(training: TrainingMemory, per_host: int, ranks: int) -> Storag
     scattered = 3 * unit * training.gradients // max(training.parameters, 1)
     unused = training.unused * (1 + lists) // (1 + count_sums(range(leaves), leaves))
     # In each turn, parameters are gathered twice, and gradients scattered once.
-    sent = turns * per_host * (2 * training.parameters + training.gradients) // ranks
+    sent = turns * per_host * (2 * training.parameters + training.gradients) // shards
     return StoragePlan(
-        storage="sharded",
-        parameters=-(-training.parameters // ranks) + gathered,
-        gradients=-(-training.gradients * lists // ranks) + scattered,
-        optimizer=-(-training.optimizer // ranks),
+        storage=storage,
+        parameters=-(-training.parameters // shards) + gathered,
+        gradients=-(-training.gradients * (lists + buckets) // shards) + scattered,
+        optimizer=-(-training.optimizer // shards),
         activations=training.activations + unused,
         process=training.process + training.shared // (per_host + 1),
         ranks_per_host=per_host,
         local=sent * (per_host - 1),
-        network=sent * (ranks - per_host),
+        network=sent * (shards - per_host) + between * shards,
     )
 
 
