@@ -109,33 +109,13 @@ def test_results_of_steps_and_epochs(driver, tmp_path):
     assert ls.digest(load_file(tmp_path / "weights.safetensors")) == trainer.digest()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
-def test_two_stages_are_bit_identical(driver, one_process, schedule, tmp_path):
+def test_two_stages_are_bit_identical(driver, one_process, tmp_path):
     trainer = trainer_of(
-        driver, pipeline=ls.PipelineConfig(stages=2, schedule=schedule, balance=[2, 3])
+        driver, pipeline=ls.PipelineConfig(stages=2, schedule="1f1b", balance=[2, 3])
     )
     assert trained(trainer) == one_process
     trainer.save_weights(tmp_path / "weights.safetensors")
     assert ls.digest(load_file(tmp_path / "weights.safetensors")) == trainer.digest()
-
-
-def test_the_partition_may_be_measured(driver, one_process, capsys):
-    for options in ({}, {"activation_checkpointing": True}):
-        assert (
-            trained(trainer_of(driver, pipeline=ls.PipelineConfig(stages=2), **options))
-            == one_process
-        )
-
-
-def test_a_loss_with_class_weights_through_stages(driver):
-    def digest(**layout) -> str:
-        loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 4.0]))
-        trainer = driver.trainer(BLOCKS, loss, SGD, seed=5, **layout)
-        for batch in batches():
-            trainer.step(batch)
-        return trainer.digest()
-
-    assert digest() == digest(pipeline=ls.PipelineConfig(stages=2, balance=[1, 4]))
 
 
 def count_trainers() -> int:
@@ -150,22 +130,6 @@ def test_a_trainer_that_the_driver_drops_is_freed_on_the_workers(driver):
     assert driver.run(count_trainers) == [count + 1 for count in before]
     del trainer
     assert driver.run(count_trainers) == before
-
-
-def test_training_continues_from_a_state(driver):
-    first, second = trainer_of(driver), trainer_of(driver)
-    first.step(batches()[0])
-    second.load_state_dict(first.state_dict())
-    assert first.step(batches()[1]) == second.step(batches()[1])
-    assert first.digest() == second.digest()
-
-
-def test_epochs_are_counted_across_calls_of_train(driver):
-    once, twice = trainer_of(driver), trainer_of(driver)
-    numbers = [result.epoch for result in once.train(samples, 24, 2)]
-    numbers += [result.epoch for _ in range(2) for result in twice.train(samples, 24, 1)]
-    assert numbers == [0, 1, 0, 1]
-    assert once.digest() == twice.digest()
 
 
 class Telling(nn.Linear):
@@ -296,13 +260,3 @@ def test_a_run_is_recorded_by_rank_0(driver, tmp_path):
         trainer.step(batches()[0])
     lines = (tmp_path / "run" / "record.jsonl").read_text().splitlines()
     assert '"kind":"end"' in lines[-1].replace(" ", "")
-
-
-def test_two_replicas_of_two_stages_are_bit_identical(one_process):
-    with ls.Driver(nprocs=4, timeout=60) as driver:
-        assert (
-            trained(trainer_of(driver, pipeline=ls.PipelineConfig(stages=2, balance=[1, 4])))
-            == one_process
-        )
-        with pytest.raises(LayoutError, match="3"):
-            trainer_of(driver, pipeline=ls.PipelineConfig(stages=3))

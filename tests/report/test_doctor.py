@@ -156,12 +156,6 @@ def test_an_unwritable_folder_is_bad(monkeypatch):
     assert verdicts(machine.check_disk) == [("bad", "disk"), ("good", "temporary files")]
 
 
-@pytest.mark.parametrize(("soft", "verdict"), [(64, "bad"), (200, "note"), (4096, "good")])
-def test_open_files(monkeypatch, soft, verdict):
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda what: (soft, 8192))
-    assert only(machine.check_open_files).verdict == verdict
-
-
 @pytest.mark.parametrize(
     ("variable", "value", "verdict"),
     [
@@ -175,14 +169,6 @@ def test_open_files(monkeypatch, soft, verdict):
 def test_a_selected_interface_must_be_up(monkeypatch, variable, value, verdict):
     monkeypatch.setenv(variable, value)
     assert only(communication.check_interfaces).verdict == verdict
-
-
-def test_contradicting_variables_are_bad(monkeypatch):
-    assert only(communication.check_environment).verdict == "good"
-    monkeypatch.setenv("RANK", "1")
-    found = only(communication.check_environment)
-    assert found.verdict == "bad"
-    assert "WORLD_SIZE" in found.what
 
 
 def test_versions(monkeypatch):

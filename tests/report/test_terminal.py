@@ -1,4 +1,4 @@
-"""Text for the terminal: wrapping, and tables that fit or become blocks."""
+"""Text for the terminal: wrapping, and tables."""
 
 import pytest
 
@@ -38,29 +38,16 @@ def test_optional_columns_are_left_out_first(narrow, capsys):
     assert max(map(len, lines)) <= 25
 
 
-def test_a_table_that_does_not_fit_becomes_blocks(narrow, capsys):
-    narrow(30)
+def test_cells_are_wrapped_in_a_narrow_terminal(narrow, capsys):
+    narrow(32)
     terminal.print_table(NAMES, ROWS)
-    assert capsys.readouterr().out.splitlines() == [
-        "night",
-        "  state   done",
-        "  layout  2 replicas, gloo",
-        "  digest  abcd",
-        "day",
-        "  state   died",
-    ]
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 32
+    assert lines[0].split() == NAMES
+    assert "replicas," in " ".join(lines)
 
 
 def test_sentences_are_wrapped_between_words(narrow):
     narrow(20)
     assert terminal.wrap("one two three four five six") == ["one two three four", "five six"]
     assert terminal.wrap("b c", "    ", "a   ") == ["a   b c"]
-
-
-def test_colors_only_where_they_are_wanted(monkeypatch):
-    assert terminal.colorize("good", "green") == "good"
-    monkeypatch.setattr(terminal.sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    assert terminal.colorize("good", "green") == "\033[32mgood\033[0m"
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert terminal.colorize("good", "green") == "good"

@@ -92,13 +92,12 @@ def print_results(checks: Iterable[CheckResult]) -> list[CheckResult]:
 
 def print_result(one: CheckResult) -> None:
     """Print one result, with the advice below it."""
-    from lockstep.tools.report.terminal import colorize, terminal_width, wrap
+    from lockstep.tools.report.terminal import print_styled, terminal_width, wrap
 
     indent = " " * (23 if terminal_width() >= 60 else 6)
     lines = wrap(one.what, indent, f"{one.verdict:<4}  {one.subject:<15}  ")
-    mark = colorize(lines[0][:4], COLORS[one.verdict])
     advice = wrap(one.advice, f"{indent}   ", f"{indent}-> ") if one.advice else []
-    print("\n".join([mark + lines[0][4:], *lines[1:], *advice]), flush=True)
+    print_styled(one.verdict, COLORS[one.verdict], "\n".join([*lines, *advice])[len(one.verdict) :])
 
 
 def show_progress(name: str, quiet: bool) -> None:

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 
 from lockstep.checkpoint.save_schedule import CheckpointConfig
+from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.arithmetic import measure_arithmetic
 from lockstep.launcher.world import init
@@ -212,12 +213,7 @@ def _summarize(options: Options, evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _layout(ranks: int, options: Options) -> str:
-    counts = {"replica": ranks // options.stages, "stage": options.stages}
-    parts = [
-        _counted(count, what) for what, count in counts.items() if what != "stage" or count > 1
-    ]
-    return ", ".join([" x ".join(parts), f"{options.microbatches} micro-batches"])
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" + ("s" if count > 1 else "")
+    parts = [format_quantity(ranks // options.stages, "replica")]
+    if options.stages > 1:
+        parts.append(format_quantity(options.stages, "stage"))
+    return f"{' x '.join(parts)}, {options.microbatches} micro-batches"

@@ -34,12 +34,10 @@ Check = Callable[[Requirements], Iterable[CheckResult]]
 CHECKS: dict[str, Check] = {
     "python": software.check_python,
     "torch": software.check_torch,
-    "environment": communication.check_environment,
     "cores": machine.check_cores,
     "memory": machine.check_memory,
     "shared memory": machine.check_shared_memory,
     "disk": machine.check_disk,
-    "open files": machine.check_open_files,
     "interface": communication.check_interfaces,
     "compiler": software.check_compiler,
     "gpu": software.check_gpus,

@@ -6,23 +6,19 @@ maximum and mean over the ranks, and the rows of the slowest ranks.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from lockstep.formatting import format_bytes, format_duration
-from lockstep.record.columns import Column, as_dict, as_float
+from lockstep.record.columns import Column
 from lockstep.record.rank_summary import STATISTICS
 from lockstep.record.reader import Run
 from lockstep.record.recorder import TIME_CATEGORIES
 
-__all__ = ["ListedRank", "SpreadTable", "list_slow_ranks", "mean_times", "spread_table"]
+__all__ = ["ListedRank", "list_slow_ranks", "mean_times"]
 
 BUSY = [TIME_CATEGORIES.index("compute"), TIME_CATEGORIES.index("data")]
 SHOWN_RANKS = 4  # of those that are often among the slowest
-ORDER = ("min", "median", "max")
 
 
 @dataclass(frozen=True)
@@ -88,35 +84,3 @@ def list_slow_ranks(run: Run) -> list[ListedRank]:
             )
         )
     return sorted(listed, key=lambda one: (-one.first, -one.listed, one.rank))[:SHOWN_RANKS]
-
-
-@dataclass(frozen=True)
-class SpreadTable:
-    """The spread of times and memory over the ranks, as rows of text."""
-
-    ranks: int
-    names: tuple[str, ...]
-    rows: list[list[str]]
-
-
-def spread_table(run: Run) -> SpreadTable | None:
-    """Return the table of times per step, and of the peak memory; None without summaries."""
-    if not mean_times(run):
-        return None
-    spread = _mean(run.layout_steps.spread)
-    columns = [STATISTICS.index(name) for name in ORDER]
-    rows = [
-        [name, *(format_duration(spread[column][part]) for column in columns)]
-        for part, name in enumerate(TIME_CATEGORIES)
-    ]
-    if memory := _last_memory(run):
-        values = [as_float(memory.get(name)) for name in ORDER]
-        cells = [format_bytes(value) if math.isfinite(value) else "" for value in values]
-        rows.append(["peak memory", *cells])
-    world = as_float(run.layout.get("world_size"))
-    return SpreadTable(int(world) if math.isfinite(world) else 0, ("", *ORDER), rows)
-
-
-def _last_memory(run: Run) -> dict[str, Any]:
-    lines = (as_dict(line.get("memory_summary")) for line in reversed(run.layout_epochs))
-    return next(filter(None, lines), {})

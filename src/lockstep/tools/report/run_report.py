@@ -26,7 +26,7 @@ from lockstep.tools.report.breakdown import (
 from lockstep.tools.report.chart import run_charts
 from lockstep.tools.report.logged import logged_histograms, logged_images
 from lockstep.tools.report.page import draw_panel, render_template
-from lockstep.tools.report.rank_spread import spread_table
+from lockstep.tools.report.rank_spread import mean_times
 from lockstep.tools.report.reproduction import (
     summarize_reproduction,
 )
@@ -77,7 +77,7 @@ def report_html(run: Run) -> str:
         times=times[:MAX_RANKS],
         num_hidden_ranks=max(0, len(times) - MAX_RANKS),
         total_shares=time_shares(run),
-        spread=spread_table(run),
+        is_summarized=bool(mean_times(run)),
         timelines=layout_timelines([recorded] if recorded else []),
         timeline_sentences=timeline_sentences(recorded),
         memory=peak_memory(run),

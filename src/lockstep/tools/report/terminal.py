@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import textwrap
@@ -15,11 +14,10 @@ from rich.text import Text
 
 from lockstep.messages import escape_control
 
-__all__ = ["UNLIMITED", "colorize", "print_table", "terminal_width", "wrap"]
+__all__ = ["UNLIMITED", "print_styled", "print_table", "terminal_width", "wrap"]
 
 UNLIMITED = 10_000  # columns if the output is not a terminal
 GAP = 2  # characters between the columns of a table
-COLORS = {"red": 31, "green": 32, "yellow": 33}
 STYLES = {
     "done": "green",
     "failed": "red",
@@ -42,11 +40,10 @@ def wrap(sentence: str, indent: str = "", first: str | None = None) -> list[str]
     return textwrap.wrap(sentence, room, initial_indent=first, subsequent_indent=indent)
 
 
-def colorize(text: str, color: str) -> str:
-    """Return text in a color, if standard output is a terminal and the user allows colors."""
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return text
-    return f"\033[{COLORS[color]}m{text}\033[0m"
+def print_styled(start: str, style: str, rest: str) -> None:
+    """Print text whose start has a style, where standard output shows styles."""
+    text = Text.assemble((start, style), rest)
+    Console(highlight=False).print(text, soft_wrap=True)
 
 
 def print_table(
@@ -55,68 +52,33 @@ def print_table(
     """Print a table.
 
     If the terminal is too narrow, the columns in `optional` are left out one after the other;
-    if it is still too narrow, each row is printed as a block of lines.
+    if it is still too narrow, all cells but the first of a row are wrapped.
 
     Args:
         names: The names of the columns.
         rows: The cells of each row.
         optional: The names of the columns that may be left out.
     """
-    names, *rows = [list(map(_to_one_line, line)) for line in (names, *rows)]
-    kept = list(range(len(names)))
+    columns = [list(map(_to_one_line, column)) for column in zip(names, *rows, strict=True)]
     for name in optional:
-        if _table_width(names, rows, kept) > terminal_width() and name in names:
-            kept.remove(names.index(name))
-    if _table_width(names, rows, kept) > terminal_width():
-        _print_blocks(names, rows)
-    else:
-        _print_columns([names[at] for at in kept], [[row[at] for at in kept] for row in rows])
+        width = sum(max(map(len, column)) + GAP for column in columns) - GAP
+        if width > terminal_width():
+            columns = [column for column in columns if column[0] != name]
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0),
+        header_style="bold",
+    )  # fmt: skip
+    for number, (name, *_) in enumerate(columns):  # the first cell is often a name to copy
+        table.add_column(Text(name), overflow="fold", no_wrap=number == 0)
+    for row in list(zip(*columns, strict=True))[1:]:
+        table.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+    console = Console(width=terminal_width(), highlight=False)
+    with console.capture() as drawn:
+        console.print(table)
+    for line in drawn.get().splitlines():
+        print(line.rstrip())
 
 
 def _to_one_line(text: str) -> str:
     """Return text without line breaks and control characters."""
     return escape_control(text.replace("\n", " "))
-
-
-def _table_width(names: Sequence[str], rows: Sequence[Sequence[str]], kept: Sequence[int]) -> int:
-    """Return the width of a table with the columns `kept`."""
-    widths = [max(len(line[at]) for line in (names, *rows)) for at in kept]
-    return sum(widths) + GAP * (len(kept) - 1)
-
-
-def _print_columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print the rows as columns."""
-    table = Table(
-        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, GAP - 1, 0, 0),
-        header_style="bold",
-    )  # fmt: skip
-    for name in names:
-        table.add_column(Text(name), no_wrap=True)
-    for row in rows:
-        table.add_row(*(_style_cell(cell) for cell in row))
-    _print_trimmed(table)
-
-
-def _print_blocks(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print each row as a block: its first cell, and below it the other cells with their names."""
-    indent = 2 + max(map(len, names)) + GAP
-    for row in rows:
-        _print_trimmed(Text(row[0], style="bold"))
-        for name, cell in zip(names[1:], row[1:], strict=True):
-            if cell:
-                lines = wrap(cell, " " * indent, f"  {name:<{indent - 2}}")
-                print("\n".join(lines))
-
-
-def _style_cell(cell: str) -> Text:
-    """Return a cell, in color if it is the state of a run."""
-    return Text(cell, style=STYLES.get(cell, ""))
-
-
-def _print_trimmed(what: Table | Text) -> None:
-    """Print without trailing spaces."""
-    console = Console(width=terminal_width(), highlight=False)
-    with console.capture() as drawn:
-        console.print(what)
-    for line in drawn.get().splitlines():
-        print(line.rstrip())

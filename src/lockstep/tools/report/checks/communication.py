@@ -25,7 +25,6 @@ __all__ = [
     "available_backends",
     "check_backend",
     "check_backends",
-    "check_environment",
     "check_interfaces",
     "check_native",
 ]
@@ -55,21 +54,6 @@ def check_interfaces(requirements: Requirements) -> Iterator[CheckResult]:
             )
     if not wrong:
         yield good("interface", f"up: {', '.join(up) or 'none'}")
-
-
-def check_environment(requirements: Requirements) -> Iterator[CheckResult]:
-    """Check that the environment variables about this rank do not contradict each other."""
-    from lockstep.launcher.environment import read_rank_info
-
-    try:
-        info = read_rank_info(os.environ)
-    except LockstepError as error:
-        yield bad("environment", str(error), "unset RANK, WORLD_SIZE and the like to run alone")
-        return
-    if info.world_size > 1:
-        yield note("environment", f"this process is rank {info.rank} of {info.world_size}")
-    else:
-        yield good("environment", "this process is not part of a group of ranks")
 
 
 RANKS_TIMEOUT = 60.0  # seconds for two ranks to start, reduce and end

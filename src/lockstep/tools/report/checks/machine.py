@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,15 +16,13 @@ from lockstep.formatting import (
 from lockstep.record.run_environment import count_usable_cores, processor_name
 from lockstep.tools.report.checks import CheckResult, Requirements, bad, good, note
 
-__all__ = ["check_cores", "check_disk", "check_memory", "check_open_files"]
+__all__ = ["check_cores", "check_disk", "check_memory"]
 __all__ += ["check_shared_memory"]
 
 RANK_BYTES = 400e6  # memory of a rank that has imported torch, without a model
 CGROUP = Path("/sys/fs/cgroup")
 SHM = Path("/dev/shm")
 MIN_SHM_BYTES = 1 << 30
-FILES_PER_RANK = 64
-OTHER_FILES = 128
 MIN_DISK_BYTES = 100e6
 
 
@@ -147,21 +144,3 @@ def check_disk(requirements: Requirements) -> Iterator[CheckResult]:
             yield bad(name, what, "free some space: a record or a checkpoint will not fit")
         else:
             yield good(name, what)
-
-
-def check_open_files(requirements: Requirements) -> Iterator[CheckResult]:
-    """Check the limit of open files, which the ranks inherit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OTHER_FILES + FILES_PER_RANK * requirements.ranks
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        limit = "no limit" if soft == resource.RLIM_INFINITY else f"up to {soft:,}"
-        yield good("open files", limit)
-        return
-    room = "" if hard == resource.RLIM_INFINITY else f" (up to {hard:,} are allowed)"
-    advice = f"raise the limit: ulimit -n 4096{room}"
-    verdict = bad if soft < OTHER_FILES else note
-    yield verdict(
-        "open files",
-        f"up to {soft:,}; {format_quantity(requirements.ranks, 'rank')} may need {wanted}",
-        advice,
-    )
