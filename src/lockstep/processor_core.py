@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
-__all__ = ["find_core", "on_another_core"]
+__all__ = ["find_core", "on_another_core", "on_core"]
 
 
 def find_core() -> int:
@@ -18,15 +18,24 @@ def find_core() -> int:
         return -1
 
 
-@contextmanager
-def on_another_core() -> Iterator[None]:
+def on_another_core() -> AbstractContextManager[None]:
     """Run the body on another core than the present one, if this thread may use one."""
+    return _on_some(lambda allowed: allowed - {find_core()})
+
+
+def on_core(core: int) -> AbstractContextManager[None]:
+    """Run the body on a core, if this thread may use it."""
+    return _on_some(lambda allowed: allowed & {core})
+
+
+@contextmanager
+def _on_some(choose: Callable[[set[int]], set[int]]) -> Iterator[None]:
     if not hasattr(os, "sched_getaffinity"):  # such as on macOS
         yield
         return
     allowed = os.sched_getaffinity(0)
-    if others := allowed - {find_core()}:
-        os.sched_setaffinity(0, others)
+    if chosen := choose(allowed):
+        os.sched_setaffinity(0, chosen)
     try:
         yield
     finally:

@@ -72,6 +72,15 @@ class InPlace(Network):
         return {"logits": logits, "again": logits, "constant": torch.ones(1)}
 
 
+class Hooked(Network):
+    """Changes the gradient of its outputs."""
+
+    def forward(self, inputs):
+        logits = super().forward(inputs)
+        logits.register_hook(lambda gradient: gradient * 0.5)
+        return logits
+
+
 def cross_entropy(model, inputs, targets):
     return F.cross_entropy(model(inputs), targets)
 
@@ -102,6 +111,7 @@ AUDITED = {
     "compiled": (lambda: torch.compile(Network(), backend="eager"), cross_entropy),
     "loss in the model": (WithLoss, returned_loss),
     "outputs that change": (InPlace, changed_outputs),
+    "a hook of the outputs": (Hooked, cross_entropy),
     "inputs with gradients": (Network, from_inputs_with_gradients),
 }
 
@@ -178,8 +188,8 @@ def repetitions(monkeypatch):
     """Return a list of the hashes of all repetitions."""
     hashes, repeat = [], RecordedCall.repeat
 
-    def counted(call):
-        hashes.append(repeat(call))
+    def counted(call, **how):
+        hashes.append(repeat(call, **how))
         return hashes[-1]
 
     monkeypatch.setattr(RecordedCall, "repeat", counted)

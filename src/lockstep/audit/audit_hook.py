@@ -26,7 +26,7 @@ from torch import nn
 
 from lockstep.audit.audit_config import AuditConfig
 from lockstep.audit.audit_plan import AuditPlan, count_audited, is_audited, plan_audit
-from lockstep.audit.microbatch_results import combine_hashes, hash_results
+from lockstep.audit.microbatch_results import combine_hashes, find_damaged, hash_results
 from lockstep.audit.repetition_trace import (
     RepetitionTrace,
     StateWatch,
@@ -326,18 +326,13 @@ class Audit(StepHook):
         """
         assert self._culprit is not None
         assert self._watch is not None
-        first, *others = self._hashes.get(self._plan.microbatch, [{}])
-        wrong = [name for name, bits in first.items() if others and others[0].get(name) != bits]
-        mine = wrong[-1] if wrong and "the loss" not in wrong else ""
+        hashes = self._hashes.get(self._plan.microbatch, [])
+        mine = find_damaged(*hashes[:2]) if len(hashes) > 1 else None
         about = f"locating a fault {step.label.about}"
         message = json.dumps([mine, join_names(self._watch.list_changes())]).encode()
         messages = self._parallel.messages.gather(message, about)
-        name, changed = json.loads(messages[self._culprit.rank])
-        prefix = "the gradient of "
-        if not name.startswith(prefix):
-            return None, changed
-        module = name.removeprefix(prefix).rpartition(".")[0]
-        return module or class_name(self._modules[""]), changed
+        module, changed = json.loads(messages[self._culprit.rank])
+        return class_name(self._modules[""]) if module == "" else module, changed
 
     def _conclude(self, step: StepContext) -> NoReturn:
         """Find out why the computations differ, with the operators that two of them called.

@@ -2,13 +2,14 @@
 
     step 0, 1, 2, 5, ...     one micro-batch of this rank is recorded: `RecordedCall`
     after its last one       repeated on another core: equal in almost every step
-    after a difference       repeated three times more, then operator by operator
+    after a difference       repeated on both cores, and after other calls, to find state
     exchange of statuses     an error is raised on every rank, before gradients are added
 
 It audits the model in a loop with `ls.exact` or in a manual step, and pipeline stages. Ranks audit
-their own micro-batches, all at the same time. A wrong result is reported, and is not replaced,
-since it was in the hands of the loop, or of another stage, before. The ranks of a sharded model
-gather its parameters together, so each repeats its call as often as any other one.
+their own micro-batches, all at the same time. A wrong result is not replaced, since it was in the
+hands of the loop, or of another stage, before. Where the step can be computed again, it is. The
+ranks of a sharded model gather its parameters together, so each repeats its call as often as any
+other one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +25,7 @@ from torch import nn
 
 from lockstep.audit.audit_config import AuditConfig
 from lockstep.audit.audit_plan import count_audited, is_audited, plan_audit
-from lockstep.audit.microbatch_results import combine_hashes
+from lockstep.audit.microbatch_results import combine_hashes, find_damaged
 from lockstep.audit.recorded_call import CannotRepeatError, RecordedCall
 from lockstep.audit.repetition_trace import (
     RepetitionTrace,
@@ -35,8 +37,9 @@ from lockstep.audit.verdict import Computation, explain_split, judge
 from lockstep.kernel.errors import LockstepError, StateError, WorkError
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.messages import log
+from lockstep.model.call_site import class_name
 from lockstep.model.watched_calls import Arguments, ShardedModel, output_tensors
-from lockstep.processor_core import find_core, on_another_core
+from lockstep.processor_core import find_core, on_another_core, on_core
 
 __all__ = ["SEVERAL_CALLS", "CallAudit", "raise_failure"]
 
@@ -61,6 +64,8 @@ class CallAudit:
     Attributes:
         say: A function that takes a message, and the finding that it is about; None: the step
             cannot be audited.
+        is_repeatable: Whether the step is computed again after a wrong result, whose finding then
+            says that it is corrected.
     """
 
     def __init__(
@@ -77,21 +82,27 @@ class CallAudit:
         self._config, self._rank, self._who = config, rank, who
         self._sharded = sharded
         self.say: Callable[[str, Mapping[str, Any] | None], None] = self._log
+        self.is_repeatable = False
         self._call, self._modules, self._scopes = call, modules, scopes
         self._position = position
         self._corrections, self._has_warned = 0, False
-        self._step, self._chosen, self._is_due = 0, -1, False
+        self._step, self._chosen = 0, -1
         self._recorded: RecordedCall | None = None
         self._own: Computation | None = None
+        self._hashes: dict[str, int] = {}  # of the last computation
 
     def begin_step(self, number: int, microbatches: Sequence[int]) -> None:
         """Choose one of this rank's micro-batches, if the step is audited."""
         self._step, self._chosen, self._recorded, self._own = number, -1, None, None
-        self._is_due = self._config is not None and is_audited(number, self._config.every_steps)
-        if self._config is not None and self._is_due and microbatches:
+        if self._config is not None and self.is_due and microbatches:
             turn = count_audited(number, self._config.every_steps)
             span = range(len(microbatches))
             self._chosen = microbatches[plan_audit(turn, [span], alone=True).microbatch]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the current step is audited."""
+        return self._config is not None and is_audited(self._step, self._config.every_steps)
 
     def _log(self, message: str, finding: object) -> None:
         if self._rank == 0 or finding is not None:
@@ -124,13 +135,13 @@ class CallAudit:
             with self._recording() as recorded:
                 recorded.end(list(output_tensors(outputs)))
 
-    def end_microbatch(self) -> None:
-        """Record the results of the micro-batch."""
+    def end_microbatch(self, inputs: Sequence[torch.Tensor | None] = ()) -> None:
+        """Record the results of the micro-batch, with the gradients of inputs that are known."""
         if self._is_chosen:
             with self._recording() as recorded:
                 if recorded is None:
                     raise CannotRepeatError("the model is not called in each micro-batch")
-                self._own = self._describe(recorded.finish(), is_repeated=False)
+                self._own = self._describe(recorded.finish(inputs), is_repeated=False)
 
     @contextmanager
     def _recording(self) -> Iterator[Any]:
@@ -157,10 +168,12 @@ class CallAudit:
             return None
         assert self._own is not None
         with self._recording():
-            if (again := self._repeat(elsewhere=True)).bits != self._own.bits:
-                failure = self._explain([self._own, again])
+            first = self._hashes
+            if (again := self._repeat(on_another_core())).bits != self._own.bits:
+                damaged = find_damaged(first, self._hashes)
+                failure = self._explain([self._own, again], damaged)
         while self._sharded is not None and self._sharded.find_any(False):
-            self._compute()  # a rank needs all others to explain its results
+            self._compute(nullcontext())  # a rank needs all others to explain its results
         self._recorded = None
         return failure
 
@@ -169,67 +182,103 @@ class CallAudit:
 
         A collective call in an audited step of a sharded model.
         """
-        if self._sharded is None or not self._is_due:
+        if self._sharded is None or not self.is_due:
             return self._recorded is not None and self._own is not None
         with self._recording() as recorded, self._fresh():
             if recorded is not None:
                 recorded.require_unchanged()
         return not self._sharded.find_any(self._recorded is None or self._own is None)
 
-    def _repeat(self, *, elsewhere: bool = False) -> Computation:
+    def _repeat(
+        self, somewhere: AbstractContextManager[Any], *, is_reversed: bool = False
+    ) -> Computation:
         if self._sharded is not None:
             self._sharded.find_any(True)
-        return self._compute(elsewhere=elsewhere)
+        return self._compute(somewhere, is_reversed=is_reversed)
 
-    def _compute(self, *, elsewhere: bool = False) -> Computation:
+    def _compute(
+        self, somewhere: AbstractContextManager[Any], *, is_reversed: bool = False
+    ) -> Computation:
         assert self._recorded is not None
-        with on_another_core() if elsewhere else nullcontext(), self._fresh():
-            return self._describe(self._recorded.repeat(), is_repeated=True)
+        with somewhere, self._fresh():
+            hashes = self._recorded.repeat(is_reversed=is_reversed)
+            return self._describe(hashes, is_repeated=True)
+
+    def _call_otherwise(self) -> None:
+        """Let the modules keep what they keep of other inputs."""
+        if self._sharded is None:  # the other ranks would wait for one whose model raises
+            with suppress(CannotRepeatError):  # the inputs may be invalid
+                self._repeat(nullcontext(), is_reversed=True)
 
     def _describe(self, hashes: dict[str, int], *, is_repeated: bool) -> Computation:
-        bits = combine_hashes(hashes)
+        bits, self._hashes = combine_hashes(hashes), hashes
         return Computation(self._rank, platform.node(), find_core(), bits, is_repeated)
 
-    def _explain(self, computations: list[Computation]) -> LockstepError | None:
+    def _explain(
+        self, computations: list[Computation], damaged: str | None
+    ) -> LockstepError | None:
         """Return the error about results that differ; None if it was one wrong result."""
         assert self._recorded is not None
         watch = self._recorded.watch
-        computations += [self._repeat(), self._repeat(elsewhere=True)]
+        here, there = (partial(on_core, one.core) for one in computations)
+        computations += [again := self._repeat(here()), self._repeat(there())]
         changed = join_names(watch.list_changes())
         verdict, place = judge(computations), f"step {self._step}, micro-batch {self._chosen}"
-        is_state = verdict.kind == "state"
-        if verdict.is_single and verdict.culprit is not None:
-            # Repetitions in a row agree if each begins with what the one before it has kept.
-            with watch.restored():
-                is_state = self._repeat().bits == verdict.culprit.bits
-            if not is_state:
-                return self._report(place, verdict.culprit, changed)
+        # Repetitions in a row agree if each begins with what the one before it has kept.
+        with watch.restored():
+            as_then = self._repeat(here()).bits
+        is_state = verdict.kind == "state" or as_then == computations[0].bits != again.bits
+        if not is_state:
+            self._call_otherwise()
+            is_state = self._repeat(here()).bits != again.bits
+        if verdict.is_single and verdict.culprit is not None and not is_state:
+            return self._report(place, verdict.culprit, damaged, changed)
         trace = RepetitionTrace(self._modules, lambda: None, watch)
-        for restored in (watch.restored(), nullcontext()):
-            with restored, trace.recording(self._chosen):
-                self._repeat()
+        with watch.restored(), trace.recording(self._chosen):
+            self._repeat(here())
+        self._call_otherwise()
+        with trace.recording(self._chosen):
+            self._repeat(there())
         encoded = trace.encode(self._chosen)
         difference = find_difference(encoded, encoded)
-        if is_state or not (difference is None or difference.is_fault):
-            return StateError(f"rank {self._rank}, {place}: {explain_state(encoded, difference)}")
         where = "" if difference is None else difference.where
-        end = ": continue from the last checkpoint without these cores"
-        return WorkError(explain_split(place, computations, where, end))
+        end = ": continue from the last checkpoint without"
+        is_fault = difference is not None and difference.is_fault
+        if verdict.kind == "fault" and is_fault and verdict.culprit is not None:
+            culprit = verdict.culprit.place
+            return WorkError(f"{place}: {culprit} computed wrong results{where}{end} this core")
+        if is_state or not (difference is None or is_fault):
+            return StateError(f"rank {self._rank}, {place}: {explain_state(encoded, difference)}")
+        return WorkError(explain_split(place, computations, where, f"{end} these cores"))
 
-    def _report(self, place: str, culprit: Computation, changed: str) -> WorkError | None:
+    def _report(
+        self, place: str, culprit: Computation, damaged: str | None, changed: str
+    ) -> WorkError | None:
         """Report one wrong result; return the error after too many of them."""
         assert self._config is not None
         self._corrections += 1
         is_own = culprit is self._own
-        cause = f"{changed}, which forward changes" if changed else "what the loop sets around it"
-        or_else = f" (or the call of the model depends on {cause})" if changed or is_own else ""
-        message = (
-            f"{place}: {culprit.place} computed a wrong result{or_else}"
-            f"{', which the gradients contain' if is_own else ''}: continue from an earlier "
-            "checkpoint if you need the right bits"
-        )
+        module = class_name(self._modules[""]) if damaged == "" else damaged
+        message = f"{place}: {culprit.place} computed a wrong result"
+        if module is not None:
+            message += f" in {module}"
+        if changed:
+            message += f" (or the call of the model depends on {changed}, which forward changes)"
+        elif is_own and not self.is_repeatable:
+            message += " (or the call of the model depends on what the loop sets around it)"
+        if not is_own:
+            message += " when it was repeated; the gradients do not contain it"
+        elif self.is_repeatable:
+            message += "; the step is computed again"
+        else:
+            message += (
+                ", which the gradients contain: continue from an earlier checkpoint if you need "
+                "the right bits"
+            )
         finding = culprit.describe_fault(self._step, self._chosen, message)
-        self.say(message, finding | {"count": self._corrections})
+        is_corrected = is_own and self.is_repeatable
+        finding |= {"module": module, "corrected": is_corrected, "count": self._corrections}
+        self.say(message, finding)
         if self._corrections <= self._config.max_corrections:
             return None
         excess = self._config.explain_excess(self._corrections)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from lockstep.audit.audit_config import AuditConfig
+from lockstep.audit.audit_hook import RepeatStep
 from lockstep.audit.audit_plan import is_audited
 from lockstep.audit.call_audit import CallAudit, raise_failure
 from lockstep.kernel.rank_status import StatusSummary
@@ -36,7 +37,7 @@ class CallingExecutor(Protocol):
 
 
 class CallAuditHook(StepHook):
-    """The hook that audits the calls of a rank, in steps that `Audit` cannot compute again.
+    """The hook that audits the calls of a rank, in steps whose micro-batches cannot be repeated.
 
     Args:
         config: The settings.
@@ -92,8 +93,9 @@ class CallAuditHook(StepHook):
         if name not in self._audits:
             call, position = (calls.call, calls.modules, calls.scopes), self._executor.position
             self._audits[name] = CallAudit(self._config, rank, *call, position, who, calls.sharded)
-        self._audits[name].say = say
-        return self._audits[name]
+        audit = self._audits[name]
+        audit.say, audit.is_repeatable = say, step.is_repeatable
+        return audit
 
     def status(self, step: StepContext) -> list[Mapping[str, Any]]:
         """Return what this rank has found."""
@@ -106,15 +108,21 @@ class CallAuditHook(StepHook):
         return left + right
 
     def check(self, step: StepContext, summary: StatusSummary) -> None:
-        """Raise the first error of a rank.
+        """Raise the first error of a rank, or have the step computed again after a wrong result.
 
         Raises:
             StateError: A call depends on something else than its inputs.
             WorkError: A processor is faulty.
+            RepeatStep: Gradients contain a wrong result.
         """
-        for finding in summary.hooks[self.name] if summary.failure is None else ():
+        found = summary.hooks[self.name] if summary.failure is None else []
+        for finding in found:
             if "error" in finding:
                 raise_failure(*finding["error"])
+        if any(finding["corrected"] for finding in found):
+            for finding in found:
+                self._record(finding)
+            raise RepeatStep(f"{step.where}: the step is computed again, after a wrong result")
 
     def report(self, committed: CommittedStep) -> None:
         """Record the findings of all ranks."""
@@ -164,4 +172,4 @@ class _MicrobatchEnds(StepObserver):
         """Note the end of the micro-batch of a stage."""
         for calls, audit in self._parts:
             if self._executor.position() == (microbatch, calls.stage):
-                audit.end_microbatch()
+                audit.end_microbatch(calls.input_gradients())

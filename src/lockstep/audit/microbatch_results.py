@@ -9,7 +9,9 @@ import xxhash
 
 from lockstep.checksum import checksum
 
-__all__ = ["combine_hashes", "hash_results"]
+__all__ = ["combine_hashes", "find_damaged", "hash_results"]
+
+GRADIENT = "the gradient of "
 
 
 def hash_results(
@@ -25,9 +27,21 @@ def hash_results(
         buffers: The buffers after it, by name.
     """
     hashes = [("the loss", checksum(loss)) for loss in losses]
-    hashes += [(f"the gradient of {name}", value) for name, value in gradients.items()]
+    hashes += [(f"{GRADIENT}{name}", value) for name, value in gradients.items()]
     hashes += [(f"the buffer {name}", checksum(tensor)) for name, tensor in buffers.items()]
     return dict(hashes)
+
+
+def find_damaged(one: Mapping[str, int], other: Mapping[str, int]) -> str | None:
+    """Return the module in whose backward two computations differ first; None if it is not known.
+
+    An error in forward shows in all gradients. The model itself is "".
+    """
+    wrong = [name for name, bits in one.items() if other.get(name) != bits]
+    names = [name.removeprefix(GRADIENT) for name in wrong if name.startswith(GRADIENT)]
+    if not names or len(names) + sum("input gradient" in name for name in wrong) < len(wrong):
+        return None
+    return names[-1].rpartition(".")[0]
 
 
 def combine_hashes(hashes: Mapping[str, int]) -> str:

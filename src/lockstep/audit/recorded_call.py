@@ -2,7 +2,7 @@
 
     model(inputs)        begin, end     inputs, states and the nodes of the outputs are kept
     loss.backward()                     the gradients that arrive at the outputs are kept
-    its end              finish         the results: outputs, buffers, gradients of parameters
+    its end              finish         the results: outputs, buffers, gradients
     later                repeat         the call and its backward pass once more
 
 What the loop does with the outputs is not repeated. So nothing but the outputs may lead from its
@@ -108,6 +108,8 @@ class RecordedCall:
         self._reason, self._pass = "", -1
         self._roots = set[int]()
         self._received: dict[int, tuple[torch.Tensor, int]] = {}  # by the number of the output
+        self._inputs: list[torch.Tensor] = []  # of the last repetition, if they require gradients
+        self._knows_inputs = False
 
     def end(self, outputs: Sequence[torch.Tensor]) -> None:
         """Record the outputs of the call.
@@ -134,15 +136,19 @@ class RecordedCall:
         """Keep the gradient that arrives at an output; the last backward pass counts."""
         current = torch._C._current_graph_task_id()
         if current != self._pass:
-            self._pass, self._reason = current, ""
-            self._gradients.clear()
+            starts, reason = list[Any](), ""
             try:
-                self._begin_backward()
+                starts = _find_starts()
+                if not any(isinstance(start, torch.Tensor) for start in starts):
+                    return  # the second part of a stage's backward, which repeats hooks
+                self._begin_backward(starts)
             except CannotRepeatError as error:
-                self._reason = str(error)
+                reason = str(error)
+            self._pass, self._reason = current, reason
+            self._gradients.clear()
         self._gradients[index] = gradient
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, starts: Iterable[Any]) -> None:
         """Record how a backward pass reaches the outputs, when it reaches the first of them.
 
         Raises:
@@ -153,11 +159,15 @@ class RecordedCall:
         if self._hash_buffers() != self._buffers_after:
             raise CannotRepeatError("buffers change between the call of the model and backward")
         gathered = (one for module in self._modules.values() for one in module.parameters())
-        self._roots = _find_roots(self._edges, {*map(id, self._named.values()), *map(id, gathered)})
+        parameters = {*map(id, self._named.values()), *map(id, gathered)}
+        self._roots = _find_roots(self._edges, parameters, map(_get_edge, starts))
         self._seed_backward = remembered(self._device, everything=True)
 
-    def finish(self) -> dict[str, int]:
+    def finish(self, inputs: Sequence[torch.Tensor | None] = ()) -> dict[str, int]:
         """Return the hashes of the results, at the end of the backward pass.
+
+        Args:
+            inputs: The gradients of the inputs that require one; none if they are not known.
 
         Raises:
             CannotRepeatError: The backward pass reaches the model in another way, too.
@@ -170,7 +180,8 @@ class RecordedCall:
                 self._received[index] = gradient, checksum(gradient)
         self._gradients.clear()
         self._edges.clear()  # which keep the graph
-        hashes = self._outputs | self._hash_results()
+        self._knows_inputs = bool(inputs)
+        hashes = self._outputs | self._hash_results(inputs)
         self._hashing.close()
         return hashes
 
@@ -183,10 +194,14 @@ class RecordedCall:
                 "between micro-batches"
             )
 
-    def repeat(self) -> dict[str, int]:
+    def repeat(self, *, is_reversed: bool = False) -> dict[str, int]:
         """Return the hashes of the results of another computation, which has no other effect.
 
         Call it with fresh buffers; on all ranks if the model is sharded.
+
+        Args:
+            is_reversed: Whether all dimensions of the inputs are reversed, so that the modules
+                keep other values than after this call.
 
         Raises:
             CannotRepeatError: The loop has changed what the call depends on, or it fails.
@@ -198,7 +213,7 @@ class RecordedCall:
         hashing = nullcontext() if self._sharded is None else self._sharded.hashing()
         try:
             with hashing, isolated(self._device, everything=True), torch.enable_grad():
-                return self._compute()
+                return self._compute(_reverse if is_reversed else lambda value: value)
         except Exception as error:  # such as of a framework that expects no call now
             name = type(error).__name__
             raise CannotRepeatError(f"the model raises {name} if called again: {error}") from None
@@ -209,8 +224,9 @@ class RecordedCall:
             for parameter, gradient in zip(self._named.values(), gradients, strict=True):
                 parameter.grad = gradient
 
-    def _compute(self) -> dict[str, int]:
-        args, kwargs = tree_map(_detach, self._arguments)
+    def _compute(self, prepare: Callable[[Any], Any]) -> dict[str, int]:
+        self._inputs = []
+        args, kwargs = tree_map(lambda value: self._enter(prepare(value)), self._arguments)
         # In a backward pass, a scope finds the number of its call among those of the first time.
         known = self._after if is_in_backward() else self._before
         self._scopes.resume(copy.deepcopy(known))
@@ -223,10 +239,21 @@ class RecordedCall:
         hashes = _hash_outputs(outputs)
         if roots := [outputs[index] for index in self._received]:
             self._seed_backward()
-            torch.autograd.backward(roots, [gradient for gradient, _ in self._received.values()])
-        return hashes | self._hash_results()
+            gradients = [gradient for gradient, _ in self._received.values()]
+            for root, gradient in zip(roots, gradients, strict=True):
+                if root.grad_fn is not None:  # hooks of the outputs have changed it already
+                    root.grad_fn.register_prehook(partial(_replace, root.output_nr, gradient))
+            torch.autograd.backward(roots, gradients)
+        return hashes | self._hash_results([leaf.grad for leaf in self._inputs])
 
-    def _hash_results(self) -> dict[str, int]:
+    def _enter(self, value: Any) -> Any:
+        """Return an input without the graph that computed it; one with a gradient is a copy."""
+        if not isinstance(value, torch.Tensor) or not value.requires_grad:
+            return value
+        self._inputs.append(value.detach().requires_grad_())
+        return self._inputs[-1].clone()  # may be written to
+
+    def _hash_results(self, inputs: Sequence[torch.Tensor | None]) -> dict[str, int]:
         if self._sharded is not None:
             gradients = self._sharded.hash_current()
         else:
@@ -237,7 +264,12 @@ class RecordedCall:
             for prefix, module in self._modules.items()
             for name, buffer in module.named_buffers(prefix)
         }
-        return hash_results([], gradients, buffers)
+        known = {
+            f"input gradient {number}": checksum(gradient)
+            for number, gradient in enumerate(inputs if self._knows_inputs else ())
+            if gradient is not None
+        }
+        return hash_results([], gradients, buffers) | known
 
     def _hash_buffers(self) -> list[int]:
         return [
@@ -268,6 +300,10 @@ def _pass_on(
         keep(index, received[number])
 
 
+def _replace(number: int, gradient: torch.Tensor, received: Sequence[Any]) -> tuple[Any, ...]:
+    return (*received[:number], gradient, *received[number + 1 :])
+
+
 def _copy_calls(scopes: RngScopes) -> ScopeCalls | None:
     calls = scopes.pause()
     scopes.resume(calls)
@@ -278,19 +314,19 @@ def _hash_outputs(outputs: Iterable[torch.Tensor]) -> dict[str, int]:
     return {f"output {number}": checksum(output) for number, output in enumerate(outputs)}
 
 
-def _detach(value: Any) -> Any:
-    """Return an input without the graph that computed it; one with a gradient may be written to."""
-    if not isinstance(value, torch.Tensor) or not value.requires_grad:
-        return value
-    return value.detach().requires_grad_().clone()
+def _reverse(value: Any) -> Any:
+    return value.flip(*range(value.ndim)) if isinstance(value, torch.Tensor) else value
 
 
-def _find_roots(edges: Mapping[Edge, int], parameters: Collection[int]) -> set[int]:
+def _find_roots(
+    edges: Mapping[Edge, int], parameters: Collection[int], starts: Iterable[Edge]
+) -> set[int]:
     """Return the outputs at which the running backward pass enters the graph of a model.
 
     Args:
         edges: The outputs' numbers.
         parameters: The ids of its parameters.
+        starts: Where the backward pass begins.
 
     Raises:
         CannotRepeatError: It enters the graph elsewhere, or between two outputs.
@@ -303,7 +339,7 @@ def _find_roots(edges: Mapping[Edge, int], parameters: Collection[int]) -> set[i
             internal.update(following)
             stack += [target for target, _ in following]
     roots, outside = set[int](), set[Any]()
-    entries = _find_starts()
+    entries = [*starts]
     while entries:
         edge = entries.pop()
         node = edge[0]
@@ -317,13 +353,18 @@ def _find_roots(edges: Mapping[Edge, int], parameters: Collection[int]) -> set[i
     return roots
 
 
-def _find_starts() -> list[Edge]:
-    """Return where the running backward pass begins.
+def _get_edge(start: Any) -> Edge:
+    edge = graph.get_gradient_edge(start) if isinstance(start, torch.Tensor) else start
+    return edge.node, edge.output_nr
+
+
+def _find_starts() -> list[Any]:
+    """Return the tensors and edges where the running backward pass begins.
 
     Raises:
         CannotRepeatError: It is unknown, since several threads run one, or none does.
     """
-    passes, edges = [], list[Edge]()
+    passes = []
     for frame in sys._current_frames().values():  # hooks run in another thread on a GPU
         caller: FrameType | None = frame
         while caller is not None and caller.f_code not in STARTS:
@@ -333,7 +374,4 @@ def _find_starts() -> list[Edge]:
     if len(passes) != 1:
         raise CannotRepeatError("several threads run backward passes")
     (starts,) = passes
-    for start in [starts] if isinstance(starts, torch.Tensor) else starts:
-        edge = graph.get_gradient_edge(start) if isinstance(start, torch.Tensor) else start
-        edges.append((edge.node, edge.output_nr))
-    return edges
+    return [starts] if isinstance(starts, torch.Tensor) else [*starts]

@@ -24,8 +24,9 @@ from torch import nn
 from lockstep.audit.audit_config import AuditConfig
 from lockstep.audit.audit_hook import RepeatStep
 from lockstep.audit.audit_plan import is_audited
+from lockstep.audit.microbatch_results import combine_hashes
 from lockstep.checksum import checksum
-from lockstep.kernel.rank_status import StatusSummary
+from lockstep.kernel.rank_status import StatusSummary, merge_by_name
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import CommittedStep, StepHook
 from lockstep.model.parallel_context import ParallelContext
@@ -42,8 +43,8 @@ class OddReplica(NamedTuple):
     """The only replica that differs from the others.
 
     Attributes:
-        rank: Its rank.
-        source: The lowest of the other ranks.
+        rank: Its number among the replicas.
+        source: The lowest of the other ones.
         names: The tensors that differ.
     """
 
@@ -56,7 +57,7 @@ def find_odd_replica(hashes: Sequence[Mapping[str, int]]) -> OddReplica | None:
     """Return the only replica that differs from at least two equal ones; None if there is none.
 
     Args:
-        hashes: For each rank, the hashes of its tensors by name.
+        hashes: For each replica, the hashes of its tensors by name.
     """
     counts = Counter(tuple(sorted(one.items())) for one in hashes)
     (common, most), *others = counts.most_common()
@@ -96,20 +97,18 @@ class ReplicaCheck(StepHook):
         self.first, self.every = config.limits
         self._finding: dict[str, Any] | None = None
 
-    def begin(self, step: StepContext, batch: Any) -> None:
-        """Note whether the step can be computed again, which a manual one cannot."""
-        self._is_repeatable = batch is not None
-
-    def status(self, step: StepContext) -> str:
-        """Return a hash of all that this replica holds; "" in a step that is not audited."""
+    def status(self, step: StepContext) -> dict[str, str | None]:
+        """Return a hash of all that this rank holds by its stages; none if it is not audited."""
         if step.is_stopped or not is_audited(step.number, self._config.every_steps):
-            return ""
+            return {}
         self._hashes = {name: _hash(value) for name, value in self._find_values().items()}
-        return xxhash.xxh3_64_hexdigest(repr(self._hashes).encode())
+        return {str(self._parallel.position): combine_hashes(self._hashes)}
 
-    def merge(self, left: str | None, right: str | None) -> str | None:
-        """Return the common hash of two ranges of ranks; None if it differs."""
-        return left if left == right else None
+    def merge(
+        self, left: dict[str, str | None], right: dict[str, str | None]
+    ) -> dict[str, str | None]:
+        """Return the common hashes of two ranges of ranks; None for those that differ."""
+        return merge_by_name(left, right, lambda one, two: one if one == two else None)
 
     def check(self, step: StepContext, summary: StatusSummary) -> None:
         """Restore the only replica that differs.
@@ -118,30 +117,34 @@ class ReplicaCheck(StepHook):
             RepeatStep: A replica was restored; the step has to be computed again.
             DisagreementError: Replicas differ otherwise.
         """
-        if summary.failure is not None or summary.hooks[self.name] is not None:
+        if summary.failure is not None or None not in summary.hooks[self.name].values():
             return
         about = f"comparing replicas {step.label.about}"
-        mine = json.dumps([platform.node(), self._hashes]).encode()
-        messages = [json.loads(one) for one in self._parallel.messages.gather(mine, about)]
-        odd = find_odd_replica([hashes for _, hashes in messages])
-        if odd is None or not self._is_repeatable or not self._restore(step, odd):
-            require_same_weights(self._hashes, step.label.about, self._parallel.group)
+        parallel = self._parallel
+        mine = json.dumps([parallel.position, platform.node(), self._hashes]).encode()
+        messages = [json.loads(one) for one in parallel.messages.gather(mine, about)]
+        position = next(int(n) for n, common in summary.hooks[self.name].items() if common is None)
+        ranks = [rank for rank, message in enumerate(messages) if message[0] == position]
+        odd = find_odd_replica([messages[rank][2] for rank in ranks])
+        if odd is None or not step.is_repeatable or not self._restore(step, odd, ranks):
+            require_same_weights(self._hashes, step.label.about, parallel.group)
             return
-        host, name = messages[odd.rank][0], odd.names[0]
+        rank, host, name = ranks[odd.rank], messages[ranks[odd.rank]][1], odd.names[0]
         more = f" and {len(odd.names) - 1} more" if len(odd.names) > 1 else ""
         self._finding = {
             "step": step.number,
-            "rank": odd.rank,
+            "rank": rank,
             "host": host,
             "core": -1,
             "microbatch": None,
             "module": name.partition("/")[0].rpartition(".")[0] or None,
             "operator": None,
             "corrected": True,
-            "message": f"step {step.number}: rank {odd.rank} (host {host}) held other bits than "
+            "message": f"step {step.number}: rank {rank} (host {host}) held other bits than "
             f"all other ranks in {name}{more}, from a wrong update or a fault in memory; they were "
-            f"restored from rank {odd.source}. Steps since the last audited one may have used "
-            "them: continue from a checkpoint before it if you need the bits of an undisturbed run",
+            f"restored from rank {ranks[odd.source]}. Steps since the last audited one may have "
+            "used them: continue from a checkpoint before it if you need the bits of an "
+            "undisturbed run",
         }
         raise RepeatStep(f"{step.where}: the step is computed again with restored weights")
 
@@ -159,28 +162,34 @@ class ReplicaCheck(StepHook):
                 for name, tensor in named(prefix=root):
                     values[name] = tensor
         values |= self._optimizer_state()
-        return {name: value for name, value in values.items() if not is_sharded(value)}
+        # Neither what is sharded, nor what only another stage has.
+        return {
+            name: value
+            for name, value in values.items()
+            if not is_sharded(value) and not (isinstance(value, torch.Tensor) and value.is_meta)
+        }
 
-    def _restore(self, step: StepContext, odd: OddReplica) -> bool:
-        """Overwrite the tensors of the odd replica, unless too many elements differ.
+    def _restore(self, step: StepContext, odd: OddReplica, ranks: Sequence[int]) -> bool:
+        """Overwrite the tensors of the odd one of some ranks, unless too many elements differ.
 
         Returns:
             Whether they were overwritten, on every rank.
         """
-        values = self._find_values()
-        tensors = [values[name] for name in odd.names]
-        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            return False
-        before = [tensor.detach().clone() for tensor in tensors]
-        self._parallel.make_buffer_exchange().broadcast(tensors, odd.source)
-        pairs = zip(before, tensors, strict=True)
-        differing = max(_count_differing(old, new.detach()) for old, new in pairs)
+        values = self._find_values() if self._parallel.rank in ranks else {}
+        tensors = [values[name] for name in odd.names if name in values]
+        is_number = not all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+        differing = MOST + 1 if is_number else 0
+        before = [] if is_number else [tensor.detach().clone() for tensor in tensors]
+        if before:
+            self._parallel.make_buffer_exchange().broadcast(tensors, odd.source)
+            pairs = zip(before, tensors, strict=True)
+            differing = max(_count_differing(old, new.detach()) for old, new in pairs)
         about = f"restoring a replica {step.label.about}"
         counts = self._parallel.messages.gather(str(differing).encode(), about)
-        if int(counts[odd.rank]) <= MOST:
+        if int(counts[ranks[odd.rank]]) <= MOST:
             return True
         with torch.no_grad():
-            for old, tensor in zip(before, tensors, strict=True):
+            for old, tensor in zip(before, tensors, strict=bool(before)):
                 tensor.copy_(old)
         return False
 

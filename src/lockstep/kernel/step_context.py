@@ -85,10 +85,8 @@ class Attempt:
 
     def fail(self, error: BaseException) -> None:
         """Note that this attempt raised `error`."""
-        first = (str(error).splitlines() or [""])[0]
-        self.failure = (
-            f"attempt {self.number}, at step {self.step}, raised {type(error).__name__}: {first}"
-        )
+        kind, first = type(error).__name__, (str(error).splitlines() or [""])[0]
+        self.failure = f"attempt {self.number}, at step {self.step}, raised {kind}: {first}"
 
     def __str__(self) -> str:
         """Return the description that every exchange of the attempt compares."""
@@ -259,6 +257,7 @@ class StepContext:
         times: When the parts of the step began and ended.
         failure: The failure that stops the step on every rank.
         refusal: Why the step is refused on every rank, such as a forbidden write; "" if it is not.
+        is_repeatable: Whether a hook may have the step computed again.
     """
 
     attempt: Attempt
@@ -273,6 +272,7 @@ class StepContext:
     times: StepTimes = field(default_factory=StepTimes)
     failure: StepFailure | None = None
     refusal: str = ""
+    is_repeatable: bool = True
 
     def __post_init__(self) -> None:
         """Keep the number of the step, and its place for messages."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Protocol
@@ -66,6 +66,8 @@ class WatchedCalls:
         watch: The context in which two functions are called around each call.
         obstacle: Why calls cannot be repeated; "" if they can.
         sharded: The gradients, if the modules are sharded.
+        input_gradients: A function that returns the gradients of the inputs in the last backward;
+            none if they are not known.
     """
 
     stage: int
@@ -76,6 +78,7 @@ class WatchedCalls:
     watch: Callable[[BeginCall, EndCall], AbstractContextManager[None]]
     obstacle: str = ""
     sharded: ShardedModel | None = None
+    input_gradients: Callable[[], Sequence[torch.Tensor | None]] = tuple
 
 
 def intercept_calls(module: nn.Module, begin: BeginCall, end: EndCall) -> Any:

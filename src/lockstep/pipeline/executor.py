@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -129,6 +130,7 @@ class PipelineExecutor:
                 else ""
                 if stage.parameters
                 else "it has no parameters",
+                input_gradients=partial(getattr, stage, "input_gradients"),
             )
             for number, stage in pipeline.stages.items()
         ]

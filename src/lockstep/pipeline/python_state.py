@@ -22,7 +22,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinMethodType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy
@@ -48,16 +56,40 @@ MISSING = object()
 Key = int | tuple[int, str]
 """The id of an object; for a global name, the id of the globals and the name."""
 
-Assigned = tuple[dict[Any, Any], Any, Any]
-"""A dictionary, a key in it, and a value."""
+Assigned = tuple[Any, Any, Any]
+"""A dictionary, or the cell of a closure, a key in it, and a value."""
 
 
 @dataclass(frozen=True)
 class GlobalName:
-    """A global name that a function refers to."""
+    """A global name that a function refers to, or one of its closure."""
 
-    scope: dict[str, Any]
+    scope: dict[str, Any] | _Cell
     name: str
+
+    @property
+    def key(self) -> Key:
+        """The key of the name, the same in each function that refers to it."""
+        return id(self.scope.cell if isinstance(self.scope, _Cell) else self.scope), self.name
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """The cell of a closure, with the methods of a dictionary of names."""
+
+    cell: CellType
+
+    def get(self, name: str, missing: Any = None) -> Any:
+        try:
+            return self.cell.cell_contents
+        except ValueError:  # it is assigned later
+            return missing
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.cell.cell_contents = value
+
+    def pop(self, name: str, missing: Any = None) -> None:
+        del self.cell.cell_contents
 
 
 @dataclass(frozen=True)
@@ -280,7 +312,7 @@ def _find_reachable(root: Any, path: str, skip: Iterable[Any] = ()) -> dict[Key,
     pending = deque([(root, path)])
     while pending and len(seen) < MOST:
         value, path = pending.popleft()
-        key = (id(value.scope), value.name) if isinstance(value, GlobalName) else id(value)
+        key = value.key if isinstance(value, GlobalName) else id(value)
         if key in seen or isinstance(value, ATOMS):
             continue
         seen.add(key)
@@ -321,10 +353,7 @@ def _iterate_names(function: FunctionType) -> Iterator[tuple[Any, str]]:
     if not _is_user_defined(function):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield cell.cell_contents, name
-        except ValueError:  # an empty cell, which is assigned later
-            continue
+        yield GlobalName(_Cell(cell), name), name
     names = dict.fromkeys(_iterate_code_names(function.__code__))
     scope = function.__globals__
     for name in names:
@@ -398,7 +427,7 @@ def _get_scope(value: Any) -> dict[Any, Any] | None:
     return attributes
 
 
-def _get_names(value: Any) -> dict[str, Any] | None:
+def _get_names(value: Any) -> Any:
     """Return the dictionary of an object's names, or of those of a module."""
     return value.scope if isinstance(value, GlobalName) else _get_scope(value)
 

@@ -145,6 +145,8 @@ class Stage:
         self.parameters = list(dict.fromkeys(parameters))
         self._in_flight: dict[int, InFlightMicrobatch] = {}
         self._watched: tuple[BeginCall, EndCall] | None = None
+        self.input_gradients: Sequence[torch.Tensor | None] = ()
+        """The gradients of the inputs in the last backward, while calls are watched."""
 
     @contextmanager
     def watch(self, begin: BeginCall, end: EndCall) -> Iterator[None]:
@@ -153,7 +155,7 @@ class Stage:
         try:
             yield
         finally:
-            self._watched = None
+            self._watched, self.input_gradients = None, ()
 
     def call_again(self, data: Any) -> Any:
         """Return the output of the blocks; they get copies of the tensors in `data`."""
@@ -349,7 +351,9 @@ class Stage:
         return rng_state if state == before else replace(rng_state, torch_state=state)
 
     def _finish_backward(self, index: int) -> None:
-        del self._in_flight[index]
+        graph_input = self._in_flight.pop(index).graph_input
+        if self._watched is not None and graph_input is not None:
+            self.input_gradients = graph_input.gradients
         self.scopes.pause()
 
     def _pause(self) -> tuple[PausedBuffers, ScopeCalls | None]:

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.audit.call_audit import CallAudit, raise_failure
+from lockstep.audit.microbatch_results import combine_hashes
+from lockstep.checksum import checksum
 from lockstep.comm.collectives import all_gather_bytes
 from lockstep.data.assignment import ReplicaShare
 from lockstep.data.microbatch_sampler import PlannedMicrobatch
@@ -34,7 +36,8 @@ from lockstep.kernel.errors import (
 from lockstep.kernel.rng_scopes import RngScopes
 from lockstep.kernel.tree import total
 from lockstep.model.buffer_exchange import GroupExchange
-from lockstep.sharded_tensors import local_part, read_version
+from lockstep.model.state_mutation_check import require_same_weights
+from lockstep.sharded_tensors import is_sharded, local_part, read_version
 
 __all__ = ["ExactModel", "ExactStep"]
 
@@ -215,6 +218,8 @@ class ExactStep:
     def _make_status(self) -> dict[str, Any]:
         """Return what this rank tells the others."""
         first, failure, report = self._first, self._model.gradients.failure, BufferReport([])
+        named = self._model.module.named_parameters() if self._model.audit.is_due else ()
+        self._held = {name: checksum(value) for name, value in named if not is_sharded(value)}
         found = self._audit_failure
         try:
             report = self._buffers.hash_results(is_alone=self._model.share.replicas == 1)
@@ -230,6 +235,7 @@ class ExactStep:
             "losses": {index: loss.hex() for index, loss in self.losses.items()},
             "weights": {index: weight.hex() for index, weight in self._weights.items()},
             "failure": failure,
+            "held": combine_hashes(self._held),
             "audit": found and [type(found).__name__, str(found)],
         }
 
@@ -237,7 +243,7 @@ class ExactStep:
         """Return the statuses of all ranks, and messages that end with small gradients.
 
         Raises:
-            DisagreementError: The ranks train on different batches.
+            DisagreementError: The ranks train on different batches, or have other weights.
             UsageError: A rank cannot continue.
             StateError: The audit of a rank has found hidden state.
             WorkError: The audit of a rank has found a faulty processor.
@@ -259,6 +265,8 @@ class ExactStep:
                 raise UsageError(f"rank {rank}, step {self._number}: {other['failure']}")
             if other["audit"]:
                 raise_failure(*other["audit"])
+        if len({other["held"] for other in statuses}) > 1:
+            require_same_weights(self._held, f"in step {self._number}", self._model.group)
         return statuses, messages
 
     def _divide(self, weights: Iterable[Mapping[str, str]]) -> None:

@@ -26,8 +26,8 @@ class ManualStep:
     weights and buffers unchanged.
 
     Attributes:
-        was_interrupted: Whether a rank of an elastic run was lost in the step, so that it is
-            repeated.
+        was_interrupted: Whether a rank of an elastic run was lost in the step, or the audit has
+            found a wrong result, so that the step is repeated.
     """
 
     def __init__(self, opened: AbstractContextManager[MicrobatchLoop], *batches: Any) -> None:

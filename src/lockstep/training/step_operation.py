@@ -141,8 +141,8 @@ class StepOperation:
         """Return the context of a step whose micro-batches the body computes, with its loop.
 
         Args:
-            is_repeatable: Whether the body runs again if the loop has no result. Otherwise this
-                process is replaced if a rank is lost.
+            is_repeatable: Whether the body runs again if the loop has no result, such as after a
+                processor has computed wrong. Otherwise this process is replaced if a rank is lost.
         """
         member = self._member
         self.require_closed("manual_step()")
@@ -152,12 +152,16 @@ class StepOperation:
             if member is not None:
                 stack.enter_context(member.inside(is_repeatable))
             step, prepared, decision = self._begin(), None, None
+            step.is_repeatable = is_repeatable
             begun = time.monotonic()
             try:
                 try:
                     with self._optimizer_step.computing(step) as loop:
                         yield loop
                     prepared = self._optimizer_step.prepare(step)
+                except RepeatStep:
+                    self._optimizer_step.undo()
+                    return
                 except BaseException as error:
                     self._note_failure(step, error)
                     raise

@@ -247,15 +247,15 @@ class Trainer:
         hooks = self._list_hooks(setup, checkpoints, member)
         if session is None and (config := arguments.audit) is not None:
             record, executor = self._record_finding, setup.executor
+            modules, stop = self.parallel.modules_with(self.model), self._run.safe_points.stop
             hooks.append(CallAuditHook(config, self.parallel, executor, record))
             if isinstance(executor, WholeModelExecutor):
-                modules, stop = self.parallel.modules_with(self.model), self._run.safe_points.stop
                 leave = None if member is None else self._leave_if
                 hooks.append(Audit(config, self.parallel, executor, modules, record, stop, leave))
-                if self.parallel.replicas > 1 and self._optimization.sharded is None:
-                    state = self._optimization.local_state
-                    # First, before other checks raise an error about what it can restore.
-                    hooks.insert(0, ReplicaCheck(config, self.parallel, modules, state, record))
+            if self.parallel.replicas > 1 and self._optimization.sharded is None:
+                state = self._optimization.local_state
+                # First, before other checks raise an error about what it can restore.
+                hooks.insert(0, ReplicaCheck(config, self.parallel, modules, state, record))
         if self.parallel.stages > 1 and is_recorded:
             hooks.append(StepTrace(clock_offset(self.parallel.group), self.history))
         if (observer := self._find_observer(arguments, setup, session, member)) is not None:
