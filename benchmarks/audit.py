@@ -41,6 +41,8 @@ WORKLOADS = [
     Workload(2, 32),
     Workload(8, 32, "manual step"),
     Workload(8, 32, "2 stages"),
+    Workload(8, 32, "sharded"),
+    Workload(2, 32, "sharded"),
 ]
 
 
@@ -55,6 +57,7 @@ def measure(workload: Workload, pairs: int) -> list[tuple[float, float]]:
         microbatches=workload.microbatches,
         audit=ls.AuditConfig(every_steps=1),
         pipeline=ls.PipelineConfig(stages=stages),
+        storage="sharded" if workload.kind == "sharded" else "replicated",
         loggers=[],
         progress=False,
     )
