@@ -76,12 +76,22 @@ LOOSE_WIRE = {
 }
 
 
-def test_a_bit_that_only_the_recorded_run_had_flipped(recorded, folder):
+SHARDED = {
+    "partial(SGD, ": "partial(torch.optim.SGD, ",
+    "    seed=3,\n": '    seed=3,\n    storage="sharded",\n',
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks"), [({}, 1), pytest.param(SHARDED, 2, marks=pytest.mark.stress)]
+)
+def test_a_bit_that_only_the_recorded_run_had_flipped(recorded, folder, changes, ranks):
     """Its replay has the bits of the other run; what it recorded names the place."""
     environ = {"LOCKSTEP_FINGERPRINTS": "unit:4"}
     wire = folder / "loose wire"
     wire.touch()
-    a, b = recorded(SCRIPT), recorded(replace(SCRIPT, LOOSE_WIRE), "loose", environ)
+    faulty = replace(SCRIPT, LOOSE_WIRE | changes)
+    a, b = recorded(SCRIPT), recorded(faulty, "loose", environ, ranks)
     wire.unlink()
     found = bisect_runs(a, b)
     divergence = found.divergence

@@ -21,6 +21,7 @@ from lockstep.kernel.step_hooks import CommittedStep, StepHook, StepResult
 from lockstep.launcher.run_folder import command_words
 from lockstep.launcher.stacks import is_user_code
 from lockstep.launcher.world import World
+from lockstep.model.call_site import class_name
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.record.logged_value import describe_value
@@ -359,7 +360,7 @@ def describe_run(
         },
         "environment": describe_environment(),
         "model": {
-            "class": type(module).__name__,
+            "class": class_name(module),
             "parameters": sum(parameter.numel() for parameter in module.parameters()),
             "buffers": sum(buffer.numel() for buffer in module.buffers()),
         },
