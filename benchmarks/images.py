@@ -1,7 +1,7 @@
 """Images per second of the loader, next to torch's DataLoader with the same dataset.
 
-    python benchmarks/images.py [--rounds 15]     writes benchmarks/images.json and images.md
-    python benchmarks/images.py --sizes 64 --workers 0 1      only these rows; keeps the others
+    python -m benchmarks.images [--rounds 15]     writes benchmarks/images.json and images.md
+    python -m benchmarks.images --sizes 64 --workers 0 1      only these rows; keeps the others
 
 The images are JPEG files of the size and detail of photographs, which the program generates. All
 contenders load whole epochs in turn; the ratios are taken between neighbors, round by round. An
@@ -27,10 +27,15 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from examples.images import (
+    MEAN,
+    STD,
+    ImageDataset,
+    ImageFiles,
+    choose_random_box,
+    read_image_folder,
+)
 from lockstep.checksum import checksum
-from lockstep.data.image_folder import ImageFiles, read_image_folder
-from lockstep.data.image_transforms import MEAN, STD, random_crop_box
-from lockstep.data.images import ImageDataset
 from lockstep.data.loader import Batches
 from lockstep.launcher.malloc import keep_freed_memory
 from lockstep.record.run_environment import describe_environment
@@ -59,9 +64,9 @@ class UsualTransforms(Dataset[tuple[torch.Tensor, int]]):
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        with self.files.open(index) as image:
+        with Image.open(self.files.path(index)) as image:
             whole = image.convert("RGB")
-        part = whole.crop(tuple(map(int, random_crop_box(*whole.size))))
+        part = whole.crop(tuple(map(int, choose_random_box(*whole.size))))
         part = part.resize((self.size, self.size), Image.Resampling.BILINEAR)
         if torch.rand(()).item() < 0.5:
             part = part.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -190,8 +195,9 @@ def measure(
 ) -> dict[str, Any]:
     """Return the seconds of all epochs."""
     rows = []
-    write_photographs(folder, FILES + CLASSES)  # one of each class is held out
-    files, _ = read_image_folder(folder, CLASSES / (FILES + CLASSES), 0)
+    write_photographs(folder / "train", FILES)
+    write_photographs(folder / "val", CLASSES)
+    files, _ = read_image_folder(folder)
     assert len(files) == FILES
     for size in sizes:
         check_answers(files, size)
@@ -224,7 +230,7 @@ def measure(
     return {
         "benchmark": "images",
         "environment": describe_environment(),
-        "command": "python benchmarks/images.py",
+        "command": "python -m benchmarks.images",
         "batch_size": BATCH,
         "microbatches": MICROBATCHES,
         "file_kilobytes": statistics.median(kilobytes),
@@ -237,7 +243,7 @@ def keep_others(result: dict[str, Any], earlier: dict[str, Any]) -> None:
     measured = {(row["size"], row["workers"]) for row in result["rows"]}
     rows = [row for row in earlier["rows"] if (row["size"], row["workers"]) not in measured]
     if rows:
-        result["command"] = "python benchmarks/images.py --sizes N --workers N --rounds N"
+        result["command"] = "python -m benchmarks.images --sizes N --workers N --rounds N"
     result["rows"] = sorted([*result["rows"], *rows], key=lambda row: (row["size"], row["workers"]))
 
 
@@ -292,7 +298,7 @@ Whole epochs of JPEG files ({result["file_kilobytes"]:.0f} kB at the median; {si
 of {BATCH}, for Lockstep in {MICROBATCHES} micro-batches. {rounds} epochs of each, in turn, after
 one that is not measured. In that one Lockstep loads up to four samples twice to check them, and in
 each later one a single sample.
-"DataLoader" is torch's with the same dataset (`lockstep.data.images.ImageDataset`: decoding by
+"DataLoader" is torch's with the same dataset (`examples.images.ImageDataset`: decoding by
 Pillow, random crop, flip, normalization). "Usual transforms" decodes whole images, crops and then
 resizes them with Pillow, as torchvision does with Pillow's images.
 {note}

@@ -17,9 +17,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import lockstep as ls
+from examples.images import ImageDataset, read_image_folder
 from examples.resnet import resnet18, resnet34, resnet50, resnet101, start_as_shortcuts
-from lockstep.data.image_folder import read_image_folder
-from lockstep.data.images import ImageDataset
 
 NETWORKS = {
     "resnet18": resnet18,
@@ -33,7 +32,7 @@ SEED = 0
 def parse_options() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description="Train a ResNet on folders of images.")
-    parser.add_argument("folder", help="folder with train/ and val/, or with a folder per class")
+    parser.add_argument("folder", help="folder with train/ and val/, each with a folder per class")
     parser.add_argument("-a", "--arch", choices=NETWORKS, default="resnet50", help="network")
     parser.add_argument("--epochs", type=int, default=90)
     parser.add_argument("-b", "--batch-size", type=int, default=256, help="over all ranks")
@@ -60,7 +59,7 @@ def main() -> None:
     options = parse_options()
     ls.init()
     torch.manual_seed(SEED)
-    files, held_out_files = read_image_folder(options.folder, share=0.2, seed=SEED)
+    files, held_out_files = read_image_folder(options.folder)
     training = ImageDataset(files, options.size, augment=True)
     held_out = ImageDataset(held_out_files, options.size, augment=False)
     model = NETWORKS[options.arch](len(files.classes))

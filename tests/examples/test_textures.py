@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import warm
-from lockstep.data.image_folder import read_image_folder
+from examples.images import read_image_folder
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "textures.py"
 SIZES = [(240, 100), (100, 240), (512, 512)]
@@ -53,7 +53,7 @@ def test_the_folder_is_that_of_an_image_recipe(textures, tmp_path, monkeypatch, 
         )
     assert written[0] == written[1]
     assert "wrote 45 images of 9 classes" in capsys.readouterr().out
-    training, held_out = read_image_folder(tmp_path / "one", 0.2, 0)
+    training, held_out = read_image_folder(tmp_path / "one")
     assert (len(training), len(held_out)) == (27, 18)
     assert training.classes == tuple(sorted(textures.PHOTOGRAPHS))
 

@@ -33,7 +33,7 @@ IMAGENET = "imagenet.py pictures -a resnet18 --epochs 1 -b 8 --microbatches 4 --
     ],
 )
 def test_digest_is_the_same_under_every_launcher(tmp_path, script, launcher):
-    write_pictures(tmp_path / "pictures", ["a", "b"], 5)
+    write_pictures(tmp_path / "pictures", ["train/a", "train/b", "val/a"], 4)
     script, *arguments = script.split()
     running = {
         name: warm.Popen(
