@@ -19,7 +19,7 @@ from lockstep.comm.hosts.identity import describe_namespaces
 from lockstep.kernel.errors import RendezvousError
 from lockstep.launcher import listening_socket, network_interface
 from lockstep.launcher.environment import RankInfo
-from lockstep.launcher.network_interface import find_interface, find_served_address
+from lockstep.launcher.network_interface import find_interface
 from lockstep.launcher.rendezvous import choose_interface
 from lockstep.launcher.rendezvous_check import check_ranks
 
@@ -212,15 +212,6 @@ def test_a_value_that_no_rank_writes_is_an_error(value):
     info = RankInfo(world_size=2, master_addr="127.0.0.1", master_port=1)
     with pytest.raises(RendezvousError, match="was not written by a rank of Lockstep"):
         choose_interface(info, store)
-
-
-@pytest.mark.parametrize("name", ["a", "localhost", "10.77.0.1"])
-def test_a_port_is_served_at_the_masters_address_if_it_is_this_hosts_own(network, name):
-    net = network("a", "b")
-    net.a.write_hosts("127.0.0.1 localhost\n127.0.1.1 a\n")
-    assert net.a.call(lambda: find_served_address(name)) == name
-    assert net.a.call(lambda: find_served_address(net.b.address)) == net.a.address
-    assert net.a.call(lambda: find_served_address("192.0.2.1")) == "192.0.2.1"  # no route
 
 
 def test_hosts_differ_in_their_identity_and_their_processes_share_it(network):

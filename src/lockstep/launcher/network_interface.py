@@ -29,7 +29,6 @@ __all__ = [
     "find_interface",
     "find_master_interface",
     "find_own_addresses",
-    "find_served_address",
 ]
 
 ALONE, UNKNOWN = "alone", "unknown"
@@ -68,22 +67,6 @@ def find_master_interface(master_addr: str) -> str | None:
     addresses = find_own_addresses()
     name = addresses.get(master if master in addresses else address_towards(master))
     return None if name == addresses.get(LOOPBACK) and not is_loopback(master) else name
-
-
-def find_served_address(address: str) -> str:
-    """Return the address at which other hosts reach a port of this host.
-
-    Args:
-        address: The address of the master, by which they have reached it.
-
-    Returns:
-        The same address if it is this host's own, which other hosts may resolve differently;
-        otherwise this host's address on the route there.
-    """
-    _, master = resolve_address(address)
-    if _is_here(master):
-        return address
-    return address_towards(master) or address
 
 
 def describe_network(master_addr: str) -> tuple[str, str]:

@@ -38,7 +38,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from lockstep.comm.hosts.identity import is_loopback
 from lockstep.comm.transport.handshake import Refused, Status
 from lockstep.comm.transport.message_connection import requires_secret
-from lockstep.comm.transport.secret import SECRET_FILE, read_secret, warn_without_secret
+from lockstep.comm.transport.secret import SECRET, SECRET_FILE, read_secret, warn_without_secret
 from lockstep.kernel.errors import LockstepError, RendezvousError
 from lockstep.launcher.environment import (
     ELASTIC,
@@ -55,11 +55,7 @@ from lockstep.launcher.listening_socket import (
     resolve_address,
 )
 from lockstep.launcher.local_rendezvous import RendezvousFile, attach_store, create_store
-from lockstep.launcher.network_interface import (
-    find_interface,
-    find_master_interface,
-    find_served_address,
-)
+from lockstep.launcher.network_interface import find_interface, find_master_interface
 from lockstep.launcher.rank_process import get_exit_code
 from lockstep.launcher.rendezvous_check import check_ranks, place_rank, read_layout
 from lockstep.launcher.secret_store import SecretStore
@@ -228,10 +224,9 @@ def _open_store(rank_info: RankInfo, deadline: float) -> Store:
         return _open_local_store(rank_info, deadline)
     resolve_address(rank_info.master_addr)
     address, port = rank_info.master_addr, rank_info.master_port
-    # A launch on one host ignores the secret of the environment, as its launcher does; unless it is
-    # an elastic run whose other hosts are lost.
-    is_local = rank_info.launcher == "lockstep" and rank_info.is_single_host
-    is_local = is_local and not is_elastic_on_hosts(os.environ)
+    # A launch on one host ignores the secret of the environment, unless it is an elastic run whose
+    # other hosts are lost.
+    is_local = rank_info.is_launched_on_one_host and not is_elastic_on_hosts(os.environ)
     secret = read_secret({} if is_local else os.environ)
     ProcessState.has_secret = secret is not None
     if secret is not None:
@@ -249,39 +244,21 @@ def _open_secret_store(
 ) -> Store:
     """Open the store that admits only processes with the run's secret.
 
-    `lockstep run` or rank 0 serves it at the master's address. torchrun serves a TCPStore there,
-    in which rank 0 publishes the address of its own server. A stranger may change that address,
-    but has no secret to answer with.
+    `lockstep run` or rank 0 serves it at the master's address.
     """
-    is_served = _launcher_serves()
-    if is_served and rank_info.launcher != "lockstep":
-        outer = _connect(rank_info, address, port, deadline)
-        key = f"lockstep/secret-store/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    if rank_info.launcher != "lockstep":
+        if _launcher_serves():
+            raise RendezvousError(
+                f"rank {rank_info.rank}: this run has a secret, and the store of torchrun at "
+                f"{address}:{port} admits everyone: start it with lockstep run on each host, or "
+                f"unset {SECRET} and {SECRET_FILE}"
+            )
         if rank_info.rank == 0:
-            own = find_served_address(address)
-            outer.set(key, f"{_serve_secret_store(own, 0, secret)} {own}")
-        outer.set_timeout(_time_left(deadline))
-        port, address = _parse_published(outer.get(key))
-    elif rank_info.rank == 0 and not is_served:
-        _serve_secret_store(address, port, secret)
+            listening = listen(address, port, is_single_host=False)
+            ProcessState.server = StoreServer(listening, secret, log)
     store = _connect(rank_info, address, port, deadline, secret)
     ProcessState.kept.append(store)
     return store
-
-
-def _serve_secret_store(address: str, port: int, secret: bytes) -> int:
-    ProcessState.server = StoreServer(listen(address, port, is_single_host=False), secret, log)
-    return ProcessState.server.port
-
-
-def _parse_published(value: bytes) -> tuple[int, str]:
-    port, _, address = value.decode("ascii", "replace").partition(" ")
-    if not (port.isdecimal() and 0 < int(port) < 65536 and address):
-        raise RendezvousError(
-            "the address of the store of this run was changed by another program or user, which "
-            "writes into torchrun's store"
-        )
-    return int(port), address
 
 
 def _attach(address: str) -> Store | None:

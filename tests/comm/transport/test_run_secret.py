@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,9 @@ import pytest
 import warm
 from lockstep.comm.transport import secret as run_secret
 from lockstep.comm.transport.secret import SECRET, SECRET_FILE, make_secret, read_secret
-from lockstep.kernel.errors import FileError, UsageError
+from lockstep.kernel.errors import FileError, RendezvousError, UsageError
+from lockstep.launcher import rendezvous
+from lockstep.launcher.environment import RankInfo
 
 TEXT = "5ec7e7" * 10 + "5ec7"
 PATIENCE = 60.0
@@ -178,24 +179,9 @@ def test_a_host_with_a_secret_does_not_join_a_run_without(run):
     assert "lockstep: anyone who can reach 10.77.0.1:29500 can join or disturb" in first[1]
 
 
-@pytest.mark.stress
-def test_torchrun_on_two_hosts_with_a_secret(network, tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    net = network("a", "b")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
-    command += ["--master-addr", net.a.address, "--master-port", "29511"]
-    ends = [
-        host.popen(
-            [*command, "--node-rank", str(index), "train.py", "60"],
-            cwd=tmp_path,
-            env=os.environ | {SECRET: TEXT},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for index, host in enumerate((net.a, net.b))
-    ]
-    printed = [end.communicate(timeout=120)[0] for end in ends]
-    assert [end.returncode for end in ends] == [0, 0], printed
-    assert "rank 0: 3" in printed[0]
-    assert "anyone who can reach" not in "".join(printed)
+def test_a_secret_is_refused_where_torchrun_serves_the_store(monkeypatch):
+    monkeypatch.setenv(SECRET, TEXT)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    info = RankInfo(1, 2, 0, 1, 1, "127.0.0.1", 29511, launcher="torchrun")
+    with pytest.raises(RendezvousError, match=r"torchrun at 127\.0\.0\.1:29511 admits"):
+        rendezvous.wait_for_ranks(info, 10.0)
