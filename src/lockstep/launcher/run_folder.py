@@ -31,7 +31,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.files import lock_file, make_folder, open_or_create, replace_file
 from lockstep.kernel.errors import FileError, UsageError
@@ -139,24 +138,21 @@ def describe_launch(
     min_nprocs: int | None = None,
 ) -> LaunchDescription:
     """Return the description of a launch that begins now, without secrets."""
-    plain: dict[str, Any] = {
-        "kind": kind,
-        "target": target,
-        "arguments": list(arguments),
-        "nprocs": nprocs,
-        "nnodes": nnodes,
-        "min_nprocs": min_nprocs,
-        "cwd": os.getcwd(),
-        "python": sys.executable,
-        "started": datetime.datetime.now().astimezone().isoformat(),
-    }
-    fields = redact(plain)
-    is_redacted = fields != plain
-    return LaunchDescription(
-        **{**fields, "arguments": tuple(fields["arguments"])},
-        is_redacted=is_redacted,
+    plain = LaunchDescription(
+        kind,
+        target,
+        tuple(arguments),
+        nprocs,
+        nnodes,
+        cwd=os.getcwd(),
+        python=sys.executable,
+        started=datetime.datetime.now().astimezone().isoformat(),
+        min_nprocs=min_nprocs,
         portable=is_portable_requested(os.environ),
     )
+    fields = redact(plain)
+    described = LaunchDescription(**{**fields, "arguments": tuple(fields["arguments"])})
+    return dataclasses.replace(described, is_redacted=described != plain)
 
 
 def command_words(environ: Mapping[str, str], argv: Sequence[str]) -> list[str]:

@@ -29,11 +29,11 @@ import abc
 import base64
 import importlib
 import importlib.util
+import io
 import json
 import math
 import os
 import secrets
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -272,9 +272,9 @@ class TensorBoard(DashboardLogger):
     def log_media(self, fields: Mapping[str, Any], step: int) -> None:
         """Add a histogram or an image."""
         name, histogram, image = fields["name"], fields.get("histogram"), fields.get("image")
-        if histogram is not None:
-            import numpy as np  # late: commands need only the names
+        import numpy as np  # late: commands need only the names
 
+        if histogram is not None:
             low, high = histogram["low"], histogram["high"]
             counts = np.array(histogram["counts"])
             edges = np.linspace(low, high, len(counts) + 1)
@@ -283,12 +283,12 @@ class TensorBoard(DashboardLogger):
             total = int(counts.sum())
             self._writer.add_histogram_raw(name, low, high, total, *sums, edges[1:], counts, step)
         if image is not None:
-            proto: Any = importlib.import_module("tensorboard.compat.proto.summary_pb2")
-            png = base64.b64decode(image)
-            width, height = struct.unpack(">II", png[16:24])
-            drawn = proto.Summary.Image(height=height, width=width, encoded_image_string=png)
-            summary = proto.Summary(value=[proto.Summary.Value(tag=name, image=drawn)])
-            self._writer._get_file_writer().add_summary(summary, step)
+            from PIL import Image
+
+            with Image.open(io.BytesIO(base64.b64decode(image))) as png:
+                pixels = np.asarray(png)
+            layout = "HW" if pixels.ndim == 2 else "HWC"
+            self._writer.add_image(name, pixels, step, dataformats=layout)
 
     def log_text(self, name: str, text: str, step: int) -> None:
         """Add a text."""
