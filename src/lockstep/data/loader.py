@@ -228,11 +228,15 @@ class Batches:
     def _items(self, source: Source, start: int) -> Items:
         """Return the items of the batches from `start` on."""
         if isinstance(source, IterableSource):
-            return self._prepare(source, None)
-        numbers = range(start, len(source.epoch))
-        if isinstance(source, TensorSource):
-            return load_in_process((source[number] for number in numbers), self._pins_memory)
-        return self._prepare(source, numbers)
+            numbers = None
+        else:
+            numbers = range(start, len(source.epoch))
+            if isinstance(source, TensorSource):
+                return load_in_process((source[number] for number in numbers), self._pins_memory)
+        options, seed = self._options, key(self._options.seed, self.epoch)
+        return load_in_workers(
+            source, numbers, options.num_workers, self._pins_memory, options.timeout, seed
+        )
 
     def _load_again(
         self, source: Source, number: int, share: ReplicaShare
@@ -279,15 +283,6 @@ class Batches:
     def _exchange_samples(self, descriptions: Sequence[str]) -> list[bytes]:
         message = pack_samples(descriptions)
         return [message] if self.agree is None else self.agree(message, "comparing samples of")
-
-    def _prepare(self, source: MapSource | IterableSource, numbers: range | None) -> Items:
-        workers, timeout = self._options.num_workers, self._options.timeout
-        if workers > 0:
-            seed = key(self._options.seed, self.epoch)
-            return load_in_workers(source, numbers, workers, self._pins_memory, timeout, seed)
-        if isinstance(source, IterableSource):
-            return load_isolated(source, self._pins_memory)
-        return load_isolated((source[number] for number in numbers or ()), self._pins_memory)
 
     def _plan_epoch(self, start: int) -> EpochOrder:
         """Determine the order of the epoch, and check that it is the same on all ranks."""

@@ -49,7 +49,7 @@ def load_isolated(source: Iterable[Item], pin_memory: bool) -> Items:
 def load_in_workers(
     source: Any, numbers: range | None, workers: int, pin_memory: bool, timeout: float, seed: int
 ) -> Items:
-    """Yield the items, which torch's loader workers prepare.
+    """Yield the items, which torch's loader workers prepare, or this process without workers.
 
     The workers are stopped when the generator ends, even after an exception. If SIGTERM ended a
     worker, this process prepares the remaining items itself: systemd and srun send SIGTERM to every
@@ -67,6 +67,9 @@ def load_in_workers(
         SampleError: The workers could not be started, a worker died, or there was no item for
             `timeout` seconds.
     """
+    if not workers:
+        yield from load_isolated(_remaining(source, numbers, 0), pin_memory)
+        return
     try:
         loader: DataLoader[Item] = DataLoader(
             source,
