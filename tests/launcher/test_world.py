@@ -22,8 +22,10 @@ from lockstep.comm import backend
 from lockstep.kernel.errors import LockstepError, RankError, RendezvousError, UsageError
 from lockstep.launcher import late_ranks, rendezvous
 from lockstep.launcher.environment import JOIN, RankInfo, read_rank_info
+from lockstep.launcher.failure_attribution import is_lost_peer
 from lockstep.launcher.world import (
     _explain,
+    close_connections,
     cpu_backend,
     default_backend,
     leave_round,
@@ -140,6 +142,25 @@ def test_a_world_may_be_left_and_joined_again():
         return sums, os.environ.get("GLOO_SOCKET_IFNAME")
 
     assert ls.launch(twice, nprocs=3, timeout=60) == [([3.0] * 3, None)] * 3
+
+
+def wait_until_connections_are_closed() -> bool:
+    """Return whether the wait for another rank ends with the loss of a peer."""
+    rank = ls.init(backend="gloo", timeout=60).rank
+    if rank == 2:
+        close_connections()
+        return True
+    with pytest.raises(RuntimeError, match="by peer"):
+        dist.recv(torch.empty(1), 2)
+    if rank == 0:  # also where the connection to another rank is closed already
+        threading.Thread(target=close_connections).start()
+    with pytest.raises(RuntimeError) as caught:
+        dist.recv(torch.empty(1), 1 - rank)
+    return is_lost_peer(caught.value)
+
+
+def test_closed_connections_end_the_waits_of_all_ranks():
+    assert ls.launch(wait_until_connections_are_closed, nprocs=3, timeout=60) == [True] * 3
 
 
 def join_after_a_round_that_failed(folder: Path) -> str:

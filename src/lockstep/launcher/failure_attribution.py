@@ -53,6 +53,7 @@ LOST_PEER = (
     "failed to recv, got 0 bytes",
     "nccl remote error",
     "socket closed",
+    "caused pair closure",  # of Gloo, in the process that has closed its connections
     "has left the group",  # this and the next three: backend "lockstep"
     "closed its connection",
     "died (process",
@@ -146,7 +147,8 @@ def is_lost_peer(error: BaseException) -> bool:
     """Return whether `error` only says that another rank is gone."""
     if isinstance(error, StoppedError):  # it may also report that another rank failed
         return _says_lost_peer(str(error).replace(STOPPED_BECAUSE, ""))
-    is_of_gloo = type(error) is RuntimeError and "gloo" in str(error)
+    words = ("gloo", "pair closure")
+    is_of_gloo = type(error) is RuntimeError and any(word in str(error) for word in words)
     is_of_backend = type(error).__name__ in BACKEND_ERRORS or isinstance(error, LostError)
     return (is_of_backend or is_of_gloo) and _says_lost_peer(str(error))
 

@@ -7,6 +7,7 @@ In between, programs call `torch.distributed`.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import socket
@@ -24,6 +25,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from lockstep.comm import backend as comm
 from lockstep.comm.hosts.identity import declare_world
+from lockstep.comm.hosts.link import close_connections as close_connections_of
 from lockstep.comm.ipc_all_reduce import close_all
 from lockstep.kernel.errors import RendezvousError, UsageError
 from lockstep.launcher.backend_choice import BackendChoice, choose_backend
@@ -36,7 +38,6 @@ from lockstep.launcher.device_choice import (
     select_device,
 )
 from lockstep.launcher.environment import JOIN, RankInfo, is_elastic_on_hosts, read_rank_info
-from lockstep.launcher.group_connections import GroupConnections
 from lockstep.launcher.malloc import keep_freed_memory
 from lockstep.launcher.portable import choose_kernels, restore_kernels
 from lockstep.launcher.rank_process import report_to_launcher
@@ -91,7 +92,6 @@ JOIN_TIMEOUT = 10.0  # seconds to connect the ranks of a new round, all of which
 _current: World | None = None
 _arguments: tuple[object, ...] = ()
 _variables_set: list[str] = []  # environment variables that init() has set
-_connections = GroupConnections()  # of the default group
 
 
 def init(
@@ -306,7 +306,12 @@ def close_connections() -> None:
 
     May be called on any thread. Does nothing for a group in shared memory, which has none.
     """
-    _connections.shut_down()
+    if (group := dist.group.WORLD) is not None:
+        with contextlib.suppress(RuntimeError):  # it has no backend for the CPU
+            backend: Any = group._get_backend(torch.device("cpu"))
+            gloo = getattr(getattr(backend, "host_group", None), "gloo", backend)
+            if isinstance(gloo, dist.ProcessGroupGloo):
+                close_connections_of(gloo)
 
 
 def rejoin(store: Store, rank: int, world_size: int, hosts: Sequence[int] = ()) -> World:
@@ -341,14 +346,13 @@ def rejoin(store: Store, rank: int, world_size: int, hosts: Sequence[int] = ()) 
     os.environ.update({name: str(value) for name, value in numbers.items()})
     os.environ.pop(JOIN, None)
     try:
-        with _connections:
-            dist.init_process_group(
-                _current.backend,
-                store=store,
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=JOIN_TIMEOUT),
-            )
+        dist.init_process_group(
+            _current.backend,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=JOIN_TIMEOUT),
+        )
     except (dist.DistError, RuntimeError) as error:
         # torch has counted the group, and names the next one by the count: its keys would not be
         # those of a newcomer, which counts from 0.
@@ -471,15 +475,14 @@ def _join(
     atexit.unregister(leave_store)
     atexit.register(leave_store)  # atexit is LIFO: runs after shutdown()
     try:
-        with _connections:
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=rank_info.rank,
-                world_size=rank_info.world_size,
-                timeout=timedelta(seconds=timeout),
-                device_id=find_bound_device(device, backend),
-            )
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
+            timeout=timedelta(seconds=timeout),
+            device_id=find_bound_device(device, backend),
+        )
         if "gloo" in backend:
             # Gloo returns when this rank is connected. A rank that left the world at once would
             # close connections that a slower rank is still setting up, and that rank would fail.

@@ -2,7 +2,8 @@
 
 Every rank has a connection to every other rank. Gloo's own exceptions name neither the rank nor
 the call, so each wait translates them. A wait that times out closes all of Gloo's connections of
-this process; `close` makes use of that, because Gloo has no other way to wake its waiting threads.
+this process; `close_connections` makes use of that, because Gloo has no other way to wake its
+waiting threads.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from lockstep.comm.hosts.map import HostMap
 from lockstep.comm.native_module import load_native
 
-__all__ = ["HostLink", "LinkTransfer"]
+__all__ = ["HostLink", "LinkTransfer", "close_connections"]
 
 CLOSING_TAG = (1 << 31) - 1  # of a message that nobody sends
 
@@ -90,7 +91,6 @@ class HostLink:
     ) -> None:
         self.rank, self.host = rank, hosts.host_of(rank)
         self._local, self._gloo = local, gloo
-        self._other = next(r[0] for number, r in enumerate(hosts.hosts) if number != self.host)
         self.describe_wait, self.explain = describe_wait, explain
         self.deadline = 0.0
         self.sent: dict[int, int] = {}
@@ -134,9 +134,20 @@ class HostLink:
             raise self.explain(peer, str(error)) from None
 
     def close(self) -> None:
-        """Close all connections. Threads that wait, here and on the other ranks, wake up."""
-        try:
-            nothing = torch.empty(1, dtype=torch.uint8)
-            self._gloo.recv([nothing], self._other, CLOSING_TAG).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            return
+        """Close all connections; see `close_connections`."""
+        close_connections(self._gloo)
+
+
+def close_connections(gloo: Any) -> None:
+    """Close all connections of a `ProcessGroupGloo`, which cannot be used any longer.
+
+    Threads that wait, here and on the other ranks, wake up. Safe on any thread.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8)
+    for other in range(gloo.size()):
+        if other != gloo.rank():
+            try:
+                gloo.recv([nothing], other, CLOSING_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "imed out" in str(error):
+                    return  # it has closed all; a connection that is closed already raises, too
