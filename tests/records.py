@@ -3,7 +3,7 @@
 import json
 import math
 
-from lockstep.record.recorder import RECORD_FILE
+from lockstep.record.format import RECORD_FILE
 
 HEADER = {
     "kind": "run",

@@ -8,7 +8,7 @@ import pytest
 
 import records
 from lockstep.kernel.errors import UsageError
-from lockstep.record.recorder import RECORD_FILE
+from lockstep.record.format import RECORD_FILE
 from lockstep.tools.check.record_follower import RecordFollower
 from processes import until
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.record.columns import parse_steps
-from lockstep.record.recorder import TIME_CATEGORIES
+from lockstep.record.format import TIME_CATEGORIES
 
 JSON = st.sampled_from(
     [

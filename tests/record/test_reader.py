@@ -14,8 +14,9 @@ import pytest
 import records
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.record import reader
+from lockstep.record.format import RECORD_FILE, TIME_CATEGORIES
 from lockstep.record.reader import read_ends, read_run
-from lockstep.record.recorder import RECORD_FILE, TIME_CATEGORIES, Recorder
+from lockstep.record.recorder import Recorder
 
 HEADER = {
     "kind": "run",

@@ -16,8 +16,9 @@ from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher import world
 from lockstep.launcher.launch import launch_in_this_process
 from lockstep.record import recorder as recorder_module
+from lockstep.record.format import RECORD_FILE, RECORD_VERSION
 from lockstep.record.reader import read_run
-from lockstep.record.recorder import RECORD_FILE, RECORD_VERSION, Recorder
+from lockstep.record.recorder import Recorder
 from lockstep.record.run_environment import describe_environment
 
 

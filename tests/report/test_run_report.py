@@ -7,9 +7,9 @@ import time
 import pytest
 
 import records
+from lockstep.record.format import RECORD_FILE
 from lockstep.record.logged_value import describe_value
 from lockstep.record.reader import read_run
-from lockstep.record.recorder import RECORD_FILE
 from lockstep.record.timeline import typical_timeline
 from lockstep.tools.report.breakdown import peak_memory, resume_table, time_by_rank
 from lockstep.tools.report.run_report import report_html

@@ -14,9 +14,10 @@ from lockstep.launcher.run_folder import (
     locate_renamed,
     remove_old_name,
 )
+from lockstep.record.format import RECORD_FILE
 from lockstep.record.loggers import TensorBoard
 from lockstep.record.reader import read_run
-from lockstep.record.recorder import RECORD_FILE, Recorder
+from lockstep.record.recorder import Recorder
 from lockstep.tools.commands.runs import list_runs
 from lockstep.training import run_record as module
 from lockstep.training.run_record import RunRecord

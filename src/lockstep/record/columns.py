@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.messages import escape_control
+from lockstep.record.format import TIME_CATEGORIES
 from lockstep.record.rank_summary import STATISTICS
-from lockstep.record.recorder import TIME_CATEGORIES
 
 __all__ = ["Column", "Line", "Steps", "as_dict", "as_float", "concatenate_steps", "parse_steps"]
 

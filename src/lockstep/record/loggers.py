@@ -91,7 +91,7 @@ def _mean_times(
 ) -> dict[str, float]:
     if not rows and not summary:
         return {}
-    from lockstep.record.recorder import TIME_CATEGORIES  # late: commands need only the names
+    from lockstep.record.format import TIME_CATEGORIES  # late: commands need only the names
 
     columns = zip(*rows, strict=True)
     means = summary["mean"] if summary else [sum(column) / len(rows) for column in columns]

@@ -42,7 +42,7 @@ from lockstep.record.columns import (
     concatenate_steps,
     parse_steps,
 )
-from lockstep.record.recorder import RECORD_FILE, RECORD_VERSION
+from lockstep.record.format import RECORD_FILE, RECORD_VERSION
 from lockstep.redaction import redact
 
 __all__ = ["Run", "State", "open_record", "read_ends", "read_run"]

@@ -37,16 +37,13 @@ from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.launch import calls_in_this_process
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import log
+from lockstep.record.format import RECORD_FILE, RECORD_VERSION
 from lockstep.record.rank_summary import STATISTICS
 from lockstep.record.sources import SourceFolder
 from lockstep.redaction import redact
 
-__all__ = ["RECORD_FILE", "RECORD_VERSION", "TIME_CATEGORIES", "Recorder"]
+__all__ = ["Recorder"]
 
-RECORD_FILE = "record.jsonl"
-RECORD_VERSION = 1
-TIME_CATEGORIES = ("compute", "communication", "waiting", "data")
-"""The categories of a step's time, in the order of a row of `ranks`."""
 
 LOCK_SECONDS = 2.0  # after which a held lock counts as another run's
 TAIL_BYTES = 1 << 17  # bytes at the end of a record that are searched for the last time

@@ -24,8 +24,8 @@ import numpy as np
 
 from lockstep.messages import escape_control
 from lockstep.record.columns import Line, Steps, as_dict, as_float
+from lockstep.record.format import TIME_CATEGORIES
 from lockstep.record.reader import Run
-from lockstep.record.recorder import TIME_CATEGORIES
 
 __all__ = [
     "KIND_NAMES",

@@ -24,12 +24,13 @@ from lockstep.launcher.world import World
 from lockstep.model.call_site import class_name
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.parallel_context import ParallelContext
+from lockstep.record.format import RECORD_FILE
 from lockstep.record.logged_value import describe_value
 from lockstep.record.loggers import Logger
 from lockstep.record.program import describe_program
 from lockstep.record.progress import ScriptProgress
 from lockstep.record.rank_summary import RankUsage
-from lockstep.record.recorder import RECORD_FILE, Recorder
+from lockstep.record.recorder import Recorder
 from lockstep.record.run_environment import describe_environment
 from lockstep.redaction import redact
 from lockstep.training.optimization import Optimization

@@ -47,9 +47,10 @@ from lockstep.launcher.run_folder import (
     rename_launch_folder,
 )
 from lockstep.messages import log
+from lockstep.record.format import RECORD_FILE
 from lockstep.record.loggers import DashboardLogger, Logger
 from lockstep.record.program import REPLAYABLE, describe_program
-from lockstep.record.recorder import RECORD_FILE, Recorder
+from lockstep.record.recorder import Recorder
 
 __all__ = ["LoggerLike", "RunRecord"]
 

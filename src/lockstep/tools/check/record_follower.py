@@ -16,7 +16,7 @@ import orjson
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import find_linked_runs
 from lockstep.record.columns import as_dict
-from lockstep.record.recorder import RECORD_FILE
+from lockstep.record.format import RECORD_FILE
 
 __all__ = ["POLL", "RecordFollower", "Report"]
 

@@ -82,8 +82,8 @@ class ListedRun:
 def list_runs(folder: Path) -> list[ListedRun]:
     """Return the runs in `folder`, the oldest first."""
     from lockstep.launcher.run_folder import is_link_to_sibling
+    from lockstep.record.format import RECORD_FILE
     from lockstep.record.reader import read_ends
-    from lockstep.record.recorder import RECORD_FILE
     from lockstep.tools.report.summary import summarize
 
     runs = []

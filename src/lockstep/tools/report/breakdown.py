@@ -20,8 +20,8 @@ from lockstep.formatting import (
     format_percent,
 )
 from lockstep.record.columns import as_dict
+from lockstep.record.format import TIME_CATEGORIES
 from lockstep.record.reader import Run
-from lockstep.record.recorder import TIME_CATEGORIES
 from lockstep.tools.report.rank_spread import ListedRank, list_slow_ranks, mean_times
 from lockstep.tools.report.summary import (
     as_text,

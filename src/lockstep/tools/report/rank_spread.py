@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from lockstep.record.columns import Column
+from lockstep.record.format import TIME_CATEGORIES
 from lockstep.record.rank_summary import STATISTICS
 from lockstep.record.reader import Run
-from lockstep.record.recorder import TIME_CATEGORIES
 
 __all__ = ["ListedRank", "list_slow_ranks", "mean_times"]
 

@@ -11,8 +11,8 @@ from lockstep.formatting import (
     format_metric_value,
     format_number,
 )
+from lockstep.record.format import RECORD_FILE
 from lockstep.record.reader import Run
-from lockstep.record.recorder import RECORD_FILE
 from lockstep.record.timeline import typical_timeline
 from lockstep.tools.report.breakdown import (
     MAX_RANKS,

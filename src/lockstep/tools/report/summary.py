@@ -16,9 +16,9 @@ from lockstep.formatting import format_quantity
 from lockstep.launcher.run_folder import read_description
 from lockstep.messages import escape_control
 from lockstep.record.columns import Column, Line, as_dict
+from lockstep.record.format import TIME_CATEGORIES
 from lockstep.record.rank_summary import STATISTICS
 from lockstep.record.reader import Run
-from lockstep.record.recorder import TIME_CATEGORIES
 from lockstep.tools.report.rank_spread import list_slow_ranks, mean_times
 
 __all__ = ["SlowRank", "SlowStep", "Summary", "as_text", "describe_layout", "find_slowest_rank"]
