@@ -253,6 +253,7 @@ CALLS: dict[str, Callable[[int, int], object]] = {
 def die_while_others_wait(placement: str, operation: str, folder: str) -> None:
     join(placement)
     rank, n = dist.get_rank(), dist.get_world_size()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends those that are left
     dist.barrier()
     if rank == n - 1:
         os.kill(os.getpid(), signal.SIGKILL)
