@@ -7,6 +7,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 import warm
 
 SCRIPT = """
@@ -24,8 +26,8 @@ from bit_flips import FaultyOperator
 ls.init(timeout=60)
 torch.manual_seed(0)
 trainer = ls.Trainer(
-    nn.Linear(6, 6), nn.MSELoss(), partial(torch.optim.SGD, lr=0.1), microbatches=6, loggers="run",
-    progress=False,
+    nn.Linear(6, 6), nn.MSELoss(), partial(torch.optim.SGD, lr=0.1), microbatches=8, loggers="run",
+    progress=False, storage=os.environ["STORAGE"],
 )
 fault = nullcontext()
 if os.environ.get("FAULTY") and ls.rank() == 1 and trainer.steps == 0:
@@ -35,7 +37,7 @@ if os.environ.get("FAULTY") and ls.rank() == 1 and trainer.steps == 0:
 generator = torch.Generator().manual_seed(3)
 with trainer, fault:
     for _ in range(4):
-        inputs = torch.randn(12, 6, generator=generator)
+        inputs = torch.randn(16, 6, generator=generator)
         trainer.step((inputs, inputs))
     print("DIGEST", trainer.digest(), flush=True)
 """
@@ -58,9 +60,14 @@ def train(folder: Path, *options: str, **variables: str) -> tuple[set[str], str]
     return {*re.findall(r"DIGEST (\w+)", output)}, output
 
 
-def test_a_rank_that_is_wrong_again_and_again_leaves_an_elastic_run(tmp_path):
-    expected, _ = train(tmp_path / "alone", "-n", "1")
-    found, output = train(tmp_path / "elastic", "--min", "1", "--max", "3", FAULTY="1")
+@pytest.mark.parametrize(
+    ("storage", "ranks"),
+    [("replicated", "3"), pytest.param("sharded", "4", marks=pytest.mark.stress)],
+)
+def test_a_rank_that_is_wrong_again_and_again_leaves_an_elastic_run(tmp_path, storage, ranks):
+    options = {"FAULTY": "1", "STORAGE": storage}
+    expected, _ = train(tmp_path / "alone", "-n", "1", STORAGE="replicated")
+    found, output = train(tmp_path / "elastic", "--min", "1", "--max", ranks, **options)
     assert len(expected) == 1
     assert found == expected
     assert re.search(

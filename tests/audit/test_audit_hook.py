@@ -152,7 +152,8 @@ def test_state_without_effect_on_the_results_is_no_state():
 
 
 @pytest.mark.ranks(1)
-def test_an_error_that_only_the_repetition_raises_is_hidden_state():
+@pytest.mark.parametrize("storage", ["replicated", "sharded"])
+def test_an_error_that_only_the_repetition_raises_is_hidden_state(storage):
     ls.init()
 
     class Limited(nn.Linear):
@@ -165,7 +166,7 @@ def test_an_error_that_only_the_repetition_raises_is_hidden_state():
             return super().forward(inputs)
 
     with pytest.raises(RuntimeError, match="seven"):  # in the next attempt
-        train(partial(Limited, 6, 6))
+        train(partial(Limited, 6, 6), storage=storage)
 
 
 # --- faults ----------------------------------------------------------------------------------

@@ -164,6 +164,31 @@ def test_a_model_without_blocks_has_its_modules(world_of_one, tmp_path):
     assert {*found.leaf_gradients[1]} == {"last.weight", "last.bias"}
 
 
+class Plain(nn.Module):
+    """A model without blocks, whose class `fully_shard` replaces by another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(self.first(x).tanh())
+
+
+def test_a_sharded_model_has_the_names_of_its_own_modules(world_of_one, tmp_path):
+    found = []
+    for storage in ("replicated", "sharded"):
+        torch.manual_seed(1)
+        with ls.Trainer(
+            Plain(), nn.CrossEntropyLoss(), ADAM, microbatches=2, storage=storage,
+            loggers=tmp_path / storage, fingerprints="unit",
+        ) as trainer:  # fmt: skip
+            trainer.step(batches(1)[0])
+        found.append(merged(read_fingerprints(tmp_path / storage).steps[0]))
+    assert found[0] == found[1]
+    assert ("backward", 0, ("Plain", 0, 0)) in found[0]
+
+
 @pytest.mark.parametrize(
     ("text", "steps"),
     [
