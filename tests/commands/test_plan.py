@@ -63,6 +63,7 @@ def test_a_script_that_would_go_on_for_ever(plan, monkeypatch):
     assert 2 * measured["gradients"] <= measured["optimizer"] <= 2 * measured["gradients"] + 64
     assert measured["leaves"] == 8
     assert measured["blocks"] == [4 * 16, 0, 4 * 4]
+    assert measured["refusals"] == {}
     assert measured["outputs"] == [4 * 4, 4, 4 * 2]
     # The 4 M numbers after tanh, and as many before it or gradients.
     assert 2 * 16_000_000 <= measured["activations"] < 3 * 16_000_000

@@ -65,6 +65,13 @@ def test_ranks_of_a_host_share_parameters_and_optimizer_but_not_gradients():
     assert shared.activations == 50 + 40 * (1 + 3) // (1 + 4)
 
 
+def test_storages_that_the_optimizer_or_the_backend_excludes_are_refused():
+    reasons = {"shared": "no backend", "sharded": "no elements"}
+    plans = plan(ranks=2, refusals=reasons)
+    refusals = {name.strip('"'): made.refusal for name, made in plans.items()}
+    assert {name: reason for name, reason in refusals.items() if name in reasons} == reasons
+
+
 def test_three_ranks_have_a_bucket_per_node():
     # Rank 1 has the micro-batches 3 to 5, whose nodes are 3 and 4-5.
     assert plan(ranks=3)['"replicated"'].gradients == (3 + 2) * 800

@@ -47,6 +47,7 @@ def compare(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets.flatten())
 
 
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("name", MODELS)
 def test_sizes_are_those_of_a_step_with_memory(name):
     build, inputs, targets = MODELS[name]
@@ -54,7 +55,7 @@ def test_sizes_are_those_of_a_step_with_memory(name):
         model = build()
     found = []
     optimizer = partial(torch.optim.AdamW, lr=0.1)
-    trainer = MetaTrainer(MemorySession(found.append), model, compare, optimizer, microbatches=5)
+    trainer = MetaTrainer(MemorySession(found.append, 2), model, compare, optimizer, microbatches=5)
     with pytest.raises(SessionComplete):
         trainer.step((inputs, targets))
     (training,) = found
@@ -93,7 +94,7 @@ def test_freed_tensors_are_not_counted():
 def test_least_memory_of_a_model_that_is_not_built():
     blocks = [lambda: nn.Linear(4, 5), lambda: nn.Linear(5, 6, bias=False)]
     trainer = MetaTrainer(
-        MemorySession([].append), blocks, compare, torch.optim.SGD, microbatches=6
+        MemorySession([].append, 2), blocks, compare, torch.optim.SGD, microbatches=6
     )
     size = 4 * (20 + 5 + 30)
     assert trainer.least_bytes == size + count_sums(range(6), 6) * size
@@ -103,7 +104,7 @@ def test_least_memory_of_a_model_that_is_not_built():
 def test_batches_are_those_of_a_data_loader(is_loader):
     data = TensorDataset(torch.arange(6.0).view(6, 1), torch.zeros(6))
     trainer = MetaTrainer(
-        MemorySession([].append), [lambda: nn.Linear(1, 1)], compare, torch.optim.SGD
+        MemorySession([].append, 2), [lambda: nn.Linear(1, 1)], compare, torch.optim.SGD
     )
     loader = (DataLoader(data, 4),) if is_loader else (data, 4)
     inputs, targets = next(iter(trainer.batches(*loader, shuffle=False)))
@@ -113,7 +114,7 @@ def test_batches_are_those_of_a_data_loader(is_loader):
 
 def test_what_needs_memory_is_refused():
     trainer = MetaTrainer(
-        MemorySession([].append), [lambda: nn.Linear(1, 1)], compare, torch.optim.SGD
+        MemorySession([].append, 2), [lambda: nn.Linear(1, 1)], compare, torch.optim.SGD
     )
     with pytest.raises(UsageError, match=r"trainer\.evaluate before its first trainer\.step"):
         trainer.evaluate(None)

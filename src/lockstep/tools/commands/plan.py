@@ -77,7 +77,7 @@ def command(
 
     if ranks % hosts:
         raise click.BadParameter(f"{ranks} ranks are not a multiple of {hosts} hosts")
-    training = measure_training(script, arguments, timeout)
+    training = measure_training(script, arguments, ranks, timeout)
     memory = psutil.virtual_memory().total
     plans = plan_storages(training, hosts, ranks)
     chosen = choose(plans, memory)

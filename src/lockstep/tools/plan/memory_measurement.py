@@ -25,12 +25,15 @@ from lockstep.tools.plan.memory_plan import TrainingMemory
 __all__ = ["measure_training"]
 
 
-def measure_training(script: str, arguments: Sequence[str], timeout: float) -> TrainingMemory:
+def measure_training(
+    script: str, arguments: Sequence[str], ranks: int, timeout: float
+) -> TrainingMemory:
     """Run the first steps of a script on one rank; return the memory of its training.
 
     Args:
         script: The file, or a folder with a `__main__.py`.
         arguments: The script's own arguments.
+        ranks: The number of ranks of the plan.
         timeout: The time in seconds after which the rank is terminated.
 
     Raises:
@@ -40,7 +43,7 @@ def measure_training(script: str, arguments: Sequence[str], timeout: float) -> T
     get_fork_server(for_training=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as name:
         folder = Path(name)
-        order = script, tuple(arguments), name
+        order = script, tuple(arguments), ranks, name
         try:
             launch(_run_rank, order, 1, timeout=timeout, pass_rank=True)
         except RankError as error:
@@ -59,12 +62,12 @@ def measure_training(script: str, arguments: Sequence[str], timeout: float) -> T
     return training
 
 
-def _run_rank(rank: int, script: str, arguments: Sequence[str], name: str) -> None:
+def _run_rank(rank: int, script: str, arguments: Sequence[str], ranks: int, name: str) -> None:
     from lockstep.tools.plan.memory_session import MemorySession
     from lockstep.tools.plan.meta_trainer import replace_trainer
 
     def make_session(record: Callable[[TrainingMemory], None]) -> MemorySession:
-        session = MemorySession(record)
+        session = MemorySession(record, ranks)
         replace_trainer(session)
         return session
 

@@ -14,8 +14,8 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, islice
 from typing import Any
@@ -42,6 +42,7 @@ class TrainingMemory:
         shared: The pages of the interpreter and libraries that a rank shares with the other ranks
             of its host, and with the fork server that started them.
         leaves: The number of micro-batches of a batch.
+        refusals: Why the training cannot use "shared" or "sharded" storage; without what it can.
         blocks: The bytes of the parameters of each block; empty if the model has no blocks.
         outputs: The bytes of a micro-batch's output of each block.
         is_computed: Whether the values were computed without memory, so that `unused` is not
@@ -56,6 +57,7 @@ class TrainingMemory:
     process: int
     shared: int
     leaves: int
+    refusals: Mapping[str, str] = field(default_factory=dict)
     blocks: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     is_computed: bool = False
@@ -152,7 +154,7 @@ def plan_storages(training: TrainingMemory, hosts: int, ranks: int) -> list[Stor
     local, network = _count_traffic(leaves, _group(homes), training.gradients)
     plans = [make("replicated", homes, whole, local=local, network=network)]
     local, _ = _count_traffic(leaves, _group(homes), training.gradients, scatter=True)
-    refusal = "all ranks must be on one host" if hosts > 1 else ""
+    refusal = "all ranks must be on one host" if hosts > 1 else training.refusals.get("shared", "")
     parts = -(-whole[0] // ranks), whole[1], -(-whole[2] // ranks)
     plans.append(make("shared", homes, parts, local=local, refusal=refusal))
     if 1 < hosts < ranks:  # otherwise like another storage
@@ -196,6 +198,8 @@ def _plan_sharded(training: TrainingMemory, hosts: int, per_host: int, storage: 
     shards, copies = (per_host, hosts) if storage == "hybrid" else (ranks, 1)
     if ranks & (ranks - 1) or leaves % ranks:
         reason = f"the number of ranks must be a power of two that divides {leaves} micro-batches"
+        return StoragePlan(storage, refusal=reason)
+    if reason := training.refusals.get("sharded", ""):
         return StoragePlan(storage, refusal=reason)
     turns, sums = leaves // ranks, leaves // shards
     lists, homes = count_sums(range(turns), sums), _group(range(copies))

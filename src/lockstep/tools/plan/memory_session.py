@@ -10,22 +10,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.step_context import Position, StepContext
 from lockstep.kernel.step_hooks import StepResult
 from lockstep.launcher.malloc import release_freed_memory
+from lockstep.launcher.world import world
 from lockstep.model.blocks import Blocks, find_block_names
 from lockstep.model.deferred_init import named_tensors
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.tools.plan.live_tensors import LiveTensors
 from lockstep.tools.plan.memory_plan import TrainingMemory, count_sums
+from lockstep.training.sharded_step import require_shardable
+from lockstep.training.shared_storage import require_elementwise
 from lockstep.training.trainer_hooks import ObservedTrainer, SessionComplete
 
 __all__ = ["MemorySession", "count_bytes", "measuring_outputs", "read_process"]
@@ -46,11 +51,16 @@ class MemorySession:
 
     Args:
         record: Called with the `TrainingMemory`.
+        ranks: The number of ranks of the plan.
+
+    Attributes:
+        optimizers: The optimizers of the trainer.
     """
 
-    def __init__(self, record: Callable[[TrainingMemory], None]) -> None:
-        self._record = record
+    def __init__(self, record: Callable[[TrainingMemory], None], ranks: int) -> None:
+        self._record, self._ranks = record, ranks
         self._blocks: Blocks | None = None
+        self.optimizers: Sequence[Optimizer] = ()
 
     def options(self, model: nn.Module | Any, given: PipelineConfig) -> tuple[PipelineConfig, bool]:
         """Return one stage, and storage that is not shared."""
@@ -72,6 +82,25 @@ class MemorySession:
                 "CUDA_VISIBLE_DEVICES="
             )
         return MeasuredTrainer(self, trainer, find_block_names(trainer.module, self._blocks))
+
+    def find_refusals(self, module: nn.Module) -> dict[str, str]:
+        """Return why the backend or an optimizer excludes "shared" or "sharded" storage."""
+        names: dict[torch.Tensor, str] = {one: name for name, one in module.named_parameters()}
+        backend = "" if world().backend == "lockstep" else 'it needs the backend "lockstep"'
+        found = {"shared": backend, "sharded": ""}
+        if len(self.optimizers) > 1:
+            found["shared"] = "it steps one optimizer"
+        for optimizer in self.optimizers:
+            checks: dict[str, Callable[[], None]] = {
+                "shared": partial(require_elementwise, optimizer, torch.device("cpu")),
+                "sharded": partial(require_shardable, optimizer, names, self._ranks),
+            }
+            for storage, check in checks.items():
+                try:
+                    check()
+                except UsageError as error:
+                    found[storage] = found[storage] or str(error).partition(":")[0]
+        return {storage: reason for storage, reason in found.items() if reason}
 
     def end(self, training: TrainingMemory) -> NoReturn:
         """Record what was measured, and raise SessionComplete, which ends the script."""
@@ -134,6 +163,7 @@ class MeasuredTrainer:
                 process=self._process,
                 shared=self._shared,
                 leaves=leaves,
+                refusals=self._session.find_refusals(self._trainer.module),
                 blocks=tuple(map(count_bytes, self._blocks)),
                 outputs=tuple(self._outputs),
             )

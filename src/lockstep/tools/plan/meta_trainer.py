@@ -48,11 +48,13 @@ def replace_trainer(session: MemorySession) -> None:
     build: Callable[..., Any] = package.Trainer
 
     def make(model: Model, *arguments: Any, **options: Any) -> Any:
-        if isinstance(model, nn.Module) and not any(p.is_meta for p in model.parameters()):
-            return build(model, *arguments, **options)
-        trainer = MetaTrainer(session, model, *arguments, **options)
-        does_fit = trainer.least_bytes <= psutil.virtual_memory().available
-        return build(model, *arguments, **options) if does_fit else trainer
+        if not isinstance(model, nn.Module) or any(p.is_meta for p in model.parameters()):
+            computed = MetaTrainer(session, model, *arguments, **options)
+            if computed.least_bytes > psutil.virtual_memory().available:
+                return computed
+        trainer = build(model, *arguments, **options)
+        session.optimizers = trainer.optimizers
+        return trainer
 
     vars(package)["Trainer"] = make
 
@@ -112,6 +114,7 @@ class MetaTrainer:
         split = split_batch(batch, share)
         process, shared = read_process(0)
         optimizer = self._measure_state()
+        refusals = self._session.find_refusals(self._model)
         gradients = count_bytes(self._model, only_trainable=True)
         outputs = [0] * len(self._blocks)
         live = LiveTensors()
@@ -134,6 +137,7 @@ class MetaTrainer:
                 process=process,
                 shared=shared,
                 leaves=split.leaves,
+                refusals=refusals,
                 blocks=tuple(map(count_bytes, self._blocks)),
                 outputs=tuple(outputs),
                 is_computed=True,
@@ -146,7 +150,8 @@ class MetaTrainer:
         for parameter in self._model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         size = 0
-        for optimizer in make_optimizers(self._configs, self._model):
+        self._session.optimizers = make_optimizers(self._configs, self._model)
+        for optimizer in self._session.optimizers:
             optimizer.step()
             leaves = tree_leaves(dict(optimizer.state))
             size += sum(leaf.nbytes for leaf in leaves if torch.is_tensor(leaf))
