@@ -30,14 +30,16 @@ from benchmarks.step.memory import Watch, proportional
 from lockstep.tools.plan.memory_plan import TrainingMemory, plan_storages
 
 WIDTH, LAYERS, WORDS, TOKENS = 768, 12, 10_000, 16
-MICROBATCHES, STEPS = 4, 4
+MICROBATCHES, STEPS = 4, 3
 CONTENDERS = {
     "ddp": "DistributedDataParallel, with `no_sync` for all but the last micro-batch",
     "fsdp2": "`fully_shard` of each layer, whose gradients are scattered in each micro-batch",
+    "fsdp2-default": "the same with the default settings of malloc",
     "exact": "`ls.exact` on the model of fsdp2",
     "replicated": '`ls.Trainer(storage="replicated")`',
     "shared": '`ls.Trainer(storage="shared")`',
     "sharded": '`ls.Trainer(storage="sharded")`',
+    "meta": "the same with a model on the meta device",
 }
 ADAMW = partial(torch.optim.AdamW, lr=1e-4)
 
@@ -59,9 +61,11 @@ def mean_loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def train(contender: str, words: torch.Tensor) -> None:
     """Train on this rank."""
-    model: Any = build()
-    if contender in ("replicated", "shared", "sharded"):
-        trainer = ls.Trainer(model, mean_loss, ADAMW, microbatches=MICROBATCHES, storage=contender)
+    with torch.device("meta" if contender == "meta" else "cpu"):
+        model: Any = build()
+    storage: Any = "sharded" if contender == "meta" else contender
+    if storage in ("replicated", "shared", "sharded"):
+        trainer = ls.Trainer(model, mean_loss, ADAMW, microbatches=MICROBATCHES, storage=storage)
         for _ in range(STEPS):
             trainer.step((words[:, :-1], words[:, 1:]))
         return
@@ -99,7 +103,9 @@ def measure(contender: str, ranks: int) -> float:
     """Return the mean over the ranks of the peak of their memory, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         start = "run", "-n", str(ranks), "--log-dir", folder
-        run(*start, __file__, "--train", contender, folder)
+        # Lockstep changes no settings of malloc if there are others, which may be empty.
+        settings = {"GLIBC_TUNABLES": ""} if contender == "fsdp2-default" else {}
+        run(*start, __file__, "--train", contender, folder, **settings)
         return statistics.mean(json.loads(file.read_text()) for file in Path(folder).glob("*.json"))
 
 
@@ -127,7 +133,7 @@ def main() -> None:
         plans = {plan.argument: plan.rank for plan in plan_storages(training, 1, ranks)}
         for contender in options.contenders.split(","):
             measured = measure(contender, ranks)
-            predicted = plans.get(f'storage="{contender}"')
+            predicted = plans.get(f'storage="{contender.replace("meta", "sharded")}"')
             text = "" if predicted is None else f"{predicted / 1e6:,.0f}"
             print(f"| {contender} | {ranks} | {measured / 1e6:,.0f} | {text} |", flush=True)
 

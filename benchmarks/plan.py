@@ -30,7 +30,7 @@ from examples.resnet import resnet18
 from lockstep.tools.plan.memory_plan import TrainingMemory, plan_storages
 
 STEPS = 6
-STORAGES = ("replicated", "shared")
+STORAGES = ("replicated", "shared", "sharded")
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT = 1200  # seconds per command
 
@@ -78,10 +78,11 @@ def train(name: str, storage: str, folder: str) -> None:
     Path(folder, f"{ls.rank()}.json").write_text(json.dumps(watch.rank))
 
 
-def run(*words: str) -> str:
-    """Run a lockstep command, and return its last line."""
+def run(*words: str, **variables: str) -> str:
+    """Run a lockstep command with environment variables, and return its last line."""
     command = [sys.executable, "-m", "lockstep", *words]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}  # this program imports its neighbors
+    # This program imports its neighbors.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=environment)
     if done.returncode:
         raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr}{done.stdout}")
