@@ -59,6 +59,7 @@ def test_the_folder_is_that_of_an_image_recipe(textures, tmp_path, monkeypatch, 
 
 
 @pytest.mark.stress
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(importlib.util.find_spec("skimage") is None, reason="no scikit-image here")
 def test_a_few_epochs_tell_most_held_out_pieces_apart(textures, tmp_path):
     textures.write_pieces(textures.find_photographs(), tmp_path / "textures")
