@@ -17,8 +17,8 @@ import lockstep as ls
 import pytest_lockstep
 from lockstep.comm import backend
 from lockstep.comm.hosts.all_reduce import HostAllReduce
-from lockstep.kernel.errors import LayoutError
-from lockstep.sharded_tensors import find_shard
+from lockstep.kernel.errors import DisagreementError, LayoutError
+from lockstep.sharded_tensors import find_shard, local_part
 from placed import join
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
@@ -128,7 +128,14 @@ def train_shards(placement, storage):
         (_, shards), copies = find_shard(trainer.module[0].weight), len(set(placement))
         assert shards * copies == dist.get_world_size() == len(placement)
     state = trainer.state_dict()["model"]
-    return seen, trainer.digest(), trainer.optimizer_digest(), ls.digest(state)
+    seen = seen, trainer.digest(), trainer.optimizer_digest(), ls.digest(state)
+    if placement == "abba":
+        if ls.rank() == 3:
+            local_part(trainer.module[0].weight)[5, 2].mul_(2)
+        sentence = r"0.weight \(shard 1\) has other values on rank 3 than on rank 2"
+        with pytest.raises(DisagreementError, match=sentence):
+            trainer.step(next(iter(trainer.batches(Pairs(48), 24))))
+    return seen
 
 
 @pytest.mark.parametrize(
@@ -180,24 +187,28 @@ def test_a_host_computes_neighboring_microbatches():
     assert run(microbatches_here, "abab") == [[0, 1], [4, 5], [2, 3], [6, 7]]
 
 
-def sent_in_a_step(placement):
+def sent_in_a_step(placement, storage):
     """Return the bytes sent to other hosts in a step, relative to the gradients."""
-    group = join(placement)
+    groups = [join(placement)]
     model = nn.Linear(1000, 1000, bias=False)
-    trainer = ls.Trainer(model, nn.MSELoss(), partial(torch.optim.SGD, lr=0.1))
+    size = model.weight.nbytes
+    trainer = ls.Trainer(model, nn.MSELoss(), partial(torch.optim.SGD, lr=0.1), storage=storage)
+    if storage == "hybrid":
+        groups.append(backend.host_group_of(model.weight.device_mesh.get_group("replicate")))
     generator = torch.Generator().manual_seed(0)
     batch = torch.randn(8, 1000, generator=generator), torch.randn(8, 1000, generator=generator)
-    before = 0
-    for _ in range(3):
-        before = sum(group.link.sent.values())
+    sent = [0]
+    for _ in range(4):  # the last step is not audited
         trainer.step(batch)
-    sent = sum(group.link.sent.values()) - before
-    return sent / model.weight.nbytes
+        sent.append(sum(sum(group.link.sent.values()) for group in groups))
+    return (sent[-1] - sent[-2]) / size
 
 
-@pytest.mark.parametrize("placement", ["aabb", "abab"])
-def test_a_host_sends_the_gradients_once(placement):
-    found = run(sent_in_a_step, placement)
+@pytest.mark.parametrize(
+    ("placement", "storage"), [("aabb", "replicated"), ("abab", "replicated"), ("aabb", "hybrid")]
+)
+def test_a_host_sends_the_gradients_once(placement, storage):
+    found = run(sent_in_a_step, placement, storage)
     for host in "ab":
         of_host = [sent for where, sent in zip(placement, found, strict=True) if where == host]
         assert 1.0 <= sum(of_host) < 1.02

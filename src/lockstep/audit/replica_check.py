@@ -6,7 +6,8 @@
                                                                     the step begins again
 
 Each replica updates its own copy, so a wrong update, or a bit that flips in memory, lasts. A tensor
-with many other elements was written by the program, on some ranks only: that is an error.
+with many other elements was written by the program, on some ranks only: that is an error. So is
+any difference between the copies of a shard, which several hosts have with hybrid storage.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import CommittedStep, StepHook
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.state_mutation_check import require_same_weights
-from lockstep.sharded_tensors import is_sharded
+from lockstep.sharded_tensors import is_sharded, local_part
 
 __all__ = ["OddReplica", "ReplicaCheck", "find_odd_replica"]
 
@@ -98,11 +99,21 @@ class ReplicaCheck(StepHook):
         self._finding: dict[str, Any] | None = None
 
     def status(self, step: StepContext) -> dict[str, str | None]:
-        """Return a hash of all that this rank holds by its stages; none if it is not audited."""
+        """Return a hash of all that this rank holds by its stages; none if it is not audited.
+
+        What only the ranks with the same shard hold has another hash.
+        """
         if step.is_stopped or not is_audited(step.number, self._config.every_steps):
             return {}
-        self._hashes = {name: _hash(value) for name, value in self._find_values().items()}
-        return {str(self._parallel.position): combine_hashes(self._hashes)}
+        values, self._shards = self._find_values(), dict[str, int]()
+        self._hashes = {name: _hash(one) for name, one in values.items() if not is_sharded(one)}
+        found: dict[str, str | None] = {str(self._parallel.position): combine_hashes(self._hashes)}
+        if len(self._parallel.hosts) > 1:
+            about = f"shard {self._parallel.part[0]}"
+            shards = {name: local_part(one) for name, one in values.items() if is_sharded(one)}
+            self._shards = {f"{name} ({about})": _hash(one) for name, one in shards.items()}
+            found |= {about: combine_hashes(self._shards)} if shards else {}
+        return found
 
     def merge(
         self, left: dict[str, str | None], right: dict[str, str | None]
@@ -117,13 +128,16 @@ class ReplicaCheck(StepHook):
             RepeatStep: A replica was restored; the step has to be computed again.
             DisagreementError: Replicas differ otherwise.
         """
-        if summary.failure is not None or None not in summary.hooks[self.name].values():
+        differing = [name for name, bits in summary.hooks[self.name].items() if bits is None]
+        if summary.failure is not None or not differing:
             return
+        if not differing[0].isdigit():
+            require_same_weights(self._shards, step.label.about, self._parallel.group)
         about = f"comparing replicas {step.label.about}"
         parallel = self._parallel
         mine = json.dumps([parallel.position, platform.node(), self._hashes]).encode()
         messages = [json.loads(one) for one in parallel.messages.gather(mine, about)]
-        position = next(int(n) for n, common in summary.hooks[self.name].items() if common is None)
+        position = int(differing[0])
         ranks = [rank for rank, message in enumerate(messages) if message[0] == position]
         odd = find_odd_replica([messages[rank][2] for rank in ranks])
         if odd is None or not step.is_repeatable or not self._restore(step, odd, ranks):
@@ -155,18 +169,18 @@ class ReplicaCheck(StepHook):
         self._finding = None
 
     def _find_values(self) -> dict[str, Any]:
-        """Return the tensors and numbers that every replica holds, by name."""
+        """Return the tensors and numbers that this rank holds, by name."""
         values: dict[str, Any] = {}
         for root, module in self._modules.items():
             for named in (module.named_parameters, module.named_buffers):
                 for name, tensor in named(prefix=root):
                     values[name] = tensor
         values |= self._optimizer_state()
-        # Neither what is sharded, nor what only another stage has.
+        # Without what only another stage has.
         return {
             name: value
             for name, value in values.items()
-            if not is_sharded(value) and not (isinstance(value, torch.Tensor) and value.is_meta)
+            if not (isinstance(value, torch.Tensor) and value.is_meta)
         }
 
     def _restore(self, step: StepContext, odd: OddReplica, ranks: Sequence[int]) -> bool:
