@@ -73,7 +73,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def make_optimizer(parameters):
-    if LAYOUT.get("storage") != "sharded":
+    if LAYOUT.get("storage") not in ("sharded", "hybrid"):
         return AdamW(parameters, lr=0.01)
     optimizer = torch.optim.AdamW(parameters, lr=0.01)  # only torch's steps shards of any size
     for register, point in (
@@ -134,6 +134,8 @@ if stateful or "mirror" in LAYOUT:
     checkpoint = ls.CheckpointConfig(
         every_steps=1000, mirror_every_steps=LAYOUT.get("mirror"), stateful=stateful
     )
+if LAYOUT.get("storage") == "hybrid":
+    os.environ["LOCKSTEP_HOST_IDENTITY"] = f"host {ls.rank() % 2}"
 made = ls.Trainer(
     model, nn.CrossEntropyLoss(), ls.OptimizerConfig(
         make_optimizer,

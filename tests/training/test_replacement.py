@@ -118,6 +118,12 @@ def test_shards_without_checkpoints_begin_again(tmp_path, undisturbed):
     assert "if a rank is killed, this training begins again" in found.said[0]
 
 
+def test_shards_that_another_host_has_are_handed_over(tmp_path, undisturbed):
+    found = train(tmp_path / "run", "forward:5:1", ranks=4, storage="hybrid")
+    require_same(found, undisturbed["one"])
+    assert sources(found) == ["step 5, handed over by members 0 and 2"]
+
+
 def test_two_trainers_and_a_kill_before_there_are_any(tmp_path, undisturbed):
     """The state of a registered trainer is part of the other's."""
     kills = "start:0:1 forward:5:1 answering:0:0"  # the last before its script is at step 5 again
