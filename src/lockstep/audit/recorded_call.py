@@ -226,7 +226,14 @@ class RecordedCall:
 
     def _compute(self, prepare: Callable[[Any], Any]) -> dict[str, int]:
         self._inputs = []
-        args, kwargs = tree_map(lambda value: self._enter(prepare(value)), self._arguments)
+        entered: dict[int, Any] = {}  # an input that occurs twice is entered once
+
+        def enter(value: Any) -> Any:
+            if id(value) not in entered:
+                entered[id(value)] = self._enter(prepare(value))
+            return entered[id(value)]
+
+        args, kwargs = tree_map(enter, self._arguments)
         # In a backward pass, a scope finds the number of its call among those of the first time.
         known = self._after if is_in_backward() else self._before
         self._scopes.resume(copy.deepcopy(known))
