@@ -641,3 +641,21 @@ def digests(ranks):
         return found
 
     return ranks(alone, 1)[0]
+
+
+def private_bytes():
+    with open("/proc/self/status", encoding="ascii") as file:
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith("RssAnon:"))
+
+
+def share_large_model():
+    layers = [nn.Linear(1000, 1000, bias=False) for _ in range(16)]
+    model, size = nn.Sequential(*layers), 16 * 4_000_000
+    before = private_bytes()
+    ls.Trainer(model, nn.MSELoss(), torch.optim.SGD, storage="shared", loggers=[])
+    return (before - private_bytes()) / size
+
+
+def test_the_memory_of_the_whole_parameters_is_returned(ranks):
+    for returned in ranks(share_large_model, 2, backend="lockstep"):
+        assert returned > 0.5

@@ -22,6 +22,7 @@ from lockstep.data_parallel.planned_buckets import BUCKET_BYTES
 from lockstep.data_parallel.shards import Shards
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.norm import is_dense
+from lockstep.launcher.malloc import release_freed_memory
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.optimizer_probe import require_separate
 from lockstep.training.sharded_optimizer import ShardedOptimizer
@@ -112,6 +113,7 @@ def share_parameters(
     gradients = GradientReducer(named, parallel.group, shards, modules)
     with torch.no_grad():
         sharded = ShardedOptimizer(optimizer, parameters, gradients, shards, parallel.group)
+    release_freed_memory()  # of the whole parameters, which steps would not fill
     return gradients, sharded
 
 
