@@ -1,6 +1,6 @@
 """The memory of a rank that trains a transformer of 100 M parameters, in each storage.
 
-    python -m benchmarks.memory [--ranks 2,4] [--contenders ddp,fsdp2,...]
+    python -m benchmarks.memory [--ranks 2,4] [--layers 12] [--contenders ddp,fsdp2,...]
 
 All contenders compute 4 micro-batches of one sequence of 16 words per step, with AdamW, on the
 backend "lockstep". The value is the peak of the proportional set size of a rank: anonymous pages
@@ -29,7 +29,7 @@ from benchmarks.plan import TIMEOUT, run
 from benchmarks.step.memory import Watch, proportional
 from lockstep.tools.plan.memory_plan import TrainingMemory, plan_storages
 
-WIDTH, LAYERS, WORDS, TOKENS = 768, 12, 10_000, 16
+WIDTH, WORDS, TOKENS = 768, 10_000, 16
 MICROBATCHES, STEPS = 4, 3
 CONTENDERS = {
     "ddp": "DistributedDataParallel, with `no_sync` for all but the last micro-batch",
@@ -44,14 +44,14 @@ CONTENDERS = {
 ADAMW = partial(torch.optim.AdamW, lr=1e-4)
 
 
-def build() -> nn.Module:
+def build(layers: int) -> nn.Module:
     """Return the model."""
     torch.manual_seed(0)
-    layers = [
-        nn.TransformerEncoderLayer(WIDTH, 12, 4 * WIDTH, batch_first=True) for _ in range(LAYERS)
+    middle = [
+        nn.TransformerEncoderLayer(WIDTH, 12, 4 * WIDTH, batch_first=True) for _ in range(layers)
     ]
     head = nn.Linear(WIDTH, WORDS), nn.Flatten(0, 1)
-    return nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, *head)
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH), *middle, *head)
 
 
 def mean_loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -59,10 +59,10 @@ def mean_loss(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(scores, targets.flatten())
 
 
-def train(contender: str, words: torch.Tensor) -> None:
+def train(contender: str, layers: int, words: torch.Tensor) -> None:
     """Train on this rank."""
     with torch.device("meta" if contender == "meta" else "cpu"):
-        model: Any = build()
+        model: Any = build(layers)
     storage: Any = "sharded" if contender == "meta" else contender
     if storage in ("replicated", "shared", "sharded"):
         trainer = ls.Trainer(model, mean_loss, ADAMW, microbatches=MICROBATCHES, storage=storage)
@@ -99,13 +99,14 @@ def train(contender: str, words: torch.Tensor) -> None:
         optimizer.zero_grad()
 
 
-def measure(contender: str, ranks: int) -> float:
+def measure(contender: str, layers: int, ranks: int) -> float:
     """Return the mean over the ranks of the peak of their memory, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         start = "run", "-n", str(ranks), "--log-dir", folder
         # Lockstep changes no settings of malloc if there are others, which may be empty.
         settings = {"GLIBC_TUNABLES": ""} if contender == "fsdp2-default" else {}
-        run(*start, __file__, "--train", contender, folder, **settings)
+        layout = "--layers", str(layers), "--train", contender, folder
+        run(*start, __file__, *layout, **settings)
         return statistics.mean(json.loads(file.read_text()) for file in Path(folder).glob("*.json"))
 
 
@@ -114,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--contenders", default=",".join(CONTENDERS))
     parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--train", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
@@ -122,17 +124,18 @@ def main() -> None:
         words = torch.randint(WORDS, (MICROBATCHES, TOKENS + 1))
         before = proportional(os.getpid())
         with Watch([os.getpid()]) as watch:
-            train(contender, words)
+            train(contender, options.layers, words)
         Path(folder, f"{ls.rank()}.json").write_text(json.dumps(watch.rank - before))
         return
-    planned = json.loads(run("plan", "--json", __file__, "--train", "replicated", "."))
+    layout = "--layers", str(options.layers), "--train", "replicated", "."
+    planned = json.loads(run("plan", "--json", __file__, *layout))
     training = TrainingMemory(**{**planned["measured"], "process": 0, "shared": 0})
     print("| contender | ranks | measured, MB | predicted, MB |")
     print("|---|---|---|---|")
     for ranks in map(int, options.ranks.split(",")):
         plans = {plan.argument: plan.rank for plan in plan_storages(training, 1, ranks)}
         for contender in options.contenders.split(","):
-            measured = measure(contender, ranks)
+            measured = measure(contender, options.layers, ranks)
             predicted = plans.get(f'storage="{contender.replace("meta", "sharded")}"')
             text = "" if predicted is None else f"{predicted / 1e6:,.0f}"
             print(f"| {contender} | {ranks} | {measured / 1e6:,.0f} | {text} |", flush=True)
