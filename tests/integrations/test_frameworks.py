@@ -112,6 +112,27 @@ def train_with_lightning(
     return ls.digest(module.network)
 
 
+def train_with_another_weight():
+    """Return the error of a training in which a weight of rank 1 changes after step 0."""
+    import lightning.pytorch as pl
+
+    class Spoil(pl.Callback):
+        def on_before_zero_grad(self, trainer, module, optimizer):
+            if trainer.global_step == 1 and ls.rank() == 1:
+                next(module.parameters()).data.view(-1)[0] += 1
+
+    with pytest.raises(ls.errors.DisagreementError) as caught:
+        train_with_lightning(callbacks=[Spoil()])
+    return str(caught.value)
+
+
+def test_lightning_compares_weights_and_says_that_it_repeats_nothing(ranks, capfd):
+    for said in ranks(train_with_another_weight, 2):
+        assert "has other values on rank 1 than on rank 0 in step 1" in said
+    said = capfd.readouterr().err
+    assert said.count("Lightning calls training_step, which may count metrics") == 1
+
+
 # --- Accelerate ------------------------------------------------------------------------------
 
 

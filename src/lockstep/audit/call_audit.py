@@ -189,20 +189,15 @@ class CallAudit:
                 recorded.require_unchanged()
         return not self._sharded.find_any(self._recorded is None or self._own is None)
 
-    def _repeat(
-        self, somewhere: AbstractContextManager[Any], *, is_reversed: bool = False
-    ) -> Computation:
+    def _repeat(self, somewhere: AbstractContextManager[Any], **how: bool) -> Computation:
         if self._sharded is not None:
             self._sharded.find_any(True)
-        return self._compute(somewhere, is_reversed=is_reversed)
+        return self._compute(somewhere, **how)
 
-    def _compute(
-        self, somewhere: AbstractContextManager[Any], *, is_reversed: bool = False
-    ) -> Computation:
+    def _compute(self, somewhere: AbstractContextManager[Any], **how: bool) -> Computation:
         assert self._recorded is not None
         with somewhere, self._fresh():
-            hashes = self._recorded.repeat(is_reversed=is_reversed)
-            return self._describe(hashes, is_repeated=True)
+            return self._describe(self._recorded.repeat(**how), is_repeated=True)
 
     def _call_otherwise(self) -> None:
         """Let the modules keep what they keep of other inputs."""
@@ -259,24 +254,17 @@ class CallAudit:
         self._corrections += 1
         is_own = culprit is self._own
         module = class_name(self._modules[""]) if damaged == "" else damaged
-        message = f"{place}: {culprit.place} computed a wrong result"
-        if module is not None:
-            message += f" in {module}"
-        if changed:
-            message += f" (or the call of the model depends on {changed}, which forward changes)"
-        elif is_own and not self.is_repeatable:
-            message += " (or the call of the model depends on what the loop sets around it)"
-        if not is_own:
-            message += " when it was repeated; the gradients do not contain it"
-        elif self.is_repeatable:
-            message += "; the step is computed again"
-        else:
-            message += (
-                ", which the gradients contain: continue from an earlier checkpoint if you need "
-                "the right bits"
-            )
-        finding = culprit.describe_fault(self._step, self._chosen, message)
         is_corrected = is_own and self.is_repeatable
+        where = "" if module is None else f" in {module}"
+        cause = f"{changed}, which forward changes" if changed else "what the loop sets around it"
+        has_other = bool(changed) or (is_own and not is_corrected)
+        where += f" (or the call of the model depends on {cause})" if has_other else ""
+        end = " when it was repeated; the gradients do not contain it"
+        if is_own:
+            end = ", which the gradients contain: continue from an earlier checkpoint if you need "
+            end = "; the step is computed again" if is_corrected else f"{end}the right bits"
+        message = f"{place}: {culprit.place} computed a wrong result{where}{end}"
+        finding = culprit.describe_fault(self._step, self._chosen, message)
         finding |= {"module": module, "corrected": is_corrected, "count": self._corrections}
         self.say(message, finding)
         if self._corrections <= self._config.max_corrections:

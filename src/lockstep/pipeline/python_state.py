@@ -56,40 +56,16 @@ MISSING = object()
 Key = int | tuple[int, str]
 """The id of an object; for a global name, the id of the globals and the name."""
 
-Assigned = tuple[Any, Any, Any]
-"""A dictionary, or the cell of a closure, a key in it, and a value."""
+Assigned = tuple[dict[Any, Any], Any, Any]
+"""A dictionary, a key in it, and a value."""
 
 
 @dataclass(frozen=True)
 class GlobalName:
-    """A global name that a function refers to, or one of its closure."""
+    """A global name that a function refers to."""
 
-    scope: dict[str, Any] | _Cell
+    scope: dict[str, Any]
     name: str
-
-    @property
-    def key(self) -> Key:
-        """The key of the name, the same in each function that refers to it."""
-        return id(self.scope.cell if isinstance(self.scope, _Cell) else self.scope), self.name
-
-
-@dataclass(frozen=True)
-class _Cell:
-    """The cell of a closure, with the methods of a dictionary of names."""
-
-    cell: CellType
-
-    def get(self, name: str, missing: Any = None) -> Any:
-        try:
-            return self.cell.cell_contents
-        except ValueError:  # it is assigned later
-            return missing
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.cell.cell_contents = value
-
-    def pop(self, name: str, missing: Any = None) -> None:
-        del self.cell.cell_contents
 
 
 @dataclass(frozen=True)
@@ -312,7 +288,7 @@ def _find_reachable(root: Any, path: str, skip: Iterable[Any] = ()) -> dict[Key,
     pending = deque([(root, path)])
     while pending and len(seen) < MOST:
         value, path = pending.popleft()
-        key = value.key if isinstance(value, GlobalName) else id(value)
+        key = (id(value.scope), value.name) if isinstance(value, GlobalName) else id(value)
         if key in seen or isinstance(value, ATOMS):
             continue
         seen.add(key)
@@ -353,7 +329,7 @@ def _iterate_names(function: FunctionType) -> Iterator[tuple[Any, str]]:
     if not _is_user_defined(function):
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield GlobalName(_Cell(cell), name), name
+        yield cell, name
     names = dict.fromkeys(_iterate_code_names(function.__code__))
     scope = function.__globals__
     for name in names:
@@ -385,7 +361,7 @@ def _has_content(value: Any) -> bool:
         return _is_user_defined(value)
     known = (
         nn.Module, GlobalName, dict, list, tuple, set, deque, torch.Tensor, torch.Generator,
-        numpy.ndarray, SimpleNamespace, count,
+        numpy.ndarray, SimpleNamespace, count, CellType,
     )  # fmt: skip
     if isinstance(value, known) or is_private_generator(value):
         return True
@@ -399,6 +375,11 @@ def _get_content(value: Any) -> dict[Any, Any]:
         return {name: entry for name, entry in scope.items() if name not in hidden}
     if isinstance(value, GlobalName):
         return {value.name: value.scope.get(value.name, MISSING)}
+    if isinstance(value, CellType):
+        try:
+            return {"": value.cell_contents}
+        except ValueError:  # it is assigned later
+            return {}
     if isinstance(value, type):
         own = {name: entry for name, entry in vars(value).items() if not name.startswith("__")}
         return {name: entry for name, entry in own.items() if not callable(entry)}
@@ -421,13 +402,13 @@ def _get_scope(value: Any) -> dict[Any, Any] | None:
         return value if len(value) <= LARGEST else None
     if isinstance(value, (type, GlobalName, torch.Tensor, torch.Generator, numpy.ndarray)):
         return None
-    if isinstance(value, (list, tuple, set, deque, count)) or is_private_generator(value):
+    if isinstance(value, (list, tuple, set, deque, count, CellType)) or is_private_generator(value):
         return None
     attributes: dict[str, Any] = vars(value)
     return attributes
 
 
-def _get_names(value: Any) -> Any:
+def _get_names(value: Any) -> dict[str, Any] | None:
     """Return the dictionary of an object's names, or of those of a module."""
     return value.scope if isinstance(value, GlobalName) else _get_scope(value)
 

@@ -79,7 +79,8 @@ def exact(
         microbatches: The number of micro-batches of a batch, at least the number of ranks.
         seed: The random seed of the micro-batches.
         audit: When each rank repeats a call of the model, to find hidden state and faulty
-            processors: an `AuditConfig`; True for its defaults, False for never.
+            processors: an `AuditConfig`; True for its defaults, False for never. Nothing else finds
+            state in attributes and globals.
 
     Returns:
         The handle of the loop.
@@ -356,6 +357,13 @@ class Exact:
                 "micro-batches"
             )
         return part * divisor
+
+    def refuse_audit(self, reason: str) -> None:
+        """Do not call the model again after the current micro-batch; this is said once.
+
+        Ranks still compare their weights in audited steps.
+        """
+        self._model.audit.refuse(reason)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> float:

@@ -151,7 +151,7 @@ class Trainer:
             LOCKSTEP_FINGERPRINTS decides. See the guide on monitoring.
         audit: When a micro-batch is computed again, on another rank if there is one, to find
             hidden state and faulty processors: an `AuditConfig`; True for its defaults, False for
-            never.
+            never. Nothing else finds state in attributes and globals, nor warns of it.
 
     Raises:
         UsageError: `lockstep.init()` was not called, or an argument is invalid.
