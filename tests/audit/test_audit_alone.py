@@ -1,6 +1,8 @@
 """Programs with hidden state, of kinds that users have written: found by the audit alone.
 
 Every other hook of the step is removed, so no special check can find them.
+
+    python -m tests.audit.test_audit_alone      # the table in benchmarks/audit.md
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.audit.audit_hook import Audit
+from lockstep.audit.call_audit_hook import CallAuditHook
 
 STEPS = 30
 
@@ -109,21 +112,44 @@ PROGRAMS = {
 """The model and the loss, the last step in which it is found, and a part of what is named."""
 
 
-def train_audited_only(name):
-    """Train a program with the audit alone; return the steps taken, and the error."""
+IN_CALLS = {
+    "recurrent": ".hidden changed",
+    "late generator": ".generator changed",
+    "late teacher": "first in aten.lerp_",
+    "late queue": ".rows changed",
+}
+"""What manual steps and stages name; they repeat no loss."""
+
+
+def train_audited_only(name, kind="step"):
+    """Train a program with the audit alone; return the steps taken, and the error.
+
+    Args:
+        name: The program.
+        kind: "step", "manual", or "stages", of which the first one is the program.
+    """
     make, make_loss, *_ = PROGRAMS[name]
     torch.manual_seed(0)
-    model = make()
-    trainer = ls.Trainer(
-        model, make_loss(), partial(torch.optim.SGD, lr=0.1), microbatches=4, loggers=[]
-    )
+    model, loss, pipeline = make(), make_loss(), None
+    if kind == "stages":
+        model = nn.Sequential(model, nn.Linear(4, 4))
+        pipeline = ls.PipelineConfig(stages=2, balance=[1, 1])
+    sgd, options = partial(torch.optim.SGD, lr=0.1), {"microbatches": 4, "loggers": []}
+    trainer = ls.Trainer(model, loss, sgd, pipeline=pipeline, **options)
     step = trainer._steps._optimizer_step
-    step.hooks = [hook for hook in step.hooks if isinstance(hook, Audit)]
+    audit = Audit if kind == "step" else CallAuditHook
+    step.hooks = [hook for hook in step.hooks if isinstance(hook, audit)]
     assert len(step.hooks) == 1
     draw = torch.Generator().manual_seed(1)
     try:
         for _ in range(STEPS):
-            trainer.step((torch.rand(16, 4, generator=draw), torch.arange(16) % 4))
+            batch = torch.rand(16, 4, generator=draw), torch.arange(16) % 4
+            if kind != "manual":
+                trainer.step(batch)
+                continue
+            with trainer.manual_step() as opened:
+                for inputs, targets in opened.microbatches(batch):
+                    opened.backward(loss(trainer.model(inputs), targets))
     except ls.LockstepError as error:
         return trainer.steps, f"{type(error).__name__}: {error}"
     return trainer.steps, ""
@@ -138,3 +164,36 @@ def test_hidden_state_is_found_by_the_audit_alone(name, n, ranks):
         assert error.startswith("StateError: "), error
         assert found <= step, error
         assert re.search(named, error), error
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("kind", ["manual", "stages"])
+@pytest.mark.parametrize("name", IN_CALLS)
+def test_hidden_state_in_a_call_is_found_by_the_audit_alone(name, kind, ranks):
+    for found, error in ranks(partial(train_audited_only, name, kind), 2):
+        assert error.startswith("StateError: "), error
+        assert found == (0 if name == "recurrent" else 5), error
+        assert IN_CALLS[name] in error, error
+
+
+def print_table() -> None:
+    """Train each program in each way, and print a row for it."""
+    ways = [("step", 1), ("step", 2), ("step", 3), ("manual", 2), ("stages", 2)]
+    print("| program | step on 1, 2 and 3 ranks | manual step | 2 stages | what is named |")
+    print("|---|---|---|---|---|")
+    for name in PROGRAMS:
+        found = [ls.launch(train_alone, (name, kind), nprocs=n)[0] for kind, n in ways]
+        steps = [str(step) if error else "not found" for step, error in found]
+        patterns = r"first in (aten[\w.]+)", r"( of [\w.]+) \(", r"(; [\w., ]+) changed"
+        named = "".join("".join(re.findall(pattern, found[0][1])) for pattern in patterns)
+        print(f"| {name} | {', '.join(steps[:3])} | {steps[3]} | {steps[4]} | {named} |")
+
+
+def train_alone(name: str, kind: str) -> tuple[int, str]:
+    """Train a program in a new process."""
+    ls.init()
+    return train_audited_only(name, kind)
+
+
+if __name__ == "__main__":
+    print_table()
