@@ -153,7 +153,7 @@ def publish(text: str, state: int = State.COMPUTING) -> None:
     page = _page
     page.number = number = page.number + 1
     now, offset = time.monotonic_ns(), (number & 1) * ENTRY_BYTES
-    body = text.encode() if text.isascii() else text.encode(errors="replace")
+    body = text.encode(errors="replace")
     ENTRY.pack_into(page.memory, offset, number, now, state, len(body), body, number)
 
 

@@ -6,11 +6,13 @@ which replica computes it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -52,11 +54,9 @@ def split_batch(batch: Any, share: ReplicaShare, epoch: int = 0) -> Batch:
         DatasetError: The first dimensions differ, are 0, or do not exist.
     """
     if (size := _count_rows(batch)) is not None:  # the usual case, in a third of the time
-        own = share.pieces(size)
-        spans = [span for _, span in own]
-        columns = [_copied_spans(tensor, spans) for tensor in batch]
-        parts = map(type(batch), zip(*columns, strict=True))
-        return _make_batch(size, share, epoch, own, parts)
+        cuts = _find_cuts(share, size)
+        parts = zip(*[_copied_parts(tensor, cuts) for tensor in batch], strict=True)
+        return _make_batch(size, share, epoch, cuts, map(type(batch), parts))
     sizes: dict[str, int] = {}
     uncut: dict[str, int] = {}
     _collect_sizes(batch, "batch", sizes, uncut)
@@ -79,8 +79,8 @@ def split_batch(batch: Any, share: ReplicaShare, epoch: int = 0) -> Batch:
             "and mappings are split into micro-batches: pass its tensors in one of these, or load "
             "them with trainer.batches(dataset, collate_fn=...)"
         )
-    own = share.pieces(size)
-    return _make_batch(size, share, epoch, own, _cut(batch, [span for _, span in own], {}))
+    cuts = _find_cuts(share, size)
+    return _make_batch(size, share, epoch, cuts, _cut(batch, cuts, {}))
 
 
 def join_batches(batches: Sequence[Batch]) -> Batch:
@@ -126,21 +126,43 @@ def _count_rows(batch: Any) -> int | None:
     return sum(shapes.pop()) or None  # no samples, or tensors without rows
 
 
+class _Cuts(NamedTuple):
+    """How a batch is cut.
+
+    Attributes:
+        indices: The indices of the micro-batches.
+        spans: Their samples.
+        sizes: The number of samples of each.
+        unit: The greatest common divisor of all sizes but the last; -1 for a cut elsewhere.
+    """
+
+    indices: Sequence[int]
+    spans: Sequence[range]
+    sizes: list[int]
+    unit: int
+
+
+def _make_cuts(pieces: Iterable[tuple[int, range]]) -> _Cuts:
+    indices, spans = [*zip(*pieces, strict=True)] or [(), ()]
+    sizes = [*map(len, spans)]
+    are_adjacent = spans and spans[-1].stop - spans[0].start == sum(sizes)
+    return _Cuts(indices, spans, sizes, math.gcd(*sizes[:-1]) if are_adjacent else -1)
+
+
+@lru_cache(maxsize=64)
+def _find_cuts(share: ReplicaShare, size: int) -> _Cuts:
+    return _make_cuts(share.pieces(size))
+
+
 def _make_batch(
-    size: int,
-    share: ReplicaShare,
-    epoch: int,
-    own: Sequence[tuple[int, range]],
-    parts: Iterable[Any],
+    size: int, share: ReplicaShare, epoch: int, cuts: _Cuts, parts: Iterable[Any]
 ) -> Batch:
-    """Return the batch of `size` samples whose micro-batches `own` hold `parts`."""
-    microbatches = tuple(
-        Microbatch(index, len(span), part) for (index, span), part in zip(own, parts, strict=True)
-    )
+    """Return the batch of `size` samples whose micro-batches hold `parts`."""
+    microbatches = tuple(map(Microbatch, cuts.indices, cuts.sizes, parts))
     return Batch(size, min(size, share.microbatches), microbatches, epoch)
 
 
-def halve_samples(data: Any, size: int) -> list[Any]:
+def halve_samples(data: Any, size: int) -> Sequence[Any]:
     """Return copies of the halves of some samples, the larger one first.
 
     A list of `size` mappings, or of tensors with other numbers of rows, has one entry per sample,
@@ -154,7 +176,7 @@ def halve_samples(data: Any, size: int) -> list[Any]:
     _collect_sizes(data, "data", sizes, uncut)
     if {*sizes.values()} != {size} or uncut:
         raise DatasetError(f"the data are not {size} rows")
-    return _cut(data, split_evenly(size, 2), {})
+    return _cut(data, _make_cuts(enumerate(split_evenly(size, 2))), {})
 
 
 class _Entries(list[Any]):
@@ -305,47 +327,46 @@ def _collect_sizes(data: Any, name: str, sizes: dict[str, int], uncut: dict[str,
                 uncut[f"{name}.{attribute}"] = len(value)
 
 
-def _cut(data: Any, spans: Sequence[range], copies: dict[int, tuple[Any, list[Any]]]) -> list[Any]:
-    """Return a copy of each span of `data`; a tensor that occurs twice is one tensor in each copy.
+def _cut(data: Any, cuts: _Cuts, copies: dict[int, tuple[Any, Sequence[Any]]]) -> Sequence[Any]:
+    """Return copies of the parts of `data`; a tensor that occurs twice is one tensor in each copy.
 
     Args:
         data: The nested data; each column is split.
-        spans: The samples of each part.
+        cuts: The samples of each part.
         copies: The tensors and arrays that have been split so far, with their parts, by id.
     """
     if isinstance(data, (torch.Tensor, numpy.ndarray)):
         if id(data) not in copies:
-            copies[id(data)] = data, _copied_spans(data, spans)
+            copies[id(data)] = data, _copied_parts(data, cuts)
         return copies[id(data)][1]
     if _is_column(data):
-        return [data[span.start : span.stop] for span in spans]
+        return [data[span.start : span.stop] for span in cuts.spans]
     if isinstance(data, Mapping):
-        columns = {entry: _cut(part, spans, copies) for entry, part in data.items()}
+        columns = {entry: _cut(part, cuts, copies) for entry, part in data.items()}
         return [
             _assembled(data, {entry: column[n] for entry, column in columns.items()})
-            for n in range(len(spans))
+            for n in range(len(cuts.spans))
         ]
     if isinstance(data, (tuple, list)):
-        lists = [_cut(part, spans, copies) for part in data]
-        return [_assembled(data, [column[n] for column in lists]) for n in range(len(spans))]
-    return [data for _ in spans]
+        lists = [_cut(part, cuts, copies) for part in data]
+        return [_assembled(data, [column[n] for column in lists]) for n in range(len(cuts.spans))]
+    return [data for _ in cuts.spans]
 
 
-def _copied_spans(
-    data: torch.Tensor | numpy.ndarray[Any, Any], spans: Sequence[range]
-) -> list[Any]:
-    """Return a copy of each span of a column; copies of a value without a first dimension."""
+def _copied_parts(data: torch.Tensor | numpy.ndarray[Any, Any], cuts: _Cuts) -> Sequence[Any]:
+    """Return a copy of each part of a column; copies of a value without a first dimension."""
     if not data.ndim:
-        return [_copied(data) for _ in spans]
-    if type(data) is torch.Tensor and spans and data.is_contiguous() and not data.requires_grad:
-        sizes, first, last = [*map(len, spans)], spans[0].start, spans[-1].stop
-        row = data.stride(0) * data.element_size()
-        is_aligned = not any(size * row % ALIGNMENT for size in {*sizes[:-1]})
-        if is_aligned and last - first == sum(sizes):
+        return [_copied(data) for _ in cuts.spans]
+    if type(data) is torch.Tensor and cuts.unit >= 0 and data.is_contiguous():
+        is_aligned = cuts.unit * data.stride(0) * data.element_size() % ALIGNMENT == 0
+        if is_aligned and not data.requires_grad:
             # One copy for all, whose parts are as dense and aligned as copies. They are no views
             # for autograd: each has a version of its own.
-            return list(torch.unsafe_split_with_sizes(data[first:last].clone(), sizes))
-    return [_copied(data[span.start : span.stop]) for span in spans]
+            first, last = cuts.spans[0].start, cuts.spans[-1].stop
+            whole = data if last - first == data.shape[0] else data[first:last]
+            parts: Sequence[Any] = torch.unsafe_split_with_sizes(whole.clone(), cuts.sizes)
+            return parts
+    return [_copied(data[span.start : span.stop]) for span in cuts.spans]
 
 
 def _rebuilt(data: Any, visit: Callable[[Any], Any]) -> Any:

@@ -185,9 +185,10 @@ class StatusSummary(NamedTuple):
         Micro-batches that were not computed add 0.
         """
         known = {(lo, hi): value for lo, hi, value in self.nodes}
-        covered = {leaf for node in known for leaf in range(*node)}
-        missing = [leaf for leaf in range(self.leaves) if leaf not in covered]
-        return total(known | {(leaf, leaf + 1): 0.0 for leaf in missing}, self.leaves, add)
+        if sum([hi - lo for lo, hi in known]) < self.leaves:
+            missing = {*range(self.leaves)}.difference(*(range(*node) for node in known))
+            known |= {(leaf, leaf + 1): 0.0 for leaf in missing}
+        return total(known, self.leaves, add)
 
     def average_metrics(self) -> dict[str, float]:
         """Return each metric's mean over the samples of the micro-batches that reported it."""

@@ -22,7 +22,7 @@ import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -60,8 +60,9 @@ class ScopeCalls:
     """The calls of the scopes in a micro-batch so far."""
 
     prefix: bytes  # the parts of every key that come before the scope
-    states: list[list[bytes]]  # for each scope, the generator's state at each call
     last: int = 0  # the number of the last call of the first scope, so of the model
+    # For each scope, the generator's state at each call.
+    states: dict[int, list[bytes]] = field(default_factory=dict)
 
 
 WatchedModule = tuple[nn.Module, Callable[[], None] | None, Callable[[], None] | None]
@@ -185,7 +186,7 @@ class RngScopes:
             last_call: The number of the last call of the first scope in earlier stages.
         """
         prefix = self._pack_prefix(step, microbatch)
-        self._now = ScopeCalls(prefix, [[] for _ in self.modules], last_call)
+        self._now = ScopeCalls(prefix, last_call)
         about = f"step {step}" if step >= 0 else f"evaluation {-1 - step}"
         self._announce(f"micro-batch {microbatch} of {about}")
         self._seeder.seed_others(self._seed_call(prefix, BEFORE, 0))
@@ -231,7 +232,7 @@ def _make_seed_hook(scopes: RngScopes, scope: int, before: int) -> Callable[[], 
     def seed() -> None:
         if (now := scopes._now) is None:
             return
-        states, call = now.states[scope], before
+        states, call = now.states.setdefault(scope, []), before
         if states or torch._C._current_graph_task_id() != NO_BACKWARD:
             call += scopes._call_number(states)
         else:  # the first call needs no state: a repetition that matches none repeats it
