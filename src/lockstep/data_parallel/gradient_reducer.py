@@ -190,9 +190,12 @@ class GradientReducer:
     def used_parameter_mask(self) -> str:
         """Return, as a hex number, a mask whose bit n is set if parameter n has a gradient here."""
         assert self._local is not None
-        held = [enumerate(values) for values in self._local.complete.values()]
-        used = {index for pairs in held for index, value in pairs if value is not None}
-        return f"{sum([1 << index for index in used]):x}"
+        mask = 0
+        for values in self._local.complete.values():
+            for index, value in enumerate(values):
+                if value is not None:
+                    mask |= 1 << index
+        return f"{mask:x}"
 
     @property
     def failure(self) -> str:

@@ -96,8 +96,8 @@ class TreeAccumulator(Generic[Value]):
 
     def put(self, node: Node, value: Value) -> None:
         """Add the value of a node to its sibling if the sibling is known; repeat upwards."""
-        while node in self._parents and self._parents[node][0] in self.nodes:
-            sibling, parent = self._parents[node]
+        while (relatives := self._parents.get(node)) and relatives[0] in self.nodes:
+            sibling, parent = relatives
             other = self.nodes.pop(sibling)
             value = self._add(value, other) if node < sibling else self._add(other, value)
             node = parent
