@@ -72,7 +72,7 @@ class Batch:
     microbatches: tuple[Microbatch, ...]
     epoch: int = 0
     seconds: float = 0.0
-    identity: BatchIdentity = field(default_factory=BatchIdentity)
+    identity: BatchIdentity = BatchIdentity()
     single_sample: str = ""
     indices: torch.Tensor | None = field(default=None, compare=False, repr=False)
     share: object | None = field(default=None, compare=False, repr=False)

@@ -175,8 +175,10 @@ class StatusSummary(NamedTuple):
         """
         if self.ranks > DETAILED_RANKS:
             return []
-        known = dict(self.losses)
-        return [known.get(leaf) for leaf in range(self.leaves)]
+        losses: list[float | None] = [None] * self.leaves
+        for leaf, loss in self.losses:
+            losses[leaf] = loss
+        return losses
 
     def sum_losses(self) -> float:
         """Return the loss of the batch.

@@ -104,7 +104,7 @@ class StaticShapes:
         torch.set_autocast_cache_enabled(self._has_cache)
         if self._specialize in self._callbacks:  # torch.compiler.reset() removes it
             self._callbacks.remove(self._specialize)
-        is_suppressed = self._settings.__exit__(*error)
+        is_suppressed = self._settings.__exit__(*error) if self._is_specialized else None
         if self._frames is None and error[0] is None and _has_graphs():
             raise UsageError(
                 "torch.compile was called for the first time inside of a step: compile the "

@@ -216,10 +216,10 @@ class MicrobatchLoop:
                 if has_buffers:
                     self.buffers.collect(index, microbatch.size / step.samples)
                 sums.accumulate(index)
-            if sums.failure:
-                step.failure = StepFailure("failure", sums.failure)
             step.computed.append(self.current)
             self.current, self.place = None, first
+        if sums.failure:
+            step.failure = StepFailure("failure", sums.failure)
         if has_peers:
             self.gradients.launch_remaining()
 
