@@ -140,8 +140,8 @@ def sharded_cases():
         groups[dist.new_group(backend="gloo")] = few
     names = {group: dist.get_backend(group) for group in groups}
     if dist.get_world_size() == 4:
-        for backend in (dist.get_backend(), "gloo"):
-            groups[mesh := copies(backend)] = [*few, *POLICIES]
+        for backend, cases in ((dist.get_backend(), [*few, *POLICIES]), ("gloo", ["rare"])):
+            groups[mesh := copies(backend)] = cases
             names[mesh] = f"{backend}, two copies"
     for group, cases in groups.items():
         for case in cases:
