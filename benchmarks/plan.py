@@ -1,6 +1,6 @@
 """The memory that `lockstep plan` predicts, beside the memory that ranks take.
 
-    python -m benchmarks.plan [--ranks 2,4] [--models mlp,transformer,resnet18]
+    python -m benchmarks.plan [--ranks 2,4] [--models mlp,transformer,resnet18] [--storages ...]
 
 Each model is measured on one rank, as by the command, and trained in each layout for a few
 steps. The measured value is the peak of the proportional set size of a rank: anonymous pages and
@@ -102,6 +102,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default="mlp,transformer,resnet18")
     parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--storages", default=",".join(STORAGES))
     parser.add_argument("--train", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
@@ -114,7 +115,7 @@ def main() -> None:
         training = TrainingMemory(**json.loads(run(*words))["measured"])
         for ranks in map(int, options.ranks.split(",")):
             plans = {plan.argument: plan for plan in plan_storages(training, 1, ranks)}
-            for storage in STORAGES:
+            for storage in options.storages.split(","):
                 predicted = plans[f'storage="{storage}"'].rank
                 measured = measure(name, storage, ranks)
                 print(

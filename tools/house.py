@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 14,
-    "code lines in src": 54_500,
-    "code lines in tests": 54_600,
-    "code lines in csrc": 8_185,
+    "code lines in src": 51_900,
+    "code lines in tests": 52_940,
+    "code lines in csrc": 8_180,
     "imports per module": 4.9,
     "kernel: code lines": 2_000,
     "kernel: modules reached": 0,

@@ -196,7 +196,7 @@ def draw_model(draw: Draw, smallest: int, classes: int, tail: list[Any], loss: A
     drawn = _Blocks(draw, smallest, dtype)
     drawn.body(family, draw.randint(1, 6))
     drawn.head(classes)
-    blocks, changes = [*drawn.blocks, *tail], []
+    blocks, changes = [*_without_crash(drawn.blocks), *tail], []
     channels_last = family == "pictures" and form != "factories" and draw.chance(0.3)
     if loss is not None:
         blocks = _with_loss(blocks, loss, form)
@@ -216,6 +216,18 @@ def _carrying(blocks: list[Any], alias: str) -> list[Any]:
         partial(own.Opening, first, alias),
         *(partial(own.Passing, block) for block in middle),
         partial(own.Closing, last),
+    ]
+
+
+def _without_crash(blocks: list[Any]) -> list[Any]:
+    """Leave out ChannelsLast before a GroupNorm whose input may need no gradient: torch crashes."""
+    kinds = [getattr(block, "func", block) for block in blocks]
+    before = kinds[: kinds.index(nn.GroupNorm)] if nn.GroupNorm in kinds else []
+    crashes = nn.Conv2d not in before
+    return [
+        block
+        for number, block in enumerate(blocks)
+        if not (crashes and own.ChannelsLast in before[number : number + 1])
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import optim
 
 from grammar import Case
@@ -108,5 +109,6 @@ def _of_sharing(case: Case, layout: Layout) -> Iterator[str]:
     if layout.replicas > 1:
         if "ToComplex" in str(case.model):
             yield 'storage="shared" needs the backend "lockstep"'
-        if "Gapped" in str(case.model):
+        # Converted to another dtype, a parameter has memory of its own.
+        if "Gapped" in str(case.model) and case.model.dtype is torch.float32:
             yield "because it is a view of another tensor"

@@ -78,12 +78,13 @@ def test_three_ranks_have_a_bucket_per_node():
 
 
 def test_sharded_parameters_are_gathered_block_by_block():
-    made = plan(hosts=2, ranks=4, parameters=1100)['"sharded"']
-    assert made.parameters == 1100 // 4 + 100 + 2 * 400  # those outside of blocks, and two blocks
+    made = plan(hosts=2, ranks=4, parameters=1100, blocks=(200,) * 5)['"sharded"']
+    # Those outside of blocks, and two blocks with the buffers in which they arrive.
+    assert made.parameters == 1100 // 4 + 100 + 4 * 200
     # Two turns: the shard of the first one waits. Of a block, gradients are sent and received.
-    assert made.gradients == 2 * 800 // 4 + 3 * 400 * 800 // 1100
+    assert made.gradients == 2 * 800 // 4 + 3 * 200 * 800 // 1100
     assert made.optimizer == 1600 // 4
-    assert made.activations == 50 + 40 * (1 + 2) // (1 + 4)
+    assert made.activations == 50
     # Per turn and rank, each other rank's part of parameters twice, and of gradients.
     sent = 2 * (2 * 1100 + 800) // 4
     assert (made.local, made.network) == (2 * sent, 2 * 2 * sent)
@@ -91,7 +92,7 @@ def test_sharded_parameters_are_gathered_block_by_block():
 
 def test_hybrid_parameters_are_sharded_on_each_host():
     made = plan(hosts=2, ranks=4, parameters=1100)['"hybrid"']
-    assert made.parameters == 1100 // 2 + 100 + 2 * 400
+    assert made.parameters == 1100 // 2 + 1100
     # A rank has the node of its two turns, in its bucket and before it.
     assert made.gradients == (2 + 1) * 800 // 2 + 3 * 400 * 800 // 1100
     assert made.optimizer == 1600 // 2

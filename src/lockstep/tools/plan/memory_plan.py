@@ -207,11 +207,11 @@ def _plan_sharded(training: TrainingMemory, hosts: int, per_host: int, storage: 
     _, between = _count_traffic(sums, homes, -(-training.gradients // shards))
     rest = training.parameters - sum(training.blocks)
     unit = max(rest, *training.blocks, 0)
-    # Gathered are the parameters outside of the blocks, and those of two blocks; of a unit there
-    # are the gradients, those that are sent, and those that are received.
-    gathered = min(rest + 2 * max(training.blocks, default=0), training.parameters)
+    # Gathered are the parameters outside of the blocks, and those of two blocks, with the buffers
+    # in which they arrive; of a unit there are the gradients, those that are sent, and those that
+    # are received. The allocator keeps nothing unused (`return_large_blocks`).
+    gathered = min(rest + 4 * max(training.blocks, default=0), training.parameters)
     scattered = 3 * unit * training.gradients // max(training.parameters, 1)
-    unused = training.unused * (1 + lists) // (1 + count_sums(range(leaves), leaves))
     # In each turn, parameters are gathered twice, and gradients scattered once.
     sent = turns * per_host * (2 * training.parameters + training.gradients) // shards
     return StoragePlan(
@@ -219,7 +219,7 @@ def _plan_sharded(training: TrainingMemory, hosts: int, per_host: int, storage: 
         parameters=-(-training.parameters // shards) + gathered,
         gradients=-(-training.gradients * (lists + buckets) // shards) + scattered,
         optimizer=-(-training.optimizer // shards),
-        activations=training.activations + unused,
+        activations=training.activations,
         process=training.process + training.shared // (per_host + 1),
         ranks_per_host=per_host,
         local=sent * (per_host - 1),
