@@ -185,3 +185,20 @@ def test_integers_need_a_method(ranks):
             )
 
     ranks(build, 1)
+
+
+class Gapped(nn.Module):
+    """Its weight is a view of a larger tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, 2 * WIDTH)[:, ::2])
+
+    def forward(self, inputs):
+        return inputs @ self.weight
+
+
+def test_a_block_that_cannot_be_divided_is_named(world_of_one):
+    blocks = [partial(nn.Linear, WIDTH, WIDTH), Gapped]
+    with pytest.raises(UsageError, match=r"cannot divide the parameter 1\.weight with strides"):
+        ls.Trainer(blocks, nn.CrossEntropyLoss(), ADAMW, storage="sharded")

@@ -11,9 +11,6 @@ import pytest
 
 SHORT = range(6)
 LONG = range(1_000, 2_800)
-# The backward of GroupNorm crashes in torch 2.13 itself (SIGSEGV) for a channels-last input that
-# needs no gradient.
-CRASHES = {2_682}
 DIVERGES = {2_478}  # its loss grows to 1e35, and the norm of its gradient is infinite
 AT_A_TIME = 200
 
@@ -37,7 +34,7 @@ def test_many_random_trainings_give_the_bits_of_the_reference(capsys):
     tally = Tally()
     for begin in range(LONG.start, LONG.stop, AT_A_TIME):
         seeds = range(begin, min(begin + AT_A_TIME, LONG.stop))
-        tally.add(compare([each for each in seeds if each not in CRASHES | DIVERGES]))
+        tally.add(compare([each for each in seeds if each not in DIVERGES]))
         with capsys.disabled():
             print(f"\nseeds up to {begin + AT_A_TIME - 1}: {tally.summary}", flush=True)
         if time.monotonic() > deadline:

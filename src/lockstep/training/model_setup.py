@@ -348,10 +348,11 @@ def _distribute_weights(
     initialized = initialize(module, missing, parallel.device)
     if arguments.is_sharded:
         _check_memory(modules, parallel, shared=False)
+        mesh = make_mesh(parallel.hosts, parallel.device)
         if isinstance(blocks, Sequence):
-            initialized = _build_each(blocks, module, arguments.seed, parallel)
-        names = partitioner.block_names
-        return _shard(module, names, initialized, parallel, arguments.ema_decay), uninitialized
+            initialized = _build_each(blocks, module, arguments.seed, parallel, mesh)
+        names, decay = partitioner.block_names, arguments.ema_decay
+        return _shard(module, names, initialized, parallel, mesh, decay), uninitialized
     for _ in initialized:
         pass
     if plan is None:
@@ -365,13 +366,14 @@ def _distribute_weights(
 
 
 def _build_each(
-    blocks: Sequence[BlockLike], model: nn.Module, seed: int, parallel: ParallelContext
+    blocks: Sequence[BlockLike], model: nn.Module, seed: int, parallel: ParallelContext, mesh: Any
 ) -> Iterator[str]:
     """Build the blocks of a model one by one; yield the name of each, and last the model's."""
     for number, block in enumerate(blocks):
         build_one = partial(materialize_block, block, seed, number, parallel.device)
         model._modules[str(number)] = built = _build_together(build_one, parallel.group)
         _check_memory({str(number): built}, parallel, shared=False)
+        require_shardable_model(built, mesh, str(number))
         yield str(number)
     yield ""
 
@@ -381,10 +383,10 @@ def _shard(
     blocks: Sequence[str],
     initialized: Iterator[str],
     parallel: ParallelContext,
+    mesh: Any,
     decay: float | None,
 ) -> AveragedModel | None:
     """Give memory to each block of a model and shard it; return the average of the weights."""
-    mesh = make_mesh(parallel.hosts, parallel.device)
     require_shardable_model(module, mesh)
     return_large_blocks()  # to the kernel, as soon as a block is sharded
     copies: dict[int, Any] = {}

@@ -54,12 +54,19 @@ def make_mesh(hosts: Hosts, device: torch.device) -> Any:
     return _meshes[world]
 
 
-def require_shardable_model(module: nn.Module, mesh: Any) -> None:
-    """Raise UsageError if `fully_shard` cannot divide the parameters of a model."""
+def require_shardable_model(module: nn.Module, mesh: Any, name: str = "") -> None:
+    """Raise UsageError if `fully_shard` cannot divide the parameters of a model.
+
+    Args:
+        module: The model, or a block of it.
+        mesh: The mesh of the ranks.
+        name: The name of the block.
+    """
     storage = name_storage(mesh)
-    if failure := find_hook(module.named_parameters()):
+    named = [*module.named_parameters(name)]
+    if failure := find_hook(named):
         raise UsageError(failure)
-    for name, parameter in module.named_parameters():
+    for name, parameter in named:
         if not parameter.dim():
             raise UsageError(
                 f'storage="{storage}" cannot divide the parameter {name}, which has no dimension: '
