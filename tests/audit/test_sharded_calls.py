@@ -74,6 +74,7 @@ def train_exactly(network: nn.Module, compute: Callable[..., Any], audit: bool) 
             exact.weigh(compute(network, inputs[own], targets[own])).backward()
         optimizer.step()
         optimizer.zero_grad()
+        assert not exact._model.gradients.is_observed  # later steps hash no gradients
     return ls.digest(network)
 
 
