@@ -222,7 +222,7 @@ def check_commands(check: Check) -> Rows:
     status, output = check.command("check", "--ranks", "1,2", *check.training(), limit=110)
     yield "lockstep check", _last_line(output), status == 0
     for name, *options in (("one",), ("other", "--activation", "Tanh")):
-        arguments = check.training("--fingerprints", *options)
+        arguments = check.training(*options)
         status, output = check.command("run", "-n", "1", "--name", name, *arguments)
         if status:
             yield "lockstep run", _last_line(output), False

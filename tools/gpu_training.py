@@ -136,7 +136,6 @@ def train(name: str, options: argparse.Namespace) -> str:
         network, nn.CrossEntropyLoss(), case.optimizer, seed=2, autocast_dtype=case.dtype,
         max_grad_norm=1.0, progress=False, checkpoint=checkpoint,
         pipeline=None if options.stages == 1 else ls.PipelineConfig(stages=options.stages),
-        fingerprints="unit" if options.fingerprints else None,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(3)
     data = torch.utils.data.TensorDataset(
@@ -160,7 +159,6 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=1, help="pipeline stages (1)")
     parser.add_argument("--steps", type=int, default=4, help="steps of 32 samples (4)")
     parser.add_argument("--checkpoint", action="store_true", help="save every second step")
-    parser.add_argument("--fingerprints", action="store_true", help="record fingerprints of blocks")
     parser.add_argument("--activation", help="a module of torch.nn after the last one")
     parser.add_argument("--kill", help="rank 1 creates this file and kills itself after step 2")
     parser.add_argument("--before", help="MODULE:FUNCTION to call first")

@@ -28,7 +28,7 @@ ls.init()
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.ACTIVATION(), nn.Linear(8, 10))
 trainer = ls.Trainer(
-    model, nn.CrossEntropyLoss(), partial(torch.optim.AdamW, lr=0.01), fingerprints="unit",
+    model, nn.CrossEntropyLoss(), partial(torch.optim.AdamW, lr=0.01),
     checkpoint=ls.CheckpointConfig(every_steps=2),
 )
 data = torch.utils.data.TensorDataset(torch.randn(64, 6), torch.randint(0, 10, (64,)))

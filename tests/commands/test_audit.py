@@ -36,7 +36,7 @@ torch.manual_seed(0)
 data = TensorDataset(torch.randn(64, 6), torch.randint(0, 4, (64,)))
 with ls.Trainer(
     nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)), nn.CrossEntropyLoss(),
-    partial(torch.optim.SGD, lr=0.1), microbatches=4, fingerprints="unit:4",
+    partial(torch.optim.SGD, lr=0.1), microbatches=4,
     checkpoint=ls.CheckpointConfig(every_steps=3, keep=9),
 ) as trainer:
     for batch in trainer.batches(data, 8):
@@ -106,12 +106,10 @@ def test_a_machine_that_computes_other_bits_every_time(run, tmp_path):
     assert done.exit_code == 1
     found = json.loads(done.stdout)
     assert (found["verdict"], found["step"], found["microbatch"]) == ("different", 4, 2)
-    assert (found["what"], found["unit"]) == ("loss of the micro-batch", "0")
-    assert (found["direction"], found["steps"]) == ("forward", 3)
+    assert (found["what"], found["steps"]) == ("loss of the micro-batch", 3)
     assert float(found["recorded"]) != float(found["computed"])
     said = " ".join(done.stderr.split())
     assert f"step 4: different: the loss of the micro-batch 2 is {found['computed']} here" in said
-    assert "In step 4, micro-batch 2, forward pass, module `0`: module `0` computes diff" in said
     assert "twice here, with the same bits, on a machine of the same kind" in said
     copy = copy_with(run, tmp_path / "mine", processor="Abacus", hostname="attic")
     said = " ".join(audit(copy, "--steps", "3-5").stdout.split())
@@ -125,7 +123,7 @@ def test_a_machine_that_computes_other_bits_now_and_then(run):
     done = audit(run, "--steps", "4", "--json")
     assert done.exit_code == 1
     found = json.loads(done.stdout)
-    assert (found["verdict"], found["step"], found["unit"]) == ("unstable", 4, None)
+    assert (found["verdict"], found["step"]) == ("unstable", 4)
     assert "Computed twice here, with different bits: this machine" in done.stderr
 
 

@@ -29,7 +29,6 @@ COMMANDS = [
 ]  # fmt: skip
 OTHER_FILES = [
     "launch.json",
-    "fingerprints/rank-0.jsonl",
 ]
 BAD_TEXTS = [b"", b"{}", b"[]", b"null", b"[" * 100_000, b"\xff", b'{"a": ' * 100_000, b"1e999"]
 
@@ -51,7 +50,6 @@ def damaged_lines(draw):
 def read_for_replay(folder):
     """Read what a replay and a bisection read before they start a process."""
     recorded = read_recorded_run(folder)
-    assert recorded.fingerprints is not None
     assert recorded.find_sources(3) == {}
     run = read_run(folder)
     find_obstacles(run, 3, read_program(run, 3), find_base(run, 3))

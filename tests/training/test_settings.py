@@ -149,7 +149,6 @@ CASES = {
         ls.AuditConfig(7), {},
         r"audit is 'AuditConfig\(every_steps=7, .*', on rank 0 it is 'Audit.*=100, max_.*'",
     ),
-    "fingerprints": ("unit:%50", {}, "fingerprints is 'unit:%50', on rank 0 it is None"),
 }  # fmt: skip
 """Of each argument: its value on rank 1, what else both ranks are given, and the message."""
 

@@ -74,7 +74,6 @@ def train(folder: Path) -> float:
         loggers=[folder / "run", ls.loggers.TensorBoard(folder / "tensorboard")],
         checkpoint=ls.CheckpointConfig(every_steps=500, stateful={"dropout": nn.Dropout(0.1)}),
         progress=world.world_size > 1,
-        fingerprints="unit:%100",
         audit=ls.AuditConfig(every_steps=10, max_corrections=1),
     )
     trainer.resume()

@@ -1,8 +1,8 @@
 """Fingerprints of training steps: checksums of everything a step computes, as plain values.
 
 `lockstep.model.fingerprinter` computes them on each rank while a script runs under
-`lockstep check` or `lockstep replay`, or with `Trainer(fingerprints="unit")`, which writes them
-to files (`fingerprint_file.py`). `lockstep.tools.check.difference` compares those of two layouts.
+`lockstep check` or `lockstep replay`. `lockstep.tools.check.difference` compares those of two
+layouts.
 This module does not import torch, so that commands can read fingerprints quickly.
 """
 

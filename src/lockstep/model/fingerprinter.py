@@ -7,15 +7,14 @@
     gradients are reduced   gradients before clipping, losses
     step is committed       parameters, buffers, optimizer state
 
-A trainer has a `Fingerprinter` only under a command such as `lockstep check`, or if it
-records fingerprints (`Trainer(fingerprints="unit")`). The hooks exist only during a
-step, so that the model can be copied or pickled between steps.
+A trainer has a `Fingerprinter` only under a command such as `lockstep check`. The hooks exist only
+during a step, so that the model can be copied or pickled between steps.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,10 +53,9 @@ class Fingerprinter(StepObserver):
         has_whole_gradients: Whether `.grad` holds whole gradients after the reduction.
         with_backward: Whether to record the gradients of module outputs, and the gradients and
             buffers of each micro-batch.
-        names: The names of the modules whose calls are recorded; empty: all modules.
-        with_state: Whether to record the state before and after a step, and the reduction.
-        takes_refusals: Whether a step continues if the trainer would have stopped.
     """
+
+    takes_refusals = True
 
     def __init__(
         self,
@@ -68,19 +66,14 @@ class Fingerprinter(StepObserver):
         has_whole_gradients: bool,
         *,
         with_backward: bool = False,
-        names: Sequence[str] = (),
-        with_state: bool = True,
-        takes_refusals: bool = False,
     ) -> None:
         self.number = number
-        self._with_backward, self._with_state = with_backward, with_state
-        self.observes_microbatches, self.takes_refusals = with_backward, takes_refusals
+        self._with_backward = self.observes_microbatches = with_backward
         self._model, self._has_whole_gradients = module, has_whole_gradients
         others = parallel.named_extra_modules()
         self._hooked = dict(hookable_modules(class_name(module), called, is_root=True))
         for name, extra in others.items():
             self._hooked |= dict(hookable_modules(name, extra))
-        self._hooked = {n: self._hooked[n] for n in names if n in self._hooked} or self._hooked
         # With stages, only the last stage merges the buffers of the loss.
         has_loss = parallel.position == parallel.stages - 1
         self._buffers_of = others | (parallel.loss_module() if has_loss else {})
@@ -130,8 +123,6 @@ class Fingerprinter(StepObserver):
     def record_reduction(self, losses: Mapping[int, float]) -> None:
         """Record this rank's losses by micro-batch, its parameters, and the sums in `.grad`."""
         self.current.losses = {index: loss.hex() for index, loss in losses.items()}
-        if not self._with_state:
-            return
         held = {
             _plain(name): parameter
             for name, parameter in self._model.named_parameters()
@@ -167,8 +158,6 @@ class Fingerprinter(StepObserver):
 
     def _state(self) -> dict[str, int]:
         """Return the checksums of the parameters and buffers that are on this rank."""
-        if not self._with_state:
-            return {}
         hashes = {
             _plain(name): _checksum(tensor)
             for name, tensor in named_tensors(self._model).items()

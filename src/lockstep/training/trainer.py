@@ -50,7 +50,6 @@ from lockstep.training.attempts import begin_attempts
 from lockstep.training.call_hints import explain_calls
 from lockstep.training.epoch import Epoch
 from lockstep.training.evaluation_operation import EvaluationOperation
-from lockstep.training.fingerprint_recorder import FingerprintRecorder, read_selection
 from lockstep.training.history import Callback, History, describe_run
 from lockstep.training.manual_step import ManualStep
 from lockstep.training.model_setup import ModelSetup, set_up_model
@@ -146,9 +145,6 @@ class Trainer:
         progress: Whether rank 0 shows its progress, as a live display on a terminal, and
             as occasional lines elsewhere. None: yes, unless the progress of another trainer of
             the script is shown.
-        fingerprints: "unit" records hashes of the results of every block in every step;
-            "unit:100-110" and "unit:%50" do so in some steps. None: the environment variable
-            LOCKSTEP_FINGERPRINTS decides. See the guide on monitoring.
         audit: When a micro-batch is computed again, on another rank if there is one, to find
             hidden state and faulty processors: an `AuditConfig`; True for its defaults, False for
             never. Nothing else finds state in attributes and globals, nor warns of it.
@@ -181,7 +177,6 @@ class Trainer:
         loggers: LoggerLike | Sequence[LoggerLike] | None = None,
         checkpoint: CheckpointConfig | None = None,
         progress: bool | None = None,
-        fingerprints: str | None = None,
         audit: AuditConfig | bool = True,
     ) -> None:
         is_rank0 = world().rank == 0
@@ -200,7 +195,6 @@ class Trainer:
             pipeline=pipeline or PipelineConfig(),
             storage=storage,
             checkpoint=checkpoint,
-            fingerprints=read_selection(fingerprints),
             audit=read_audit(audit),
         )
         settings = arguments.compare(model)
@@ -258,7 +252,7 @@ class Trainer:
                 hooks.insert(0, ReplicaCheck(config, self.parallel, modules, state, record))
         if self.parallel.stages > 1 and is_recorded:
             hooks.append(StepTrace(clock_offset(self.parallel.group), self.history))
-        if (observer := self._find_observer(arguments, setup, session, member)) is not None:
+        if (observer := self._find_observer(arguments, session)) is not None:
             hooks.append(Observation(observer, self._executor.position))
         optimizer_step = OptimizerStep(
             self.parallel,
@@ -332,26 +326,15 @@ class Trainer:
     def _find_observer(
         self,
         arguments: TrainerArguments,
-        setup: ModelSetup,
         session: TrainerHooks | None,
-        member: Membership | None,
     ) -> TrainerObserver | None:
-        """Return the observer of the steps: of a command, or the recorder of fingerprints."""
-        if session is not None:
-            observer = session.attach(self._observed())
-            if (checkpoint := arguments.checkpoint) and (path := observer.checkpoint) is not None:
-                self._run.replay_from(path, checkpoint.stateful, self.parallel.device)
-            return observer
-        if arguments.fingerprints is None:
+        """Return the observer with which a command observes the steps."""
+        if session is None:
             return None
-        if member is not None:
-            if world().rank == 0:
-                log("no fingerprints are kept in an elastic run, whose ranks change")
-            return None
-        names = setup.partitioner.block_names
-        return FingerprintRecorder(
-            arguments.fingerprints, self._observed(), names, self.history, self._run
-        )
+        observer = session.attach(self._observed())
+        if (checkpoint := arguments.checkpoint) and (path := observer.checkpoint) is not None:
+            self._run.replay_from(path, checkpoint.stateful, self.parallel.device)
+        return observer
 
     # --- the training loop -------------------------------------------------------------
 

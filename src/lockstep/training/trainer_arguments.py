@@ -22,7 +22,6 @@ from lockstep.model.deferred_init import BlockLike
 from lockstep.model.description import describe, describe_environment
 from lockstep.model.forward import Metric
 from lockstep.pipeline.partitioner import PipelineConfig
-from lockstep.training.fingerprint_recorder import StepSelection
 from lockstep.training.optimizer_config import OptimizerConfig
 from lockstep.training.trainer_hooks import TrainerHooks
 from lockstep.training.unsupported_modules import reject_unsupported_modules
@@ -38,7 +37,6 @@ class TrainerArguments:
     """The arguments of a `Trainer` on which its results depend, apart from the model.
 
     Attributes:
-        fingerprints: The steps whose results are hashed; None: no step.
         audit: The settings of the audit; None: no step is audited.
 
     The others have the names and meanings of the arguments of `Trainer`.
@@ -58,7 +56,6 @@ class TrainerArguments:
     pipeline: PipelineConfig
     storage: Storage
     checkpoint: CheckpointConfig | None
-    fingerprints: StepSelection | None
     audit: AuditConfig | None
 
     @property
@@ -100,7 +97,6 @@ class TrainerArguments:
         values = dict(vars(self))
         values |= {
             "checkpoint": None if self.checkpoint is None else list(self.checkpoint.stateful),
-            "fingerprints": self.fingerprints and self.fingerprints.text,
             "audit": self.audit and repr(self.audit),
             "scheduler_interval": ", ".join(
                 config.scheduler_interval or "step" for config in self.optimizers

@@ -95,7 +95,7 @@ class TrainerObserver(Protocol):
 
 
 class Observation(StepHook):
-    """The hook through which a command, or the record of fingerprints, observes a trainer.
+    """The hook through which a command observes a trainer.
 
     Args:
         observer: The observer of the trainer.

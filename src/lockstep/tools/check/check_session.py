@@ -85,7 +85,6 @@ class CheckedTrainer:
             trainer.called,
             trainer.module,
             trainer.has_whole_gradients,
-            takes_refusals=True,
         )
         session.record(self.fingerprinter.trainer(trainer.backend))
 

@@ -88,14 +88,13 @@ def _choose_steps(run: RecordedRun, steps: str | None) -> tuple[int, int]:
 
 def _print(result: RecordAudit, what: str) -> None:
     """Print the machines and the result."""
-    from lockstep.tools.replay.bisection_report import describe_location
     from lockstep.tools.report.terminal import print_table, wrap
 
     columns = [{name: _cell(value) for name, value in side.items()} for side in result.machines]
     rows = [(name, *(column[name] for column in columns)) for name in columns[0]]
     print_table(["", "recorded on", "this machine"], [row for row in rows if row[1] or row[2]])
     click.echo()
-    difference, divergence, sentences = result.difference, result.divergence, list[str]()
+    difference, sentences = result.difference, list[str]()
     if result.verdict == "same":
         digests = ", ".join(map(str, result.digests))
         compared = f"; digests of the weights after {digests} steps" if digests else ""
@@ -111,8 +110,6 @@ def _print(result: RecordAudit, what: str) -> None:
             f"step {difference.step}: different: the {difference.what}{number} is {difference.b} "
             f"here; the record has {difference.a}"
         )
-        if divergence is not None:
-            sentences.append(f"In {describe_location(divergence)}: {divergence.sentence}")
         others = [row[0] for row in rows[1:] if row[1] != row[2]]
         if result.verdict == "unstable":
             sentences.append(

@@ -14,7 +14,7 @@ deterministic, and the report says how far the result can be trusted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lockstep.audit.operator_difference import first_operator_difference
@@ -235,9 +235,9 @@ class Search:
                     self._repeat(side, divergence.step if divergence else window.last)
         except ReplayFailedError as failure:
             self._remark(str(failure))
-            return self._find_in_recorded(window)
+            return None
         if divergence is None:  # the replays agree
-            return self._find_in_recorded(window)
+            return None
         self.is_replayed = True
         if divergence.what in ("missing", "steps"):
             return divergence
@@ -250,60 +250,6 @@ class Search:
     def _remark(self, sentence: str) -> None:
         if sentence not in self.remarks:
             self.remarks.append(sentence)
-
-    # --- recorded fingerprints ----------------------------------------------------------------
-
-    def _find_in_recorded(self, window: SearchWindow) -> Divergence | None:
-        """Return the first difference of the recorded fingerprints; replays only fill gaps."""
-        a, b = (self._known_fingerprints(side, window) for side in self.sides)
-        steps = sorted(a.keys() & b.keys())
-        while steps and steps[-1] - steps[0] >= len(steps):  # keep the last consecutive steps
-            steps.pop(0)
-        if not steps:
-            return None
-        ours, theirs = (group_by_rank([known[step] for step in steps]) for known in (a, b))
-        divergence = find_in_modules(ours, theirs, self._unfinished(steps, a, b))
-        return limit_to_compared(divergence, steps[0])
-
-    def _unfinished(
-        self, steps: Sequence[int], *known: Mapping[int, Sequence[StepFingerprint]]
-    ) -> set[int]:
-        """Return the steps of which one of the runs lacks micro-batches."""
-        unfinished = self._stopped()
-        for side, fingerprints in zip(self.sides, known, strict=True):
-            for step in steps:
-                recorded = side.recorded.get(step)
-                losses = {leaf for rank in fingerprints[step] for leaf in rank.losses}
-                if recorded is not None and len(losses) < sum(
-                    loss is not None for loss in recorded.losses
-                ):
-                    unfinished.add(step)
-        return unfinished
-
-    def _stopped(self) -> set[int]:
-        """Return the steps in which a run stopped."""
-        return {side.run.stop.step for side in self.sides if side.run.stop is not None}
-
-    def _known_fingerprints(
-        self, side: Side, window: SearchWindow
-    ) -> dict[int, list[StepFingerprint]]:
-        """Return the known fingerprints of each rank of a run, by step of a window.
-
-        Recorded fingerprints come first. Those of a replay fill the gaps, unless the replay is
-        known to differ from the record.
-        """
-        recorded, steps = side.run.fingerprints, range(window.first, window.last + 1)
-        known = {step: recorded[step] for step in steps if step in recorded}
-        if len(known) == len(steps) or side.differs():
-            return known
-        try:
-            replay = self._replay_one(side, "comparing modules", steps[0], steps[-1], "modules")
-        except ReplayFailedError as failure:
-            self._remark(str(failure))
-            return known
-        if side.differs():
-            return known
-        return {step.step: step.fingerprints for step in replay.steps} | known
 
     # --- modules ------------------------------------------------------------------------------
 
@@ -342,7 +288,8 @@ class Search:
         a, b = (group_by_rank([step.fingerprints for step in replay.steps]) for replay in replays)
         calls = next(iter(a[0][-1].calls.values()), [])
         self.model = next((module for kind, module, _ in calls if kind == "enter"), "")
-        return find_in_modules(a, b, self._stopped())
+        stopped = {side.run.stop.step for side in self.sides if side.run.stop is not None}
+        return find_in_modules(a, b, stopped)
 
     # --- operators ----------------------------------------------------------------------------
 

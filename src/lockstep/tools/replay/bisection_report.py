@@ -209,8 +209,8 @@ def _advice(result: Bisection) -> Iterator[str]:
         return
     if not result.is_replayed and divergence.direction is None:
         yield (
-            'To learn where in the step it arises, record both runs with fingerprints="unit", or '
-            f"with the variable LOCKSTEP_FINGERPRINTS=unit:{divergence.step}."
+            "To learn where in the step it arises, bisect where replays of both runs compute what "
+            "was recorded: on a machine like those of the runs."
         )
 
 

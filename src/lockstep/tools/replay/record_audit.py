@@ -17,8 +17,7 @@ from typing import Any, Literal
 from lockstep.record.columns import as_dict
 from lockstep.record.run_environment import describe_environment
 from lockstep.redaction import redact
-from lockstep.tools.replay.bisection import Side, group_by_rank
-from lockstep.tools.replay.divergence import Divergence, find_in_modules, limit_to_compared
+from lockstep.tools.replay.bisection import Side
 from lockstep.tools.replay.record_difference import RecordDifference, step_differences
 from lockstep.tools.replay.recorded_program import find_base, find_obstacles, read_program
 from lockstep.tools.replay.recorded_run import RecordedRun
@@ -44,7 +43,6 @@ class RecordAudit:
         difference: The first difference; None if there is none.
         is_repeatable: Whether this machine computed the step that differs twice with the same
             bits; None if it was not computed twice.
-        divergence: The place of the difference, if the run has fingerprints of the step.
         failure: Why the steps could not be computed; "" if they were.
         seconds: The duration of the audit, in seconds.
     """
@@ -56,7 +54,6 @@ class RecordAudit:
     digests: tuple[int, ...] = ()
     difference: RecordDifference | None = None
     is_repeatable: bool | None = None
-    divergence: Divergence | None = None
     failure: str = ""
     seconds: float = 0.0
 
@@ -78,7 +75,7 @@ class RecordAudit:
 
     def plain(self) -> dict[str, Any]:
         """Return the object for `--json`."""
-        difference, divergence = self.difference, self.divergence
+        difference = self.difference
         return {
             "run": str(self.run.folder),
             "first": self.first,
@@ -90,7 +87,6 @@ class RecordAudit:
             **{key: getattr(difference, key, None) for key in ("step", "microbatch", "what")},
             "recorded": difference and difference.a,
             "computed": difference and difference.b,
-            **{key: getattr(divergence, key, None) for key in ("unit", "direction")},
             "findings": self.run.run.findings,
             "recorded_on": self.machines[0],
             "here": self.machines[1],
@@ -137,13 +133,12 @@ def audit_record(
             failure=redact(replay.failure),
         )
         if (difference := result.difference) is not None:
-            request = replace(request, first=difference.step, last=difference.step, level="modules")
+            request = replace(request, first=difference.step, last=difference.step)
             again = run_program(program, base, request, partial(report, "repeating"))
             is_repeatable = not again.failure and _have_equal_bits(
                 finished[difference.step + 1], again.steps[0]
             )
-            divergence = _locate(run, again.steps[0]) if is_repeatable else None
-            result = replace(result, is_repeatable=is_repeatable, divergence=divergence)
+            result = replace(result, is_repeatable=is_repeatable)
         if difference is not None or result.failure:
             break
     return replace(result, seconds=time.monotonic() - begun)
@@ -162,12 +157,3 @@ def _have_equal_bits(a: ReplayedStep, b: ReplayedStep) -> bool:
     """Return whether two computations of a step, with the states after it, are equal."""
     states = [(step.digest, step.optimizer_digest) for step in (a, b)]
     return next(step_differences(a, b), None) is None and states[0] == states[1]
-
-
-def _locate(run: RecordedRun, computed: ReplayedStep) -> Divergence | None:
-    """Return the place of a difference, if the run has fingerprints of the step."""
-    recorded = run.fingerprints.get(computed.step)
-    if recorded is None:
-        return None
-    ours, theirs = (group_by_rank([ranks]) for ranks in (recorded, computed.fingerprints))
-    return limit_to_compared(find_in_modules(ours, theirs), computed.step)

@@ -1,4 +1,4 @@
-"""A run as an input of `lockstep bisect`: its record, its sources and its fingerprints."""
+"""A run as an input of `lockstep bisect`: its record and its sources."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pathlib import Path
 
 from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import UsageError
-from lockstep.model.fingerprint import StepFingerprint
-from lockstep.model.fingerprint_file import read_fingerprints
 from lockstep.record.columns import as_dict
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.record.reader import Run, read_run
@@ -46,11 +44,6 @@ class RecordedRun:
     def folder(self) -> Path:
         """The folder of the run."""
         return self.run.folder
-
-    @cached_property
-    def fingerprints(self) -> dict[int, list[StepFingerprint]]:
-        """The recorded fingerprints of all ranks, by step."""
-        return read_fingerprints(self.folder).steps
 
     def read_line(self, source: str, step: int) -> str:
         """Return the source text of the line `source`, such as "train.py:31 in forward".

@@ -116,7 +116,6 @@ class ReplayedTrainer:
                 trainer.module,
                 trainer.has_whole_gradients,
                 with_backward=True,
-                takes_refusals=True,
             )
 
     def begin_step(self, step: int) -> RecordingObserver | None:

@@ -27,11 +27,8 @@ from lockstep.tools.report.chart import run_charts
 from lockstep.tools.report.logged import logged_histograms, logged_images
 from lockstep.tools.report.page import draw_panel, render_template
 from lockstep.tools.report.rank_spread import mean_times
-from lockstep.tools.report.reproduction import (
-    summarize_reproduction,
-)
 from lockstep.tools.report.rounds import round_sentences
-from lockstep.tools.report.summary import Summary, summarize
+from lockstep.tools.report.summary import Summary, as_text, summarize
 from lockstep.tools.report.summary_text import (
     STATE_NAMES,
     checkpoint_sentence,
@@ -58,7 +55,7 @@ def report_html(run: Run) -> str:
     recorded = typical_timeline(run)
     summary = summarize(run)
     panels = {chart.key: draw_panel(chart) for chart in run_charts(run)}
-    times, repeated = time_by_rank(run), summarize_reproduction(run)
+    times = time_by_rank(run)
     warnings = [*run.findings, *run.warnings]
     return render_template(
         "report.html",
@@ -66,7 +63,7 @@ def report_html(run: Run) -> str:
         state_name=STATE_NAMES[run.state],
         headline=headline(run, summary),
         state_sentence=state_sentence(run, summary),
-        remarks=[*run.remarks, *repeated.remarks],
+        remarks=run.remarks,
         tiles=_tiles(run, summary),
         duration_panel=panels.pop("seconds", None),
         panels=list(panels.values()),
@@ -90,7 +87,7 @@ def report_html(run: Run) -> str:
         warnings=[warning_sentence(line) for line in warnings[:MAX_WARNINGS]],
         num_hidden_warnings=max(0, len(warnings) - MAX_WARNINGS),
         command=command_line(run),
-        reproduction=repeated,
+        sources=as_text(run.latest("sources")),
         settings=settings_groups(run),
         version=VERSION,
         path=str(Path(run.folder.name) / RECORD_FILE),
