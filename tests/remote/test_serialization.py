@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import copy
+import pickle
 
-import numpy
 import pytest
 import torch
 
-from lockstep.tools.remote.serialization import deserialize, serialize
+from lockstep.tools.remote.serialization import serialize
 
 
 def sent(value):
-    return deserialize(memoryview(bytearray(serialize(value))))
+    return pickle.loads(serialize(value))
 
 
 LARGE = torch.arange(24, dtype=torch.float32).reshape(2, 3, 2, 2)
@@ -54,33 +53,6 @@ def test_a_view_is_sent_without_the_memory_around_it():
 def test_a_received_tensor_begins_on_a_64_byte_boundary(size):
     for tensor in sent([torch.zeros(size, dtype=torch.uint8)] * 2 + [torch.zeros(size)]):
         assert tensor.data_ptr() % 64 == 0
-
-
-CHANGING = {
-    "tensor": torch.zeros(5000),
-    "view": torch.zeros(2, 5000)[:, ::2],
-    "parameter": torch.nn.Parameter(torch.zeros(5000)),
-    "sparse": torch.zeros(50).index_fill_(0, torch.arange(3), 1).to_sparse(),
-    "array": numpy.zeros(5000),
-    "bytearray": bytearray(5000),
-}
-
-
-@pytest.mark.parametrize("name", CHANGING)
-def test_a_value_is_sent_as_it_was_when_it_was_serialized(name):
-    value = copy.deepcopy(CHANGING[name])
-    content = serialize({"nested": [value]})
-    memory = value.values() if name == "sparse" else value
-    if name == "bytearray":
-        memory[:] = b"x" * 5000
-    else:
-        with torch.no_grad():
-            memory[...] = 7
-    received = deserialize(content)
-    (arrived,), expected = received["nested"], CHANGING[name]
-    if isinstance(arrived, torch.Tensor):
-        arrived, expected = arrived.detach().to_dense(), expected.detach().to_dense()
-    assert bytes(numpy.asarray(arrived)) == bytes(numpy.asarray(expected))
 
 
 def test_a_received_tensor_is_writable():

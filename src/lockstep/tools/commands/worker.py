@@ -40,15 +40,15 @@ def command(connect: str, nprocs: int, key_file: Path | None, timeout: float) ->
 
     On the driver's host: `ls.Driver(nprocs=2, remote=2, listen="HOST:PORT",
     key_file="driver.key")`. Copy the key file to this host; anyone who has it can run code on
-    both hosts. The output of the workers appears where the driver runs.
+    both hosts. The output of the workers appears here.
 
-    Exit status: 0 the driver exited, 1 the driver was lost or could not be
-    reached, 2 usage error.
+    Exit status: 0 the driver exited; 1 the driver was lost, refused the workers or could not be
+    reached; 2 usage error.
     """
     from lockstep.comm.transport.secret import read_key
-    from lockstep.tools.remote.node_agent import NodeAgent
+    from lockstep.tools.remote.host_workers import serve_driver
 
     if nprocs < 1 or timeout <= 0:
         raise UsageError(f"--nprocs {nprocs} --timeout {timeout:g}: both must be positive")
     address, port = parse_endpoint(connect, "--connect")
-    NodeAgent(address, port, read_key(key_file), nprocs, timeout).serve()
+    serve_driver(address, port, read_key(key_file), nprocs, timeout)

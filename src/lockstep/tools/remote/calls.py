@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.failure_attribution import Outcome
 from lockstep.tools.remote.future import Future, Wait
-from lockstep.tools.remote.serialization import deserialize, serialize
+from lockstep.tools.remote.serialization import serialize
 
 __all__ = ["Calls", "make_lost_outcome"]
 
@@ -57,13 +57,11 @@ class Calls:
         Raises:
             UsageError: The function or an argument cannot be pickled.
         """
-        call = function, tuple(args), dict(options or {})
         try:
-            payload = serialize(call)
+            payload = serialize((function, tuple(args), dict(options or {})))
         except (pickle.PickleError, TypeError, AttributeError) as error:
             raise UsageError(
-                f"{what} cannot be sent to rank {ranks[0]}: {_find_culprit(call)} cannot be "
-                f"pickled: {error}"
+                f"{what} and its arguments cannot be sent to rank {ranks[0]}: {error}"
             ) from error
         message: Message = {"kind": "call", "number": next(self._numbers), "payload": payload}
         message["is_shared"] = len(ranks) > 1
@@ -82,7 +80,7 @@ class Calls:
         if future is None:
             return
         try:
-            value = deserialize(message["payload"]) if "payload" in message else None
+            value = pickle.loads(message["payload"]) if "payload" in message else None
         except Exception as error:  # the value, or the class of the exception, is unknown here
             value, reason = None, f"{type(error).__name__}: {error}"
             if message["kind"] == "value":
@@ -127,22 +125,3 @@ def make_lost_outcome(rank: int, reason: str, status: int | None = None) -> Outc
         "plain": True,
     }
     return Outcome(rank, status=status, error=report)
-
-
-def _find_culprit(call: tuple[Any, ...]) -> str:
-    """Return which part of a call cannot be pickled."""
-    function, args, options = call
-    parts = {_describe(function): function}
-    parts |= {f"argument {n} ({_describe(value)})": value for n, value in enumerate(args, 1)}
-    parts |= {f"argument {name} ({_describe(value)})": value for name, value in options.items()}
-    for name, part in parts.items():
-        try:
-            serialize(part)
-        except Exception:  # pickling may raise any exception
-            return name
-    return "it"
-
-
-def _describe(value: Any) -> str:
-    name = getattr(value, "__qualname__", None)
-    return str(name) if name else f"of class {type(value).__qualname__}"

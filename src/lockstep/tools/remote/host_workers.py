@@ -1,9 +1,14 @@
-"""The processes of the workers of one host, in a driver or a node agent."""
+"""The processes of the workers of one host, in a driver or in `lockstep worker --connect`.
+
+Every worker connects to the driver itself, so `lockstep worker` only starts them and waits for
+their ends.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +17,7 @@ from typing import Any
 
 from lockstep.comm.transport.secret import KEY_VARIABLE
 from lockstep.launcher.channel import write_memfd
-from lockstep.launcher.failure_attribution import describe_end
+from lockstep.launcher.failure_attribution import describe_end, make_rank_error
 from lockstep.launcher.fork_server import get_fork_server
 from lockstep.launcher.launch import function_task
 from lockstep.launcher.output import RankOutput
@@ -20,7 +25,7 @@ from lockstep.launcher.pickling import dumps
 from lockstep.launcher.supervisor import GRACE, TICK, RankSupervisor
 from lockstep.tools.remote.output_forwarder import ForwardedStream, StreamName
 
-__all__ = ["HostWorkers"]
+__all__ = ["HostWorkers", "serve_driver"]
 
 
 class HostWorkers:
@@ -43,22 +48,22 @@ class HostWorkers:
         self,
         index: int,
         arguments: tuple[Any, ...],
-        show: Callable[[StreamName, str], None],
-        *,
-        is_prefixed: bool,
+        show: Callable[[StreamName, str], None] | None = None,
     ) -> None:
         """Start a worker with the arguments of `run_worker`, without the variable of the key.
 
         Args:
             index: The number of the worker on this host.
             arguments: The arguments.
-            show: Called with what the worker prints.
-            is_prefixed: Whether to begin each line with the number of the worker.
+            show: Called with each line that the worker prints, which begins with its number. None:
+                the worker prints to this process's streams.
         """
         task = function_task({})
         task["environ"].pop(KEY_VARIABLE, None)
-        streams: Any = tuple(ForwardedStream(partial(show, name)) for name in ("stdout", "stderr"))
-        output = RankOutput(index, None, streams, prefixed=is_prefixed)
+        output = None
+        if show is not None:
+            consoles: Any = [ForwardedStream(partial(show, name)) for name in ("stdout", "stderr")]
+            output = RankOutput(index, None, tuple(consoles))
         work = write_memfd(dumps((call_run_worker, arguments)))
         self.supervisor.start_rank(index, task, work, output, has_input=index == 0)
         os.close(work)
@@ -71,11 +76,6 @@ class HostWorkers:
         """Let another thread return from `process_events`."""
         with contextlib.suppress(OSError):  # full of wake-ups already, or closed at the end
             self._wake.send(b"!")
-
-    @property
-    def are_running(self) -> bool:
-        """Whether a worker runs."""
-        return bool(self.supervisor.running)
 
     def new_ends(self) -> Iterator[tuple[int, str, int]]:
         """Yield the number, the way of the end and the exit status of each worker, once."""
@@ -94,7 +94,7 @@ class HostWorkers:
     def close(self, *, waits: bool) -> None:
         """End the workers; `waits` gives them some seconds to exit by themselves first."""
         until = time.monotonic() + (GRACE if waits else 0.0)
-        while self.are_running and time.monotonic() < until:
+        while self.supervisor.running and time.monotonic() < until:
             self.process_events()
         self.supervisor.terminate()
         self._wake.close()
@@ -103,6 +103,33 @@ class HostWorkers:
     def _on_wake(self) -> bool:
         self._woken.recv(1 << 12)
         return True
+
+
+def serve_driver(address: str, port: int, key: bytes, nprocs: int, timeout: float) -> None:
+    """Serve a driver on another host with workers on this one, until it exits.
+
+    Args:
+        address: Name or address of the driver's host.
+        port: The port at which the driver listens.
+        key: The driver's key.
+        nprocs: Number of workers.
+        timeout: Seconds to wait for the driver, and seconds of silence after which the driver
+            counts as lost.
+
+    Raises:
+        RankError: A worker failed: the driver did not answer, refused it or was lost.
+    """
+    workers = HostWorkers(nprocs)
+    hello = {"kind": "hello", "host": secrets.token_hex(16), "workers": nprocs}
+    try:
+        for index in range(nprocs):
+            workers.start(index, (address, port, key, timeout, {**hello, "index": index}))
+        while workers.supervisor.running:
+            workers.process_events()
+    finally:
+        workers.close(waits=False)
+    if error := make_rank_error(list(workers.supervisor.outcomes.values())):
+        raise error
 
 
 def call_run_worker(*arguments: Any) -> None:

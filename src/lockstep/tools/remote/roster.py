@@ -21,22 +21,21 @@ class WorkerHandle:
 
     Attributes:
         connection: Its connection to the driver.
-        host: The number of its host; 0 is the driver's own.
+        host: The random name of its host.
         index: Its number on that host.
         rank: Its rank, once all workers have connected.
         has_joined: Whether it has joined the world.
         error: The report of the error that kept it from joining.
         connection_lost: The reason why its connection was lost; empty while it exists.
-        process_ended: The way in which its process ended; empty while it runs.
+        process_ended: The way in which its process ended; empty while it runs, and on other hosts.
         status: The exit status of its process.
         lost: The way in which the worker ended, from `process_ended`, else `connection_lost`;
             empty while it is usable.
         lost_since: The `time.monotonic()` time at which either of these was first noticed.
-        waits: The number of checks in a row that found it in a collective.
     """
 
     connection: Connection
-    host: int
+    host: str
     index: int
     rank: int = -1
     has_joined: bool = False
@@ -46,7 +45,6 @@ class WorkerHandle:
     status: int | None = None
     lost: str = ""
     lost_since: float = 0.0
-    waits: int = 0
 
     def decide_end(self, now: float, settle: float) -> bool:
         """Set `lost` once connection and process have ended; return whether it was set.
@@ -81,10 +79,10 @@ class Roster:
     """The workers that may connect, and those that have; safe to use from several threads.
 
     Attributes:
-        session: Random bytes, to keep out workers of an earlier driver with the same key.
-        wanted: How many workers of other hosts may still connect.
+        hosts: The names of the hosts, this one first. The random names keep out workers of an
+            earlier driver with the same key.
         workers: The workers that have connected.
-        connections: All connections, also those of node agents and of refused workers.
+        connections: All connections, also those of refused workers.
 
     Args:
         nprocs: Number of workers on this host.
@@ -92,47 +90,36 @@ class Roster:
     """
 
     def __init__(self, nprocs: int, remote: int) -> None:
-        self.session = secrets.token_hex(16)
-        self.wanted = remote
+        self.hosts = [secrets.token_hex(16)]
         self.workers: dict[Connection, WorkerHandle] = {}
         self.connections: list[Connection] = []
-        self._expected = {(0, index) for index in range(nprocs)}
-        self._hosts: dict[Connection, int] = {}
+        self._wanted = remote
+        self._expected = {(self.hosts[0], index) for index in range(nprocs)}
         self._lock = threading.Lock()
-
-    def add_host(self, connection: Connection, count: int) -> int:
-        """Return the number of a host with `count` workers; 0 if fewer are wanted."""
-        with self._lock:
-            if count > self.wanted:
-                return 0
-            self.wanted -= count
-            self._hosts[connection] = number = len(self._hosts) + 1
-            self._expected |= {(number, index) for index in range(count)}
-            return number
 
     def add_worker(self, connection: Connection, hello: Message) -> str:
         """Add a worker; return why it is refused, or an empty string."""
-        host, index = hello["host"], hello["index"]
+        host, index, count = hello["host"], hello["index"], hello["workers"]
         with self._lock:
-            if hello["session"] != self.session:
-                return "it called another process"
+            if host not in self.hosts:
+                if count > self._wanted:
+                    return f"the driver waits for {self._wanted} more workers, not for {count}"
+                self._wanted -= count
+                self.hosts.append(host)
+                self._expected |= {(host, number) for number in range(count)}
             if (host, index) not in self._expected:
-                return f"worker {index} of host {host} is connected already"
+                return f"worker {index} of its host is connected already"
             self._expected.remove((host, index))
             self.workers[connection] = WorkerHandle(connection, host, index)
             return ""
 
-    def find(self, agent: Connection, index: int) -> WorkerHandle | None:
-        """Return a worker of the host that a node agent serves."""
-        with self._lock:
-            host, workers = self._hosts.get(agent), list(self.workers.values())
-        matches = (worker for worker in workers if (worker.host, worker.index) == (host, index))
-        return next(matches, None)
-
     def assign_ranks(self) -> list[WorkerHandle]:
         """Assign ranks: the driver's host first, then the others in the order of connection."""
         with self._lock:
-            workers = sorted(self.workers.values(), key=lambda worker: (worker.host, worker.index))
+            workers = sorted(
+                self.workers.values(),
+                key=lambda worker: (self.hosts.index(worker.host), worker.index),
+            )
         for rank, worker in enumerate(workers):
             worker.rank = rank
         return workers

@@ -10,14 +10,15 @@ The workers run ordinary trainers, so results are bit-identical to those of a sc
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
+from typing import Any
 
-from lockstep.kernel.errors import UsageError
+from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.launcher.world import rank, world
 from lockstep.model.deferred_init import Blocks, materialize_block
 from lockstep.model.evaluation import Evaluation
@@ -28,45 +29,9 @@ from lockstep.training.trainer import Trainer
 
 __all__ = ["TrainerProxy"]
 
-Arguments = ParamSpec("Arguments")
-Value = TypeVar("Value")
-
-
-class ForwardedMethod(Generic[Arguments, Value]):
-    """A trainer's method that the proxy calls on every worker; the value is that of rank 0.
-
-    Signature and types are those of the trainer's method. Arguments that do not fit raise
-    TypeError in the driver, before any worker is called.
-    """
-
-    def __init__(self, method: Callable[Concatenate[Trainer, Arguments], Value]) -> None:
-        self._name = method.__name__
-        self._signature = inspect.signature(method)
-        self.__doc__ = method.__doc__
-
-    def __get__(self, proxy: TrainerProxy, owner: type[TrainerProxy]) -> Callable[Arguments, Value]:
-        """Return the method of one proxy."""
-
-        def call(*args: Arguments.args, **options: Arguments.kwargs) -> Value:
-            try:
-                self._signature.bind(proxy, *args, **options)
-            except TypeError as error:
-                raise TypeError(f"{self._name}(): {error}") from None
-            value: Value = proxy._call("call", self._name, args, options)
-            return value
-
-        return call
-
 
 class TrainerProxy:
     """Trainers on all workers of a driver, used like a single trainer; made by `Driver.trainer`."""
-
-    digest = ForwardedMethod(Trainer.digest)
-    optimizer_digest = ForwardedMethod(Trainer.optimizer_digest)
-    state_dict = ForwardedMethod(Trainer.state_dict)
-    load_state_dict = ForwardedMethod(Trainer.load_state_dict)
-    save_weights = ForwardedMethod(Trainer.save_weights)
-    finish = ForwardedMethod(Trainer.finish)
 
     def __init__(
         self, pool: WorkerPool, blocks: Blocks, seed: int, arguments: Mapping[str, Any]
@@ -95,8 +60,7 @@ class TrainerProxy:
         Raises:
             LockstepError: A worker's trainer failed.
         """
-        loss: float = self._call("call", "step", (batch,), {})
-        return loss
+        return float(self._forward("step", batch))
 
     @property
     def last_result(self) -> StepResult:
@@ -170,24 +134,43 @@ class TrainerProxy:
         """Finish the run, as failed if there was an exception."""
         if error is None:
             self.finish()
-        else:
-            self.finish("failed", f"{type(error).__name__}: {error}")
+        else:  # the others, which may have exited, write no record
+            message = f"{type(error).__name__}: {error}"
+            arguments: tuple[Any, ...] = (self._number, "call", "finish", ("failed", message), {})
+            with contextlib.suppress(LockstepError):
+                self._pool.calls.start([0], "finish", call_actor, arguments)[0].result()
 
-    if not TYPE_CHECKING:
+    def digest(self) -> str:
+        """As `Trainer.digest`."""
+        return str(self._forward("digest"))
 
-        def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError with the names that exist."""
-            names = ", ".join(name for name in dir(type(self)) if not name.startswith("_"))
-            raise AttributeError(
-                f"the trainer of a driver has no {name!r}, only {names}: the trainers "
-                f"themselves are in the workers"
-            )
+    def optimizer_digest(self) -> str:
+        """As `Trainer.optimizer_digest`."""
+        return str(self._forward("optimizer_digest"))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `Trainer.state_dict`."""
+        return dict(self._forward("state_dict"))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `Trainer.load_state_dict`."""
+        self._forward("load_state_dict", state)
+
+    def save_weights(self, path: str | Path, *, ema: bool = False) -> None:
+        """As `Trainer.save_weights`."""
+        self._forward("save_weights", path, ema=ema)
+
+    def finish(self, state: str = "done", message: str | None = None) -> None:
+        """As `Trainer.finish`."""
+        self._forward("finish", state, message)
+
+    def _forward(self, name: str, *args: Any, **options: Any) -> Any:
+        """Call a method of every trainer; return rank 0's value."""
+        return self._call("call", name, args, options)
 
     def _call(self, method: str, *args: Any) -> Any:
-        """Call a method on every actor; return rank 0's value."""
-        # finish() must close the record even if the world has ended.
-        if args[:1] != ("finish",):
-            self._pool.require_world()
+        """Call a method of every actor; return rank 0's value."""
+        self._pool.require_world()
         what = f"{TrainerActor.__name__}.{method}"
         return self._pool.call_all(what, call_actor, (self._number, method, *args))[0]
 

@@ -1,16 +1,14 @@
 """A worker: a rank that runs the calls of the driver.
 
     driver                              worker
-      <── hello {session, host, index} ───│
-      ── join {rank, variables, world} ──>│  lockstep.init()
+      <── hello {host, index, workers} ───│
+      ── refused {reason} ───────────────>│  exits, if the driver does not wait for it
+      ── join {variables, world} ────────>│  lockstep.init()
       <── joined {report, if it failed} ──│
       ── call {number, function, args} ──>│  function(*args) on its main thread
       <── value | error {number, report} ─│  after an error of a call on all workers, it waits
       ── continue {number} ──────────────>│  until they all have returned from the call
-      ── look ───────────────────────────>│  on the receiving thread, at once
-      <── seen {waits} ───────────────────│  whether the main thread is in a collective
-      ── leave {number} ─────────────────>│  lockstep.shutdown(), to release the other workers
-      ── end ────────────────────────────>│
+      ── end ────────────────────────────>│  exits
 
 User code runs only on the main thread, one call at a time and in the order of the calls, as in a
 script: torch's generators and settings belong to the call that runs.
@@ -19,8 +17,8 @@ script: torch's generators and settings belong to the call that runs.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
+import pickle
 import queue
 import sys
 from collections.abc import Callable
@@ -28,16 +26,15 @@ from functools import partial
 from types import TracebackType
 
 from lockstep.comm.transport.secret import derive_store_secret, give_secret
+from lockstep.kernel.errors import LockstepError, RendezvousError, UsageError
 from lockstep.launcher.rank_process import describe_error
-from lockstep.launcher.world import init, shutdown
+from lockstep.launcher.world import init
 from lockstep.tools.remote.connection import Connection, Message, connect_to_driver
-from lockstep.tools.remote.hang_recovery import is_in_collective
-from lockstep.tools.remote.serialization import deserialize, serialize
+from lockstep.tools.remote.serialization import serialize
 
 __all__ = ["run_worker"]
 
 REMOTE = os.path.dirname(os.path.abspath(__file__))
-NOW, NEXT, LATER = range(3)  # order of tasks
 
 Task = Callable[[], None]
 
@@ -53,8 +50,8 @@ def run_worker(address: str, port: int, key: bytes, silence: float, hello: Messa
         hello: The message that names this worker.
 
     Raises:
-        RendezvousError: The driver does not answer.
-        UsageError: The driver has another key.
+        RendezvousError: The driver does not answer, or was lost.
+        UsageError: The driver has another key, or does not wait for this worker.
     """
     WorkerServer(address, port, key, silence).serve(hello)
 
@@ -63,44 +60,43 @@ class WorkerServer:
     """The connection to the driver, and the tasks of the main thread."""
 
     def __init__(self, address: str, port: int, key: bytes, silence: float) -> None:
-        self._key = key
-        self._numbers = itertools.count()
-        self._tasks: queue.PriorityQueue[tuple[int, int, Task | None]] = queue.PriorityQueue()
+        self._name, self._key = f"the driver at {address}:{port}", key
+        self._tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self._continued: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # numbers of calls
+        self._is_ended = False
+        self._error: LockstepError | None = None
         opened = connect_to_driver(address, port, key, silence)
-        self._driver = Connection(
-            opened, silence, self._on_message, lambda connection, reason: self._end()
-        )
+        self._driver = Connection(opened, silence, self._on_message, self._on_lost)
 
     def serve(self, hello: Message) -> None:
         """Run tasks until the driver ends this worker, or is lost; send the last answers."""
         try:
             self._driver.start().post(hello)
-            while task := self._tasks.get()[-1]:
-                task()
+            while not self._is_ended:
+                self._tasks.get()()
         finally:
             self._driver.close()
+        if self._error is not None:
+            raise self._error
 
-    def _put(self, order: int, task: Task | None) -> None:
-        self._tasks.put((order, next(self._numbers), task))
-
-    def _end(self) -> None:
-        self._put(NOW, None)
+    def _end(self, error: LockstepError | None = None) -> None:
+        self._error, self._is_ended = error, True
+        self._tasks.put(lambda: None)
         self._continued.put(None)
+
+    def _on_lost(self, connection: Connection, reason: str) -> None:
+        self._end(RendezvousError(f"{self._name} {reason}, so its workers were ended"))
 
     def _on_message(self, connection: Connection, message: Message) -> None:
         match message["kind"]:
-            case "look":
-                connection.post({"kind": "seen", "waits": is_in_collective()})
-            case "leave":
-                self._put(NEXT, shutdown)
-                self._continued.put(message["number"])
             case "continue":
                 self._continued.put(message["number"])
             case "join":
-                self._put(LATER, partial(self._join, message))
+                self._tasks.put(partial(self._join, message))
             case "call":
-                self._put(LATER, partial(self._answer, message))
+                self._tasks.put(partial(self._answer, message))
+            case "refused":
+                self._end(UsageError(f"{self._name} refused: {message['reason']}"))
             case "end":
                 self._end()
 
@@ -118,7 +114,7 @@ class WorkerServer:
 
     def _answer(self, message: Message) -> None:
         try:
-            function, args, options = deserialize(message["payload"])
+            function, args, options = pickle.loads(message["payload"])
             answer: Message = {"kind": "value", "payload": serialize(function(*args, **options))}
         except BaseException as error:  # the driver waits for an answer, so report any error
             error.__traceback__ = _drop_remote_frames(error.__traceback__)

