@@ -1,6 +1,6 @@
 """What a checkpoint costs: the stall of training, its size, the steps beside the writing, resuming.
 
-    python benchmarks/checkpoints.py [--ranks 2] [--pairs 30] [--mirror]
+    python benchmarks/checkpoints.py [--ranks 2] [--pairs 30]
 
 The 25 M-parameter model of `benchmarks/step` (six linear layers of 2048), with SGD and AdamW:
 
@@ -8,7 +8,6 @@ The 25 M-parameter model of `benchmarks/step` (six linear layers of 2048), with 
 - overhead: blocks of steps with one checkpoint, and without one, in pairs whose order
   alternates; the median of their differences with its interval (at least 95%);
 - torch.save: what writing the same state costs when training waits for it;
-- with --mirror: of a mirror, which is a checkpoint in shared memory, instead;
 - resuming: seconds from the start of `lockstep run` to the end of the first step, for a new run
   and a resumed one, alternating.
 """
@@ -71,16 +70,14 @@ def interval(values):
     return statistics.median(ordered), ordered[k], ordered[count - 1 - k]
 
 
-def measure(optimizer, pairs, folder, is_mirror):
+def measure(optimizer, pairs, folder):
     """Return stalls, seconds until complete, bytes, and the blocks' times of rank 0."""
     ls.init()
     never = 1 << 40
-    if is_mirror:
-        os.environ["LOCKSTEP_MIRROR"] = f"{folder}/mirror"  # as the launcher of an elastic run does
-    config = ls.CheckpointConfig(every_steps=never, folder=folder, keep=1, mirror_every_steps=never)
+    config = ls.CheckpointConfig(every_steps=never, folder=folder, keep=1)
     trainer = ls.Trainer(model(), nn.functional.mse_loss, OPTIMIZERS[optimizer], checkpoint=config)
     checkpoints = trainer._run._checkpoints
-    writer = checkpoints.mirrors or checkpoints.writer
+    writer = checkpoints.writer
     batches = [batch(number) for number in range(STEPS)]
     found = {"stall": [], "seconds": [], "bytes": [], "with": [], "without": [], "torch": []}
 
@@ -88,11 +85,7 @@ def measure(optimizer, pairs, folder, is_mirror):
         begun = time.perf_counter()
         for number, each in enumerate(batches):
             if save and number == 1:
-                # The same on every rank: a checkpoint is due, or a mirror.
-                if is_mirror:
-                    checkpoints._mirrored = -never
-                else:
-                    checkpoints._due_since = trainer.steps
+                checkpoints._due_since = trainer.steps  # the same on every rank
             trainer.step(each)
         seconds = time.perf_counter() - begun
         writer.wait()
@@ -143,11 +136,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--pairs", type=int, default=30, help="0 measures resuming only")
-    parser.add_argument("--mirror", action="store_true", help="measure mirrors")
     options = parser.parse_args()
     for optimizer in OPTIMIZERS if options.pairs else ():
-        with tempfile.TemporaryDirectory(dir="/dev/shm" if options.mirror else None) as folder:
-            arguments = (optimizer, options.pairs, folder, options.mirror)
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = (optimizer, options.pairs, folder)
             ranks = ls.launch(measure, arguments, nprocs=options.ranks)
         found = ranks[0]
         step = statistics.median(found["without"]) / STEPS
@@ -162,8 +154,6 @@ def main():
             f"{cost * 1e3:+.0f} ms ({low * 1e3:+.0f} to {high * 1e3:+.0f}); "
             f"torch.save {statistics.median(found['torch']) * 1e3:.0f} ms"
         )
-    if options.mirror:
-        return
     times = {False: [], True: []}
     for _ in range(5):
         with tempfile.TemporaryDirectory() as name:

@@ -184,11 +184,8 @@ class Member:
 
 def main():
     member = Member()
-    assert os.path.isdir(os.path.dirname(os.environ["LOCKSTEP_MIRROR"]))
     if "READS_INPUT" in os.environ and os.environ["RANK"] == "0":
         print("input:", sys.stdin.read())
-    if MEMBER == 0:
-        print("states in", os.path.dirname(os.environ["LOCKSTEP_MIRROR"]))
     if folder := os.environ.get("LOCKSTEP_HANDOVER"):
         with open(os.path.join(folder, "sums")) as file:
             member.sums = json.load(file)

@@ -130,10 +130,8 @@ if FORM == "two":
         extra_modules=[model], progress=False,
     )
     stateful = {"judge": of_judge}
-if stateful or "mirror" in LAYOUT:
-    checkpoint = ls.CheckpointConfig(
-        every_steps=1000, mirror_every_steps=LAYOUT.get("mirror"), stateful=stateful
-    )
+if stateful or "every" in LAYOUT:
+    checkpoint = ls.CheckpointConfig(every_steps=LAYOUT.get("every", 1000), stateful=stateful)
 if LAYOUT.get("storage") == "hybrid":
     os.environ["LOCKSTEP_HOST_IDENTITY"] = f"host {ls.rank() % 2}"
 made = ls.Trainer(
@@ -149,9 +147,8 @@ made = ls.Trainer(
 )
 trainer = made
 Path(f"made-{os.environ.get('LOCKSTEP_MEMBER')}").touch()
-if LAYOUT.get("mirror"):
-    made.history._on_step.append(lambda result: made._run._checkpoints.mirrors.wait()
-                                 if made._run._checkpoints.mirrors else None)
+if "every" in LAYOUT:
+    made.history._on_step.append(lambda result: made._run._checkpoints.writer.wait())
 if made.resumed_from is not None:
     at("answering")
 seen = []

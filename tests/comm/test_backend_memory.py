@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
-import select
-import signal
 import threading
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,20 +14,16 @@ import torch.distributed as dist
 
 from lockstep.comm import backend
 from lockstep.comm.bucket import Bucket, Member
-from lockstep.comm.collectives import all_gather_bytes
 from lockstep.comm.native_all_reduce import NativeAllReduce
 from lockstep.comm.shared_memory import (
-    HANDLE_LENGTH,
     atomic_compare_exchange,
     atomic_load,
     atomic_store,
     create_group_tensor,
     empty_shared,
-    get_memory_handle,
     is_shared,
-    map_peer_tensor,
 )
-from lockstep.kernel.errors import LayoutError, RankError, WorkError
+from lockstep.kernel.errors import LayoutError, WorkError
 
 pytestmark = pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 
@@ -202,61 +194,6 @@ def test_ranks_that_may_be_on_different_hosts_share_no_tensor(ranks):
 def test_a_rank_alone_shares_with_nobody():
     tensor = create_group_tensor((2, 3), torch.int32)
     assert tensor.tolist() == [[0, 0, 0], [0, 0, 0]]
-
-
-# ---- the memory of a rank that is gone ----
-
-
-def read_dead_rank(folder: Path) -> None:
-    """Let rank 1 die, and note what the others read of its memory afterwards."""
-    rank = dist.get_rank()
-    bucket = Bucket(torch.float32, (Member(0, 100, 0),), 112)
-    nodes_by_rank: list[list[tuple[int, int]]] = [[(0, 2)], [(2, 3), (3, 4)], []]
-    native = backend.of_group(None)
-    made = NativeAllReduce(
-        native, bucket, nodes_by_rank, 4, rank, cuts=[0, 0, 112, 112], scatter=True
-    )
-    made.launch({node: [torch.full((100,), 2.0 + node[0])] for node in nodes_by_rank[rank]})
-    made.gather()
-    handle = create_group_tensor(HANDLE_LENGTH, torch.int64)
-    if rank == 1:
-        handle.copy_(torch.tensor(get_memory_handle(made.sums)))
-    pids = all_gather_bytes(str(os.getpid()).encode(), "at the processes")
-    process = os.pidfd_open(int(pids[1]))
-    dist.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    assert select.select([process], [], [], 20)[0], "rank 1 did not die"
-    os.close(process)
-    sums = map_peer_tensor(handle.tolist(), 112, torch.float32)[:100]
-    told = []
-    for wrong, numel in [(handle, 1 << 40), (handle + 1, 10)]:
-        try:
-            map_peer_tensor(wrong.tolist(), numel, torch.float32)
-        except WorkError as error:
-            told.append(str(error))
-    (folder / f"{rank} in writing").write_text(json.dumps([sums.tolist(), told]))
-    (folder / f"{rank} in writing").rename(folder / f"{rank}")
-
-
-def test_the_sums_of_a_dead_rank_are_still_there(ranks, tmp_path):
-    def with_handler() -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends us; first we note
-        read_dead_rank(tmp_path)
-        dist.barrier()
-
-    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
-        ranks(with_handler, 3, **on_lockstep)
-    for rank in "02":
-        sums, told = json.loads((tmp_path / rank).read_text())
-        assert sums == [11.0] * 100
-        assert "ends outside its region" in told[0]
-        assert "shared memory of process" in told[1]
-    with pytest.raises(ValueError, match="in shared memory"):
-        get_memory_handle(torch.zeros(3))
-    nothing = map_peer_tensor(get_memory_handle(empty_shared(0)), 0, torch.float64)
-    assert nothing.shape == (0,)
-    assert nothing.dtype == torch.float64
 
 
 # ---- words ----

@@ -133,7 +133,7 @@ def test_many_kills_change_no_bit(chaos, monkeypatch, soak):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("storage", PARTS)
 def test_kills_change_no_bit_of_parts_of_parameters(chaos, tmp_path, storage):
-    script = SCRIPT.replace("every_steps=20", "every_steps=20, mirror_every_steps=1")
+    script = SCRIPT.replace("every_steps=20", "every_steps=1")
     storage_option = f'storage="{storage}", checkpoint='
     (tmp_path / "train.py").write_text(script.replace("checkpoint=", storage_option))
     arguments = PARTS[storage]

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 from lockstep.checkpoint.folder import find_checkpoints
 from lockstep.elastic.restart_source import RestartSource, find_restart_source
-from lockstep.launcher.environment import HANDOVER, MIRROR, ROUND
+from lockstep.launcher.environment import HANDOVER, ROUND
 from lockstep.launcher.run_folder import RESUME
 from lockstep.record.reader import read_run
 from lockstep.training import attempts, last_safe_state
@@ -221,38 +221,6 @@ def test_a_second_trainer_must_be_registered(world_of_one, tmp_path, monkeypatch
     batches = trainer.batches(data(), 20, epoch=0)
     next(iter(batches))
     assert [trainer.digest(), other.digest()] == digests
-
-
-def test_mirrors_are_saved_in_an_elastic_run_and_the_newest_is_used(
-    world_of_one, tmp_path, monkeypatch, capsys
-):
-    expected = train(tmp_path / "undisturbed", Member())
-    config = ls.CheckpointConfig(every_steps=3, mirror_every_steps=2, keep=1)
-    train(tmp_path / "alone", Member(), checkpoint=config)  # no launcher holds a mirror
-
-    def lose(at, trainer):
-        if at == "after":
-            mirrors = trainer._run._checkpoints.mirrors
-            mirrors.wait()
-            trainer._run._checkpoints.writer.wait()
-            if trainer.steps == 6:
-                raise Replaced  # as if all processes were killed
-
-    mirror = tmp_path / "mirror"
-    monkeypatch.setenv(MIRROR, str(mirror))
-    with pytest.raises(Replaced):
-        train(tmp_path / "run", Member(), lose, checkpoint=config)
-    assert [path.name for path in find_checkpoints(mirror / "checkpoints")] == ["step-4"]
-    saved = find_checkpoints(tmp_path / "run/checkpoints")
-    assert [path.name for path in saved] == ["step-3"]
-
-    set_origin(monkeypatch)
-    assert train(tmp_path / "run", Member(), checkpoint=config)[:4] == expected[:4]
-    assert "round 2 continues from the mirror of step 4" in capsys.readouterr().err
-    run = read_run(tmp_path / "run")
-    assert [line["step"] for line in run.rounds] == [4]
-    assert [path.name for path in find_checkpoints(tmp_path / "run/checkpoints")] == ["step-9"]
-    assert all(each["path"].startswith(str(tmp_path / "run")) for each in run.checkpoints)
 
 
 def test_without_a_state_a_round_begins_again(world_of_one, tmp_path, monkeypatch, capsys):

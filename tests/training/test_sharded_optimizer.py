@@ -1,12 +1,9 @@
 """Shared parameters: the bits of replicas, one copy of the state, and steps that are never half."""
 
-import contextlib
 import copy
 import os
-import select
 import signal
 import subprocess
-import time
 from functools import partial
 
 import pytest
@@ -18,9 +15,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep as ls
 from lockstep.comm import backend as native
-from lockstep.comm.shared_memory import atomic_load
 from lockstep.kernel.errors import LayoutError, RankError, UsageError, WorkError
-from lockstep.training import redo_log
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="not built")
 
@@ -326,15 +321,7 @@ def test_what_cannot_be_shared_is_refused_by_name(ranks):
         ranks(trainer_of, 2, True, backend="gloo")
 
 
-# --- a rank that is killed in the middle of a step ----------------------------------------------
-
-POINTS = {
-    "summed": "before", "clipped": "before",  # then the gradients of rank 1 are complete
-    "ready": "after", "passed": "after", "decided": "after",  # it has written nothing
-    "copied 0": "after", "saved 0": "after", "stepped 0": "after", "chunk 0": "after",
-    "copied 1": "after", "saved 1": "after", "piece 2": "after", "stepped 1": "after",
-    "chunk 1": "after", "written": "after", "agreed": "after",
-}  # fmt: skip
+# --- a rank that is killed in a step ------------------------------------------------------------
 
 
 def thawing():
@@ -344,244 +331,111 @@ def thawing():
     return model
 
 
-KILLED = {
-    "SGD momentum": (OPTIMIZERS["SGD momentum"][0], partial(small, 700)),
-    "AdamW": (OPTIMIZERS["AdamW"][0], partial(small, 700)),
-    "NAdam": (OPTIMIZERS["NAdam"][0], partial(small, 700)),
-    "numbers": (DeclaredSigns, partial(small, 700)),
-    "thawing": (OPTIMIZERS["NAdam"][0], thawing),
-    "thawing Adagrad": (OPTIMIZERS["Adagrad"][0], thawing),  # has state before the first step
-}
-
-
-class Interruption:
-    """Two steps of a trainer, one of which a rank is stopped in at a point of the protocol."""
-
-    def __init__(self, name, folder):
-        import lockstep.data_parallel.shards as shards
-        import lockstep.training.sharded_optimizer as sharded
-
-        self.folder, self.rank = folder, dist.get_rank()
-        self.passed = []
-        self.how = lambda here: None
-        shards.PIECE = sharded.PIECE = 1 << 16  # several chunks for each rank
-        redo_log.pass_point = sharded.pass_point = self.pass_point
-        optimizer, model = KILLED[name]
-        self.trainer = trainer_of(True, max_grad_norm=0.1, model=model(), optimizer=optimizer)
-        self.log = self.trainer._optimization.sharded.log
-        self.is_thawing = model is thawing
-
-    def pass_point(self, name):
-        self.passed.append(name)
-        counted = ("copied", "saved", "stepped", "piece", "chunk")
-        self.how(f"{name} {self.passed.count(name) - 1}" if name in counted else name)
-
-    def step(self, how=None):
-        """Take a step, and do `how` at every point; return what was raised."""
-        self.passed.clear()
-        self.how = how or self.how
-        try:
-            self.trainer.step(labelled(16).tensors)
-        except Exception as error:
-            return str(error)
-        if self.is_thawing:
-            self.trainer.model.requires_grad_(True)
-        return ""
-
-    def await_ready(self):
-        """Wait until all ranks are ready: else the step may be aborted."""
-        deadline = time.monotonic() + 20
-        ready = self.log._ready
-        while {atomic_load(ready, each) for each in range(dist.get_world_size())} != {
-            atomic_load(ready, self.rank)
-        }:
-            assert time.monotonic() < deadline, "the others are not ready"
-
-    def note(self, told, name=None):
-        trainer, state = self.trainer, "torn torn"
-        if self.log.has_whole_state():
-            state = f"{trainer.digest()} {trainer.optimizer_digest()}"
-        claims = self.passed.count("claimed")
-        name = name or str(self.rank)
-        (self.folder / f"{name} in writing").write_text(f"{state} {claims} {told}")
-        (self.folder / f"{name} in writing").rename(self.folder / name)
+ADAGRAD = OPTIMIZERS["Adagrad"][0]  # has state before the first step
 
 
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed_at(name, point, steps_before, folder):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends us; first we note
-    training = Interruption(name, folder)
-    for _ in range(steps_before):
-        assert training.step() == ""
+def take_step(trainer):
+    trainer.step(labelled(16).tensors)
+    trainer.model.requires_grad_(True)
 
-    def die(here):
-        if training.rank == 1 and here == point:
-            if point == "ready":
-                training.await_ready()
+
+class Dying(DeclaredSigns):
+    """Once `rank` is set, that rank is killed after it has written its part."""
+
+    rank = -1
+
+    def step(self, closure=None):
+        super().step(closure)
+        if dist.get_rank() == self.rank:
             kill()
 
-    training.note(training.step(die))
-    dist.barrier()
 
-
-def read_notes(folder, names):
-    for name in names:
-        parameters, state, claims, told = (folder / name).read_text().split(" ", 3)
-        yield parameters, state, int(claims), told
-
-
-KILLS = [
-    *(("AdamW", point, 1) for point in ("clipped", "ready", "saved 0", "stepped 0", "agreed")),
-    ("SGD momentum", "copied 1", 1),
-    ("NAdam", "stepped 1", 0),  # the state has no entries before the first step
-    ("numbers", "piece 2", 1),
-    ("thawing", "decided", 1),
-]
-MORE_KILLS = [
-    *((name, point, 1) for name in KILLED for point in POINTS),
-    *((name, "stepped 1", 0) for name in KILLED if "thawing" not in name),
-]
-
-
-def and_stress(usual, more):
-    """Return the usual cases, and those of `more` that only `make soak` runs."""
-    others = [each for each in more if each not in usual]
-    return [*usual, *(pytest.param(*each, marks=pytest.mark.stress) for each in others)]
-
-
-@pytest.mark.parametrize(("name", "point", "steps_before"), and_stress(KILLS, MORE_KILLS))
-def test_a_step_is_finished_without_a_killed_rank(
-    ranks, tmp_path, digests, name, point, steps_before
-):
-    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
-        ranks(killed_at, 3, name, point, steps_before, tmp_path)
-    assert not (tmp_path / "1").exists()
-    steps = steps_before + (POINTS[point] == "after")
-    notes = [*read_notes(tmp_path, "02")]
-    for parameters, state, _, told in notes:
-        assert (parameters, state) == digests[name][steps], told
-        assert "rank 1 died" in told or point == "agreed"
-    was_unfinished = POINTS[point] == "after" and point not in ("written", "agreed")
-    assert sum(claims for _, _, claims, _ in notes) == was_unfinished
-
-
-def killed_while_writing(is_loading, folder):
-    """Let rank 1 die before it has written its part of what goes to new or loaded memory."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    training = Interruption("thawing Adagrad", folder)
-    saved = copy.deepcopy(training.trainer.state_dict())
-    assert training.step() == ""
-    if training.rank == 1:
-        training.trainer._optimization.sharded._write_state = lambda whole: kill()
+def killed_at(point, folder):
+    """Let rank 1 die in or after the second step; note what the others have."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher ends us; first we note
+    optimizer = Dying if point == "written" else ADAGRAD
+    trainer = trainer_of(True, model=thawing(), optimizer=optimizer)
+    saved = copy.deepcopy(trainer.state_dict())
+    take_step(trainer)
+    Dying.rank = 1
+    if dist.get_rank() == 1 and point == "reduced":
+        trainer._optimization.sharded.local_gradients = kill
+    if dist.get_rank() == 1 and point in ("thawed", "loading"):
+        trainer._optimization.sharded._write_state = lambda whole: kill()
     told = "no error"
     try:
-        training.trainer.load_state_dict(saved) if is_loading else training.trainer.step(
-            labelled(16).tensors
-        )
+        trainer.load_state_dict(saved) if point == "loading" else take_step(trainer)
     except Exception as error:
         told = str(error)
-    training.note(told)
-    dist.barrier()
-
-
-@pytest.mark.parametrize("is_loading", [False, True])
-def test_no_state_lacks_the_part_of_a_killed_rank(ranks, tmp_path, digests, is_loading):
-    """The state of a parameter that thaws is that before; one that is loaded in part is refused."""
-    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
-        ranks(killed_while_writing, 3, is_loading, tmp_path)
-    for parameters, state, _, told in read_notes(tmp_path, "02"):
-        assert "rank 1 died" in told
-        expected = ("torn", "torn") if is_loading else digests["thawing Adagrad"][1]
-        assert (parameters, state) == expected, told
-
-
-def killed_twice(name, second, folder):
-    """Let rank 1 die in the middle of a chunk, and the rank that takes over at another point."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    training = Interruption(name, folder)
-    assert training.step() == ""
-
-    def die(here):
-        if training.rank == 1 and here == "stepped 0":
-            kill()
-        if "claimed" in training.passed and here.split(" ")[0] == second:
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(folder / "second", os.O_CREAT | os.O_EXCL))
-                kill()
-
-    training.note(training.step(die))
+    has_state = trainer._state.is_whole()
+    state = f"{trainer.digest()} {trainer.optimizer_digest()}" if has_state else "torn torn"
+    name = str(dist.get_rank())
+    (folder / f"{name} in writing").write_text(f"{state} {told}")
+    (folder / f"{name} in writing").rename(folder / name)
     dist.barrier()
 
 
 @pytest.mark.parametrize(
-    ("name", "second"),
-    and_stress(
-        [("AdamW", "stepped"), ("numbers", "copied")],
-        [
-            (name, second)
-            for name in ("SGD momentum", "NAdam", "numbers")
-            for second in ("claimed", "restored", "stepped", "chunk", "copied", "saved")
-        ],
-    ),
+    ("point", "is_whole"),
+    [("reduced", True), ("thawed", True), ("written", False), ("loading", False)],
 )
-def test_a_rank_that_takes_over_may_die_as_well(ranks, tmp_path, digests, name, second):
-    with pytest.raises(RankError, match="was killed by SIGKILL"):
-        ranks(killed_twice, 4, name, second, tmp_path)
-    assert (tmp_path / "second").exists(), "nobody died while it took over"
-    left = [rank for rank in "0123" if (tmp_path / rank).exists()]
-    assert len(left) == 2
-    notes = [*read_notes(tmp_path, left)]
-    for parameters, state, _, told in notes:
-        assert (parameters, state) == digests[name][2], told
-        assert "died" in told
-    assert sum(claims for _, _, claims, _ in notes) == 1
+def test_the_state_is_of_one_step_or_torn_if_a_rank_is_killed(
+    ranks, tmp_path, digests, point, is_whole
+):
+    with pytest.raises(RankError, match="rank 1 was killed by SIGKILL"):
+        ranks(killed_at, 3, point, tmp_path)
+    for name in "02":
+        parameters, state, told = (tmp_path / name).read_text().split(" ", 2)
+        assert "rank 1 died" in told
+        assert (parameters, state) == (digests if is_whole else ("torn", "torn")), told
 
 
-def stopped_at(name, point, folder):
-    """Stop rank 1 at `point` until the others have given it up and noted what they have."""
-    training = Interruption(name, folder)
-    assert training.step() == ""
+def stopped_in(point, folder):
+    """Stop rank 1 until the others have given it up and noted what they have."""
+    trainer = trainer_of(True, model=thawing(), optimizer=ADAGRAD)
+    take_step(trainer)
+    sharded, rank = trainer._optimization.sharded, dist.get_rank()
+    method = "local_gradients" if point == "reduced" else "_step_pieces"
+    original = getattr(sharded, method)
 
-    def stop(here):
-        if training.rank != 1 or here != point:
-            return
-        if point == "ready":
-            training.await_ready()
+    def stop(*arguments):
+        result = original(*arguments)
         script = 'until [ -e 0 ] && [ -e 2 ]; do sleep 0.05; done; kill -CONT "$0"'
         with subprocess.Popen(["sh", "-c", script, str(os.getpid())], cwd=folder):
             os.kill(os.getpid(), signal.SIGSTOP)
+        return result
 
-    training.note(training.step(stop))
-    deadline = time.monotonic() + 30
-    while not (folder / "1").exists():
-        assert time.monotonic() < deadline, "rank 1 did not go on"
-        select.select([], [], [], 0.02)
-    training.note("", f"{training.rank} at the end")
+    if rank == 1:
+        setattr(sharded, method, stop)
+    with pytest.raises(Exception, match=r"."):
+        take_step(trainer)
+    (folder / str(rank)).touch()
+    is_whole = trainer._state.is_whole()
+    return is_whole and (trainer.digest(), trainer.optimizer_digest())
 
 
-@pytest.mark.parametrize(
-    ("point", "is_unfinished"),
-    and_stress([("clipped", False), ("piece 2", True)], [("ready", True), ("written", False)]),
-)
-def test_a_rank_that_stops_and_goes_on_is_not_taken_over(
-    ranks, tmp_path, digests, point, is_unfinished
+@pytest.mark.parametrize(("point", "is_whole"), [("reduced", True), ("written", False)])
+def test_a_rank_that_stops_and_goes_on_writes_with_the_others_or_not_at_all(
+    ranks, tmp_path, digests, point, is_whole
 ):
-    ranks(stopped_at, 3, "AdamW", point, tmp_path, timeout=3.0, deadline=90.0)
-    expected = digests["AdamW"][2 if POINTS[point] == "after" else 1]
-    for rank, note in zip("012", read_notes(tmp_path, "012"), strict=True):
-        parameters, state, claims, told = note
-        assert told, rank  # every rank raises: the group is gone
-        assert claims == 0
-        if is_unfinished and rank != "1":
-            assert parameters == "torn"
-            assert "rank 1 does not continue" in told
-        else:
-            assert (parameters, state) == expected, (rank, told)
-    for parameters, state, _, _ in read_notes(tmp_path, [f"{rank} at the end" for rank in "012"]):
-        assert (parameters, state) == expected
+    found = ranks(stopped_in, 3, point, tmp_path, timeout=3.0, deadline=90.0)
+    assert found == [digests if is_whole else False] * 3
+
+
+@pytest.fixture(scope="module")
+def digests(ranks):
+    """Return the digests of parameters and state after one step, of a rank that is alone."""
+
+    def alone():
+        trainer = trainer_of(False, model=thawing(), optimizer=ADAGRAD)
+        take_step(trainer)
+        return trainer.digest(), trainer.optimizer_digest()
+
+    return ranks(alone, 1)[0]
 
 
 def test_an_error_of_the_optimizer_is_told_until_a_state_is_loaded(ranks, tmp_path):
@@ -622,25 +476,6 @@ def test_an_error_of_the_optimizer_is_told_until_a_state_is_loaded(ranks, tmp_pa
     told, *bits = found[0]
     assert told[0].startswith("rank 1: ArithmeticError: mine, in step 2 of trainer 0")
     assert bits == [*ranks(undisturbed, 1)[0]]
-
-
-@pytest.fixture(scope="module")
-def digests(ranks):
-    """Return the digests of parameters and state after each step, of a rank that is alone."""
-
-    def alone():
-        found = {}
-        for name, (optimizer, model) in KILLED.items():
-            trainer = trainer_of(False, max_grad_norm=0.1, model=model(), optimizer=optimizer)
-            found[name] = [(trainer.digest(), trainer.optimizer_digest())]
-            for _ in range(2):
-                trainer.step(labelled(16).tensors)
-                found[name].append((trainer.digest(), trainer.optimizer_digest()))
-                if model is thawing:
-                    trainer.model.requires_grad_(True)
-        return found
-
-    return ranks(alone, 1)[0]
 
 
 def private_bytes():

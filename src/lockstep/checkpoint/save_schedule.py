@@ -42,11 +42,8 @@ class CheckpointConfig:
             folder of the trainer's record, or of `lockstep run`, or a new one in `runs`.
         stateful: Objects by name, such as meters, counters or another trainer, whose
             `state_dict()` is saved and passed to their `load_state_dict()` when the run resumes.
-            State dicts consist of tensors, arrays, numbers, strings, and containers of them.
-        mirror_every_steps: The number of steps between two mirrors, which are checkpoints in
-            shared memory. None: no mirrors. An elastic run that cannot continue from the state of
-            its survivors continues from the newest mirror or checkpoint. Other runs have no
-            mirrors.
+            State dicts consist of tensors, arrays, numbers, strings, and containers of them. A
+            checkpoint holds those of rank 0, for every rank.
 
     Raises:
         UsageError: A value is invalid.
@@ -57,11 +54,10 @@ class CheckpointConfig:
     keep: int = 3
     folder: str | Path | None = None
     stateful: Mapping[str, Stateful] = field(default_factory=dict)
-    mirror_every_steps: int | None = None
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for name in ("every_steps", "every_seconds", "keep", "mirror_every_steps"):
+        for name in ("every_steps", "every_seconds", "keep"):
             value = getattr(self, name)
             if value is None and name != "keep":
                 continue

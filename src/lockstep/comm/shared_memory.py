@@ -2,7 +2,6 @@
 
     empty_shared          one tensor per rank; other ranks read it directly   | rank 0 | rank 1 |
     create_group_tensor   one tensor for all ranks of a group on this host    | ranks 0 and 1   |
-    map_peer_tensor       a view of another rank's tensor of `empty_shared`
 
 Atomic access is for decisions that must be consistent even if ranks die, such as whether a step is
 committed:
@@ -34,7 +33,6 @@ __all__ = [
     "empty_shared",
     "get_memory_handle",
     "is_shared",
-    "map_peer_tensor",
 ]
 
 HANDLE_LENGTH = 6
@@ -85,35 +83,6 @@ def get_memory_handle(tensor: torch.Tensor) -> list[int]:
     if not tensor.numel():
         return [0] * HANDLE_LENGTH
     return list(load_native().handle_of(tensor))
-
-
-def map_peer_tensor(
-    handle: Sequence[int], numel: int, dtype: torch.dtype, group: dist.ProcessGroup | None = None
-) -> torch.Tensor:
-    """Return a vector that is a view of another rank's memory.
-
-    This is not a collective call. The memory stays mapped while the result exists, even if its
-    owner dies. If a collective has read the memory before, the owner may be dead already.
-
-    Args:
-        handle: The result of `get_memory_handle` on the other rank, for a tensor that starts at
-            the same address as the vector.
-        numel: The number of elements.
-        dtype: The element type.
-        group: The process group; None is the default group.
-
-    Raises:
-        WorkError: The memory does not exist, or can no longer be mapped.
-    """
-    if not numel:
-        return torch.empty(0, dtype=dtype)
-    native = of_group(group)
-    assert native is not None, "memory is mapped by the backend that has read it"
-    try:
-        flat: torch.Tensor = native.map_peer(list(handle), numel * dtype.itemsize)
-    except RuntimeError as error:
-        raise WorkError(str(error)) from None
-    return flat.view(dtype)
 
 
 def create_group_tensor(

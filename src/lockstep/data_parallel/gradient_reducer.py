@@ -312,12 +312,6 @@ class GradientReducer:
         if expected != self._expected:
             self._expect(expected)
 
-    @property
-    def bucket_sums(self) -> list[torch.Tensor]:
-        """The sums of each bucket of the shards; only this rank's slices are defined."""
-        planned = [] if self._buckets is None else self._buckets.sums
-        return [bucket_sum.sums for bucket_sum in [*planned, *self._further_sums]]
-
     def _prepare(self, indices: Sequence[int], with_views: Collection[int]) -> PlannedBuckets:
         """Return buckets for these parameters: those of the step before, if they are the same."""
         key = self._is_planned, self._tree.leaves, *indices

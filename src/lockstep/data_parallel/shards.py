@@ -24,7 +24,7 @@ from lockstep.kernel.norm import BLOCK
 __all__ = ["PIECE", "ParameterShard", "Shards", "find_cuts"]
 
 PIECE = 4 * BLOCK
-"""The maximum number of elements per optimizer call, so that parameter, gradient and state stay in
+"""The maximum number of elements of a piece, so that parameter, gradient and state of one stay in
 the cache."""
 
 

@@ -7,7 +7,7 @@ have ranks. A round ends when a member is killed, or when rank 0 admits newcomer
        ^                                                               │
        ├── Continue: "round" to the members of the next round <────────┤
        ├── RestartTransfer: "transfer_state" to some, new processes <──┤
-       └── Restart: new processes, from mirror or checkpoint <─────────┘
+       └── Restart: new processes, from the checkpoint <──────────────┘
 
 After `Continue`, newcomers are started for the members that are missing. A newcomer reports
 "ready" when it has run its script up to the first call that needs the others; then rank 0 gets
@@ -108,8 +108,7 @@ class ElasticCoordinator:
         states = StateFolder(folder)
         ranks.remove_at_end(str(states.path))
         self._restarts = Restarts(states)
-        common = {} if nnodes > 1 else states.variables()
-        self._starter = MemberStarter(ranks, start, environment, nnodes, common)
+        self._starter = MemberStarter(ranks, start, environment, nnodes, {})
         self._newcomers = Newcomers(self._start_newcomer)
         self._exits = MemberExits(ranks, self._round, self._newcomers)
         self._told = (-1, 0, False)  # member, round, and whether newcomers waited
@@ -136,7 +135,7 @@ class ElasticCoordinator:
         self._start_members(self._reachable, {})
 
     def close(self) -> None:
-        """Remove mirrors and handed-over states."""
+        """Remove the states that were handed over."""
         self._restarts.states.remove()
 
     # --- what happens -------------------------------------------------------------------------

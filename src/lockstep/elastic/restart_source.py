@@ -4,13 +4,12 @@
     runs/NAME/                              LOCKSTEP_RUN        as in every round
         checkpoints/step-30/
     /dev/shm/lockstep-7345-a1b2/
-        mirror/checkpoints/step-40/         LOCKSTEP_MIRROR     in every round
         hand-over-2/step-41/                LOCKSTEP_HANDOVER   the state that survivors wrote
                                             LOCKSTEP_ROUND      who died, and who wrote
 
-They continue from the state that was handed over, or else from the newest of mirror and
-checkpoint, or else from the beginning. The folder in shared memory belongs to the launch: its
-launcher removes it, or the fork server if the launcher was killed.
+They continue from the state that was handed over, or else from the newest checkpoint, or else from
+the beginning. The folder in shared memory belongs to the launch: its launcher removes it, or the
+fork server if the launcher was killed.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.files import make_folder, remove_tree
-from lockstep.launcher.environment import HANDOVER, MIRROR, ROUND
+from lockstep.launcher.environment import HANDOVER, ROUND
 from lockstep.launcher.run_folder import CHECKPOINTS
 from lockstep.messages import log
 
-__all__ = ["RestartSource", "StateFolder", "find_mirror", "find_restart_source"]
+__all__ = ["RestartSource", "StateFolder", "find_restart_source"]
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -80,11 +79,6 @@ def find_restart_source(environ: Mapping[str, str] = os.environ) -> RestartSourc
     return RestartSource(**json.loads(environ[ROUND]), state=Path(state) if state else None)
 
 
-def find_mirror(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the folder of mirrors; None if this process has no launcher that holds one."""
-    return Path(environ[MIRROR]) if environ.get(MIRROR) else None
-
-
 class StateFolder:
     """The folder in shared memory for the states of one launch, for its owner alone.
 
@@ -105,15 +99,6 @@ class StateFolder:
         self._checkpoints: Path | None = None  # of the trainer whose state was handed over
         self._run, self._number, self._written = run, 0, self.path / "none"
         self._known, self._fruitless = self._list_states(), 0
-
-    def variables(self) -> dict[str, str]:
-        """Return the variables that tell the ranks where mirrors are."""
-        return {MIRROR: str(self.mirror)}
-
-    @property
-    def mirror(self) -> Path:
-        """The folder of mirrors."""
-        return self.path / "mirror"
 
     def begin_transfer(self) -> Path:
         """Return a new folder into which survivors write their state."""
@@ -169,7 +154,6 @@ class StateFolder:
     def _list_states(self) -> set[str]:
         """Return the names of the states from which new processes could continue."""
         folders = [] if self._run is None else [self._run / CHECKPOINTS]
-        folders += [*self.mirror.glob("*")]
         folders += [] if self.transferred is None else [self.transferred]
         return {state.name for folder in folders for state in folder.glob("step-*")}
 

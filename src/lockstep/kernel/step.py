@@ -7,12 +7,12 @@
 (4) reduce      gradients along the tree, over the ranks
 (5) clip        by the norm of the whole gradient, which must be finite too
 (6) merge       buffers
-(7) update      the optimizer of shared parameters, on all ranks or none (`training/redo_log.py`)
+(7) update      the optimizer of shared parameters, on all ranks or none (`shared_parameters.py`)
 (8) commit      any other optimizer, the average of the weights, the scheduler
 
 If float16 gradients overflowed, (7) and (8) do not update anything. An exception before (8) leaves
 parameters, buffers and optimizer state as they were, unless the ranks have committed the step
-in (7): then either the step is finished and a rank was lost, or the optimizer raised in the middle.
+in (7): then a rank was lost while they wrote, or the optimizer raised.
 In an elastic run (1) to (7) are undone and repeated if a rank is lost, unless all ranks have
 passed (7). What is not part of every step is a hook (`lockstep.kernel.step_hooks`).
 """

@@ -42,13 +42,11 @@ STORE = "LOCKSTEP_STORE"
 #     ELASTIC    1 in every rank
 #     MEMBER     number of the process
 #     JOIN       1 if the process joins others that are already running
-#     MIRROR     folder of mirrors
 #     ROUND      why the process replaces others, as JSON
 #     HANDOVER   folder with the state that the surviving processes wrote
 ELASTIC, MEMBER = "LOCKSTEP_ELASTIC", "LOCKSTEP_MEMBER"
-JOIN, MIRROR = "LOCKSTEP_JOIN", "LOCKSTEP_MIRROR"
-ROUND, HANDOVER = "LOCKSTEP_ROUND", "LOCKSTEP_HANDOVER"
-OF_ELASTIC = (ELASTIC, MEMBER, JOIN, MIRROR, ROUND, HANDOVER)
+JOIN, ROUND, HANDOVER = "LOCKSTEP_JOIN", "LOCKSTEP_ROUND", "LOCKSTEP_HANDOVER"
+OF_ELASTIC = (ELASTIC, MEMBER, JOIN, ROUND, HANDOVER)
 
 
 def is_elastic_on_hosts(environ: Mapping[str, str]) -> bool:

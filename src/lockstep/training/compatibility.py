@@ -18,7 +18,7 @@ from typing import Any
 import xxhash
 
 from lockstep.checkpoint.folder import find_checkpoints
-from lockstep.elastic.restart_source import RestartSource, find_mirror
+from lockstep.elastic.restart_source import RestartSource
 from lockstep.formatting import format_numbered, format_quantity
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import CHECKPOINTS, find_launch_folder
@@ -155,9 +155,7 @@ def log_continued(
     elif origin.state is not None:
         source = f"step {steps}, handed over by {format_numbered('member', origin.writers)}"
     else:
-        mirror = find_mirror()
-        is_mirror = mirror is not None and path.is_relative_to(mirror)
-        source = f"the {'mirror' if is_mirror else 'checkpoint'} of step {steps}"
+        source = f"the checkpoint of step {steps}"
     if repeated:
         verb = "is" if repeated == 1 else "are"
         source += f"; {format_quantity(repeated, 'step')} {verb} computed again"
@@ -166,10 +164,9 @@ def log_continued(
 
 def _has_other_state(origin: RestartSource) -> bool:
     """Return whether the last round left the state of some trainer."""
-    launch, mirror = find_launch_folder(), find_mirror()
-    folders = [] if launch is None else [launch / CHECKPOINTS]
-    folders += [] if mirror is None else [*mirror.glob("*")]
-    return origin.state is not None or any(map(find_checkpoints, folders))
+    launch = find_launch_folder()
+    has_checkpoints = launch is not None and bool(find_checkpoints(launch / CHECKPOINTS))
+    return origin.state is not None or has_checkpoints
 
 
 def log_resumed(path: Path | None, steps: int, differences: Sequence[str]) -> None:

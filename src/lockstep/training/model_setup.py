@@ -170,8 +170,6 @@ def set_up_model(
         arguments.seed,
         arguments.is_shared,
     )
-    if optimization.sharded is not None:
-        optimization.sharded.log.is_elastic = is_elastic
     checks: list[StepHook] = [hyperparameters] if hyperparameters.is_needed else []
     checks.append(state_check)
     if uninitialized:

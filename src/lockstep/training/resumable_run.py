@@ -245,8 +245,8 @@ class ResumableRun:
         state["generators"] = global_states(self._parallel.device)
         if self._checkpoints is None:
             return state | {"stateful": {}}
-        plans = self._checkpoints.collect_plans()
-        return state | {"stateful": self._checkpoints.collect_objects(), "plans": plans}
+        objects, plans = self._checkpoints.collect_objects(), self._checkpoints.plans
+        return state | {"stateful": objects, "plans": plans}
 
     def receive_state(self, state: dict[str, Any]) -> None:
         """Continue from a state that `collect_state` returned on another rank."""

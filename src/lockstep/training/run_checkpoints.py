@@ -6,16 +6,13 @@
 
 A state is saved only where a script can be continued: between two batches of its outermost loop,
 or after a call outside of any loop over batches.
-
-A mirror is a checkpoint in shared memory, for the processes that replace those of an elastic run.
-Only the newest mirror is kept.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +23,6 @@ import xxhash
 from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.folder import (
     MANIFEST,
-    count_steps,
-    find_checkpoints,
     find_newest_valid,
     locate_checkpoint,
     read_checkpoint,
@@ -43,7 +38,6 @@ from lockstep.checkpoint.writer import CheckpointWriter, SavedCheckpoint
 from lockstep.checksum import checksum
 from lockstep.comm.collectives import broadcast_bytes
 from lockstep.elastic.membership import Membership, exchange, run_transaction
-from lockstep.elastic.restart_source import find_mirror
 from lockstep.files import make_folder
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.launcher.run_folder import hold_run, is_resuming, wait_until_free
@@ -96,17 +90,11 @@ class RunCheckpoints:
         self._is_successor = False  # whether this rank replaced a rank 0 that was lost
         self.run_folder = self.folder = Path()
         self.writer = CheckpointWriter(self.folder, config.keep)
-        self.mirrors: CheckpointWriter | None = None
-        if config.mirror_every_steps is not None and (folder := find_mirror()) is not None:
-            self.mirrors = CheckpointWriter(folder, keep=1, has_digests=False)
-        self._mirrored = 0  # steps in the latest mirror
-        self.is_mirror_wanted = False
         self.stop = StopRequest()
         self.is_stopping = False
         """Whether a rank was asked to stop; true once all ranks know of it."""
         self._schedule = CheckpointSchedule(config, time.monotonic())
         self._due_since: int | None = None
-        self._told: set[str] = set()
         if member is not None and member.is_waiting:
             pass  # the folder is decided; this process receives it when it joins
         elif is_resuming():
@@ -120,24 +108,22 @@ class RunCheckpoints:
         if not self.is_open:
             self._open(self._run.begin)
 
-    def collect_plans(self) -> tuple[int | None, bool, int, bool]:
-        """Return the plans for the next checkpoints, which are equal on all ranks."""
-        return self._due_since, self.is_stopping, self._mirrored, self.is_mirror_wanted
+    @property
+    def plans(self) -> tuple[int | None, bool]:
+        """The plans for the next checkpoint, which are equal on all ranks."""
+        return self._due_since, self.is_stopping
 
-    def adopt(self, folder: Path, name: str, plans: tuple[int | None, bool, int, bool]) -> None:
+    def adopt(self, folder: Path, name: str, plans: tuple[int | None, bool]) -> None:
         """Use the folder and the plans of the other ranks of an elastic run."""
-        self._due_since, self.is_stopping, self._mirrored, self.is_mirror_wanted = plans
+        self._due_since, self.is_stopping = plans
         self.is_open, self.run_folder = True, folder
         self.folder = self.writer.folder = folder / name
-        if self.mirrors is not None:
-            self.mirrors.folder /= name
         hold_run(folder)
 
     def promote(self) -> None:
         """Save the checkpoints from now on, instead of the lost rank 0."""
         self._is_successor = True
-        for writer in self._writers:
-            remove_incomplete(writer.folder)
+        remove_incomplete(self.folder)
 
     def collect_objects(self) -> dict[str, Any]:
         """Return the states of the registered objects."""
@@ -189,11 +175,8 @@ class RunCheckpoints:
             return
         self.is_open, self.run_folder = True, Path(path)
         self.folder = self.writer.folder = self.run_folder / name
-        if self.mirrors is not None:
-            self.mirrors.folder /= name
         if self._parallel.rank == 0:
-            for writer in self._writers:
-                remove_incomplete(writer.folder)
+            remove_incomplete(self.folder)
         hold_run(self.run_folder)
 
     def require_free(self, path: Path) -> None:
@@ -249,9 +232,6 @@ class RunCheckpoints:
     def note_step(self, is_due: bool, stop: str, steps: int) -> None:
         """Note the requests that the ranks exchanged in a step: to save a checkpoint, to stop."""
         self.is_stopping |= bool(stop)
-        every = self._config.mirror_every_steps
-        if self.mirrors is not None and every is not None:  # equal on all ranks
-            self.is_mirror_wanted = steps // every > self._mirrored // every
         if is_due and self._due_since is None:
             self._due_since = steps
         if self._due_since is not None and steps - self._due_since == 200:
@@ -294,8 +274,6 @@ class RunCheckpoints:
         is_sharded: bool,
         path: Path | None = None,
         begun: float | None = None,
-        *,
-        is_mirror: bool = False,
     ) -> None:
         """Copy the state and begin to write it; called on every rank.
 
@@ -307,30 +285,16 @@ class RunCheckpoints:
             is_sharded: Whether the ranks of a replica have different parts of the state.
             path: The folder that `save_checkpoint` names; None: a new one in the run's folder.
             begun: The time of `time.perf_counter` at which training began to wait.
-            is_mirror: Whether to write a mirror, to shared memory.
         """
-        group, stateful = self._parallel.group, self.collect_objects()
-        writer = self.mirrors if is_mirror and self.mirrors is not None else self.writer
         generators = global_states(self._parallel.device)
-        about = f"saving a checkpoint after step {steps}"
-        hashes = {
-            "generators": {name: _hash(value) for name, value in generators.items()},
-            "stateful": {
-                name: _hash(self._without_times(name, value), f"stateful/{name}")
-                for name, value in stateful.items()
-            },
-            "is_busy": is_mirror and writer.is_busy,
-        }
-        said = [json.loads(message) for message in exchange(lambda: _pack(hashes), about, group)]
+        hashes = {name: _hash(value) for name, value in generators.items()}
+        about, group = f"saving a checkpoint after step {steps}", self._parallel.group
+        messages = exchange(lambda: json.dumps(hashes).encode(), about, group)
+        everyone = [json.loads(message) for message in messages]
         rank = self._parallel.rank  # may have changed during the exchange
-        if is_mirror and any(status["is_busy"] for status in said):
-            return  # still writing the last mirror; tried again at the next safe point
-        if is_mirror:
-            self.is_mirror_wanted, self._mirrored = False, steps
-        elif path is None:
+        if path is None:
             self._due_since = None
             self._schedule.saved(steps, time.monotonic())
-        self._warn_of_different_objects([status["stateful"] for status in said])
         has_shards = self._parallel.is_interleaved
         if has_shards and rank not in self._parallel.hosts[0]:  # other hosts have the same shards
             return
@@ -342,20 +306,11 @@ class RunCheckpoints:
             state["generators"] = {
                 name: value
                 for name, value in generators.items()
-                if len({status["generators"][name] for status in said}) == 1
+                if len({hashes[name] for hashes in everyone}) == 1
             }
-            state |= {"stateful": stateful, **common}
+            state |= {"stateful": self.collect_objects(), **common}
         part = self._parallel.part if has_shards or is_sharded else (0, 1)
-        writer.save(state, steps, attempt, part, path, begun)
-
-    @property
-    def _writers(self) -> list[CheckpointWriter]:
-        return [self.writer] if self.mirrors is None else [self.writer, self.mirrors]
-
-    def abandon(self) -> None:
-        """Abandon the checkpoint and the mirror that are being written."""
-        for writer in self._writers:
-            writer.abandon()
+        self.writer.save(state, steps, attempt, part, path, begun)
 
     def wait(self, steps: int) -> tuple[bool, SavedCheckpoint | None]:
         """Wait until the latest checkpoint is complete on every rank.
@@ -391,31 +346,9 @@ class RunCheckpoints:
         return saved if saved is not None and saved.step == steps else None
 
     def close(self) -> None:
-        """Wait for the writers, and restore the signal's handler."""
-        for writer in self._writers:
-            writer.wait()
+        """Wait for the writer, and restore the signal's handler."""
+        self.writer.wait()
         self.stop.close()
-
-    def _without_times(self, name: str, state: Any) -> Any:
-        """Return the part of a registered object's state that should be equal on all ranks.
-
-        The history of a trainer contains measured times, and attributes may count the calls of a
-        rank.
-        """
-        if not is_trainer(self._config.stateful[name]):
-            return state
-        private = ("history", "module_settings")
-        return {key: value for key, value in state.items() if key not in private}
-
-    def _warn_of_different_objects(self, said: Sequence[Mapping[str, str]]) -> None:
-        for name, value in said[0].items():
-            rank = next((r for r, hashes in enumerate(said) if hashes[name] != value), None)
-            if rank is not None and name not in self._told and self._parallel.rank == 0:
-                self._told.add(name)
-                log(
-                    f"stateful[{name!r}] has a different state on rank {rank} than on rank 0: a "
-                    "checkpoint holds rank 0's, for every rank"
-                )
 
     def report(self, history: History) -> None:
         """Write the completed checkpoints to the record, and warn of those that failed."""
@@ -464,23 +397,13 @@ class RunCheckpoints:
         return Path(path) if (path := self._tell_all(lambda: self._find(place))) else None
 
     def find_newest(self) -> Path | None:
-        """Return the newest mirror or checkpoint of this run, the same on every rank.
-
-        Returns:
-            The folder of the mirror or checkpoint; None if there is none.
+        """Return the newest checkpoint of this run, the same on every rank; None without one.
 
         Raises:
-            FileError: Every checkpoint of the run is damaged, and there is no mirror.
+            FileError: Every checkpoint of the run is damaged.
         """
-
-        def find() -> str:
-            mirror = None if self.mirrors is None else find_newest_valid(self.mirrors.folder)[0]
-            saved = next(iter(find_checkpoints(self.folder)), None) if self._has_name else None
-            if mirror is not None and (saved is None or count_steps(saved) <= count_steps(mirror)):
-                return str(mirror)
-            return "" if saved is None else self._find(None)
-
-        return Path(path) if (path := self._tell_all(find)) else None
+        path = self._tell_all(lambda: self._find(None) if self._has_name else "")
+        return Path(path) if path else None
 
     def _find(self, place: str | Path | None) -> str:
         if place is None and not self._has_name:
@@ -532,7 +455,6 @@ class RunCheckpoints:
         """Restore the registered objects and the generators."""
         restore_objects(self._config.stateful, state, self._parallel.device)
         self._schedule.saved(steps, time.monotonic())
-        self._mirrored = steps
 
     def _tell_all(self, function: Callable[[], str]) -> str:
         """Call a function on rank 0, and return its result or raise its error on every rank."""
@@ -561,15 +483,10 @@ class RunCheckpoints:
         return text
 
 
-def is_trainer(value: object) -> bool:
-    """Return whether a registered object is a trainer."""
-    return hasattr(value, "_run")
-
-
 def collect_objects(stateful: Mapping[str, Stateful]) -> dict[str, Any]:
     """Return the states of the registered objects; that of a trainer is not copied."""
     sources = {
-        name: vars(value)["_state"] if is_trainer(value) else value
+        name: vars(value)["_state"] if hasattr(value, "_run") else value
         for name, value in stateful.items()
     }
     return {name: source.state_dict() for name, source in sources.items()}
@@ -592,13 +509,9 @@ def restore_objects(
         set_global_states(state["generators"], device)
 
 
-def _hash(value: Any, path: str = "") -> str:
+def _hash(value: Any) -> str:
     tensors: dict[str, Any] = {}
-    hasher = xxhash.xxh3_64(_pack(encode(value, tensors, path)))
+    hasher = xxhash.xxh3_64(json.dumps(encode(value, tensors, "")).encode())
     for tensor in tensors.values():
         hasher.update(checksum(tensor).to_bytes(8, "little"))
     return hasher.hexdigest()
-
-
-def _pack(value: Any) -> bytes:
-    return json.dumps(value).encode()

@@ -103,8 +103,6 @@ class SafePoints:
     def _save_if_wanted(self, checkpoints: RunCheckpoints, ask: bool) -> None:
         if ask:
             checkpoints.agree_to_stop()
-        if checkpoints.is_mirror_wanted:
-            self._save(checkpoints, is_mirror=True)
         if not checkpoints.is_wanted:
             return
         if not checkpoints.is_stopping:
@@ -148,7 +146,7 @@ class SafePoints:
     def abandon(self) -> None:
         """Abandon the checkpoint that is being written."""
         if self._checkpoints is not None:
-            self._checkpoints.abandon()
+            self._checkpoints.writer.abandon()
             self._position.saved = (-1, -1)
 
     def finish(self, state: str) -> FileError | UsageError | None:
@@ -181,21 +179,17 @@ class SafePoints:
         if self._checkpoints is not None:
             self._checkpoints.report(self._history)
 
-    def _save(
-        self, checkpoints: RunCheckpoints, path: Path | None = None, *, is_mirror: bool = False
-    ) -> None:
-        if not is_mirror:
-            checkpoints.writer.wait()
+    def _save(self, checkpoints: RunCheckpoints, path: Path | None = None) -> None:
+        checkpoints.writer.wait()
         checkpoints.report(self._history)
         begun = time.perf_counter()
         self.saves += 1
         position = self._position.describe()
         is_sharded = self._position.state.placement is not None
         local = self._position.state.local_state()
-        if path is None and not is_mirror:
+        if path is None:
             self._position.saved = self._position.current
-        arguments = (local, position, position["steps"], self.saves, is_sharded, path, begun)
-        checkpoints.save(*arguments, is_mirror=is_mirror)
+        checkpoints.save(local, position, position["steps"], self.saves, is_sharded, path, begun)
 
     # --- handing over -------------------------------------------------------------------------
 

@@ -2,14 +2,12 @@
 
     the user's optimizer     params = [w, b]            as the factory made it: its groups,
                              params = [w[0:131072], ...]   options and schedule stay
-    a step, chunk by chunk   saved area <- the chunk         in the cache,
-                             .grad = this rank's slices      one chunk after another
+    a step                   .grad = this rank's slices
                              optimizer.step(), in place
     its state                once per host, in shared memory, visible to every rank
 
 Since the state is in shared memory, every rank has the whole state dict without an exchange. It is
-in the optimizer's own format, and can be loaded with any storage and number of ranks. For the same
-reason a rank can finish the chunks of a rank that was killed (`redo_log.py`).
+in the optimizer's own format, and can be loaded with any storage and number of ranks.
 """
 
 from __future__ import annotations
@@ -28,21 +26,14 @@ from torch.optim import Optimizer
 
 from lockstep.comm.memory_format import in_format_of, in_layout_of
 from lockstep.comm.native_all_reduce import DTYPES
-from lockstep.comm.shared_memory import (
-    HANDLE_LENGTH,
-    create_group_tensor,
-    get_memory_handle,
-    map_peer_tensor,
-)
 from lockstep.data_parallel.gradient_reducer import GradientReducer
-from lockstep.data_parallel.shards import PIECE, ParameterShard, Shards
+from lockstep.data_parallel.shards import ParameterShard, Shards
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.norm import in_memory_order
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.held_parameters import HeldParameters
 from lockstep.training.optimizer_probe import without_hooks
-from lockstep.training.redo_log import RedoLog, count_saved_bytes, pass_point
 from lockstep.training.shared_parameters import SharedParameters, allocate
 
 __all__ = ["ShardedOptimizer", "SharedStateCheck"]
@@ -80,8 +71,13 @@ class ShardedOptimizer:
     are replaced by this rank's pieces. Raises UsageError for an optimizer that cannot update
     slices of parameters.
 
-    It has 22 attributes, because the pieces, their places in shared memory and the optimizer's
+    It has 17 attributes, because the pieces, their places in shared memory and the optimizer's
     groups are extended together whenever parameters become trainable.
+
+    Attributes:
+        shared: The parameters, in memory that all ranks share.
+        was_loaded: Whether `loading` was entered since the last step.
+        stepped: The numbers of the parameters for which the optimizer has state.
     """
 
     def __init__(
@@ -106,22 +102,14 @@ class ShardedOptimizer:
         optimizer.register_load_state_dict_pre_hook(_require_own_state)
         for options in optimizer.param_groups:
             options["params"] = []
-        self.shared, self.log = SharedParameters(self._parameters, group), RedoLog(group)
+        self.shared = SharedParameters(self._parameters, group)
         self._homes: dict[tuple[int, str], torch.Tensor] = {}  # by parameter and key of its state
-        self._places: dict[
-            ParameterShard, dict[str, torch.Tensor]
-        ] = {}  # views of _homes, by piece
         self._pieces: dict[ParameterShard, nn.Parameter] = {}  # those of this rank
-        self._in_group: list[list[nn.Parameter]] = [[] for _ in self._groups]
-        # For each rank, its chunks: a parameter group, and pieces of up to PIECE elements in total.
-        self._chunks: list[list[tuple[int, list[ParameterShard]]]] = [
-            [] for _ in range(dist.get_world_size(group))
-        ]
-        self._tensors: dict[tuple[int, int], list[torch.Tensor]] = {}  # by rank and chunk
-        self.was_loaded = False  # whether `loading` was entered since the last step
+        self._places: dict[ParameterShard, dict[str, torch.Tensor]] = {}  # their parts of _homes
+        self.was_loaded = False
         self._known = 0  # the number of pieces, of all ranks, that have a place
         self._kept = made  # the states of parameters without pieces
-        self.stepped = {*made}  # the parameters for which the optimizer has state
+        self.stepped = {*made}
         self._extend()
 
     # --- a step --------------------------------------------------------------------------------
@@ -129,15 +117,14 @@ class ShardedOptimizer:
     @property
     def is_committed(self) -> bool:
         """Whether the last step was committed."""
-        return self.log.is_committed
+        return self.shared.is_committed
 
     @is_committed.setter
     def is_committed(self, value: bool) -> None:
-        self.log.is_committed = value
+        self.shared.is_committed = value
 
     def local_gradients(self) -> list[torch.Tensor]:
         """Return this rank's slices of the gradients: whole blocks, except at a tensor's end."""
-        pass_point("summed")
         sums = self._gradients.sums
         return [
             sums[piece.index][piece.start : piece.stop]
@@ -150,101 +137,25 @@ class ShardedOptimizer:
 
         A collective call. Raises WorkError on every rank if the optimizer raised on one.
         """
-        pass_point("clipped")
         if self._known < len(self._shards.pieces):
             self._extend()
-        for number, bucket in enumerate(self._gradients.bucket_sums):
-            self._handles[self._rank, number] = torch.tensor(get_memory_handle(bucket))
-        self.log.begin([len(self._chunks_of(r)) for r in range(len(self._chunks))], about)
-        failure: Exception | None = None
-        try:
-            self._step_chunks(self._rank, self._gradients.sums)
-        except Exception as error:
-            failure = error
-        try:
-            for rank in self.log.finish(failure, about):
-                self._step_chunks(rank, self._map_sums(rank))
-        finally:
-            self.stepped |= {*self._gradients.sums}
-
-    def _map_sums(self, rank: int) -> dict[int, torch.Tensor]:
-        """Return the gradient sums in the memory of another rank, which may have died."""
-        gradients: dict[int, torch.Tensor] = {}
-        for bucket, handle in zip(self._shards.buckets, self._handles[rank].tolist(), strict=True):
-            vector = map_peer_tensor(handle, bucket.length, bucket.dtype, self._group)
-            gradients |= {
-                member.index: vector[member.offset : member.offset + member.numel]
-                for member in bucket.members
-                if member.index in self._gradients.sums
-            }
-        return gradients
-
-    def _step_chunks(self, rank: int, sums: Mapping[int, torch.Tensor]) -> None:
-        """Step the chunks of a rank that are not done yet."""
-        groups = self._optimizer.param_groups
-        first, is_saved = self.log.find_start(rank)
-        try:
-            for chunk, (group, _) in list(enumerate(self._chunks_of(rank)))[first:]:
-                self._optimizer.param_groups = groups[group : group + 1]
-                self._step_chunk(rank, chunk, sums, is_saved and chunk == first)
-        except Exception:
-            self.log.mark_torn()
-            raise
-        finally:
-            self._optimizer.param_groups = groups
-            self._reset_groups()
+        with self.shared.writing(about):
+            self._step_pieces(self._gradients.sums)
+        self.stepped |= {*self._gradients.sums}
 
     @torch.no_grad()
-    def _step_chunk(
-        self, rank: int, chunk: int, sums: Mapping[int, torch.Tensor], is_saved: bool
-    ) -> None:
-        """Step one chunk of a rank, in place."""
-        _, pieces = self._chunks_of(rank)[chunk]
-        stepping = [piece for piece in pieces if piece.index in sums]
-        if stepping and is_saved:
-            self.log.restore(rank, chunk, self._tensors_of(rank, chunk))
-        elif stepping:
-            self.log.save(rank, chunk, self._tensors_of(rank, chunk))
-        parameters = {piece: self._parameter_of(piece) for piece in stepping}
-        for piece, parameter in parameters.items():
+    def _step_pieces(self, sums: Mapping[int, torch.Tensor]) -> None:
+        """Step this rank's pieces of the parameters, in place."""
+        stepping = {piece: own for piece, own in self._pieces.items() if piece.index in sums}
+        for piece, parameter in stepping.items():
             parameter.grad = sums[piece.index][piece.start : piece.stop]
-        self._optimizer.param_groups[0]["params"] = [*parameters.values()]
-        self._optimizer.step()
-        for piece, parameter in parameters.items():
-            parameter.grad = None
+        try:
+            self._optimizer.step()
+        finally:
+            for parameter in stepping.values():
+                parameter.grad = None
+        for piece, parameter in stepping.items():
             self._store_state(piece, self._optimizer.state[parameter])
-            if rank != self._rank:
-                del self._optimizer.state[parameter]
-            pass_point("piece")
-        self.log.note_progress(rank, chunk)
-
-    def _chunks_of(self, rank: int) -> list[tuple[int, list[ParameterShard]]]:
-        """Return the chunks of a rank: at least one, so that every rank calls the optimizer."""
-        return self._chunks[rank] or [(0, [])]
-
-    def _parameter_of(self, piece: ParameterShard) -> nn.Parameter:
-        """Return the parameter that the optimizer steps for a piece, with any existing state."""
-        if piece.rank == self._rank:
-            return self._pieces[piece]
-        parameter = nn.Parameter(self.shared.vectors[piece.index][piece.start : piece.stop])
-        if piece.index in self.stepped:
-            self._optimizer.state[parameter] = self._read_places(piece)
-        return parameter
-
-    def _tensors_of(self, rank: int, chunk: int) -> list[torch.Tensor]:
-        """Return all tensors of a chunk that a step changes: parameters, and their state."""
-        tensors = self._tensors.get((rank, chunk))
-        if tensors is None:
-            tensors = self._tensors[rank, chunk] = []
-            for piece in self._chunks[rank][chunk][1]:
-                tensors.append(self.shared.vectors[piece.index][piece.start : piece.stop])
-                tensors += self._places[piece].values()
-        return tensors
-
-    def _reset_groups(self) -> None:
-        """Restore the pieces of every group, for schedulers and state dicts."""
-        for group, pieces in zip(self._optimizer.param_groups, self._in_group, strict=True):
-            group["params"] = pieces
 
     # --- the places of pieces and their state ----------------------------------------------------
 
@@ -312,30 +223,14 @@ class ShardedOptimizer:
         ]
         for (index, key, _, _), home in zip(wanted, allocate(sizes, self._group), strict=True):
             self._homes[index, key] = home
-        for index, pieces in of_parameter.items():
-            entries = self._get_entries(index)
+        for pieces in of_parameter.values():
             for number, piece in enumerate(pieces):
-                self._places[piece] = {
-                    key: self._homes[index, key][piece.start : piece.stop]
-                    if entry.kind == "elements"
-                    else self._homes[index, key][number]
-                    for key, entry in entries.items()
-                }
-        for piece in new:
-            if piece.index in self._group_of:
-                self._add_piece(piece)
-        self._reset_groups()
-        self._tensors = {}
-        sizes_of_chunks = [
-            sum(count_saved_bytes(tensor) for tensor in self._tensors_of(rank, chunk))
-            for rank, chunks in enumerate(self._chunks)
-            for chunk in range(len(chunks))
-        ]
-        self.log.reserve(max(sizes_of_chunks, default=0))
+                if piece.rank == self._rank:
+                    self._add_piece(piece, number)
         written = {n: kept for n, kept in self._kept.items() if n in self._shards.covered}
         self._write_state(written)
-        shape = len(self._chunks), len(self._shards.buckets), HANDLE_LENGTH
-        self._handles = create_group_tensor(shape, torch.int64, self._group)
+        if written:
+            dist.barrier(self._group)
         for index in written:
             del self._kept[index]
 
@@ -344,19 +239,19 @@ class ShardedOptimizer:
             return {}
         return self._entries[self._group_of[index]][self._parameters[index].dtype]
 
-    def _add_piece(self, piece: ParameterShard) -> None:
-        """Add a piece to a chunk of its rank; if that is this rank, also to the optimizer."""
-        group, chunks = self._group_of[piece.index], self._chunks[piece.rank]
-        if piece.rank == self._rank:
+    def _add_piece(self, piece: ParameterShard, number: int) -> None:
+        """Give the optimizer a piece of this rank; `number` is its place among those of scalars."""
+        self._places[piece] = {
+            key: self._homes[piece.index, key][piece.start : piece.stop]
+            if entry.kind == "elements"
+            else self._homes[piece.index, key][number]
+            for key, entry in self._get_entries(piece.index).items()
+        }
+        if piece.index in self._group_of:
             now = self.shared.vectors[piece.index][piece.start : piece.stop]
             self._pieces[piece] = nn.Parameter(now)
-            self._in_group[group].append(self._pieces[piece])
-        last_group, last = chunks[-1] if chunks else (-1, [])
-        held = sum(piece.stop - piece.start for piece in last)
-        if last_group == group and held + piece.stop - piece.start <= PIECE:
-            last.append(piece)
-        else:
-            chunks.append((group, [piece]))
+            group = self._optimizer.param_groups[self._group_of[piece.index]]
+            group["params"].append(self._pieces[piece])
 
     def _store_state(self, piece: ParameterShard, state: dict[str, Any]) -> None:
         """Move the optimizer's state for a piece to its memory, unless it is already there."""
@@ -380,14 +275,6 @@ class ShardedOptimizer:
                     f"{stored.dtype} in its first step, which cannot be shared: always keep the "
                     'same type, or train with storage="replicated"'
                 )
-
-    def _read_places(self, piece: ParameterShard) -> dict[str, Any]:
-        """Return the optimizer's state for a piece, from its memory."""
-        entries = self._get_entries(piece.index)
-        return {
-            key: stored.item() if entries[key].kind == "number" else stored
-            for key, stored in self._places[piece].items()
-        }
 
     # --- the whole state -------------------------------------------------------------------------
 
@@ -433,11 +320,9 @@ class ShardedOptimizer:
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Return the context in which a rank may write any of the parameters and the state."""
-        with self.shared.exclusive("loading a state"):
+        with self.shared.loading():
             yield
             self.was_loaded = True
-            self.log.mark_torn()  # undone below, unless a rank is lost before
-        self.log.mark_whole()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a whole state dict; raises the optimizer's own errors if it does not fit."""
@@ -456,12 +341,11 @@ class ShardedOptimizer:
         }
         count = iter(range(len(self._pieces)))
         packed = [
-            {**group, "params": [next(count) for _ in pieces]}
-            for group, pieces in zip(state["param_groups"], self._in_group, strict=True)
+            {**group, "params": [next(count) for _ in here["params"]]}
+            for group, here in zip(state["param_groups"], self._optimizer.param_groups, strict=True)
         ]
         self._optimizer.load_state_dict({"state": {}, "param_groups": packed})
         self._optimizer.state.clear()
-        self._in_group = [group["params"] for group in self._optimizer.param_groups]
         self.stepped, self._kept = set(), {}
         self._write_state(whole)
 
@@ -497,7 +381,7 @@ class SharedStateCheck(StepHook):
 
     def begin(self, step: StepContext, batch: Any) -> None:
         """Raise WorkError unless parameters and optimizer state are those of a single step."""
-        self._sharded.log.require_whole_state()
+        self._sharded.shared.require_whole()
         if self._sharded.was_loaded:
             self._held.commit()
             self._sharded.was_loaded = False

@@ -302,11 +302,11 @@ class TrainingState:
     def is_whole(self) -> bool:
         """Return whether shared parameters and optimizer state are not in the middle of a step."""
         sharded = self._optimization.sharded
-        return sharded is None or sharded.log.has_whole_state()
+        return sharded is None or sharded.shared.is_whole()
 
     def _require_whole(self) -> None:
         if (sharded := self._optimization.sharded) is not None:
-            sharded.log.require_whole_state()
+            sharded.shared.require_whole()
 
     def describe_changes(self) -> list[Any]:
         """Return values that change if a script writes to parameters or changes a setting."""
