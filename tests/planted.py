@@ -189,8 +189,6 @@ def record(
     runs = folder / "runs"
     words = ["-n", str(ranks), "--log-dir", str(runs)]
     words += ["--resume", str(runs / name)] if resume else ["--name", name]
-    if "ATEN_CPU_CAPABILITY" in (environ or {}):  # torch reads it when it is loaded
-        words += ["--start-method", "spawn"]
     params = command.make_context("run", [*words, str(script)]).params
     # As recorded, and so in replays: otherwise each of both needs a fork server of its own.
     with patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **(environ or {})}):

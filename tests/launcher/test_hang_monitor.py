@@ -28,6 +28,7 @@ from lockstep.launcher.hang_monitor import (
     format_report,
     take_snapshot,
 )
+from lockstep.launcher.launch import start
 from stack_dumps import DUMP
 
 BACKWARD = """\
@@ -610,7 +611,7 @@ def test_sigusr1_to_the_launcher_prints_where_the_ranks_are(monkeypatch, tmp_pat
 
     monkeypatch.setattr(hang_monitor, "log", log)
     before = signal.getsignal(signal.SIGUSR1)
-    context = ls.launch(wait_until_printed, (os.getpid(),), nprocs=2, join=False, timeout=60)
+    context = start(wait_until_printed, (os.getpid(),), nprocs=2, timeout=60)
     assert context.join() == [True, True]
     assert signal.getsignal(signal.SIGUSR1) == before
     (table,) = said

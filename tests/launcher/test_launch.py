@@ -6,6 +6,7 @@ import os
 import pickle
 import resource
 import signal
+import socket
 import sys
 import threading
 
@@ -103,32 +104,42 @@ def test_arguments_in_the_wrong_order_and_a_limit_of_open_files(monkeypatch):
         ls.launch(fail, ("return",), nprocs=2)
 
 
-@pytest.mark.parametrize(("forks", "who"), [(0, "rank 0"), (1, "the process of the ranks' store")])
-def test_a_fork_that_fails_is_named(forks, who):
+def test_forks_that_fail_are_named(tmp_path, monkeypatch):
     """The store's process is forked when somebody connects."""
-    program = f"""
-import errno, lockstep, os, signal, socket
-launcher, fork, left = os.getpid(), os.fork, [{forks}]
+    left = tmp_path / "left"
+    (tmp_path / "limited.py").write_text(f"""
+import errno, os
+from pathlib import Path
+from lockstep.launcher import fork_server_main
+fork, left = os.fork, Path({str(left)!r})
 def limited():
-    if os.getpid() != launcher:
-        left[0] -= 1
-        if left[0] < 0:
-            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    number = int(left.read_text())
+    if number == 0:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    left.write_text(str(number - 1))
     return fork()
-def connect():
-    connection = socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"])))
-    signal.pause()
 os.fork = limited
-try:
-    lockstep.launch(connect, start_method="fork")
-except lockstep.LockstepError as error:
-    print(error)
-"""
-    done = warm.run([sys.executable, "-c", program], timeout=60, text=True)
-    assert done.stderr == ""
-    assert done.stdout.startswith(
-        f"{who} could not be started: fork failed (Resource temporarily unavailable); see ulimit -u"
+main = fork_server_main.main
+""")
+    server = warm.SPAWN_FORK_SERVER(
+        f"limited.main({{}}, {os.getpid()}, [])", path=[str(tmp_path), *filter(None, sys.path)]
     )
+    monkeypatch.setattr("lockstep.launcher.launch.get_fork_server", lambda **_: server)
+
+    def connect() -> None:
+        with socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"]))):
+            signal.pause()
+
+    try:
+        for forks, who in ((0, "rank 0"), (1, "the process of the ranks' store")):
+            left.write_text(str(forks))
+            with pytest.raises(RankError) as caught:
+                ls.launch(connect, timeout=60)
+            assert str(caught.value).startswith(
+                f"{who} could not be started: fork failed (Resource temporarily unavailable); see "
+            )
+    finally:
+        server.close()
 
 
 def test_a_timeout_ends_ranks_that_do_not_return():
@@ -147,17 +158,6 @@ def test_breakpoints_of_ranks_without_input_are_skipped(capfd):
     assert ls.launch(stop_on_rank_1, nprocs=2, timeout=60) == [0, 1]
     shown = capfd.readouterr().err
     assert shown.count("breakpoint() is skipped on rank 1: only rank 0 has the") == 1
-
-
-@pytest.mark.parametrize(("method", "n"), [("spawn", 1), ("fork", 2)])
-def test_other_start_methods(method, n):
-    pid = os.getpid()
-
-    def ranks_and_parents() -> tuple[int, int]:
-        return ls.rank(), int(os.getpid() == pid)
-
-    found = ls.launch(ranks_and_parents, nprocs=n, start_method=method)
-    assert found == [(rank, 0) for rank in range(n)]
 
 
 def test_pass_rank():
@@ -189,7 +189,7 @@ def test_functions_and_values_that_cannot_be_pickled():
         ls.launch(print, (Scripted(),))
 
 
-@pytest.mark.parametrize("arguments", [{"nprocs": 0}, {"timeout": 0}, {"start_method": "magic"}])
+@pytest.mark.parametrize("arguments", [{"nprocs": 0}, {"timeout": 0}])
 def test_invalid_arguments(arguments):
     with pytest.raises(UsageError, match=next(iter(arguments))):
         ls.launch(print, **arguments)

@@ -7,8 +7,6 @@ import shlex
 import subprocess
 from pathlib import Path
 
-import pytest
-
 import hosts
 import warm
 
@@ -54,17 +52,14 @@ def write_scripts(folder, **scripts):
             (folder / host / f"{name}.py").write_text(source)
 
 
-def test_the_page_has_a_command_for_each_host_and_one_for_both():
-    assert [re.search(r"--node-rank (\d)", each)[1] for each in COMMANDS[:2]] == ["0", "1"]
-    assert len(COMMANDS) == 3
-    assert "--rdzv-endpoint" in COMMANDS[2]
+def test_the_page_has_a_command_for_each_host():
+    assert [re.search(r"--node-rank (\d)", each)[1] for each in COMMANDS] == ["0", "1"]
 
 
-@pytest.mark.parametrize("form", [pytest.param("by index", marks=pytest.mark.stress), "by address"])
-def test_the_commands_of_the_page_give_the_digest_of_one_host(form, tmp_path):
+def test_the_commands_of_the_page_give_the_digest_of_one_host(tmp_path):
     write_scripts(tmp_path, train=SCRIPT)
     with hosts.network("a", "b") as net:
-        first, second = COMMANDS[:2] if form == "by index" else COMMANDS[2:] * 2
+        first, second = COMMANDS
         on_a = launch(net["a"], first.replace("10.0.0.1", net["a"].address), tmp_path)
         on_b = launch(net["b"], second.replace("10.0.0.1", net["a"].address), tmp_path)
         (told_a, status_a), (told_b, status_b) = finish(on_a, on_b)

@@ -43,7 +43,7 @@ OPTIONAL = ("coverage",)
 
 def main(descriptor: int, launcher: int) -> NoReturn:
     """Run the template process for the process with the id `launcher`."""
-    handler = ignore_sigterm()
+    ignore_sigterm()
     ignore_requests()
     channel = open_channel(descriptor)
     received = channel.receive()
@@ -63,7 +63,7 @@ def main(descriptor: int, launcher: int) -> NoReturn:
     # Up to pytest 8, a failing comparison needs a terminal writer, which no plugin provides here.
     writer = TerminalWriter(io.StringIO())
     config.get_terminal_writer = lambda: writer  # type: ignore[method-assign]
-    config.pluginmanager.register(Server(config, channel, launcher, handler), "lockstep-template")
+    config.pluginmanager.register(Server(config, channel, launcher), "lockstep-template")
     config.pluginmanager.register(rank.RankRunner(), "lockstep-rank")
     config.hook.pytest_cmdline_main(config=config)
     os._exit(1)  # only after an error, which pytest has printed
@@ -81,16 +81,12 @@ class Server:
         config: pytest's configuration.
         channel: The socket of the process that runs the tests.
         launcher: Its process id.
-        sigterm_handler: The handler of SIGTERM in ranks.
     """
 
-    def __init__(
-        self, config: pytest.Config, channel: Channel, launcher: int, sigterm_handler: object
-    ) -> None:
+    def __init__(self, config: pytest.Config, channel: Channel, launcher: int) -> None:
         self._config = config
         self._channel = channel
         self._launcher = launcher
-        self._sigterm_handler = sigterm_handler
         self._errors: dict[str, str] = {}
 
     @pytest.hookimpl(tryfirst=True)
@@ -143,4 +139,4 @@ class Server:
         gc.enable()
         gc.freeze()  # ranks neither traverse nor copy objects from before the fork
         self._channel.send({"kind": "ready", "errors": self._errors})
-        serve(self._channel, self._launcher, self._sigterm_handler)  # type: ignore[arg-type]
+        serve(self._channel, self._launcher)

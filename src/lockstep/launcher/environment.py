@@ -403,7 +403,6 @@ class RankEnvironment:
         run_id: Name of the launch (torchrun: `--rdzv-id`).
         nnodes: Number of hosts.
         node_rank: Index of this host, from 0.
-        role: Value of ROLE_NAME.
         store: Address of the private store; empty if there is none.
         secret_file: File with the secret of the run (`comm/transport/secret.py`); None if there is
             none.
@@ -415,7 +414,6 @@ class RankEnvironment:
     run_id: str
     nnodes: int = 1
     node_rank: int = 0
-    role: str = "default"
     store: str = ""
     secret_file: str | None = None
 
@@ -430,7 +428,7 @@ class RankEnvironment:
             "LOCAL_RANK": str(local_rank),
             "GROUP_RANK": str(self.node_rank),
             "ROLE_RANK": rank,
-            "ROLE_NAME": self.role,
+            "ROLE_NAME": "default",
             "WORLD_SIZE": world_size,
             "LOCAL_WORLD_SIZE": str(self.nprocs),
             "GROUP_WORLD_SIZE": str(self.nnodes),

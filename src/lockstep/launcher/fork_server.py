@@ -24,7 +24,6 @@ from lockstep.launcher.channel import Channel, open_pair
 __all__ = [
     "ForkServer",
     "check_open_files",
-    "fork_this_process",
     "get_fork_server",
     "get_fork_server_pid",
     "interpreter_flags",
@@ -36,7 +35,10 @@ __all__ = [
 READ_ONCE = (
     "PYTHON", "TORCH", "PYTORCH", "OMP_", "MKL_", "KMP_", "GOMP_", "NPY_", "OPENBLAS_", "LD_",
 )  # fmt: skip
-READ_LATER = ("TORCHELASTIC_", "TORCHINDUCTOR_", "MKL_CBWR")  # the last by MKL's first computation
+READ_LATER = (
+    "TORCHELASTIC_", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_DETERMINISTIC",
+    "MKL_CBWR",  # by MKL's first computation
+)  # fmt: skip
 
 OPEN_FILES = 16  # upper limit of the launcher's own
 OPEN_FILES_PER_RANK = 6  # pipes, sockets, stack, activity page and log
@@ -239,17 +241,3 @@ def interpreter_flags() -> list[str]:
     """Return the options (-W, -X, -O, ...) that this interpreter was started with."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return flags
-
-
-def fork_this_process() -> ForkServer:
-    """Return a fork server that is a fork of this process (start method "fork")."""
-    from lockstep.launcher.fork_server_main import serve_in_fork  # import before the fork
-
-    ours, theirs = open_pair()
-    launcher = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        ours.close()
-        serve_in_fork(theirs, launcher)
-    theirs.close()
-    return ForkServer(ours, pid, for_training=True)

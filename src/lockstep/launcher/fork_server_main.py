@@ -10,17 +10,15 @@
        │ <─ ended {rank, status} ────── │ <──────────────────────── exit │
        │ ── folder {path} ────────────> │ removed after the ranks, if the launcher cannot
        │ ── end {} ───────────────────> │ SIGKILL to the remaining ranks
-       │ ── end of file ──────────────> │ without "end": SIGTERM, and SIGKILL after 5 s
+       │ ── end of file ──────────────> │ the same, because the launcher has exited
 
 The server never computes and starts no thread, so it can fork safely. It watches the
 launcher: by end of file on the sockets, and by a pidfd where the system has them, because
 another child of the launcher may hold the sockets open. Before it serves, it looks whether the
 launcher still runs each time that it imports a module. When the launcher is killed, the
-server asks the ranks to stop, so that a training run can save a checkpoint. It kills the
-remaining processes after the grace period, and exits. Meanwhile it reads what the ranks print,
-because a write to a pipe without a reader would fail. A retired server (the first socket is
-closed) exits after its last launch. If the server itself is killed, the ranks' parent-death
-pipe breaks (`rank_process.py`), and they are killed at once.
+server kills the ranks and exits. A retired server (the first socket is closed) exits after its last
+launch. If the server itself is killed, the ranks' parent-death pipe breaks (`rank_process.py`), and
+they are killed, too.
 """
 
 from __future__ import annotations
@@ -38,9 +36,9 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from lockstep.comm.native_module import load_native
@@ -50,16 +48,10 @@ from lockstep.launcher.rank_process import ForkedProcess, exit_process
 from lockstep.launcher.signals import ignore_requests
 from lockstep.launcher.user_modules import find_module_files
 
-__all__ = ["Server", "ignore_sigterm", "import_for_ranks", "main", "serve", "serve_in_fork"]
+__all__ = ["Server", "ignore_sigterm", "import_for_ranks", "main", "serve"]
 
 GRACE = 2.0  # seconds from SIGTERM to SIGKILL for what remains of a rank's process group
-# Seconds that ranks have to stop when their launcher was killed: less than a launcher that
-# resumes the run waits for them.
-ORPHAN_GRACE = 5.0
-CHUNK = 1 << 16  # bytes
 MANY_FORKS = 16  # after which huge pages save more than they cost, if there is another launch
-
-Handler = Callable[[int, FrameType | None], object] | int | None  # of a signal
 
 PR_SET_CHILD_SUBREAPER = 36  # of prctl, on Linux
 
@@ -71,9 +63,6 @@ class Launch:
     Attributes:
         channel: The launcher's socket for this launch.
         ranks: The rank (-1: the store) of each process id.
-        outputs: The rank's process id for each reading end of the pipes that the ranks print to.
-        deadline: When to kill the ranks of a launcher that has exited, as `time.monotonic()`
-            time; None while the launcher runs.
         folders: Folders to remove after the ranks have been killed.
         stores: The messages of stores whose process starts with the first connection, by the
             descriptor of the socket that listens.
@@ -81,15 +70,8 @@ class Launch:
 
     channel: Channel
     ranks: dict[int, int] = field(default_factory=dict)
-    outputs: dict[int, int] = field(default_factory=dict)
-    deadline: float | None = None
     folders: list[str] = field(default_factory=list)
     stores: dict[int, Message] = field(default_factory=dict)
-
-    @property
-    def has_ranks(self) -> bool:
-        """Whether any rank is running."""
-        return any(rank >= 0 for rank in self.ranks.values())
 
 
 class Server:
@@ -98,11 +80,9 @@ class Server:
     Args:
         channel: The launcher's socket.
         launcher: Its process id.
-        sigterm_handler: The ranks' handler of SIGTERM, which the server itself ignores.
     """
 
-    def __init__(self, channel: Channel, launcher: int, sigterm_handler: Handler) -> None:
-        self._sigterm_handler = sigterm_handler
+    def __init__(self, channel: Channel, launcher: int) -> None:
         self._main = channel
         self._launches: dict[int, Launch] = {}
         self._leftover_groups: dict[int, float] = {}  # process groups, and when to kill them
@@ -136,8 +116,8 @@ class Server:
                 if self._selector.get_map().get(key.fd) is not key:
                     continue  # an earlier event has closed it
                 if key.fileobj == self._launcher:
-                    self._selector.unregister(key.fileobj)
-                    self._orphan_all()
+                    self._shut_down()
+                    return None
                 elif key.fileobj is self._main:
                     self._is_retired |= not self._accept_launch()
                 elif key.fileobj is self._wake[0]:
@@ -145,30 +125,28 @@ class Server:
                 elif key.data is not None and key.fd in key.data.stores:
                     if process := self._start_store(key.data, key.fd):
                         return process
-                elif key.data is not None:
-                    self._discard_output(key.data, key.fd)
                 elif process := self._serve_launch(self._launches.get(key.fd)):
                     return process
             self._reap()
             self._kill_leftover_groups()
-            self._drop_orphans()
             if self._is_retired and not self._launches:
                 self._shut_down()
                 return None
 
     def _timeout(self) -> float | None:
-        deadlines = list(self._leftover_groups.values())
-        deadlines += [launch.deadline for launch in self._launches.values() if launch.deadline]
+        deadlines = self._leftover_groups.values()
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _accept_launch(self) -> bool:
+        """Open a launch; return False if there will be no more of them."""
         received = self._main.receive()
         if received is None:
             self._selector.unregister(self._main)
             return False
         if received[0]["kind"] == "exit":
-            self._orphan_all()
-            return True
+            for launch in list(self._launches.values()):
+                self._drop_launch(launch)
+            return False
         if self._forks >= MANY_FORKS and not self._has_huge_pages:
             self._has_huge_pages = True
             collapse_memory()
@@ -186,13 +164,10 @@ class Server:
         if launch is None:
             return None
         received = launch.channel.receive()
-        if received is None:
-            self._orphan(launch)
-            return None
-        message, descriptors = received
-        if message["kind"] == "end":
+        if received is None or received[0]["kind"] == "end":
             self._drop_launch(launch)
             return None
+        message, descriptors = received
         if message["kind"] == "folder":
             launch.folders.append(message["path"])
             return None
@@ -231,15 +206,13 @@ class Server:
         if pid == 0:
             parent_death_pipe = self._close_in_child()
             if message["kind"] == "rank":
-                signal.signal(signal.SIGTERM, self._sigterm_handler or signal.SIG_DFL)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             return ForkedProcess(message, descriptors, parent_death_pipe)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._forks += 1
         with contextlib.suppress(OSError):  # the child does it too; either may come first
             os.setpgid(pid, pid)
-        if message.get("is_piped"):
-            launch.outputs.update(dict.fromkeys(_open_reading_ends(descriptors[1:3]), pid))
         for descriptor in descriptors:
             os.close(descriptor)
         launch.ranks[pid] = message["rank"]
@@ -254,7 +227,7 @@ class Server:
         self._main.close()
         for launch in self._launches.values():
             launch.channel.close()
-            for descriptor in (*launch.outputs, *launch.stores):
+            for descriptor in launch.stores:
                 os.close(descriptor)
         for end in self._wake:
             end.close()
@@ -286,8 +259,6 @@ class Server:
                     status = os.waitstatus_to_exitcode(code)
                     message = {"kind": "ended", "rank": launch.ranks.pop(pid), "status": status}
                     self._notify(launch, message)
-                    if launch.deadline is None:  # orphans' pipes are read to the end
-                        _close_outputs(launch, pid)
 
     def _end_group(self, group: int, number: int) -> None:
         # A group that still has members keeps its number after its leader has exited.
@@ -309,49 +280,11 @@ class Server:
         with contextlib.suppress(OSError):  # the launcher may have closed this launch
             launch.channel.send(message)
 
-    def _orphan_all(self) -> None:
-        self._is_retired = True
-        for launch in self._launches.values():
-            self._orphan(launch)
-
-    def _orphan(self, launch: Launch) -> None:
-        """Ask the ranks to stop, because their launcher has exited without ending them."""
-        if launch.deadline is not None:
-            return
-        launch.deadline = time.monotonic() + ORPHAN_GRACE
-        self._selector.unregister(launch.channel)
-        for output in launch.outputs:
-            self._selector.register(output, selectors.EVENT_READ, launch)
-        for pid, rank in launch.ranks.items():
-            if rank >= 0:  # not its loader workers: it may need another batch
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
-                    os.killpg(pid, signal.SIGCONT)
-
-    def _discard_output(self, launch: Launch, output: int) -> None:
-        if output in launch.outputs and not os.read(output, CHUNK):
-            self._selector.unregister(output)
-            del launch.outputs[output]
-            os.close(output)
-
-    def _drop_orphans(self) -> None:
-        """Kill the orphans whose grace period has expired, and stores without ranks."""
-        now = time.monotonic()
-        for launch in list(self._launches.values()):
-            if launch.deadline and (launch.deadline <= now or not launch.has_ranks):
-                self._drop_launch(launch)
-
     def _drop_launch(self, launch: Launch) -> None:
         """Kill what remains of a launch."""
-        if launch.deadline is None:
-            self._selector.unregister(launch.channel)
+        self._selector.unregister(launch.channel)
         del self._launches[launch.channel.fileno()]
         launch.channel.close()
-        for output in launch.outputs:
-            if launch.deadline is not None:
-                self._selector.unregister(output)
-            os.close(output)
-        launch.outputs.clear()
         for listening in launch.stores:
             self._selector.unregister(listening)
             os.close(listening)
@@ -371,22 +304,6 @@ class Server:
                 os.killpg(group, signal.SIGKILL)
 
 
-def _close_outputs(launch: Launch, pid: int) -> None:
-    """Close the server's reading ends of a rank that has exited; the launcher has its own."""
-    for output in [output for output, rank in launch.outputs.items() if rank == pid]:
-        del launch.outputs[output]
-        os.close(output)
-
-
-def _open_reading_ends(streams: Sequence[int]) -> list[int]:
-    """Return reading ends of the pipes whose writing ends are `streams` (Linux)."""
-    opened = []
-    for stream in streams:
-        with contextlib.suppress(OSError):
-            opened.append(os.open(f"/proc/self/fd/{stream}", os.O_RDONLY | os.O_NONBLOCK))
-    return opened
-
-
 def _become_subreaper() -> None:
     """Become the parent of processes that ranks leave behind, to reap them at once (Linux).
 
@@ -396,18 +313,18 @@ def _become_subreaper() -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def ignore_sigterm() -> Handler:
-    """Ignore SIGTERM and return the former handler.
+def ignore_sigterm() -> None:
+    """Ignore SIGTERM.
 
     Batch systems send SIGTERM to every process of a job. The ranks decide when they stop, and
     until then they need the fork server and the store.
     """
-    return signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def main(descriptor: int, launcher: int, modules: Sequence[str]) -> NoReturn:
     """Import what ranks need and serve; in a forked process, run that process to its end."""
-    handler = ignore_sigterm()
+    ignore_sigterm()
     ignore_requests()  # before the imports, which take a second
     gc.disable()  # during the imports, which create no garbage
     with _exiting_with(launcher):
@@ -416,7 +333,7 @@ def main(descriptor: int, launcher: int, modules: Sequence[str]) -> NoReturn:
             load_native()
     gc.enable()
     gc.freeze()  # ranks neither traverse nor copy objects from before the fork
-    serve(open_channel(descriptor), launcher, handler)
+    serve(open_channel(descriptor), launcher)
 
 
 @contextlib.contextmanager
@@ -458,26 +375,19 @@ def import_for_ranks(modules: Sequence[str]) -> None:
         find_module_files()  # by each run that is recorded
 
 
-def serve(channel: Channel, launcher: int, sigterm_handler: Handler) -> NoReturn:
+def serve(channel: Channel, launcher: int) -> NoReturn:
     """Serve, then exit; in a forked process, run that process to its end.
 
     Args:
         channel: The launcher's socket.
         launcher: Its process id.
-        sigterm_handler: The ranks' handler of SIGTERM, from `ignore_sigterm`.
     """
     # Ranks must not finalize objects of this process, such as a temporary folder, when they exit.
     # torch alone has hundreds of finalizers, which would copy pages for 50 ms in every rank.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
-    process = Server(channel, launcher, sigterm_handler).serve()
+    process = Server(channel, launcher).serve()
     if process is None:
         os._exit(0)  # destroying torch's modules takes a second
     # The frames on this stack are not the rank's and must not be unwound.
     exit_process(process.run())
-
-
-def serve_in_fork(channel: Channel, launcher: int) -> NoReturn:
-    """Serve in a fork of the launcher; never return, not even in a rank."""
-    os.setsid()
-    serve(channel, launcher, ignore_sigterm())

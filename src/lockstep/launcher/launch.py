@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar
 
 from lockstep.formatting import format_numbered
 from lockstep.kernel.errors import RankError, UsageError
@@ -21,9 +21,7 @@ from lockstep.launcher.environment import OF_ELASTIC, RankEnvironment, read_rank
 from lockstep.launcher.failure_attribution import STOPPED
 from lockstep.launcher.fork_server import (
     check_open_files,
-    fork_this_process,
     get_fork_server,
-    interpreter_flags,
     looks_like_training,
 )
 from lockstep.launcher.listening_socket import LOOPBACK
@@ -39,11 +37,10 @@ __all__ = [
     "function_task",
     "launch",
     "launch_in_this_process",
+    "start",
 ]
 
 T = TypeVar("T")
-
-START_METHODS = ("forkserver", "spawn", "fork")
 
 _calls_in_this_process = False
 _launches = itertools.count()
@@ -71,16 +68,15 @@ def calls_in_this_process() -> bool:
 
 
 class ProcessContext:
-    """The processes of a launch with `join=False`, like those of `torch.multiprocessing.spawn`.
+    """The processes of a launch that has been started; they end with the program at the latest.
 
     Failures are detected, and the other ranks ended, only while `join` waits.
     """
 
-    def __init__(self, ranks: RankSupervisor, timeout: float | None, daemon: bool) -> None:
+    def __init__(self, ranks: RankSupervisor, timeout: float | None) -> None:
         self._ranks = ranks
         self._timeout = timeout
         self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._daemon = daemon
         self._launcher = os.getpid()
         atexit.register(self._at_exit)
 
@@ -176,15 +172,8 @@ class ProcessContext:
         return error
 
     def _at_exit(self) -> None:
-        """At the end of the program, end the ranks if they are daemons; otherwise wait for them."""
-        if self._launcher != os.getpid():
-            return  # a forked child: the ranks belong to its parent
-        if self._daemon:
+        if self._launcher == os.getpid():  # not in a forked child: the ranks belong to its parent
             self.terminate()
-            return
-        error = self._ranks.wait(self._deadline)
-        if error is not None:
-            log(str(error))
 
 
 class _Terminated(BaseException):
@@ -215,45 +204,14 @@ def _catch_sigterm() -> Iterator[list[int]]:
             raise SystemExit(128 + signal.SIGTERM)
 
 
-@overload
-def launch(
-    fn: Callable[..., T],
-    args: Sequence[Any] = ...,
-    nprocs: int = ...,
-    *,
-    start_method: str = ...,
-    join: Literal[True] = ...,
-    daemon: bool = ...,
-    timeout: float | None = ...,
-    pass_rank: bool = ...,
-) -> list[T]: ...
-
-
-@overload
-def launch(
-    fn: Callable[..., T],
-    args: Sequence[Any] = ...,
-    nprocs: int = ...,
-    *,
-    start_method: str = ...,
-    join: Literal[False],
-    daemon: bool = ...,
-    timeout: float | None = ...,
-    pass_rank: bool = ...,
-) -> ProcessContext: ...
-
-
 def launch(
     fn: Callable[..., T],
     args: Sequence[Any] = (),
     nprocs: int = 1,
     *,
-    start_method: str = "forkserver",
-    join: bool = True,
-    daemon: bool = False,
     timeout: float | None = None,
     pass_rank: bool = False,
-) -> list[T] | ProcessContext:
+) -> list[T]:
     """Run `fn(*args)` in `nprocs` processes and return their values in rank order.
 
     Functions of `__main__` or a notebook, closures and lambdas are sent by value. In the function,
@@ -264,12 +222,6 @@ def launch(
         fn: The function. Arguments and results are pickled.
         args: Its arguments.
         nprocs: The number of ranks, at least 1.
-        start_method: "forkserver" forks the ranks from a process that has imported torch
-            already; the first call starts it, later ones reuse it. "spawn" starts a new
-            interpreter for each rank, "fork" copies this process.
-        join: Whether to wait for the ranks. If False, `launch` returns a `ProcessContext` at once.
-        daemon: With `join=False`, whether to end the ranks when the program ends, instead of
-            waiting for them.
         timeout: The seconds after which ranks that have not returned are ended. None: no limit.
         pass_rank: Whether to pass the rank as first argument, as `torch.multiprocessing.spawn`
             does.
@@ -281,15 +233,39 @@ def launch(
         UsageError: An argument is not valid, the function cannot be pickled, or this process may
             not open enough files.
     """
-    _check(fn, args, nprocs, start_method, timeout)
     if _calls_in_this_process:
-        return _call_in_this_process(fn, args, join, pass_rank)
-    ranks = _start(fn, args, nprocs, start_method, pass_rank)
-    context = ProcessContext(ranks, timeout, daemon)
-    return context.join() if join else context
+        _check(fn, args, nprocs, timeout)
+        return _call_in_this_process(fn, args, pass_rank)
+    return start(fn, args, nprocs, timeout=timeout, pass_rank=pass_rank).join()
 
 
-def _check(fn: object, args: object, nprocs: int, start_method: str, timeout: float | None) -> None:
+def start(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int = 1,
+    *,
+    timeout: float | None = None,
+    pass_rank: bool = False,
+) -> ProcessContext:
+    """Start the ranks of `launch`, with the same arguments, and do not wait for them."""
+    _check(fn, args, nprocs, timeout)
+    pickled = _pickle(fn, args)
+    server = get_fork_server(for_training=looks_like_training(pickled))
+    ranks = RankSupervisor(server.open_launch(), range(nprocs))
+    port = ranks.stores.serve(LOOPBACK, 0)
+    run_id, store = secrets.token_hex(4), ranks.stores.create()
+    environment = RankEnvironment(nprocs, LOOPBACK, port, run_id, store=store)
+    number = next(_launches)
+    work = write_memfd(pickled)
+    for rank in range(nprocs):
+        task = function_task(environment.variables(rank))
+        task |= {"launch": number, "pass_rank": pass_rank}
+        ranks.start_rank(rank, task, work, has_input=rank == 0)
+    os.close(work)
+    return ProcessContext(ranks, timeout)
+
+
+def _check(fn: object, args: object, nprocs: int, timeout: float | None) -> None:
     if not callable(fn):
         right = ""
         if callable(args) and isinstance(fn, int):
@@ -303,10 +279,6 @@ def _check(fn: object, args: object, nprocs: int, start_method: str, timeout: fl
         )
     if nprocs < 1:
         raise UsageError(f"launch(nprocs={nprocs}): at least one rank is needed")
-    if start_method not in START_METHODS:
-        raise UsageError(
-            f"launch(start_method={start_method!r}): choose one of {', '.join(START_METHODS)}"
-        )
     if timeout is not None and timeout <= 0:
         raise UsageError(f"launch(timeout={timeout}): expected a positive number of seconds")
     check_open_files(nprocs)
@@ -317,13 +289,9 @@ def _name(fn: object) -> str:
 
 
 def _call_in_this_process(
-    fn: Callable[..., Any], args: Sequence[Any], join: bool, pass_rank: bool
+    fn: Callable[..., Any], args: Sequence[Any], pass_rank: bool
 ) -> list[Any]:
     """Call the function in this process, and return its value once per rank."""
-    if not join:
-        raise UsageError(
-            "lockstep check and lockstep replay cannot run a script that calls launch(join=False)"
-        )
     rank_info = read_rank_info(os.environ)
     before = get_launch_number()
     set_launch_number(next(_launches))
@@ -334,41 +302,16 @@ def _call_in_this_process(
     return [value] * rank_info.world_size
 
 
-def _start(
-    fn: Callable[..., Any], args: Sequence[Any], nprocs: int, start_method: str, pass_rank: bool
-) -> RankSupervisor:
-    pickled, own = _pickle(fn, args), None
-    if start_method == "fork":
-        server = own = fork_this_process()
-    else:
-        server = get_fork_server(for_training=looks_like_training(pickled))
-    ranks = RankSupervisor(server.open_launch(), range(nprocs), own)
-    port = ranks.stores.serve(LOOPBACK, 0)
-    run_id, store = secrets.token_hex(4), ranks.stores.create()
-    environment = RankEnvironment(nprocs, LOOPBACK, port, run_id, store=store)
-    number = next(_launches)
-    work = write_memfd(pickled)
-    for rank in range(nprocs):
-        task = function_task(environment.variables(rank), spawn=start_method == "spawn")
-        task |= {"launch": number, "pass_rank": pass_rank}
-        ranks.start_rank(rank, task, work, has_input=rank == 0)
-    os.close(work)
-    return ranks
-
-
-def function_task(variables: Mapping[str, str], *, spawn: bool = False) -> Message:
+def function_task(variables: Mapping[str, str]) -> Message:
     """Return the message that starts a rank which calls a function.
 
     Args:
         variables: Variables to add to its environment.
-        spawn: Whether to call it in a new interpreter.
     """
     # Ranks that a member of an elastic run launches are not members themselves.
     inherited = {name: value for name, value in os.environ.items() if name not in OF_ELASTIC}
     return {
         "task": "function",
-        "spawn": spawn,
-        "flags": interpreter_flags(),
         "environ": {"OMP_NUM_THREADS": "1", **inherited, **variables},
         "cwd": os.getcwd(),
         "argv": sys.argv,

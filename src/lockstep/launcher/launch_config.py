@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.kernel.errors import UsageError
@@ -36,14 +36,10 @@ class LaunchConfig:
         run_id: Name of the launch; empty for a random one.
         secret_file: File with the secret of the run; None for a run without a secret, or with
             one in the environment (`comm/transport/secret.py`).
-        role: Value of the variable ROLE_NAME in the ranks.
-        spawn: Whether to start each rank in a new interpreter.
         log_dir: Folder that gets this run's folder; None for "runs".
         name: Name of this run's folder; None for the target's name with date and time.
-        redirects: By local rank, the streams (1 stdout, 2 stderr, 3 both) that go only to
-            its log.
-        tee: By local rank, the redirected streams that are shown as well.
         shown: Local ranks whose output is shown; None for all.
+        shows_stdout: Whether their standard output is shown, and not only their standard error.
         grace: Seconds that the ranks have to stop after SIGTERM.
         resumed_run: Folder of the run to continue; None for a new run.
         resumes_newest: Whether to continue the newest run of this command that did not succeed.
@@ -70,13 +66,10 @@ class LaunchConfig:
     master_port: int = 0
     run_id: str = ""
     secret_file: str | None = None
-    role: str = "default"
-    spawn: bool = False
     log_dir: str | None = None
     name: str | None = None
-    redirects: dict[int, int] = field(default_factory=dict)
-    tee: dict[int, int] = field(default_factory=dict)
     shown: frozenset[int] | None = None
+    shows_stdout: bool = True
     grace: float = STOP_GRACE
     resumed_run: Path | None = None
     resumes_newest: bool = False
@@ -118,14 +111,11 @@ class LaunchConfig:
             )
         if self.name is not None and (self.resumed_run is not None or self.resumes_newest):
             raise UsageError("--name names a new run; a run that is resumed keeps its folder")
-        named = {"--local-ranks-filter": self.shown or (), "--redirects": self.redirects}
-        for option, local_ranks in {**named, "--tee": self.tee}.items():
-            beyond = [local_rank for local_rank in local_ranks if local_rank >= self.nprocs]
-            if beyond:
-                raise UsageError(
-                    f"{option} names local rank {beyond[0]}, but with --nproc-per-node "
-                    f"{self.nprocs} local ranks are from 0 to {self.nprocs - 1}"
-                )
+        if max(self.shown or (), default=0) >= self.nprocs:
+            raise UsageError(
+                f"--local-ranks-filter names local rank {max(self.shown or ())}, but with "
+                f"--nproc-per-node {self.nprocs} local ranks are from 0 to {self.nprocs - 1}"
+            )
         if self.min_nprocs is not None:
             self._check_elastic(self.min_nprocs)
 
@@ -156,10 +146,3 @@ class LaunchConfig:
     def is_elastic(self) -> bool:
         """Whether the run continues when a rank is killed."""
         return self.min_nprocs is not None
-
-    def shows(self, local_rank: int, stream: int) -> bool:
-        """Return whether `stream` (1 or 2) of a local rank is shown on the terminal."""
-        if self.shown is not None and local_rank not in self.shown:
-            return False
-        redirected = self.redirects.get(local_rank, 0) & stream
-        return not redirected or bool(self.tee.get(local_rank, 0) & stream)

@@ -19,7 +19,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 from lockstep.comm.transport.secret import make_secret, warn_without_secret
 from lockstep.formatting import format_numbered
@@ -37,7 +36,6 @@ from lockstep.launcher.failure_attribution import (
 from lockstep.launcher.fork_server import (
     check_open_files,
     get_fork_server,
-    interpreter_flags,
     looks_like_training,
 )
 from lockstep.launcher.hang_monitor import HangPolicy
@@ -78,7 +76,6 @@ __all__ = [
     "terminating",
 ]
 
-STDOUT, STDERR = 1, 2
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OF_LAUNCH = (RUN, RESUME, *OF_ELASTIC)  # variables that nested launches do not inherit
 TAIL = 12  # lines of the failed rank that are shown again at the end
@@ -341,7 +338,6 @@ def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:
         run_id=config.run_id or secrets.token_hex(4),
         nnodes=config.nnodes,
         node_rank=config.node_rank,
-        role=config.role,
         store=ranks.stores.create() if is_single_host else "",
         secret_file=None if is_single_host else config.secret_file,
     )
@@ -376,19 +372,16 @@ def _is_training(config: LaunchConfig) -> bool:
 
 
 def _open_output(config: LaunchConfig, local_rank: int, rank: int, folder: RunFolder) -> RankOutput:
-    consoles: list[BinaryIO | None] = [
-        console.buffer if config.shows(local_rank, stream) else None
-        for stream, console in ((STDOUT, sys.stdout), (STDERR, sys.stderr))
-    ]
+    is_shown = config.shown is None or local_rank in config.shown
+    stdout = sys.stdout.buffer if is_shown and config.shows_stdout else None
+    stderr = sys.stderr.buffer if is_shown else None
     log_file = None if folder.path is None else folder.path / f"rank-{rank}.log"
     prefixed = config.nprocs * config.nnodes > 1 or config.is_elastic
     separator = None
     if folder.is_resumed:
         separator = f"--- resumed at {datetime.datetime.now():%Y-%m-%d %H:%M:%S} ---"
     try:
-        return RankOutput(
-            rank, log_file, (consoles[0], consoles[1]), prefixed=prefixed, separator=separator
-        )
+        return RankOutput(rank, log_file, (stdout, stderr), prefixed=prefixed, separator=separator)
     except OSError as error:
         raise FileError(f"{log_file} cannot be written: {error.strerror}") from None
 
@@ -400,8 +393,6 @@ def _script_task(config: LaunchConfig, variables: dict[str, str]) -> Message:
     return {
         "task": config.kind,
         "target": target,
-        "spawn": config.spawn,
-        "flags": interpreter_flags(),
         "environ": {"OMP_NUM_THREADS": "1", **inherited, **variables},
         "cwd": os.getcwd(),
         "argv": [*(() if config.kind == "program" else (target,)), *config.arguments],

@@ -19,7 +19,6 @@ __all__ = [
     "LOOPBACK",
     "find_obstacle",
     "get_connectable_address",
-    "is_own_address",
     "listen",
     "parse_endpoint",
     "resolve_address",
@@ -136,26 +135,6 @@ def get_connectable_address(listening: socket.socket) -> str:
         is_both = not listening.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
         return LOOPBACK if is_both else "::1"
     return LOOPBACK if host == "0.0.0.0" else host
-
-
-def is_own_address(address: str) -> bool | None:
-    """Return whether an interface of this host has this address; None if that cannot be told.
-
-    That is so for a name that does not resolve, and for the loopback interface, which every host
-    has.
-    """
-    try:
-        family, host = resolve_address(address)
-    except UsageError:
-        return None
-    if is_loopback(host):
-        return None
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((host, 0))
-        except OSError:
-            return False
-    return True
 
 
 def _bind(listening: socket.socket, host: str, port: int) -> None:

@@ -3,8 +3,7 @@
 A forked process receives a message and descriptors. The message names a script, module or
 program to run, or asks to call a function ("task": "function"). The descriptors are stdin,
 stdout, stderr, the socket on which the process reports to the launcher, and an anonymous file
-with the pickled function. The work runs in the forked process, or in a new interpreter ("spawn":
-true).
+with the pickled function.
 
 The parent-death pipe kills ranks whose fork server was killed. The server holds the only
 writing end; when that closes, the kernel sends SIGKILL to the rank's process group, even
@@ -19,7 +18,6 @@ import faulthandler
 import fcntl
 import gc
 import io
-import json
 import os
 import pickle
 import runpy
@@ -62,7 +60,6 @@ __all__ = [
     "get_launch_number",
     "get_task",
     "has_launcher",
-    "main",
     "receive_from_launcher",
     "report_to_launcher",
     "run_code",
@@ -95,16 +92,12 @@ class ForkedProcess:
     descriptors: list[int]
     parent_death_pipe: int
 
-    @property
-    def _calls_exec(self) -> bool:
-        return bool(self.message["task"] == "program" or self.message["spawn"])
-
     def run(self) -> int:
         """Run it in this process and return the exit status."""
         with contextlib.suppress(PermissionError):  # the fork server has done it
             os.setpgid(0, 0)
-        is_inherited = self.message["kind"] == "rank" and self._calls_exec
-        die_with_parent(self.parent_death_pipe, inherit=is_inherited)
+        is_program = self.message.get("task") == "program"
+        die_with_parent(self.parent_death_pipe, inherit=is_program)
         if self.message["kind"] == "store":
             return serve_store(self.descriptors[0], self.message)
         *streams, report, work = self.descriptors
@@ -112,10 +105,8 @@ class ForkedProcess:
             os.dup2(stream, number)
             os.close(stream)
         os.chdir(self.message["cwd"])
-        if self.message["task"] == "program":
+        if is_program:
             return exec_program(self.message)
-        if self.message["spawn"]:
-            return exec_interpreter(self.message, report, work)
         _set_up_interpreter(self.message)
         return run_and_report(self.message, open_channel(report), work)
 
@@ -179,26 +170,6 @@ def exec_program(message: Message) -> int:
     except OSError as error:
         log(f"cannot execute {message['target']!r}: {error.strerror}")
         return 127
-
-
-def exec_interpreter(message: Message, report: int, work: int) -> NoReturn:
-    """Replace this process by a new interpreter for the same work (start method "spawn")."""
-    for descriptor in (report, work):
-        os.set_inheritable(descriptor, True)
-    order = {**message, "environ": None}
-    code = (
-        f"import sys; sys.path[:] = {_path(message)!r}; "
-        f"from lockstep.launcher.rank_process import main; "
-        f"main({json.dumps(order)!r}, {report}, {work})"
-    )
-    os.execve(sys.executable, [sys.executable, *message["flags"], "-c", code], message["environ"])
-
-
-def main(order: str, report: int, work: int) -> None:
-    """Do the work in a new interpreter that has its streams, working directory and variables."""
-    message = json.loads(order)
-    sys.argv[:] = message["argv"]
-    exit_process(run_and_report(message, open_channel(report), work))
 
 
 def get_exit_code() -> object:

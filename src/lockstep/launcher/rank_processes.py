@@ -138,7 +138,7 @@ class RankProcesses:
         with self._streams.inherit(has_input) as inherited:
             if output is not None:
                 inherited[1:] = [stream.writing for stream in output.streams]
-            message = {**task, "kind": "rank", "rank": rank, "is_piped": output is not None}
+            message = {**task, "kind": "rank", "rank": rank}
             self._channel.send(message, [*(streams or inherited), theirs.fileno(), work])
         self._started.add(rank)
         theirs.close()

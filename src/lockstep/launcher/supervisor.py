@@ -29,7 +29,6 @@ from lockstep.launcher.failure_attribution import (
     is_consequence,
     make_rank_error,
 )
-from lockstep.launcher.fork_server import ForkServer
 from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy
 from lockstep.launcher.rank_probes import group_exists
 from lockstep.launcher.rank_processes import RankProcesses
@@ -58,7 +57,6 @@ class RankSupervisor(RankProcesses):
     Args:
         channel: The fork server's socket for this launch (`ForkServer.open_launch`).
         ranks: The ranks to start here.
-        own_fork_server: A fork server for this launch only, closed together with it.
         hang_policy: The policy for ranks that hang; None for the default one.
         noun: As for `RankProcesses`.
 
@@ -75,7 +73,6 @@ class RankSupervisor(RankProcesses):
         self,
         channel: Channel,
         ranks: range,
-        own_fork_server: ForkServer | None = None,
         hang_policy: HangPolicy | None = None,
         noun: str = "rank",
     ) -> None:
@@ -85,7 +82,6 @@ class RankSupervisor(RankProcesses):
         self.before_end: Callable[[], None] = lambda: None
         self.before_close: Callable[[], None] = lambda: None
         self.hang_monitor = HangMonitor(self, self.probes, hang_policy)
-        self._own_fork_server = own_fork_server
 
     @property
     def has_stopped(self) -> bool:
@@ -215,8 +211,6 @@ class RankSupervisor(RankProcesses):
         self.end_launch()
         self._wait_for_groups(groups, time.monotonic() + EXIT_TIMEOUT)
         self.close_files()
-        if self._own_fork_server is not None:
-            self._own_fork_server.close()
 
     def _answer_request(self) -> None:
         """Print where the ranks are, if SIGUSR1 asked for it."""

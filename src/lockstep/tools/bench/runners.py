@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from lockstep.kernel.errors import LockstepError, RankError, UsageError, WorkError
-from lockstep.launcher.launch import launch
+from lockstep.launcher.launch import start
 from lockstep.tools.bench.bench_worker import SOCKET, START_BARRIER, torch_main
 from lockstep.tools.bench.workload import StartBarrier
 
@@ -165,7 +165,7 @@ class TorchRunner(ProcessRunner):
     def __init__(self, name: str, rendezvous: Rendezvous, main: Main = torch_main) -> None:
         super().__init__(name, rendezvous)
         arguments = (name, rendezvous.folder, self._key, rendezvous.timeout)
-        self._launched = launch(main, arguments, rendezvous.ranks, join=False, daemon=True)
+        self._launched = start(main, arguments, rendezvous.ranks)
         try:
             self.wait_for_ranks()
         except BaseException:

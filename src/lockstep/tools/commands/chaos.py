@@ -105,7 +105,6 @@ def make_config(target: str, arguments: tuple[str, ...], nprocs: int, runs: str)
         train.command.make_context("lockstep train", [target, *arguments])
     else:
         check_target("script", target)
-    hidden = dict.fromkeys(range(nprocs), 3)
     return LaunchConfig(
         target="lockstep" if is_recipe else target,
         arguments=("train", target, *arguments) if is_recipe else arguments,
@@ -113,8 +112,7 @@ def make_config(target: str, arguments: tuple[str, ...], nprocs: int, runs: str)
         nprocs=nprocs,
         log_dir=runs,
         name=target if is_recipe else Path(target).stem,
-        redirects=hidden,
-        tee=dict.fromkeys(hidden, 0),
+        shown=frozenset(),
         min_nprocs=1,
     )
 

@@ -26,7 +26,6 @@ from lockstep.launcher.launch_script import Interrupted, launch_script
 from lockstep.launcher.listening_socket import (
     DEFAULT_PORT,
     LOOPBACK,
-    is_own_address,
     parse_endpoint,
     strip_brackets,
 )
@@ -104,9 +103,8 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     metavar="K",
     type=int,
     default=None,
-    help="Index of this host, from 0. Default: 0 on the host with the address of --master-addr; "
-    "1 on the other one of two; with more hosts required, unless srun or mpiexec started this "
-    "command once on each.",
+    help="Index of this host, from 0 on the host with the address of --master-addr. Required with "
+    "several hosts, unless srun or mpiexec started this command once on each.",
 )
 @option(
     "master-addr",
@@ -135,14 +133,6 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     "variable LOCKSTEP_PORTABLE is 1; with --resume, as before.",
 )
 @option(
-    "start-method",
-    type=click.Choice(["forkserver", "spawn"]),
-    metavar="METHOD",
-    default="forkserver",
-    help="forkserver: fork ranks from a process that has imported torch; spawn: start a new "
-    "interpreter for each rank. Default: forkserver.",
-)
-@option(
     "log-dir",
     metavar="DIR",
     default=None,
@@ -153,22 +143,6 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     metavar="NAME",
     default=None,
     help="Name of this run's folder; NAME-2 if that exists. Default: SCRIPT, date and time.",
-)
-@option(
-    "redirects",
-    "-r",
-    metavar="STREAMS",
-    default="0",
-    help="Streams that go to the log and not to the terminal: 0 none, 1 stdout, 2 stderr, "
-    "3 both; or by local rank: 0:1,1:3. Default: 0.",
-)
-@option(
-    "tee",
-    "-t",
-    metavar="STREAMS",
-    default="3",
-    help="Redirected streams that are shown on the terminal nevertheless, in the same form. "
-    "Default: 3.",
 )
 @option(
     "local-ranks-filter",
@@ -208,12 +182,6 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     help="report: print where every rank is, and keep waiting; end: print it and end the launch "
     "with status 1. Default: report.",
 )
-@option(
-    "role",
-    metavar="NAME",
-    default="default",
-    help="Value of the variable ROLE_NAME in the ranks. Default: default.",
-)
 @option("rdzv-id", metavar="NAME", default="", help="Name of this launch. Default: a random name.")
 @option(
     "rdzv-endpoint",
@@ -232,7 +200,6 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
 @option("rdzv-conf", default="", hidden=True)
 @option("max-restarts", default=0, hidden=True)
 @option("monitor-interval", default=0.1, hidden=True)
-@option("run-path", is_flag=True, hidden=True)
 @click.argument("script", required=False, type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(script: str | None, arguments: tuple[str, ...], **options: Any) -> None:
@@ -349,17 +316,13 @@ def make_config(script: str, arguments: tuple[str, ...], options: dict[str, Any]
         kind="module" if options["module"] else "program" if options["no_python"] else "script",
         nprocs=nprocs,
         nnodes=nnodes,
-        node_rank=_choose_node_rank(options, nnodes, master_addr, started_by),
+        node_rank=_choose_node_rank(options, nnodes, started_by),
         master_addr=master_addr,
         master_port=master_port,
         run_id=options["rdzv_id"],
         secret_file=options["secret_file"] or os.environ.get(SECRET_FILE),
-        role=options["role"],
-        spawn=options["start_method"] == "spawn",
         log_dir=options["log_dir"],
         name=options["name"],
-        redirects=parse_streams("--redirects", options["redirects"], nprocs),
-        tee=parse_streams("--tee", options["tee"], nprocs),
         shown=parse_local_ranks(options["local_ranks_filter"]),
         grace=options["grace"],
         resumed_run=find_run(name, parent) if name not in (None, AUTO) else None,
@@ -417,9 +380,7 @@ def _choose_master(
     return address, port or DEFAULT_PORT
 
 
-def _choose_node_rank(
-    options: dict[str, Any], nnodes: int, master_addr: str, started_by: RankInfo | None
-) -> int:
+def _choose_node_rank(options: dict[str, Any], nnodes: int, started_by: RankInfo | None) -> int:
     if options["standalone"]:
         return 0
     node_rank: int | None = options["node_rank"]
@@ -427,9 +388,6 @@ def _choose_node_rank(
         return node_rank or 0
     if started_by is not None:
         return started_by.rank
-    is_host_0 = is_own_address(master_addr)
-    if is_host_0 or (is_host_0 is False and nnodes == 2):
-        return 0 if is_host_0 else 1
     raise UsageError(
         f"--nnodes {nnodes} needs --node-rank (PET_NODE_RANK) on every host: its index, from 0 "
         f"on the host with the address of --master-addr to {nnodes - 1}"
@@ -470,22 +428,6 @@ def parse_nnodes(text: str) -> int:
             f"--min and --max for a variable number of ranks"
         )
     return int(match[1])
-
-
-def parse_streams(name: str, text: str, nprocs: int) -> dict[int, int]:
-    """Return the streams by local rank; `text` is "3" (every rank) or "0:1,2:3"."""
-    if re.fullmatch(r"[0-3]", text):
-        return dict.fromkeys(range(nprocs), int(text))
-    chosen: dict[int, int] = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*:\s*([0-3])\s*", part)
-        if match is None:
-            raise UsageError(
-                f"{name} {text}: expected 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or such "
-                f"numbers by local rank: 0:1,1:3"
-            )
-        chosen[int(match[1])] = int(match[2])
-    return chosen
 
 
 def parse_local_ranks(text: str) -> frozenset[int] | None:

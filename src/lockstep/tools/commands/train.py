@@ -264,7 +264,6 @@ def _train_elastic(
     def watch(ranks: RankSupervisor, rounds: ElasticCoordinator, launched: Path | None) -> None:
         folders.append(folder if launched is None else launched)
 
-    every_rank = range(nprocs)
     config = LaunchConfig(
         target="lockstep",
         arguments=tuple(words),
@@ -274,8 +273,7 @@ def _train_elastic(
         log_dir=str(folder.parent),
         name=None if is_resumed else folder.name,
         resumed_run=folder if is_resumed else None,
-        redirects=dict.fromkeys(every_rank, 1),  # this process prints the summary
-        tee=dict.fromkeys(every_rank, 0),
+        shows_stdout=False,  # this process prints the summary
     )
     try:
         if status := launch_elastic(config, watch):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from typing import Any
 
 from lockstep.kernel.errors import RankError
 from lockstep.launcher.fork_server import get_fork_server
-from lockstep.launcher.launch import launch
+from lockstep.launcher.launch import start
 from lockstep.launcher.rank_process import run_code
 from lockstep.launcher.run_folder import RESUME, RUN
 from lockstep.launcher.signals import exiting_on_sigterm
@@ -48,12 +47,6 @@ __all__ = ["run_order", "run_program"]
 DEBUGGER_LEFT = "DebuggerLeft"  # the class name of the exception
 FAILURE = "failure"  # the file with the error of a program that failed in this terminal
 POLL = 0.2  # seconds between two reports of progress
-READ_LATE = re.compile(
-    r"OMP_NUM_THREADS|CUBLAS.*|NVIDIA_.*|TORCH_.*|TORCHINDUCTOR_CACHE_DIR|LOCKSTEP_PORTABLE|NPY_.*|"
-    r"OPENBLAS_.*|ATEN_CPU_CAPABILITY|MKL_CBWR|ONEDNN_MAX_CPU_ISA"
-)
-"""Variables that take effect in a forked rank, which has torch loaded and has not computed, or in a
-new fork server; others need a new interpreter."""
 
 Report = Callable[[int, int], None]
 """Called with the number of finished steps, those before the checkpoint included, and the number
@@ -104,18 +97,10 @@ def _launch(
     if request.debug:
         _run_in_terminal(order, folder)
         return
-    with _environment(program) as needs_interpreter:
-        if not needs_interpreter:
-            get_fork_server(for_training=True)
-        ranks = launch(
-            _run_rank,
-            order,
-            request.layout.ranks,
-            start_method="spawn" if needs_interpreter else "forkserver",
-            join=False,
-            daemon=True,
-            timeout=request.timeout,
-            pass_rank=True,
+    with _environment(program):
+        get_fork_server(for_training=True)
+        ranks = start(
+            _run_rank, order, request.layout.ranks, timeout=request.timeout, pass_rank=True
         )
     while True:
         try:
@@ -165,23 +150,22 @@ def run_order(file: str) -> None:
 
 
 @contextlib.contextmanager
-def _environment(program: Program) -> Iterator[bool]:
+def _environment(program: Program) -> Iterator[None]:
     """Set the recorded variables in this process, which ranks inherit, while the body runs.
 
-    A variable that the stored sources name is removed if the recorded process did not have it.
-    Yields whether some of the variables only take effect in a new interpreter.
+    A variable that the stored sources name is removed if the recorded process did not have it. For
+    other variables that torch reads when it is loaded, the ranks get a new fork server.
     """
     before = dict(os.environ)
     here, recorded = select_variables(before), program.environ
     sources: Iterable[bytes] = ()
     if program.sources is not None and program.sources.is_dir():
         sources = StoredSources(program.sources).contents()
-    names = [name for name in {**here, **recorded} if here.get(name) != recorded.get(name)]
     for name in (*here, *find_named_variables(sources, before), RUN, RESUME):
         os.environ.pop(name, None)
     os.environ.update({**program.variables, **recorded})
     try:
-        yield not all(map(READ_LATE.fullmatch, names))
+        yield
     finally:
         os.environ.clear()
         os.environ.update(before)
