@@ -94,10 +94,3 @@ def test_the_digest_sees_the_order_and_the_batches() -> None:
     ]
     assert len({epoch.digest() for epoch in epochs}) == len(epochs)
     assert EpochOrder.from_batches([[0, 1], [2, 3], [4, 5]]).digest() == epochs[0].digest()
-
-
-def test_a_smaller_batch_is_found() -> None:
-    regular = EpochOrder.from_indices(torch.arange(11), 4)
-    assert [regular.find_smaller(size, 1) for size in (3, 4, 5)] == [None, 2, 1]
-    grouped = EpochOrder.from_batches([[0], [1, 2, 3], [4, 5], [6, 7]])
-    assert [grouped.find_smaller(3, start) for start in range(5)] == [0, 2, 2, 3, None]

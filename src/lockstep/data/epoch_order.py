@@ -92,13 +92,6 @@ class EpochOrder:
         last = batch + 1 == len(self.starts)
         return range(self.starts[batch], len(self.indices) if last else self.starts[batch + 1])
 
-    def find_smaller(self, size: int, start: int = 0) -> int | None:
-        """Return the first batch from `start` on with fewer than `size` samples; None for none."""
-        numbers: Sequence[int] = range(start, len(self))
-        if isinstance(self.starts, range):  # only the last batch can be smaller than the others
-            numbers = [*numbers[:1], *numbers[-1:]]
-        return next((number for number in numbers if len(self.span(number)) < size), None)
-
     def batch_indices(self, batch: int) -> torch.Tensor:
         """Return the indices of the samples of `batch`, int64."""
         span = self.span(batch)

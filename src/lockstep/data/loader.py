@@ -41,7 +41,6 @@ from lockstep.data.microbatch import Batch, Microbatch
 from lockstep.data.samplers import SamplerStates, restore_sampler_state, sampler_state
 from lockstep.data.workers import Items, load_in_process, load_in_workers, load_isolated
 from lockstep.devices import find_accelerator
-from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import DatasetError
 from lockstep.kernel.seeds import key
 from lockstep.kernel.splitting import count_microbatches
@@ -111,7 +110,6 @@ class Batches:
         self._who = f"rank {rank}" if rank is not None else f"replica {replica}"
         # Of the current iteration.
         self._planned: EpochOrder | None = None  # the order; None for an iterable dataset
-        self._single_sample = ""
         self._comparing = 0.0  # seconds spent on comparing the next batch between ranks
 
     def __len__(self) -> int:
@@ -191,11 +189,7 @@ class Batches:
         if self._options.is_iterable:
             self._compare_epoch(start, None)
             return self._make_source(start, is_compared=True)
-        epoch = self._planned = self._plan_epoch(start)
-        # A batch of fewer than 2 M samples has a micro-batch of one sample.
-        if (number := epoch.find_smaller(2 * self._share.microbatches, start)) is not None:
-            size = format_quantity(len(epoch.span(number)), "sample")
-            self._single_sample = f"batch {number} of epoch {self.epoch} ({size})"
+        self._planned = self._plan_epoch(start)
         return self._make_source(start, is_compared=True)
 
     def _make_source(self, start: int, *, is_compared: bool = False) -> Source:
@@ -317,7 +311,6 @@ class Batches:
     def _batch(self, item: Item, source: Source, seconds: float) -> Batch:
         size, parts = self._require_loaded(item, self.position)
         share = source.share
-        single_sample, self._single_sample = self._single_sample, ""
         if self._planned is not None:
             indices = self._planned.batch_indices(self.position)
             samples = hash_indices(indices)
@@ -334,7 +327,6 @@ class Batches:
             epoch=self.epoch,
             seconds=seconds,
             identity=BatchIdentity(self.epoch, self.position, self._order.digest, samples=samples),
-            single_sample=single_sample,
             indices=indices,
             share=share,
             load=partial(self._load_again, source, self.position),

@@ -58,8 +58,6 @@ class Batch:
         epoch: The epoch of the batch.
         seconds: The time that this rank waited for the data, in seconds.
         identity: The identity of the batch, equal on all ranks.
-        single_sample: A description of the first batch, from this one on, that has a micro-batch
-            of one sample; "" if there is none, or if this is not the first batch of an iteration.
         indices: The indices of the global batch's samples in the dataset, int64; None for a batch
             that does not come from a map-style dataset.
         share: The share to which the micro-batches belong; None if unknown.
@@ -73,7 +71,6 @@ class Batch:
     epoch: int = 0
     seconds: float = 0.0
     identity: BatchIdentity = BatchIdentity()
-    single_sample: str = ""
     indices: torch.Tensor | None = field(default=None, compare=False, repr=False)
     share: object | None = field(default=None, compare=False, repr=False)
     load: Callable[[Any], tuple[Microbatch, ...]] | None = field(

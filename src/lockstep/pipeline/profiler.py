@@ -13,19 +13,19 @@ make a block slower. The remaining noise may move the boundaries of stages, whic
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.data.microbatch import map_tensors
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import LayoutError
 from lockstep.kernel.seeds import isolated
-from lockstep.model.batch_norm import freeze_batch_norm
 from lockstep.model.forward import call_model
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.boundary import flatten, unflatten
@@ -70,7 +70,7 @@ def profile_blocks(
     begun = time.perf_counter()
     report(f"measuring {len(blocks)} blocks with one micro-batch, once, to balance the stages")
     checkpointing = parallel.make_checkpointing(blocks).enable(buffers)
-    modes = freeze_batch_norm(blocks.values()) if samples == 1 else nullcontext()
+    modes = _freeze_batch_norm(blocks.values()) if samples == 1 else nullcontext()
     with isolated(parallel.device, everything=True), buffers.preserve(), checkpointing, modes:
         for number in range(PASSES):
             if number > 1 and time.perf_counter() - begun > TIME_LIMIT:
@@ -178,7 +178,7 @@ def record_outputs(
         LayoutError: A block cannot be called with the output of the previous one.
     """
     outputs: list[Any] = []
-    modes = freeze_batch_norm(blocks.values()) if samples == 1 else nullcontext()
+    modes = _freeze_batch_norm(blocks.values()) if samples == 1 else nullcontext()
     with isolated(parallel.device, everything=True), Buffers(dict(blocks)).preserve(), modes:
         value = _copy_data(data)
         for number, (name, block) in enumerate(blocks.items()):
@@ -190,3 +190,17 @@ def record_outputs(
 
 def _copy_data(data: Any) -> Any:
     return map_tensors(torch.clone, data)
+
+
+@contextmanager
+def _freeze_batch_norm(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Make batch norm use its running statistics in the body, which also work for one sample."""
+    parts = [part for module in modules for part in module.modules()]
+    changed = [part for part in parts if isinstance(part, _BatchNorm) and part.training]
+    for norm in changed:
+        norm.training = False
+    try:
+        yield
+    finally:
+        for norm in changed:
+            norm.training = True

@@ -36,13 +36,11 @@ from lockstep.kernel.step import OptimizerStep
 from lockstep.kernel.step_hooks import StepHook, StepResult
 from lockstep.launcher.world import world
 from lockstep.messages import log
-from lockstep.model.batch_norm import BatchNormCheck, has_batch_norm
 from lockstep.model.deferred_init import BlockLike
 from lockstep.model.evaluation import Evaluation, Scoring
 from lockstep.model.forward import Metric
 from lockstep.model.group_exchange import exchange_statuses
 from lockstep.model.loss_check import LossCheckHook
-from lockstep.model.time_first import TimeFirstWarning
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.record.loggers import Logger
 from lockstep.record.progress import ScriptProgress
@@ -301,19 +299,14 @@ class Trainer:
     ) -> list[StepHook]:
         """Return the hooks that take part in every step, in this order."""
         parallel, executor, optimization = self.parallel, self._executor, self._optimization
-        modules = parallel.modules_with(self.model)
-        has_weights = parallel.loss_weight is not None
         hooks: list[StepHook] = [KernelSettings(self.model), CollectiveCallCheck(executor.position)]
         if optimization.sharded is not None:
             hooks.append(SharedStateCheck(optimization.sharded, setup.state_check.held))
         hooks += setup.checks
         if optimization.is_split:
             hooks.append(OptimizerHookCheck(optimization))
-        if has_batch_norm(modules.values()):
-            hooks.append(BatchNormCheck(modules, executor.position, has_weights))
-        hooks.append(TimeFirstWarning(self.model, executor.position))
         if parallel.loss is not None:
-            hooks.append(LossCheckHook(modules))
+            hooks.append(LossCheckHook(parallel.modules_with(self.model)))
         hooks.append(StepUsage())
         if checkpoints is not None:
             hooks.append(CheckpointRequests(checkpoints, self._run.safe_points))
