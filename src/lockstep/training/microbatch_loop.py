@@ -99,7 +99,6 @@ class MicrobatchLoop:
         parameters: The parameters of the model.
         result: The result of the step; None before it is committed.
         place: The rank, the step and the micro-batch, for messages.
-        root: The tensor whose backward pass is running, or has failed.
         current: The micro-batch that is being computed; None between them.
     """
 
@@ -118,7 +117,6 @@ class MicrobatchLoop:
         self.step, self.parallel = step, parallel
         self._called, self._metrics = called, metrics
         self.result: StepResult | None = None
-        self.root: torch.Tensor | None = None
         self.buffers, self.gradients = buffers, gradients
         self.scopes, self.roots, self.parameters = scopes, roots, parameters
         self._given: tuple[Any, ...] = ()
@@ -260,10 +258,8 @@ class MicrobatchLoop:
             watched = NOTHING
             if final and index == self._watched:
                 watched = self.gradients.watch_backward(root, index)
-            self.root = root
             with watched:
                 run_backward(root, gradient, retain_graph)
-            self.root = None
 
     def record_mean(self, loss: torch.Tensor) -> None:
         """Show a loss of the whole batch to the observers."""

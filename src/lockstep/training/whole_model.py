@@ -117,7 +117,7 @@ class WholeModelExecutor:
                     raise
         except BaseException as error:
             # After a failed assertion the generators of the device cannot be restored either.
-            if explained := explain_device_error(error, loop.root, self._module, loop.place):
+            if explained := explain_device_error(error, self._module, loop.place):
                 raise explained from error
             raise
 
