@@ -57,7 +57,6 @@ __all__ = [
     "describe_arithmetic",
     "describe_environment",
     "describe_module",
-    "describe_object",
     "describe_optimizer",
     "describe_options",
     "describe_tensors",
@@ -85,13 +84,15 @@ DEEPEST = 8  # levels of nested containers
 NAMED = (type, BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType)
 """Types whose objects have a name that is the same in all processes."""
 
+SETTINGS = (Enum, torch.dtype, torch.layout, torch.memory_format, range, bytes, slice)
+"""Types whose `repr` has no address."""
+
 INDEXED_DEVICE = re.compile(r"(cuda|xpu|hpu|mps|npu|xla|privateuseone):\d+")
 
 ARITHMETIC = "arithmetic"
 """The entry with the fingerprint of the bits that a process computes."""
 
 HIDDEN_OF_MODULES = MACHINERY - {"training"}
-HIDDEN_OF_OPTIMIZERS = frozenset({"state", "param_groups", "defaults"})
 
 
 # --- objects and their entries ----------------------------------------------------------------
@@ -106,45 +107,31 @@ def describe(path: str, value: Any, within: Collection[int] = ()) -> Description
         within: The ids of the enclosing objects.
 
     Returns:
-        For a module, its tree; for a function, its name, bound arguments, code, closure and
-        numeric globals; for another callable, its type and attributes; otherwise one entry.
+        For a module, its tree; for a function, its name, bound arguments, code and closure; for
+        another callable or a scheduler, its type and attributes; otherwise one entry.
     """
-    if id(value) in within or not _has_parts(value):
-        return {path: describe_value(value)}
-    inner = [*within, id(value)]
     if isinstance(value, nn.Module):
         return describe_module(path, value)
+    if id(value) in within or not _has_parts(value):
+        return {path: describe_value(value)}
     if isinstance(value, Mapping):
-        members = [(f"[{key!r}]", member) for key, member in value.items()]
-        entries = {}
+        entries, members = {}, {f"[{key!r}]": member for key, member in value.items()}
     elif isinstance(value, (list, tuple)):
-        members = [(f"[{number}]", member) for number, member in enumerate(value)]
         entries = {path: f"{type(value).__name__} of {len(value)}"}
+        members = {f"[{number}]": member for number, member in enumerate(value)}
     elif isinstance(value, partial):
-        members = [(f".args[{number}]", argument) for number, argument in enumerate(value.args)]
-        members += [(f".{name}", argument) for name, argument in value.keywords.items()]
-        entries = describe(path, value.func, inner)
-    elif isinstance(value, MethodType):
-        members = [(".__self__", value.__self__)]
-        entries = {path: describe_value(value)}
+        entries = describe(path, value.func, within)
+        members = {f".args[{number}]": argument for number, argument in enumerate(value.args)}
+        members |= {f".{name}": argument for name, argument in value.keywords.items()}
     elif isinstance(value, FunctionType):
-        members = list(_variables(value))
-        entries = {path: describe_value(value)}
+        entries, members = {path: describe_value(value)}, _parts_of_function(value)
     else:
-        return describe_object(path, value, within)
-    for name, member in members:
-        entries |= describe(path + name, member, inner)
-    return entries
-
-
-def describe_object(path: str, value: Any, within: Collection[int] = ()) -> Description:
-    """Describe the type of an object, such as a scheduler, and its attributes."""
-    entries = {path: describe_value(type(value))}
-    hidden = HIDDEN_OF_OPTIMIZERS if isinstance(value, Optimizer) else frozenset()
-    for name, attribute in _compared(value):
+        entries = {path: describe_value(type(value))}
         # The numbers of hooks count all hooks of the process, so they may differ.
-        if name not in hidden and not name.endswith("hooks"):
-            entries |= describe(f"{path}.{name}", attribute, [*within, id(value)])
+        attributes = ((n, part) for n, part in _compared(value) if not n.endswith("hooks"))
+        members = {f".{name}": attribute for name, attribute in attributes}
+    for name, member in members.items():
+        entries |= describe(path + name, member, [*within, id(value)])
     return entries
 
 
@@ -183,14 +170,14 @@ def describe_tensors(path: str, module: nn.Module) -> Description:
 def describe_optimizer(
     path: str, optimizer: Optimizer, names: Mapping[torch.Tensor, str]
 ) -> Description:
-    """Describe an optimizer: its type, its attributes, and each parameter group.
+    """Describe an optimizer: its type and each parameter group.
 
     Args:
         path: The prefix of the entries.
         optimizer: The optimizer, before its first step.
         names: The names of the model's parameters.
     """
-    entries = describe_object(path, optimizer) | describe_options(path, optimizer)
+    entries = {path: describe_value(type(optimizer))} | describe_options(path, optimizer)
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             entry = f"{path}.param_groups[{number}].params[{index}]"
@@ -266,16 +253,14 @@ def _has_parts(value: Any) -> bool:
     """Return whether the parts of a value are described one by one."""
     # Asked first, because the first question whether a class is a Mapping visits hundreds of
     # classes, each in memory that a forked rank then copies.
-    if isinstance(value, (nn.Module, FunctionType, MethodType, partial)):
+    if isinstance(value, (nn.Module, FunctionType, partial)):
         return True
-    if type(value) in PLAIN | {str} or isinstance(
-        value, (type, BuiltinFunctionType, MethodDescriptorType, torch.Tensor)
-    ):
+    if type(value) in PLAIN | {str} or isinstance(value, (*NAMED, torch.Tensor)):
         return False
     if isinstance(value, (list, tuple)):
-        return any(_has_parts(member) for member in value)
+        return any(map(_has_parts, value))
     if isinstance(value, Mapping):
-        return any(_has_parts(member) for member in value.values())
+        return any(map(_has_parts, value.values()))
     return callable(value) or isinstance(value, LRScheduler)
 
 
@@ -316,48 +301,27 @@ def _describe_tensors(path: str, module: nn.Module, seen: dict[int, str]) -> Des
     return entries
 
 
-def _variables(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Return the values that a function uses, by a suffix that names them."""
-    if _is_torchs(function):  # compared by the version of torch
-        return
-    codes = list(_codes(function.__code__))
-    yield " (hash of its code)", _hash("\n".join(map(_code_text, codes)))
-    code, defaults = function.__code__, function.__defaults__ or ()
-    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    values = {
-        "default": {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})},
-        "variable": {
-            name: cell.cell_contents
-            for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True)
-            if cell != CellType()  # an empty cell has no value yet
-        },
-        "global": {
-            name: function.__globals__[name]
-            for name in dict.fromkeys(name for code in codes for name in code.co_names)
-            if type(function.__globals__.get(name)) in (bool, int, float)
-        },
-    }
+def _parts_of_function(function: FunctionType) -> dict[str, Any]:
+    """Return the code of a function and the values of its closure, by a suffix that names them.
+
+    Functions of torch are compared by its version.
+    """
+    if (function.__module__ or "").partition(".")[0] == "torch":
+        return {}
     ignored = ignored_attributes(function)
-    for kind, named in values.items():
-        for name, variable in named.items():
-            if name not in ignored:
-                yield f" ({kind} {name})", variable
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Return a function's code, and that of the functions defined within it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {" (hash of its code)": _hash(_code_text(function.__code__))} | {
+        f" (variable {name})": cell.cell_contents
+        for name, cell in cells
+        if name not in ignored and cell != CellType()  # an empty cell has no value yet
+    }
 
 
 def _code_text(code: CodeType) -> str:
-    """Return the content of code without its location."""
+    """Return the content of code, and of the functions defined within it, without its location."""
     constants = [
-        describe_value(constant)
+        _code_text(constant) if isinstance(constant, CodeType) else describe_value(constant)
         for constant in code.co_consts
-        if not isinstance(constant, CodeType)
     ]
     return f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {constants}"
 
@@ -365,59 +329,39 @@ def _code_text(code: CodeType) -> str:
 # --- values as strings ------------------------------------------------------------------------
 
 
-def describe_value(value: Any, depth: int = 0) -> str:
+def describe_value(value: Any) -> str:
     """Return a short string that is the same for equal values in every process."""
-    kind = type(value)
-    if kind in PLAIN:
+    if type(value) in PLAIN:
         return repr(value)
-    text = _text(value, depth)
-    if depth or len(text) <= LONGEST:
+    text = _text(value, 0)
+    if len(text) <= LONGEST:
         return text
     return f"{text[:LONGEST]}... ({len(text)} characters, hash {_hash(text)})"
 
 
 def _text(value: Any, depth: int) -> str:
+    inner = partial(_text, depth=depth + 1)
     if depth > DEEPEST:
         return "..."
-    if isinstance(value, Enum):
-        return f"{type(value).__qualname__}.{value.name}"
     if isinstance(value, str):
         return repr(value.partition(":")[0] if INDEXED_DEVICE.fullmatch(value) else str(value))
     if isinstance(value, numpy.generic):
-        return describe_value(value.item(), depth + 1)
-    for base in (int, float, complex):
-        if isinstance(value, base):
-            return base.__repr__(value)
+        value = value.item()
+    if type(value) in PLAIN or isinstance(value, SETTINGS):
+        return repr(value)
     is_released = isinstance(value, torch.Tensor) and value.is_meta  # in another stage
     if type(value) in (torch.Tensor, nn.Parameter) or is_released:
         return _tensor_text(value, depth)
-    if isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc":
-        content = xxhash.xxh3_64_hexdigest(value.tobytes())
-        return f"{value.dtype} of shape {value.shape} with checksum {content}"
     if isinstance(value, torch.device):
         return value.type
-    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format, range, bytes, slice)):
-        return repr(value)
     if isinstance(value, Mapping):
-        pairs = sorted(
-            f"{describe_value(k, depth + 1)}: {describe_value(v, depth + 1)}"
-            for k, v in value.items()
-        )
-        return "{" + ", ".join(pairs) + "}"
+        return "{" + ", ".join(sorted(f"{inner(k)}: {inner(v)}" for k, v in value.items())) + "}"
     if isinstance(value, (set, frozenset)):
-        return "{" + ", ".join(sorted(describe_value(member, depth + 1) for member in value)) + "}"
-    if isinstance(value, (list, tuple)):
-        members = ", ".join(describe_value(member, depth + 1) for member in value)
-        if isinstance(value, list):
-            return f"[{members}]"
-        return f"({members},)" if len(value) == 1 else f"({members})"
-    if isinstance(value, partial):
-        bound = [describe_value(argument, depth + 1) for argument in value.args]
-        bound += [
-            f"{name}={describe_value(argument, depth + 1)}"
-            for name, argument in value.keywords.items()
-        ]
-        return f"{describe_value(value.func, depth + 1)}({', '.join(bound)})"
+        return "{" + ", ".join(sorted(map(inner, value))) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(inner, value))}]"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(inner, value))}{',' * (len(value) == 1)})"
     if isinstance(value, NAMED):
         return _qualified_name(value)
     return f"an instance of {_qualified_name(type(value))}"
@@ -440,10 +384,6 @@ def _tensor_text(tensor: torch.Tensor, depth: int) -> str:
     if tensor.is_meta:
         return UNKNOWN
     return f"{tensor.dtype} of shape {tuple(tensor.shape)} with checksum {checksum(tensor):016x}"
-
-
-def _is_torchs(function: FunctionType) -> bool:
-    return (function.__module__ or "").partition(".")[0] == "torch"
 
 
 def _hash(text: str) -> str:

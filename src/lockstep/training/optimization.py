@@ -19,7 +19,7 @@ from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
-from lockstep.model.description import Description, describe_object, describe_optimizer
+from lockstep.model.description import Description, describe, describe_optimizer
 from lockstep.sharded_tensors import is_sharded, local_part, name_storage
 from lockstep.training.combined_optimizer import CombinedOptimizer
 from lockstep.training.learning_rate_schedule import LearningRateSchedule
@@ -160,10 +160,7 @@ class Optimization:
         for number, schedule in enumerate(self.schedules):
             suffix = "" if len(self.schedules) == 1 else f"[{number}]"
             entries |= describe_optimizer(f"optimizer{suffix}", schedule.optimizer, self._names)
-            if schedule.scheduler is None:
-                entries[f"scheduler{suffix}"] = "None"
-            else:
-                entries |= describe_object(f"scheduler{suffix}", schedule.scheduler)
+            entries |= describe(f"scheduler{suffix}", schedule.scheduler)
             entries[f"restore_schedule{suffix}"] = str(schedule.is_restored)
         return entries
 
