@@ -17,8 +17,7 @@ OF_SHARDS = (
     "cannot divide the parameter",
     "cannot divide parameters of several dtypes",
     "gets sparse gradients",
-    "does not treat each element by itself",
-    "reads other elements",
+    "is not known to treat each element",
     "is cut after",
     "torch cannot step the shards of parameters by",
     "is a view and is being modified inplace",
@@ -103,7 +102,7 @@ def _of_sharing(case: Case, layout: Layout) -> Iterator[str]:
     if case.optimization.first is not None:
         yield 'storage="shared" steps one optimizer'
     if not case.optimization.is_elementwise:
-        yield "is not known to update each element of a parameter independently"
+        yield "is not known to treat each element of a parameter by itself"
     if "sparse=True" in str(case.model):
         yield "whose gradient is sparse"
     if layout.replicas > 1:

@@ -23,14 +23,14 @@ from lockstep.model.description import Description, describe, describe_optimizer
 from lockstep.sharded_tensors import is_sharded, local_part, name_storage
 from lockstep.training.combined_optimizer import CombinedOptimizer
 from lockstep.training.learning_rate_schedule import LearningRateSchedule
-from lockstep.training.optimizer_config import OptimizerConfig, make_optimizers
-from lockstep.training.optimizer_probe import (
+from lockstep.training.optimizer_checks import (
     find_foreign_code,
     find_nested,
     load_whole_state,
     require_complete_state,
-    require_separate,
+    require_parameterwise,
 )
+from lockstep.training.optimizer_config import OptimizerConfig, make_optimizers
 from lockstep.training.sharded_optimizer import ShardedOptimizer
 from lockstep.training.sharded_step import require_shardable
 
@@ -54,12 +54,12 @@ class Optimization:
         average: AveragedModel | None,
         device: torch.device,
     ) -> None:
-        self.module, self.average, self._device = module, average, device
+        self.module, self.average = module, average
         self.optimizers = make_optimizers(configs, module)
         self._names: dict[torch.Tensor, str] = {p: name for name, p in module.named_parameters()}
-        self._sparse = sparse_weights(module.modules())
+        sparse = sparse_weights(module.modules())
         for optimizer in self.optimizers:
-            require_complete_state(optimizer, self._names, self._sparse, device)
+            require_complete_state(optimizer, self._names, sparse, device)
         self.optimizer = (
             self.optimizers[0] if len(configs) == 1 else CombinedOptimizer(self.optimizers)
         )
@@ -124,7 +124,7 @@ class Optimization:
         if foreign := self.find_foreign_code():
             raise LayoutError(foreign)
         for optimizer in self.optimizers if stages > 1 else ():
-            require_separate(optimizer, self._names, self._sparse, self._device)
+            require_parameterwise(optimizer)
 
     def find_foreign_code(self) -> str:
         """Return a sentence about a hook or replaced step that this layout cannot run, or ""."""

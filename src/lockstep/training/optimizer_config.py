@@ -35,9 +35,10 @@ class OptimizerConfig:
 
     Attributes:
         factory: A function of the parameters, or of a list of parameter groups, that returns the
-            optimizer, such as `partial(torch.optim.SGD, lr=0.1)`. For `storage="shared"` the
-            optimizer must update each element of a parameter independently; a custom optimizer
-            declares this by the class attribute `lockstep_elementwise = True`.
+            optimizer, such as `partial(torch.optim.SGD, lr=0.1)`. Where each rank updates a
+            part of the parameters, the class of a custom optimizer declares what it treats by
+            itself: `lockstep_elementwise = True` (each element; shared and sharded storage) or
+            `lockstep_parameterwise = True` (each parameter; pipeline stages).
         parameter_groups: A function of a parameter's name and the parameter that returns its
             optimizer options, such as `{"weight_decay": 0.0}`. Parameters with equal options form
             a group. None: one group.

@@ -33,7 +33,7 @@ from lockstep.kernel.norm import in_memory_order
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.held_parameters import HeldParameters
-from lockstep.training.optimizer_probe import without_hooks
+from lockstep.training.optimizer_checks import without_hooks
 from lockstep.training.shared_parameters import SharedParameters, allocate
 
 __all__ = ["ShardedOptimizer", "SharedStateCheck"]

@@ -20,26 +20,9 @@ from lockstep.data_parallel.sharded_norm import compute_sharded_squares, find_sp
 from lockstep.kernel.errors import LayoutError
 from lockstep.kernel.norm import compute_squares
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.training.optimizer_probe import require_separate
+from lockstep.training.optimizer_checks import is_torchs, require_elementwise
 
 __all__ = ["choose_squares", "require_shardable"]
-
-ELEMENTWISE = frozenset(
-    {
-        "ASGD",
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    }
-)
-"""The optimizers of torch that treat each element by itself."""
 
 WIDTH = 64
 """Elements, a multiple of the length of vector instructions."""
@@ -69,13 +52,8 @@ def require_shardable(optimizer: Optimizer, names: Mapping[torch.Tensor, str], r
         names: The names of the model's parameters.
         ranks: The number of ranks that share the parameters.
     """
+    require_elementwise(optimizer)
     kind = type(optimizer)
-    is_torchs = kind.__module__.startswith("torch.optim")
-    if is_torchs and kind.__name__ not in ELEMENTWISE:
-        raise LayoutError(
-            f"{kind.__name__} does not treat each element by itself, so it cannot step the shards "
-            "of parameters exactly: use an optimizer like AdamW or SGD, or do not shard the model"
-        )
     for group in optimizer.param_groups:
         is_fused = bool(group.get("fused"))
         has_fused = kind in (torch.optim.Adam, torch.optim.AdamW)
@@ -84,7 +62,7 @@ def require_shardable(optimizer: Optimizer, names: Mapping[torch.Tensor, str], r
                 f"torch cannot step the shards of parameters by {kind.__name__}"
                 f"{' with fused=True: leave fused out' if is_fused else ': use another optimizer'}"
             )
-        is_exact = is_torchs and not is_fused
+        is_exact = is_torchs(optimizer) and not is_fused
         for parameter in group["params"]:
             if is_exact and parameter.dtype in EXACT:
                 continue
@@ -97,6 +75,3 @@ def require_shardable(optimizer: Optimizer, names: Mapping[torch.Tensor, str], r
                     "optimizers without fused=True and float32 parameters, or a dimension 0 that "
                     "the number of ranks divides"
                 )
-    if not is_torchs:
-        device = next(iter(names)).device
-        require_separate(optimizer, names, (), device, elements=True)

@@ -1,9 +1,8 @@
 """Shared storage: whether and how ranks share parameters and an optimizer's state.
 
 The optimizer must update each element independently, since it then computes the same bits on pieces
-as on whole tensors. Those of torch that do are listed here; others declare it by the class
-attribute `lockstep_elementwise`. All ranks must be on one host, and the parameters must keep their
-layout in shared memory.
+as on whole tensors. All ranks must be on one host, and the parameters must keep their layout in
+shared memory.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn, optim
+from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.comm.backend import host_group_of
@@ -24,33 +23,13 @@ from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.norm import is_dense
 from lockstep.launcher.malloc import release_freed_memory
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.training.optimizer_probe import require_separate
+from lockstep.training.optimizer_checks import require_elementwise
 from lockstep.training.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["ELEMENTWISE", "require_elementwise", "share_parameters"]
-
-ELEMENTWISE = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.ASGD,
-    optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop,
-)  # fmt: skip
-"""The optimizers of torch that update each element of a parameter independently."""
+__all__ = ["share_parameters"]
 
 ALIGNMENT = 64
 """The alignment in bytes of tensors in shared memory, as in memory that torch allocates."""
-
-
-def require_elementwise(optimizer: Optimizer, device: torch.device) -> None:
-    """Raise UsageError for an optimizer that may not be stepped in pieces."""
-    if type(optimizer) in ELEMENTWISE or getattr(optimizer, "lockstep_elementwise", False):
-        require_separate(optimizer, {}, (), device, elements=True)
-        return
-    name = type(optimizer).__name__
-    raise UsageError(
-        f"{name} is not known to update each element of a parameter independently, so it cannot "
-        f"update slices of shared parameters: if it does, set {name}.lockstep_elementwise = True, "
-        "and "
-        'otherwise train with storage="replicated"'
-    )
 
 
 def share_parameters(
@@ -78,7 +57,7 @@ def share_parameters(
             change in shared memory.
         UsageError: The optimizer cannot step pieces, or a parameter has sparse gradients.
     """
-    require_elementwise(optimizer, parallel.device)
+    require_elementwise(optimizer)
     sparse = sparse_weights(module for called in modules for module in called.modules())
     for name, parameter in named:
         if parameter in sparse:

@@ -29,8 +29,8 @@ from lockstep.model.deferred_init import named_tensors
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.tools.plan.live_tensors import LiveTensors
 from lockstep.tools.plan.memory_plan import TrainingMemory, count_sums
+from lockstep.training.optimizer_checks import require_elementwise
 from lockstep.training.sharded_step import require_shardable
-from lockstep.training.shared_storage import require_elementwise
 from lockstep.training.trainer_hooks import ObservedTrainer, SessionComplete
 
 __all__ = ["MemorySession", "count_bytes", "measuring_outputs", "read_process"]
@@ -92,7 +92,7 @@ class MemorySession:
             found["shared"] = "it steps one optimizer"
         for optimizer in self.optimizers:
             checks: dict[str, Callable[[], None]] = {
-                "shared": partial(require_elementwise, optimizer, torch.device("cpu")),
+                "shared": partial(require_elementwise, optimizer),
                 "sharded": partial(require_shardable, optimizer, names, self._ranks),
             }
             for storage, check in checks.items():

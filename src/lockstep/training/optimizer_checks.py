@@ -1,0 +1,313 @@
+"""What an optimizer must fulfil, checked before the first step.
+
+    complete state    a copy that continues from the state dict computes the same bits
+    elementwise       where each rank steps a part of the parameters: no hooks, and it treats each
+                      parameter by itself (stages), or each element (shared and sharded storage)
+
+The optimizers of torch are known. Others declare what they treat by itself, and the completeness of
+their state is probed on copies that step small parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from lockstep.checksum import checksum
+from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.kernel.seeds import isolated, seed_all
+from lockstep.messages import log
+
+__all__ = [
+    "find_foreign_code",
+    "find_nested",
+    "is_torchs",
+    "load_whole_state",
+    "require_complete_state",
+    "require_elementwise",
+    "require_parameterwise",
+    "without_hooks",
+]
+
+ELEMENTWISE = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad,
+    torch.optim.Adadelta, torch.optim.Adamax, torch.optim.ASGD, torch.optim.NAdam,
+    torch.optim.RAdam, torch.optim.RMSprop, torch.optim.Rprop,
+)  # fmt: skip
+"""The optimizers of torch that treat each element of a parameter by itself."""
+
+STEPS = 10
+"""Steps before and after the state dict is read: enough for slow weights that move every 10."""
+
+SMALL = 4  # elements per dimension of a small parameter
+GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+
+Names = Mapping[torch.Tensor, str]
+Values = dict[str, torch.Tensor]  # by the parameter's name
+
+
+# --- hooks and replaced methods --------------------------------------------------------------
+
+
+@contextmanager
+def without_hooks() -> Iterator[None]:
+    """Call no hooks that are registered for the steps of all optimizers."""
+    kept = {name: getattr(torch_optimizer, name) for name in GLOBAL_HOOKS}
+    try:
+        for name in GLOBAL_HOOKS:
+            setattr(torch_optimizer, name, OrderedDict())
+        yield
+    finally:
+        for name, hooks in kept.items():
+            setattr(torch_optimizer, name, hooks)
+
+
+def find_foreign_code(optimizers: Sequence[Optimizer]) -> str:
+    """Describe code that a step calls in addition to the optimizer's class; "" if there is none.
+
+    Such code is a hook, or a `step` that was replaced on the object. torch's own hooks, and those
+    with the attribute `lockstep_elementwise`, are permitted.
+    """
+    for optimizer in optimizers:
+        own = vars(optimizer)
+        for hooks, method in (
+            (own.get("_optimizer_step_pre_hooks", {}), "register_step_pre_hook"),
+            (own.get("_optimizer_step_post_hooks", {}), "register_step_post_hook"),
+            (torch_optimizer._global_optimizer_pre_hooks, "register_optimizer_step_pre_hook"),
+            (torch_optimizer._global_optimizer_post_hooks, "register_optimizer_step_post_hook"),
+        ):
+            for hook in hooks.values():
+                is_torchs = (getattr(hook, "__module__", None) or "").startswith("torch.")
+                if not is_torchs and not getattr(hook, "lockstep_elementwise", False):
+                    name = getattr(hook, "__qualname__", type(hook).__qualname__)
+                    kind = type(optimizer).__name__
+                    return f"the hook {name.rpartition('.')[2]} of {kind} ({method})"
+        step = own.get("step")
+        # Schedulers wrap the method of the class.
+        if step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step:
+            return f"the method step that was replaced on the object of {type(optimizer).__name__}"
+    return ""
+
+
+# --- parts of the parameters -----------------------------------------------------------------
+
+
+def require_elementwise(optimizer: Optimizer) -> None:
+    """Raise LayoutError for an optimizer that may not be stepped on slices of parameters."""
+    name, is_declared = type(optimizer).__name__, getattr(optimizer, "lockstep_elementwise", False)
+    if type(optimizer) not in ELEMENTWISE and not is_declared:
+        raise LayoutError(
+            f"{name} is not known to treat each element of a parameter by itself, so it cannot "
+            f"step slices of parameters: if it does, set {name}.lockstep_elementwise = True, and "
+            'otherwise train with storage="replicated"'
+        )
+
+
+def require_parameterwise(optimizer: Optimizer) -> None:
+    """Raise LayoutError for an optimizer that may not be stepped on some of the parameters."""
+    name = type(optimizer).__name__
+    declared = ("lockstep_elementwise", "lockstep_parameterwise")
+    if not is_torchs(optimizer) and not any(getattr(optimizer, one, False) for one in declared):
+        raise LayoutError(
+            f"{name} is not known to treat each parameter by itself, so it cannot step the "
+            f"parameters of a pipeline stage: if it does, and draws no random numbers, set "
+            f"{name}.lockstep_parameterwise = True, and otherwise train without stages"
+        )
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Return whether class and step are those of torch, which could have been patched."""
+    step = inspect.unwrap(type(optimizer).step)
+    modules = type(optimizer).__module__, step.__module__
+    return all(f"{module}.".startswith("torch.optim.") for module in modules)
+
+
+# --- a complete state ------------------------------------------------------------------------
+
+
+def require_complete_state(
+    optimizer: Optimizer, names: Names, sparse: Collection[torch.Tensor], device: torch.device
+) -> None:
+    """Raise UsageError if the optimizer's state dict lacks a value that its steps depend on.
+
+    A step that raises on every copy is left to the first real step, which raises the same error.
+
+    Args:
+        optimizer: An optimizer that has not stepped.
+        names: The names of the model's parameters.
+        sparse: The parameters whose gradients are sparse.
+        device: The device of the parameters.
+    """
+    if is_torchs(optimizer):
+        return
+    kind = type(optimizer).__name__
+    advice = (
+        "keep every value that a step changes in optimizer.state[parameter] or in param_groups; "
+        "for several optimizers pass a list of ls.OptimizerConfig to the trainer"
+    )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    originals = {names.get(parameter, str(n)): parameter for n, parameter in enumerate(parameters)}
+    with _probing(names, device):
+        # It may hold tensors with the shapes of its parameters, unlike small ones.
+        for largest in (SMALL, max((size for p in parameters for size in p.shape), default=1)):
+            values, gradients = _draw(optimizer, originals, sparse, device, largest)
+            try:
+                whole = _Copy(optimizer, originals, values)
+                whole.step(gradients[:STEPS])
+                state = copy.deepcopy(whole.optimizer.state_dict())
+                middle = {name: one.detach().clone() for name, one in whole.parameters.items()}
+                seed_all(1, device)
+                whole.step(gradients[STEPS:])
+                break
+            except Exception as error:  # of any kind: a real step may work, or will raise it
+                failure = error
+        else:
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                log(
+                    f"cannot check that state_dict() of {kind} is complete, because a copy of it "
+                    f"raised {type(failure).__name__}: {failure}"
+                )
+            return
+        if not all(isinstance(key, torch.Tensor) for key in whole.optimizer.state):
+            raise UsageError(f"{kind} keeps a state that belongs to no parameter: {advice}")
+        try:
+            resumed = _Copy(optimizer, originals, middle)
+            load_whole_state(resumed.optimizer, state)
+            seed_all(1, device)
+            resumed.step(gradients[STEPS:])
+        except Exception as error:
+            raise UsageError(
+                f"{kind} does not continue from its state_dict(), of which a checkpoint has the "
+                f'entries "state" and "param_groups": {type(error).__name__}: {error}; {advice}'
+            ) from error
+        if whole.hash_parameters() != resumed.hash_parameters():
+            raise UsageError(
+                f"{kind} changes a value that its state_dict() does not contain, so a resumed run "
+                f"would give other bits: {advice}"
+            )
+
+
+def load_whole_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load a state dict, and keep the dtypes and scalars with which it was saved.
+
+    torch converts all but "step" to the parameter's dtype, so NAdam's product of momenta, ASGD's
+    averaging coefficients and float32 moments would be rounded for bfloat16 parameters.
+    """
+    optimizer.load_state_dict({key: saved[key] for key in ("state", "param_groups")})
+    state = optimizer.state
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            loaded = state[parameter].get(key) if isinstance(value, torch.Tensor) else None
+            if loaded is not None and (value.dim() == 0 or value.dtype != loaded.dtype):
+                state[parameter][key] = value.detach().clone().to(loaded.device)
+
+
+def find_nested(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizer, and those that it holds in attributes."""
+    held = list[Any]()
+    for value in vars(optimizer).values():
+        held += value if isinstance(value, (list, tuple)) else [value]
+    return [optimizer, *(value for value in held if isinstance(value, Optimizer))]
+
+
+@contextmanager
+def _probing(names: Names, device: torch.device) -> Iterator[None]:
+    """Call no hooks, restore the generators, and require that the model is not changed."""
+    versions = [parameter._version for parameter in names]
+    with without_hooks(), isolated(device, everything=True):
+        seed_all(0, device)
+        yield
+    changed = [name for parameter, name in names.items() if versions.pop(0) != parameter._version]
+    if changed:
+        raise UsageError(
+            f"the optimizer writes to {changed[0]} through another reference than its param_groups "
+            "(a closure, a global): update only the parameters in its groups"
+        )
+
+
+def _draw(
+    optimizer: Optimizer,
+    originals: Mapping[str, torch.Tensor],
+    sparse: Collection[torch.Tensor],
+    device: torch.device,
+    largest: int,
+) -> tuple[Values, list[Values]]:
+    """Return small random parameters, and the gradients of each step for some of them.
+
+    Gradients are drawn for two parameters of each parameter group, dtype, number of dimensions and
+    kind of gradient.
+    """
+    random = torch.Generator().manual_seed(0)
+    values: Values = {}
+    chosen: dict[tuple[Any, ...], list[str]] = {}
+    groups = [group for group in optimizer.param_groups for _ in group["params"]]
+    for group, (name, parameter) in zip(groups, originals.items(), strict=True):
+        shape = [min(size, largest) for size in parameter.shape]
+        values[name] = torch.randn(shape, generator=random).to(device, parameter.dtype)
+        kind = id(group), parameter.dtype, parameter.dim(), parameter in sparse
+        if parameter.requires_grad:
+            chosen.setdefault(kind, []).append(name)
+    gradients = list[Values]()
+    for _ in range(2 * STEPS):
+        gradients.append({})
+        for name in [name for kind in chosen.values() for name in kind[:2]]:
+            like = values[name]
+            gradient = torch.randn(like.shape, generator=random).to(device, like.dtype)
+            if originals[name] in sparse:
+                gradient[:1] = 0
+                gradient = gradient.to_sparse(1).coalesce()
+            gradients[-1][name] = gradient
+    return values, gradients
+
+
+class _Copy:
+    """A copy of an optimizer, and its parameters by name.
+
+    Args:
+        optimizer: The optimizer, which has not stepped.
+        originals: Its parameters.
+        values: The values of those of the copy.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, originals: Mapping[str, torch.Tensor], values: Values
+    ) -> None:
+        memo: dict[int, Any] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        for name, original in originals.items():
+            own = nn.Parameter(values[name].clone(), requires_grad=original.requires_grad)
+            self.parameters[name] = memo[id(original)] = own
+        nested = find_nested(optimizer)
+        # Optimizer.__getstate__ leaves attributes of subclasses out.
+        memo |= {id(inner): object.__new__(type(inner)) for inner in nested}
+        for inner in nested:
+            attributes = {
+                name: OrderedDict() if name.endswith("_hooks") else value
+                for name, value in vars(inner).items()
+                if name != "step"
+            }
+            vars(memo[id(inner)]).update(copy.deepcopy(attributes, memo))
+        self.optimizer: Optimizer = memo[id(optimizer)]
+
+    def step(self, gradients: Sequence[Values]) -> None:
+        """Step once for each entry."""
+        for gradient in gradients:
+            for name, parameter in self.parameters.items():
+                parameter.grad = gradient[name].clone() if name in gradient else None
+            type(self.optimizer).step(self.optimizer)
+
+    def hash_parameters(self) -> list[int]:
+        """Return hashes of the parameters."""
+        return [checksum(parameter) for parameter in self.parameters.values()]
