@@ -53,10 +53,9 @@ class Layout(NamedTuple):
     pipeline: dict[str, Any] = {}
 
 
-def staged(ranks: int, schedule: str, blocks: int = BLOCKS // 2) -> Layout:
-    options = {"stages": 2, "schedule": schedule, "balance": [blocks] * (BLOCKS // blocks)}
-    if schedule == "interleaved":
-        options["stages_per_rank"] = BLOCKS // 2 // blocks
+def staged(ranks: int) -> Layout:
+    blocks = BLOCKS // 2
+    options = {"stages": 2, "balance": [blocks, blocks]}
     return Layout(ranks, blocks, is_repeatable=True, pipeline=options)
 
 
@@ -64,10 +63,8 @@ LAYOUTS = {
     "manual": Layout(2, BLOCKS, is_repeatable=False),
     "attempts": Layout(2, BLOCKS, is_repeatable=True),
     "exact": Layout(2, BLOCKS, is_repeatable=False),
-    "1f1b": staged(2, "1f1b"),
-    "gpipe": staged(2, "gpipe"),
-    "interleaved": staged(2, "interleaved", blocks=1),
-    "replicas": staged(4, "1f1b"),
+    "stages": staged(2),
+    "replicas": staged(4),
 }
 
 
@@ -230,7 +227,7 @@ def check_transients(ranks: Any, name: str, steps: int, seed: int = 0) -> int:
     return len(findings)
 
 
-@pytest.mark.parametrize("name", ["manual", "attempts", "exact", "1f1b"])
+@pytest.mark.parametrize("name", ["manual", "attempts", "exact", "stages"])
 def test_transient_faults(ranks, name):
     assert check_transients(ranks, name, 8, seed=2) >= 7
 
@@ -376,7 +373,7 @@ def check_permanent_fault(ranks: Any, name: str, kind: str) -> None:
         assert f"first in aten.{operator}" in said, said
 
 
-@pytest.mark.parametrize("name", ["manual", "1f1b"])
+@pytest.mark.parametrize("name", ["manual", "stages"])
 def test_a_permanent_fault_ends_the_training_before_the_step(ranks, name):
     check_permanent_fault(ranks, name, "above a value")
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from lockstep.pipeline.schedules import NAMES
 from tools.drawings import batches, memory, messages, schedules
 from tools.drawings.shapes import Card
 
@@ -32,9 +31,7 @@ def draw_all() -> Mapping[str, Card]:
         "binary-counter": batches.draw_binary_counter,
         "tree-on-ranks": batches.draw_tree_of_ranks,
         "layouts": batches.draw_layouts,
-        **{f"schedule-{name}": partial(schedules.draw_schedule, name) for name in NAMES},
-        "schedule-memory": schedules.draw_held,
-        "bubbles": schedules.draw_bubbles,
+        "schedule-1f1b": schedules.draw_schedule,
         "all-reduce-sockets": memory.draw_sockets,
         "all-reduce-segment": memory.draw_segment,
         "storage": memory.draw_storage,
