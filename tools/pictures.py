@@ -156,7 +156,7 @@ PICTURES = {
     ),
     "check": Recording(
         "lockstep check train.py",
-        "lockstep check compares eight layouts of a script and names the module that differs",
+        "lockstep check compares nine layouts of a script and names the module that differs",
         columns=96,
         script=("train.py", NOISE),
     ),

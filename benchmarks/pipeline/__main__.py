@@ -38,7 +38,7 @@ START = 3.0  # seconds until a contender's ranks are there, about
 )  # fmt: skip
 @click.option(
     "--vs", default=EVERYBODY, show_default=True, metavar="NAMES",
-    help="Contenders in addition to the copies: rpc,lockstep-1f1b.",
+    help="Contenders in addition to the copies: rpc,lockstep-zb.",
 )  # fmt: skip
 @click.option(
     "--repeats", default=3, show_default=True, type=POSITIVE,

@@ -5,7 +5,7 @@
     torch-gloo        torch.distributed.pipelining, 1F1B, on Gloo
     torch-lockstep    the same on the backend "lockstep"; torch-zb with its zero-bubble
     lockstep-1        `lockstep.Trainer` in one process: whose digest the others must have
-    lockstep-...      `lockstep.Trainer(stages=2)`: the tutorial's cut or a measured one
+    lockstep-...      `lockstep.Trainer(stages=2)`: a schedule, the tutorial's cut or a measured one
     driver            `lockstep.Driver`: 1F1B by two workers that a process outside commands
 
 One thread a rank, the same micro-batches, the same optimizer, one loss a batch.
@@ -124,12 +124,16 @@ class Stock:
 class Ours:
     """Lockstep's trainer with stages, in the tutorial's cut or in one that it measures."""
 
-    def __init__(self, case: Case, measured: bool = False) -> None:
+    def __init__(self, case: Case, schedule: str | None = None, measured: bool = False) -> None:
         model, cut, stages = case.build(), case.net.cut, dist.get_world_size()
         options: dict[str, Any] = {}
         if stages > 1:
             balance = None if measured else [cut, len(pieces(model)) - cut]
-            options = {"pipeline": lockstep.PipelineConfig(stages=stages, balance=balance)}
+            options = {
+                "pipeline": lockstep.PipelineConfig(
+                    stages=stages, schedule=schedule, balance=balance
+                )
+            }
         self._trainer = lockstep.Trainer(
             model, F.cross_entropy, case.optimizer(), microbatches=case.splits, **options
         )
@@ -150,7 +154,7 @@ class Driven:
         balance = [case.net.cut, len(pieces(case.build())) - case.net.cut]
         self._training = driver().trainer(
             case.build, F.cross_entropy, case.optimizer(), microbatches=case.splits,
-            pipeline=lockstep.PipelineConfig(stages=STAGES, balance=balance),
+            pipeline=lockstep.PipelineConfig(stages=STAGES, schedule="1f1b", balance=balance),
         )  # fmt: skip
 
     def step(self, batch: Batch) -> float | None:
@@ -195,8 +199,10 @@ _ALL = (
     Contender("torch-lockstep", "lockstep", Stock, always=True),
     Contender("torch-zb", "lockstep", partial(Stock, zero_bubble=True)),
     Contender("lockstep-1", "lockstep", Ours, ranks=1),
-    Contender("lockstep-1f1b", "lockstep", Ours, always=True),
-    Contender("lockstep-1f1b-cut", "lockstep", partial(Ours, measured=True)),
+    Contender("lockstep-1f1b", "lockstep", partial(Ours, schedule="1f1b"), always=True),
+    Contender("lockstep-zb", "lockstep", partial(Ours, schedule="zero-bubble")),
+    Contender("lockstep-1f1b-cut", "lockstep", partial(Ours, schedule="1f1b", measured=True)),
+    Contender("lockstep-zb-cut", "lockstep", partial(Ours, schedule="zero-bubble", measured=True)),
     Contender("driver", "lockstep", Driven, ranks=1),
 )
 CONTENDERS = {contender.name: contender for contender in _ALL}

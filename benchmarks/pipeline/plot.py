@@ -23,8 +23,8 @@ LEFT, TOP, RIGHT, BOTTOM = 100, 150, 880, 575
 INK, SOFT, FAINT, PAPER = "#16202e", "#5a6675", "#e4e8ee", "#ffffff"
 COLOURS = {
     "rpc": "#157f4d", "torch-gloo": "#d1570c", "torch-lockstep": "#8a5a00", "torch-zb": "#b9509a",
-    "lockstep-1f1b": "#0b6bb8", "lockstep-1f1b-cut": "#3f8fd0",
-    "driver": "#16202e",
+    "lockstep-1f1b": "#0b6bb8", "lockstep-zb": "#5b4bb3", "lockstep-1f1b-cut": "#3f8fd0",
+    "lockstep-zb-cut": "#8b7ddb", "driver": "#16202e",
 }  # fmt: skip
 APART = 20.0  # points between two names at least
 

@@ -53,9 +53,10 @@ class Layout(NamedTuple):
     pipeline: dict[str, Any] = {}
 
 
-def staged(ranks: int) -> Layout:
-    blocks = BLOCKS // 2
-    options = {"stages": 2, "balance": [blocks, blocks]}
+def staged(ranks: int, schedule: str, blocks: int = BLOCKS // 2) -> Layout:
+    options = {"stages": 2, "schedule": schedule, "balance": [blocks] * (BLOCKS // blocks)}
+    if schedule == "interleaved":
+        options["stages_per_rank"] = BLOCKS // 2 // blocks
     return Layout(ranks, blocks, is_repeatable=True, pipeline=options)
 
 
@@ -63,8 +64,10 @@ LAYOUTS = {
     "manual": Layout(2, BLOCKS, is_repeatable=False),
     "attempts": Layout(2, BLOCKS, is_repeatable=True),
     "exact": Layout(2, BLOCKS, is_repeatable=False),
-    "stages": staged(2),
-    "replicas": staged(4),
+    "1f1b": staged(2, "1f1b"),
+    "gpipe": staged(2, "gpipe"),
+    "interleaved": staged(2, "interleaved", blocks=1),
+    "replicas": staged(4, "1f1b"),
 }
 
 
@@ -227,7 +230,7 @@ def check_transients(ranks: Any, name: str, steps: int, seed: int = 0) -> int:
     return len(findings)
 
 
-@pytest.mark.parametrize("name", ["manual", "attempts", "exact", "stages"])
+@pytest.mark.parametrize("name", ["manual", "attempts", "exact", "1f1b"])
 def test_transient_faults(ranks, name):
     assert check_transients(ranks, name, 8, seed=2) >= 7
 
@@ -373,7 +376,7 @@ def check_permanent_fault(ranks: Any, name: str, kind: str) -> None:
         assert f"first in aten.{operator}" in said, said
 
 
-@pytest.mark.parametrize("name", ["manual", "stages"])
+@pytest.mark.parametrize("name", ["manual", "1f1b"])
 def test_a_permanent_fault_ends_the_training_before_the_step(ranks, name):
     check_permanent_fault(ranks, name, "above a value")
 

@@ -11,8 +11,9 @@ def test_two_backends():
         "3 ranks, lockstep",
         "2 ranks, gloo",
         "3 ranks, gloo",
-        "2 ranks, lockstep, 2 stages",
-        "4 ranks, lockstep, 2 stages",
+        "2 ranks, lockstep, 2 stages (1f1b)",
+        "2 ranks, lockstep, 2 stages (interleaved)",
+        "4 ranks, lockstep, 2 stages (zero-bubble)",
         "2 ranks, lockstep, shared",
     ]
 
@@ -22,5 +23,7 @@ def test_one_backend_and_other_ranks():
     assert plain == [Layout(2, "gloo"), Layout(4, "gloo")]
 
 
-def test_replicas():
-    assert Layout(4, stages=2).replicas == 2
+def test_replicas_and_chunks():
+    assert Layout(4, stages=2, schedule="interleaved").replicas == 2
+    assert Layout(4, stages=2, schedule="interleaved").stages_per_rank == 2
+    assert Layout(2, stages=2, schedule="1f1b").stages_per_rank is None

@@ -19,8 +19,8 @@ from lockstep.tools.check.portability import OperatorNames
 PLAIN = [Layout(1, "lockstep"), Layout(2, "lockstep"), Layout(3, "gloo")]
 STAGES = [
     Layout(1, "lockstep"),
-    Layout(2, "lockstep", stages=2),
-    Layout(4, "lockstep", stages=2),
+    Layout(2, "lockstep", stages=2, schedule="1f1b"),
+    Layout(2, "lockstep", stages=2, schedule="interleaved"),
 ]
 
 HEAD = """
@@ -94,8 +94,14 @@ while True:
         (2, 1, False, "gloo"),
         (3, 1, False, "gloo"),
         (1, 2, False, "lockstep"),
+        (1, 2, False, "lockstep"),
         (2, 2, False, "lockstep"),
         (2, 1, True, "lockstep"),
+    ]
+    assert [each["schedule"] for each in found["layouts"][5:8]] == [
+        "1f1b",
+        "interleaved",
+        "zero-bubble",
     ]
     for each in found["layouts"]:
         assert each["equal"] is True
@@ -104,8 +110,8 @@ while True:
         assert len(each["losses"]) == 5
         assert [float.fromhex(loss) for loss in each["loss_hex"]] == each["losses"]
         assert each["losses"] == found["layouts"][0]["losses"]
-    assert "4 ranks, lockstep, 2 stages: equal" in result.stderr
-    assert "train.py computes the same bits in all 8 layouts, for 5 steps." in result.stderr
+    assert "4 ranks, lockstep, 2 stages (zero-bubble): equal" in result.stderr
+    assert "train.py computes the same bits in all 9 layouts, for 5 steps." in result.stderr
     assert "a step" not in result.output
     assert [each.name for each in tmp_path.iterdir()] == ["train.py"]
 
@@ -318,7 +324,7 @@ def test_a_model_without_a_seed_is_not_reproducible(check):
 
 
 def test_an_attribute_between_blocks(check):
-    """Such a model has no stages."""
+    """Such a model has no stages; interleaved, a block would read another micro-batch's value."""
     result, found = check(
         """
 class Box:
@@ -363,7 +369,7 @@ def test_a_layout_that_the_model_refuses_is_not_applicable(check):
     (refused,) = found["not_applicable"]  # the other layouts with stages are not tried
     assert refused["stages"] == 2
     assert refused["reason"].startswith("Linear does not define how to split it into 2 stages")
-    assert "2 stages: not applicable" in result.stderr
+    assert "1f1b): not applicable" in result.stderr
 
 
 def test_more_replicas_than_microbatches_are_not_applicable(check):

@@ -15,23 +15,42 @@ def invoke(*arguments):
 
 
 def test_the_chart_with_bubble_and_peaks():
-    output = invoke("--stages", "2", "--microbatches", "3").output
+    output = invoke("1f1b", "--stages", "2", "--microbatches", "3").output
     assert output.splitlines()[:3] == [
         "1f1b · bubble 25.0% · takes 12.0",
         "rank 0  0--1--      0=====2--1=====   2=====",
         "rank 1     0--0=====1--1=====2--2=====",
     ]
     assert "0-- forward   0== backward" in output
-    assert output.splitlines()[-1] == "peak micro-batches by rank: 2 1"
+    assert output.splitlines()[-1].split() == ["1f1b", "12.0", "1.00", "25.0%", "2", "1"]
 
 
-@pytest.mark.parametrize("arguments", [["--stages", "0"], ["--microbatches", "-1"]])
-def test_misuse_is_one_sentence(arguments):
-    with pytest.raises(LayoutError, match="at least one rank and one micro-batch"):
+def test_all_side_by_side():
+    lines = invoke("all").output.splitlines()
+    table = [line.split() for line in lines[-4:]]
+    assert [row[0] for row in table] == ["gpipe", "1f1b", "interleaved", "zero-bubble"]
+    assert [row[3] for row in table] == ["27.3%", "27.3%", "15.8%", "11.1%"]
+    assert sum(line.startswith("rank 3") for line in lines) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "sentence"),
+    [
+        (["2f2b"], LayoutError, "unknown schedule '2f2b'; choose from all, gpipe"),
+        (["1f1b", "--stages", "0"], LayoutError, "at least one rank and one micro-batch"),
+        (["all", "--microbatches", "-1"], LayoutError, "one micro-batch, not 4 and -1"),
+        (["gpipe", "--stages-per-rank", "2"], LayoutError, "only the schedule interleaved"),
+        (["interleaved", "--stages-per-rank", "0"], LayoutError, "stages_per_rank=0"),
+    ],
+)
+def test_misuse_is_one_sentence(arguments, error, sentence):
+    with pytest.raises(error, match=sentence):
         invoke(*arguments)
 
 
 def test_the_command_does_not_import_torch():
-    code = "import sys; from lockstep.cli import cli; cli(['schedule'], standalone_mode=False)"
+    code = (
+        "import sys; from lockstep.cli import cli; cli(['schedule', '1f1b'], standalone_mode=False)"
+    )
     code += "; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True)

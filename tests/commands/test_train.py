@@ -287,6 +287,7 @@ def test_a_damaged_file_is_named_in_one_sentence(tmp_path):
         (["digits", "-n", 9], 2, "-n 9 replicas cannot share 8 micro-batches"),
         (["digits", "-n", 3, "--stages", 2], 2, "-n 3 must be a multiple of --stages 2"),
         (["digits", "-n", 6, "--stages", 2, "--microbatches", 2], 2, "3 replicas of 2 stages"),
+        (["digits", "--schedule", "gpipe"], 2, "--schedule gpipe needs pipeline stages"),
         (["digits", "--epochs", 0], 2, "0 is not in the range"),
         (["digits", "--download"], 2, "there is nothing to download"),
         (["letters"], 2, "'letters' is not one of"),

@@ -9,6 +9,8 @@ from typing import Any
 import lockstep as ls
 from grammar.drawing import Draw
 
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -17,6 +19,8 @@ class Layout:
     world: int = 1
     backend: str = "lockstep"
     stages: int = 1
+    schedule: str | None = None
+    chunks: int | None = None
     balance: tuple[int, ...] | None = None
     shared: bool = False
     recompute: bool = False
@@ -51,7 +55,7 @@ class Layout:
         if self.stages == 1:
             return ls.PipelineConfig(blocks=blocks)
         balance = None if self.balance is None else list(self.balance)
-        return ls.PipelineConfig(self.stages, blocks, balance)
+        return ls.PipelineConfig(self.stages, self.schedule, blocks, balance, self.chunks)
 
 
 def draw_layout(draw: Draw, blocks: int, microbatches: int, must_loop: bool) -> Layout:
@@ -85,9 +89,20 @@ def draw_layout(draw: Draw, blocks: int, microbatches: int, must_loop: bool) -> 
 def _staged(
     draw: Draw, world: int, backend: str, stages: int, blocks: int, recompute: bool
 ) -> Layout:
-    balance = tuple(draw.cut(blocks, stages)) if draw.chance(0.9) else None
+    schedule = draw.choice(SCHEDULES)
+    chunks = None
+    if schedule == "interleaved":
+        most = blocks // stages
+        if most < 2:
+            schedule = "1f1b"
+        else:
+            chunks = draw.randint(2, min(3, most))
+    number = stages * (chunks or 1)
+    balance = tuple(draw.cut(blocks, number)) if draw.chance(0.9) else None
+    if balance is None and draw.chance(0.3):
+        schedule = chunks = None
     shared = draw.chance(0.01)
-    return Layout(world, backend, stages, balance, shared, recompute)
+    return Layout(world, backend, stages, schedule, chunks, balance, shared, recompute)
 
 
 def widths(layouts: Sequence[Layout]) -> str:
@@ -95,7 +110,7 @@ def widths(layouts: Sequence[Layout]) -> str:
     found = []
     for each in layouts:
         name = f"{each.world} {each.backend}" if each.world > 1 else "1"
-        name += f" in {each.stages} stages" if each.stages > 1 else ""
+        name += f" in {each.stages} stages ({each.schedule})" if each.stages > 1 else ""
         name += " shared" * each.shared + " sharded" * each.sharded
         name += f" on {each.hosts} hosts" * (each.hosts > 1)
         found.append(name)

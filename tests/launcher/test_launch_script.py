@@ -206,7 +206,7 @@ if __name__ == "__main__":
     assert (tmp_path / "result").read_text() == "[42, 42]"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["schedule"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["schedule", "1f1b"]])
 def test_a_result_that_cannot_be_printed_is_one_sentence(tmp_path, arguments):
     with open("/dev/full", "wb") as disk:
         command = [*CLI, *arguments]

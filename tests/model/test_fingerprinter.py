@@ -117,7 +117,7 @@ def test_the_session_decides_the_layout_and_nothing_is_recorded_or_saved(ranks, 
                 model(),
                 nn.CrossEntropyLoss(),
                 partial(torch.optim.SGD, lr=0.1),
-                pipeline=ls.PipelineConfig(stages=2),
+                pipeline=ls.PipelineConfig(stages=2, schedule="gpipe"),
                 loggers=tmp_path / "run",
             )
             trainer.save_weights(tmp_path / "weights.safetensors")

@@ -78,9 +78,10 @@ def test_whatever_a_trainer_does_a_cut_model_gives_the_same_bits(ranks, tmp_path
         folder = tmp_path / f"{ls.world_size()}-{stages}"
         folder.mkdir(exist_ok=True)
         is_wide = ls.world_size() == 4
+        schedule = "interleaved" if is_wide else "1f1b"
         layout = {"activation_checkpointing": is_wide}
         if stages > 1:
-            layout["pipeline"] = ls.PipelineConfig(stages)
+            layout["pipeline"] = ls.PipelineConfig(stages, schedule)
         seen, state = whole_training(folder, **layout)
         # The state goes on in another layout: the same one cut otherwise, and not cut at all.
         again = (
@@ -259,42 +260,48 @@ MODELS = {
 }
 
 
-def trained(stages, names=tuple(MODELS), **more):
-    """Train every model."""
+def trained(stages, schedules, names=tuple(MODELS), **more):
+    """Train every model under every schedule."""
     found = {}
     for name in names:
         model, options = MODELS[name]
-        torch.manual_seed(5)
-        made = model()
-        layout = {"pipeline": ls.PipelineConfig(stages=stages)} if stages > 1 else {}
-        layout |= options | more
-        trainer = ls.Trainer(made, nn.CrossEntropyLoss(), SGD, seed=3, **layout)
-        generator = torch.Generator().manual_seed(2)
-        losses = []
-        for size in (24, 19, 17):
-            inputs = torch.randn(size, 6, generator=generator)
-            losses.append(trainer.step((inputs, torch.arange(size) % 10)))
-        found[name] = losses, trainer.digest(), trainer.optimizer_digest()
+        for schedule in schedules:
+            torch.manual_seed(5)
+            made = model()
+            layout = (
+                {"pipeline": ls.PipelineConfig(stages=stages, schedule=schedule)}
+                if stages > 1
+                else {}
+            )
+            layout |= options | more
+            trainer = ls.Trainer(made, nn.CrossEntropyLoss(), SGD, seed=3, **layout)
+            generator = torch.Generator().manual_seed(2)
+            losses = []
+            for size in (24, 19, 17):
+                inputs = torch.randn(size, 6, generator=generator)
+                losses.append(trainer.step((inputs, torch.arange(size) % 10)))
+            found[name, schedule] = losses, trainer.digest(), trainer.optimizer_digest()
     return found
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-def test_what_crosses_a_boundary_changes_no_bit(ranks, alone, stages):
-    for results in ranks(trained, stages, stages):
-        for name, result in results.items():
-            assert result == alone[name], name
+@pytest.mark.parametrize(("stages", "schedule"), [(2, "1f1b"), (3, "zero-bubble")])
+def test_what_crosses_a_boundary_changes_no_bit(ranks, alone, stages, schedule):
+    for results in ranks(trained, stages, stages, (schedule,)):
+        for (name, _), result in results.items():
+            assert result == alone[name, None], name
 
 
 @pytest.fixture(scope="module")
 def alone(ranks):
-    return ranks(trained, 1, 1)[0]
+    return ranks(trained, 1, 1, (None,))[0]
 
 
 def test_recomputing_changes_no_bit(ranks, alone):
+    schedule = "zero-bubble"
     names = ("tied, cast", "transformer", "repeated", "recomputed")
     recompute = partial(trained, names=names, activation_checkpointing=True)
-    for results in ranks(recompute, 2, 2):
-        assert results == {name: alone[name] for name in names}
+    for results in ranks(recompute, 2, 2, (schedule,)):
+        assert results == {(name, schedule): alone[name, None] for name in names}
 
 
 class Hidden(nn.Module):
@@ -321,7 +328,7 @@ def test_a_stage_that_recomputes_lets_go_of_activations(ranks):
     def train(recompute):
         model = nn.Sequential(Hidden(), Hidden())
         layout = {
-            "pipeline": ls.PipelineConfig(stages=2, balance=[1, 1]),
+            "pipeline": ls.PipelineConfig(stages=2, schedule="gpipe", balance=[1, 1]),
             "activation_checkpointing": recompute,
             "audit": False,
         }
@@ -336,9 +343,8 @@ def test_a_stage_that_recomputes_lets_go_of_activations(ranks):
     def both():
         return train(True), train(False)
 
-    first, last = ranks(both, 2)
-    assert first == (([8, 4], 0, 1), ([8, 0], 1, 1))
-    assert last == (([8, 4], 0, 1), ([8, 0], 0, 1))
+    for found in ranks(both, 2):
+        assert found == (([8, 4], 0, 1), ([8, 0], 3, 1))
 
 
 def test_a_stage_that_fails_stops_every_rank_with_its_place_and_training_can_go_on(ranks):
@@ -355,7 +361,7 @@ def test_a_stage_that_fails_stops_every_rank_with_its_place_and_training_can_go_
         first = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
         fails = Fails()
         model = nn.Sequential(first, fails, nn.Linear(6, 3))
-        options = {"pipeline": ls.PipelineConfig(stages=2, balance=[1, 2])}
+        options = {"pipeline": ls.PipelineConfig(stages=2, schedule="1f1b", balance=[1, 2])}
         trainer = ls.Trainer(model, nn.CrossEntropyLoss(), SGD, microbatches=4, **options)
         before, said = trainer.digest(), ""
         with pytest.raises((ValueError, ls.LockstepError)) as caught:
@@ -436,8 +442,8 @@ def test_a_killed_stage_is_named(ranks, tmp_path, backend):
 
 def test_on_gloo_the_bits_are_the_same(ranks, alone):
     names = ("skip", "recomputed")
-    for found in ranks(partial(trained, 2, names), 2, backend="gloo"):
-        assert found == {name: alone[name] for name in names}
+    for found in ranks(partial(trained, 2, ("1f1b",), names), 2, backend="gloo"):
+        assert found == {(name, "1f1b"): alone[name, None] for name in names}
 
 
 def refusals():
@@ -476,6 +482,7 @@ def refusals():
             blocks=["one", "two"],
             use=lambda trainer: trainer.step(batch),
         ),
+        said(sequence, schedule="2f2b"),
         said(sequence, balance=[1, 1]),
         said(nn.Sequential(nn.Linear(6, 3))),
         said(Doubled(nn.Linear(6, 3), nn.Linear(3, 3)), balance=[1, 1]),
@@ -486,6 +493,7 @@ def refusals():
             balance=[1, 1],
             use=lambda trainer: trainer.step(batch),
         ),
+        said(sequence, stages_per_rank=2),
         said(sequence, extra_modules=[nn.Linear(1, 1)]),
         said(sequence, use=lambda trainer: trainer.manual_step()),
         said(
@@ -502,11 +510,13 @@ def test_what_cannot_be_cut_is_refused_by_name(ranks):
         "Opaque does not define how to split it into 2 stages",
         "the model Opaque has no module 'three'",
         "Opaque does more than call its blocks one after another: it calls torch.tanh",
+        "there is no schedule '2f2b'",
         "balance=[1, 1] must hold the number of blocks of each of 2 stages, 5 blocks in total",
         "1 blocks cannot be split into 2 stages",
         "Doubled overrides forward and does not define how to split it into 2 stages",
         "a traced or exported model is one graph, which is not split into 2 stages",
         "the forward of Sequential does more than call its blocks one after another",
+        "stages_per_rank=2 needs schedule",
         "cannot be split into stages: train them with stages=1",
         "a manual step needs the whole model on every rank",
         "a block draws from Python's or numpy's random numbers",
@@ -519,7 +529,7 @@ def test_what_cannot_be_cut_is_refused_by_name(ranks):
 def test_a_record_says_stages_and_the_digest_of_all_of_them(ranks, tmp_path):
     def train():
         layout = {
-            "pipeline": ls.PipelineConfig(stages=2),
+            "pipeline": ls.PipelineConfig(stages=2, schedule="1f1b"),
             "loggers": tmp_path / "run",
         }
         with ls.Trainer(small_model(), nn.CrossEntropyLoss(), SGD, **layout) as trainer:

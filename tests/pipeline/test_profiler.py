@@ -50,21 +50,21 @@ def profile(blocks, recompute=False):
 def test_what_disturbs_one_pass_does_not_count(clock):
     first = Block(clock, [0.9, 0.1, 0.7, 0.1, 0.1])
     second = Block(clock, [0.9, 0.4, 0.2, 0.2, 0.4])
-    times, transfers = profile([first, second])
-    assert times == pytest.approx([0.1, 0.2])
+    costs = profile([first, second])
+    assert costs.forward == pytest.approx((0.1, 0.2))
     assert (first.calls, second.calls) == (5, 5)
-    assert transfers == [2 * 24 / 4e9]
+    assert costs.held == (24.0, 24.0)
 
 
 def test_slow_blocks_are_measured_twice(clock):
     block = Block(clock, [9.0, 8.0])
-    assert profile([block])[0] == pytest.approx([8.0])
+    assert profile([block]).forward == pytest.approx((8.0,))
     assert block.calls == 2
     assert block.weight.grad is None
 
 
 def test_a_block_that_is_recomputed_costs_its_forward_again_in_backward(clock):
     block = Block(clock, [0.3, 0.5] * 5)
-    times, _ = profile([block], recompute=True)
+    costs = profile([block], recompute=True)
     assert block.calls == 10
-    assert times == pytest.approx([0.8])
+    assert (costs.forward, costs.backward) == (pytest.approx((0.3,)), pytest.approx((0.5,)))

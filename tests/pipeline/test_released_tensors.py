@@ -17,10 +17,10 @@ from lockstep.kernel.errors import LockstepError
 BATCH = (torch.arange(32.0).reshape(8, 4) % 7 - 3, torch.arange(8) % 4)
 
 
-def trained(make, loss=F.cross_entropy, balance=(2, 2)):
+def trained(make, loss=F.cross_entropy, schedule=None, balance=(2, 2)):
     """Return the error of a step, or the losses of two and the digest."""
     torch.manual_seed(1)
-    pipeline = ls.PipelineConfig(2, balance=balance)
+    pipeline = ls.PipelineConfig(2, schedule, balance=balance)
     optimizer = partial(torch.optim.SGD, lr=0.1)
     try:
         trainer = ls.Trainer(make(), loss, optimizer, microbatches=4, pipeline=pipeline, loggers=[])
@@ -80,7 +80,11 @@ def test_tensors_of_another_stage_are_named_by_the_block_or_loss_that_reads_them
         detached = partial(make, lambda parts: parts[0].weight.detach())
         return [
             trained(detached, balance=[2, 4]),
-            trained(partial(make, lambda parts: parts[1].running_var.diag()), balance=[2, 4]),
+            trained(
+                partial(make, lambda parts: parts[1].running_var.diag()),
+                schedule="interleaved",
+                balance=[2, 1, 2, 1],
+            ),
             trained(partial(viewing, []), balance=[2, 1]),
             trained(partial(make, None), penalty),
             trained(partial(make, None), device),
@@ -93,9 +97,9 @@ def test_tensors_of_another_stage_are_named_by_the_block_or_loss_that_reads_them
         assert "views[0] is a view of 0.weight" in view
         assert "the loss reads 0.weight" in loss
         assert "the loss computes with a tensor on the meta device" in device
-        for said in results:
-            stopped = f"rank {number} stopped because rank 1"
-            assert said.startswith(("rank 1, ", stopped)), said
+        for said, source in zip(results, (1, 0, 1, 1, 1), strict=True):
+            stopped = f"rank {number} stopped because rank {source}"
+            assert said.startswith((f"rank {source}, ", stopped)), said
 
 
 def test_models_whose_blocks_are_in_other_stages_can_be_copied(ranks):

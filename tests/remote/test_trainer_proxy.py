@@ -110,7 +110,9 @@ def test_results_of_steps_and_epochs(driver, tmp_path):
 
 
 def test_two_stages_are_bit_identical(driver, one_process, tmp_path):
-    trainer = trainer_of(driver, pipeline=ls.PipelineConfig(stages=2, balance=[2, 3]))
+    trainer = trainer_of(
+        driver, pipeline=ls.PipelineConfig(stages=2, schedule="1f1b", balance=[2, 3])
+    )
     assert trained(trainer) == one_process
     trainer.save_weights(tmp_path / "weights.safetensors")
     assert ls.digest(load_file(tmp_path / "weights.safetensors")) == trainer.digest()

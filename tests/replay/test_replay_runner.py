@@ -62,7 +62,7 @@ def test_steps_before_the_first_checkpoint_are_replayed_from_the_beginning(recip
 
 def test_operators_are_recorded_in_any_layout_without_a_change_of_bits(recipe):
     alone = run_replay(ReplayRequest(recipe, 21, 21, level="operators", kept=3))
-    stages = Layout(2, stages=2)
+    stages = Layout(2, stages=2, schedule="1f1b")
     spread = run_replay(ReplayRequest(recipe, 21, 21, stages, level="operators"))
     assert results(alone) == results(spread) == recorded(recipe, 21, 21)
     ours, theirs = ((each.steps[0].operators) for each in (alone, spread))

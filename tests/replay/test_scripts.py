@@ -26,7 +26,7 @@ from lockstep.tools.replay.recorded_run import read_recorded_run
 from lockstep.tools.replay.result import Replay, ReplayRequest
 from replays import run_replay
 
-STAGES = Layout(4, stages=2)
+STAGES = Layout(4, stages=2, schedule="1f1b")
 
 NET = """
 from torch import nn

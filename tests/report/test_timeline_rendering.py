@@ -22,7 +22,8 @@ TWO = Timeline(
         TimelineSpan(0, "forward", 1, 2, 0, 1),
         TimelineSpan(0, "backward", 4, 6, 0, 0),
         TimelineSpan(1, "forward", 1, 2, 1, 0),
-        TimelineSpan(1, "backward", 2, 4, 1, 0),
+        TimelineSpan(1, "input", 2, 3, 1, 0),
+        TimelineSpan(1, "weight", 3, 4, 1, 0),
     ),
 )
 
@@ -32,8 +33,13 @@ def plain(timeline, room):
 
 
 def test_text_is_readable_without_colors():
-    assert plain(TWO, 100) == ["rank 0  0--1--      0=====", "rank 1     0--0====="]
-    assert text_legend(TWO) == ["0-- forward", "0== backward"]
+    assert plain(TWO, 100) == ["rank 0  0--1--      0=====", "rank 1     0--0<<0++"]
+    assert text_legend(TWO) == [
+        "0-- forward",
+        "0== backward",
+        "0<< gradient of the inputs",
+        "0++ gradients of the weights",
+    ]
 
 
 def test_kinds_have_colors_on_a_color_terminal():

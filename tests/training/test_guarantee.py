@@ -105,17 +105,27 @@ def test_gradients_that_are_sent_with_statuses_give_the_bits_of_the_reference(pl
 LAYOUTS = {
     1: [{"activation_checkpointing": True}],
     2: [
-        {"pipeline": ls.PipelineConfig(stages=2)},
-        {"pipeline": ls.PipelineConfig(stages=2), "activation_checkpointing": True},
+        *(
+            {"pipeline": ls.PipelineConfig(stages=2, schedule=name)}
+            for name in ("1f1b", "gpipe", "interleaved")
+        ),
+        {"pipeline": ls.PipelineConfig(stages=2, schedule="zero-bubble")},
+        {
+            "pipeline": ls.PipelineConfig(stages=2, schedule="gpipe"),
+            "activation_checkpointing": True,
+        },
         {"storage": "shared", "activation_checkpointing": True},
     ],
     3: [
-        {"pipeline": ls.PipelineConfig(stages=3)},
-        {"pipeline": ls.PipelineConfig(stages=3), "activation_checkpointing": True},
+        {"pipeline": ls.PipelineConfig(stages=3, schedule="zero-bubble")},
+        {
+            "pipeline": ls.PipelineConfig(stages=3, schedule="1f1b"),
+            "activation_checkpointing": True,
+        },
     ],
     4: [
         {"pipeline": ls.PipelineConfig(stages=4)},
-        {"pipeline": ls.PipelineConfig(stages=2)},
+        {"pipeline": ls.PipelineConfig(stages=2, schedule="1f1b")},
     ],
 }
 

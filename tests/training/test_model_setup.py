@@ -76,18 +76,26 @@ def trained(**layout) -> tuple[list[list[bool]], list[str], list[object]]:
 def test_the_same_bits_with_blocks_alive_on_their_ranks_alone(ranks, capfd):
     def rank():
         given = trained(pipeline=ls.PipelineConfig(stages=2, balance=[3, 3]))
-        return given, trained(pipeline=ls.PipelineConfig(stages=2))[-1]
+        interleaved = trained(
+            pipeline=ls.PipelineConfig(
+                stages=2, schedule="interleaved", stages_per_rank=2, balance=[1, 2, 2, 1]
+            )
+        )
+        return given, interleaved, trained(pipeline=ls.PipelineConfig(stages=2))[-1]
 
     ((notes, alive, bits),) = ranks(trained, 1)
     assert notes == [[True]] * 4 + [[], [True]]
     assert {name[0] for name in alive} == {"0", "1", "2", "3", "5"}
     # Block 2 fails on the meta device, and is made and let go of; 3 has memory whatever is said.
     made = [[[True]] * 4 + [[], [False]], [[False], [False], [True], [True], [], [True]]]
-    for position, (given, measured) in enumerate(ranks(rank, 4)):
+    for position, (given, interleaved, measured) in enumerate(ranks(rank, 4)):
         assert given[0] == made[position % 2]
         assert {name[0] for name in given[1]} == [{"0", "1", "2"}, {"3", "5"}][position % 2]
-        assert given[-1] == measured == bits
-    measured_line = r"^measured 6 blocks in [\d.]+ s: [\d, ]+ and \d blocks per stage$"
+        assert {name[0] for name in interleaved[1]} == [{"0", "3"}, {"1", "2", "5"}][position % 2]
+        assert given[-1] == interleaved[-1] == measured == bits
+    measured_line = (
+        r"^measured 6 blocks in [\d.]+ s: [\d, ]+ and \d blocks per stage, schedule [a-z0-9-]+$"
+    )
     assert len(re.findall(measured_line, capfd.readouterr().err, re.MULTILINE)) == 1
 
 
@@ -167,7 +175,9 @@ def test_blocks_that_share_a_tensor_come_to_life_together(ranks):
             first, last = nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False)
         last.weight = first.weight
         blocks = [nn.Tanh(), first, last, nn.Tanh()]
-        layout = {"pipeline": ls.PipelineConfig(stages=2, balance=[2, 2])}
+        layout = {
+            "pipeline": ls.PipelineConfig(stages=2, schedule="interleaved", balance=[1, 1, 1, 1])
+        }
         layout = layout if ls.world().world_size == 2 else {}
         trainer = ls.Trainer(blocks, nn.MSELoss(), SGD, seed=3, **layout)
         assert first.weight is last.weight

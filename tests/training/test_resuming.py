@@ -426,7 +426,7 @@ def with_half_precision(lab):
 
 # --- every boundary, from layout to layout -------------------------------------------------------
 
-ONE_F_ONE_B = {"pipeline": ls.PipelineConfig(stages=2, balance=[3, 4])}
+ONE_F_ONE_B = {"pipeline": ls.PipelineConfig(stages=2, schedule="1f1b", balance=[3, 4])}
 PROFILED = {"pipeline": ls.PipelineConfig(stages=2)}
 SHARED = {"storage": "shared"}
 ONE, TWO, THREE, FOUR = ((n, None, {}) for n in (1, 2, 3, 4))

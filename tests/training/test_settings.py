@@ -120,6 +120,10 @@ CASES = {
         r"extra_modules\[0\] \(Dropout\)\.p is 0\.5, on rank 0 it is 0\.2",
     ),
     "pipeline": (ls.PipelineConfig(2), {}, r"pipeline\.stages is 2, on rank 0 it is 1"),
+    "pipeline.schedule": (
+        ls.PipelineConfig(2, "gpipe"), {"pipeline": ls.PipelineConfig(2, "1f1b")},
+        r"pipeline\.schedule is 'gpipe', on rank 0 it is '1f1b'",
+    ),
     "pipeline.blocks": (
         ls.PipelineConfig(blocks=["0"]), {},
         r"pipeline\.blocks is \['0'\], on rank 0 it is None",
@@ -127,6 +131,11 @@ CASES = {
     "pipeline.balance": (
         ls.PipelineConfig(2, balance=[2, 1]), {"pipeline": ls.PipelineConfig(2, balance=[1, 2])},
         r"pipeline\.balance is \[2, 1\], on rank 0 it is \[1, 2\]",
+    ),
+    "pipeline.stages_per_rank": (
+        ls.PipelineConfig(2, "interleaved", stages_per_rank=1),
+        {"pipeline": ls.PipelineConfig(2, "interleaved")},
+        r"pipeline\.stages_per_rank is 1, on rank 0 it is None",
     ),
     "activation_checkpointing": (
         True, {}, "activation_checkpointing is True, on rank 0 it is False"

@@ -10,8 +10,8 @@ from torch import nn
 
 import lockstep as ls
 from lockstep.kernel.step import find_active
-from lockstep.pipeline.schedule import Action, order_actions
 from lockstep.pipeline.schedule_executor import ScheduleExecutor
+from lockstep.pipeline.schedules import Action, one_f_one_b
 from lockstep.record.reader import read_run
 from lockstep.record.timeline import read_timelines
 from lockstep.training.history import History
@@ -40,7 +40,7 @@ def recorded(folder):
     optimizer = partial(torch.optim.SGD, lr=0.1)
     options = {
         "microbatches": 3,
-        "pipeline": ls.PipelineConfig(stages=2, balance=[2, 2]),
+        "pipeline": ls.PipelineConfig(stages=2, balance=[2, 2], schedule="1f1b"),
     }
     with ls.Trainer(model, nn.MSELoss(), optimizer, loggers=folder, **options) as trainer:
         for _ in range(12):
@@ -59,10 +59,9 @@ def test_every_rank_records_what_the_schedule_says(run):
     seen = read_timelines(run.timelines)
     assert [one.title for one in seen] == [f"step {number}" for number in range(10)]
     for one in seen:
-        for rank in range(2):
+        for rank, actions in enumerate(one_f_one_b(2, 3)):
             own = [work for work in one.spans if work.rank == rank]
-            actions = tuple(Action(work.kind, work.microbatch) for work in own[:-2])
-            assert actions == order_actions(rank, 2, 3)
+            assert [Action(w.kind, w.stage, w.microbatch) for w in own[:-2]] == list(actions)
             assert [work.kind for work in own[-2:]] == ["reduce", "update"]
             assert all(before.end <= after.begin + 3e-6 for before, after in pairwise(own))
 

@@ -376,7 +376,7 @@ test_every_number_of_ranks_has_the_same_outcome = training.make_test()
 
 def test_a_block_that_draws_later_has_one_digest_in_stages(ranks):
     (alone,) = ranks(train_with_late_draws, 1, draw_late)
-    stages = ls.PipelineConfig(stages=2)
+    stages = ls.PipelineConfig(stages=2, schedule="1f1b")
     assert ranks(partial(train_with_late_draws, draw_late, pipeline=stages), 2) == [alone] * 2
 
 

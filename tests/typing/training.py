@@ -68,7 +68,7 @@ def train(folder: Path) -> float:
         autocast_dtype=torch.bfloat16,
         activation_checkpointing=world.world_size > 1,
         extra_modules=[nn.Dropout(0.1)],
-        pipeline=ls.PipelineConfig(stages=1, balance=None),
+        pipeline=ls.PipelineConfig(stages=1, schedule="1f1b", balance=None),
         storage="replicated",
         callbacks=[print_loss, Stopwatch()],
         loggers=[folder / "run", ls.loggers.TensorBoard(folder / "tensorboard")],

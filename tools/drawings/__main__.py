@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from lockstep.pipeline.schedules import NAMES
 from tools.drawings import batches, memory, messages, schedules
 from tools.drawings.shapes import Card
 
@@ -31,7 +32,9 @@ def draw_all() -> Mapping[str, Card]:
         "binary-counter": batches.draw_binary_counter,
         "tree-on-ranks": batches.draw_tree_of_ranks,
         "layouts": batches.draw_layouts,
-        "schedule-1f1b": schedules.draw_schedule,
+        **{f"schedule-{name}": partial(schedules.draw_schedule, name) for name in NAMES},
+        "schedule-memory": schedules.draw_held,
+        "bubbles": schedules.draw_bubbles,
         "all-reduce-sockets": memory.draw_sockets,
         "all-reduce-segment": memory.draw_segment,
         "storage": memory.draw_storage,

@@ -34,7 +34,7 @@ EVALUATION = 1 << 62
 
 
 class PipelineEvaluator:
-    """One evaluation of the trained model, or of a copy, through the stage of this rank.
+    """One evaluation of the trained model, or of a copy, through the local stages.
 
     `composition` is checked before, if it is given.
     """
@@ -51,12 +51,9 @@ class PipelineEvaluator:
         self._composition = composition
         self._model, self._pipeline, self._task = model, pipeline, task
         self._parallel = pipeline.parallel
-        stage = pipeline.stage.number
-        blocks = placement.partition.select_blocks(model, stage)
-        self._blocks = list(blocks.values())
-        self._scopes = placement.make_scopes(model, stage, seed)
-        loss = pipeline.parallel.loss_module() if pipeline.is_last else {}
-        self._buffers = Buffers(blocks | loss)
+        self._blocks = {s: placement.partition.select_blocks(model, s) for s in pipeline.stages}
+        self._scopes = {s: placement.make_scopes(model, s, seed) for s in pipeline.stages}
+        self._buffers = {s: Buffers(self._get_modules(s)) for s in pipeline.stages}
         self._sent: list[tuple[str, SentTensors]] = []
         self._where = f"rank {self._parallel.rank}, an evaluation"
 
@@ -82,12 +79,17 @@ class PipelineEvaluator:
                 raise failed from None
             raise
 
+    def _get_modules(self, stage: int) -> dict[str, nn.Module]:
+        last = stage == self._pipeline.last
+        return self._blocks[stage] | (self._parallel.loss_module() if last else {})
+
     def _run(self, batches: Iterable[Batch]) -> None:
         with ExitStack() as stack:
             stack.enter_context(evaluation_mode(self._model))
             stack.enter_context(isolated(self._parallel.device, everything=True))
             stack.enter_context(CollectiveCallGuard(lambda: self._where))
-            stack.enter_context(self._scopes.install_hooks())
+            for scopes in self._scopes.values():
+                stack.enter_context(scopes.install_hooks())
             for number, batch in enumerate(batches):
                 if number == 0 and self._composition is not None and batch.microbatches:
                     given = make_first_input(batch.microbatches[0], self._parallel, self._where)
@@ -96,24 +98,23 @@ class PipelineEvaluator:
                 self._run_batch(number, batch)
 
     def _run_batch(self, number: int, batch: Batch) -> None:
-        for position, microbatch in enumerate(batch.microbatches):
-            more = position + 1 < len(batch.microbatches)
-            self._forward(number, microbatch, more)
-        while self._sent:
-            where, sent = self._sent.pop()
-            sent.check(where)
-        outputs = self._pipeline.links.outputs
-        if outputs is not None:
-            # This limits how far this stage is ahead of the next one.
-            outputs.drain(left=len(batch.microbatches))
+        for stage in sorted(self._pipeline.stages):
+            for position, microbatch in enumerate(batch.microbatches):
+                more = position + 1 < len(batch.microbatches)
+                self._forward(stage, number, microbatch, more)
+            while self._sent:
+                where, sent = self._sent.pop()
+                sent.check(where)
+            outputs = self._pipeline.links[stage].outputs
+            if outputs is not None:
+                outputs.drain(
+                    left=len(batch.microbatches)
+                )  # limits how far this stage is ahead of the next one
 
-    def _forward(self, number: int, microbatch: Microbatch, more: bool) -> None:
-        parallel, links, index = self._parallel, self._pipeline.links, microbatch.index
-        stage, scopes = self._pipeline.stage, self._scopes
-        where = (
-            f"rank {parallel.rank}, stage {stage.number}, evaluation batch {number}, "
-            f"micro-batch {index}"
-        )
+    def _forward(self, stage: int, number: int, microbatch: Microbatch, more: bool) -> None:
+        parallel, links, index = self._parallel, self._pipeline.links[stage], microbatch.index
+        rank = parallel.rank
+        where = f"rank {rank}, stage {stage}, evaluation batch {number}, micro-batch {index}"
         self._where = where
         if links.inputs is None:
             given = make_first_input(microbatch, parallel, where)
@@ -121,11 +122,12 @@ class PipelineEvaluator:
             structure, tensors = links.inputs.receive(EVALUATION + number, index, more)
             received = ReceivedTensors.from_structure(structure, tensors)
             given = StageInput(unflatten(structure, tensors), received, links.inputs.rng_state)
-        inspector = stage.inspector
+        scopes, inspector = self._scopes[stage], self._pipeline.stages[stage].inspector
         scopes.begin_microbatch(-1 - number, index, given.rng_state.last_call)
-        with self._buffers.preserve(), parallel.autocast():
+        with self._buffers[stage].preserve(), parallel.autocast():
+            blocks = list(self._blocks[stage].values())
             value, others = inspector.call_blocks(
-                self._blocks, given.data, where, given.rng_state.has_drawn_outside_torch
+                blocks, given.data, where, given.rng_state.has_drawn_outside_torch
             )
             rng_state = RngState(scopes.last_call, others)
             if links.outputs is None:
@@ -135,9 +137,7 @@ class PipelineEvaluator:
                 result = inspector.compute_loss(compute, value, where, others)
                 given.received.check(where)
             else:
-                structure, tensors = inspector.flatten_output(
-                    value, self._blocks, given.received, where
-                )
+                structure, tensors = inspector.flatten_output(value, blocks, given.received, where)
         scopes.pause()
         if links.outputs is None:
             self._task.add(number, microbatch, data, result, where)

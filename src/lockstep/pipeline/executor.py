@@ -1,7 +1,7 @@
-"""The executor of a model in pipeline stages, one of which is on this rank.
+"""The executor of a model in pipeline stages, one or several of which are on this rank.
 
 first batch   partitions the model into stages, unless that was possible without data
-each step     runs the batch through the stage of this rank, with a ScheduleExecutor
+each step     runs the batch through the stages of this rank, with a ScheduleExecutor
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["PipelineExecutor"]
 
 
 class PipelineExecutor:
-    """Computes steps and evaluations through the stage of this rank.
+    """Computes steps and evaluations through the stages of this rank.
 
     Args:
         partitioner: The partitioner, which plans the stages at once if it needs no data,
@@ -84,11 +84,10 @@ class PipelineExecutor:
 
     @property
     def parts(self) -> list[tuple[GradientReducer, Buffers]]:
-        """The gradients and buffers of the stage in the current step."""
+        """The gradients and buffers of each local stage in the current step."""
         if self._running is None:
             return []
-        stage = self._linked().stage
-        return [(stage.gradients, stage.buffers)]
+        return [(stage.gradients, stage.buffers) for stage in self._linked().stages.values()]
 
     def prepare(self, batch: Any) -> Batch:
         """Partition the model with the first batch, unless it has been partitioned already.
@@ -106,7 +105,7 @@ class PipelineExecutor:
 
     @contextmanager
     def open(self, step: StepContext) -> Iterator[ScheduleExecutor]:
-        """Return a context in which the body computes a step with the stage."""
+        """Return a context in which the body computes a step with the local stages."""
         self._running = ScheduleExecutor(step, self._linked(), self._metrics, self._composition)
         with self._running.activate():
             yield self._running
@@ -116,23 +115,24 @@ class PipelineExecutor:
         return None if self._running is None else self._running.position()
 
     def find_calls(self) -> list[WatchedCalls]:
-        """Return the calls of the blocks of the stage."""
+        """Return the calls of the blocks of each local stage."""
         pipeline = self._linked()
-        stage = pipeline.stage
-        obstacle = "" if stage.parameters else "it has no parameters"
-        if pipeline.ties:
-            obstacle = "it shares weights with other stages"
         return [
             WatchedCalls(
-                stage.number,
+                number,
                 stage.blocks,
                 stage.scopes,
                 stage.buffers,
                 stage.call_again,
                 stage.watch,
-                obstacle,
+                "it shares weights with other stages"
+                if pipeline.find_tied_parameters(number)
+                else ""
+                if stage.parameters
+                else "it has no parameters",
                 input_gradients=partial(getattr, stage, "input_gradients"),
             )
+            for number, stage in pipeline.stages.items()
         ]
 
     def broadcast_tied_gradients(self, attempt: int) -> None:
@@ -165,11 +165,11 @@ class PipelineExecutor:
         return self._pipeline
 
     def _partition(self, plan: StagePlan) -> None:
-        """Build this rank's stage, and free the rest of the model."""
+        """Build this rank's stages, and free the rest of the model."""
         placement = Placement.from_model(self._partitioner.parallel, plan.partition, self._module)
         pipeline = self._build_pipeline(plan, placement)
         self._state_check.watch(pipeline.modules())
-        pipeline.find_view(
+        pipeline.find_views(
             {
                 name: tensor
                 for name, tensor in named_tensors(self._module).items()
@@ -185,22 +185,28 @@ class PipelineExecutor:
         self.owned_parameters = [tensor for name, tensor in named if placement.is_owned(name)]
 
     def _build_pipeline(self, plan: StagePlan, placement: Placement) -> Pipeline:
-        """Build this rank's stage, and connect it to its neighbors."""
+        """Build this rank's stages, and connect them to their neighbors."""
         model, parallel, partition = self._module, placement.parallel, plan.partition
         parameters, sparse = dict(model.named_parameters()), sparse_weights(model.modules())
-        blocks = [partition.select_blocks(model, n) for n in range(parallel.stages)]
-        number = placement.stage
-        owned = [name for name in parameters if placement.is_owned(name)]
-        stage = Stage(
-            number,
-            blocks[number],
-            placement.make_scopes(model, number, self._seed),
-            GradientReducer(
-                [(name, parameters[name]) for name in owned], parallel.peers, sparse=sparse
-            ),
-            parallel.make_checkpointing(blocks[number]),
-            parallel.device,
-            find_python_states(blocks, parallel.loss, model)[number],
-        )
+        blocks = [partition.select_blocks(model, n) for n in range(len(partition.ranges))]
+        owners = {name: stages[0] for name, stages in placement.stages_by_name.items()}
+        states = find_python_states(blocks, parallel.loss, model)
+        stages = [
+            Stage(
+                number,
+                blocks[number],
+                placement.make_scopes(model, number, self._seed),
+                GradientReducer(
+                    [(name, parameters[name]) for name in parameters if owners[name] == number],
+                    parallel.peers,
+                    sparse=sparse,
+                ),
+                parallel.make_checkpointing(blocks[number]),
+                parallel.device,
+                states[number],
+                len(placement.stages) > 1,
+            )
+            for number in placement.stages
+        ]
         ties = find_tied_parameters(parameters, placement.stages_by_name)
-        return Pipeline(parallel, stage, ties)
+        return Pipeline(parallel, stages, plan.schedule, plan.stages_per_rank, ties)

@@ -90,7 +90,7 @@ class Partition:
 
 @dataclass(frozen=True)
 class Placement:
-    """The stages that hold each tensor of a model, and the stage on this rank.
+    """The stages that hold each tensor of a model, and the stages on this rank.
 
     Attributes:
         parallel: The layout.
@@ -110,21 +110,21 @@ class Placement:
         return cls(parallel, partition, partition.find_holders(model))
 
     @property
-    def stage(self) -> int:
-        """The number of the stage on this rank."""
-        return self.parallel.position
+    def stages(self) -> range:
+        """The numbers of the stages on this rank."""
+        return range(self.parallel.position, len(self.partition.ranges), self.parallel.stages)
 
     def is_local(self, name: str) -> bool:
         """Return whether this rank holds a tensor of the model."""
-        return self.stage in self.stages_by_name[name]
+        return any(stage in self.stages for stage in self.stages_by_name[name])
 
     def is_owned(self, name: str) -> bool:
         """Return whether this rank owns a tensor: every tensor has one owner per replica."""
-        return self.stages_by_name[name][0] == self.stage
+        return self.stages_by_name[name][0] in self.stages
 
     def find_owner(self, name: str) -> int:
         """Return the rank of replica 0 that owns a tensor."""
-        return self.stages_by_name[name][0]
+        return self.stages_by_name[name][0] % self.parallel.stages
 
     def make_scopes(self, model: nn.Module, stage: int, seed: int) -> RngScopes:
         """Return the RNG scopes of a stage, in `model` or a copy of it."""

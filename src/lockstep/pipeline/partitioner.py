@@ -1,7 +1,7 @@
 """The partitioner: decides how a model is partitioned into stages.
 
     Trainer(..., pipeline=PipelineConfig(stages=2))     the request
-    first batch, on rank 0                              blocks are profiled and divided
+    first batch, on rank 0                              blocks are profiled, a schedule is planned
     all ranks                                           receive the plan, free the other stages
 
 With `balance` nothing has to be measured, and an `nn.Sequential` is partitioned at once. Any
@@ -30,12 +30,15 @@ from lockstep.model.blocks import Blocks, is_sequence
 from lockstep.model.compilation import is_compiled
 from lockstep.model.forward import split_targets
 from lockstep.model.parallel_context import ParallelContext
-from lockstep.pipeline.balance import make_ranges, partition_blocks
 from lockstep.pipeline.composition import Composition
 from lockstep.pipeline.partition import Partition
 from lockstep.pipeline.profiler import profile_blocks, record_outputs
+from lockstep.pipeline.schedule_planner import choose_schedule, make_ranges, plan_schedule
+from lockstep.pipeline.schedules import NAMES
 
 __all__ = ["Partitioner", "PipelineConfig", "StagePlan"]
+
+DEFAULT_SCHEDULE = "1f1b"
 
 
 @dataclass(frozen=True)
@@ -47,24 +50,34 @@ class PipelineConfig:
             world size must be a multiple of it. The model is partitioned with the first batch, or
             at once for an `nn.Sequential` with `balance`. Then the parts of other ranks are on the
             meta device.
+        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble". None: "1f1b" with `balance`,
+            otherwise the fastest one in a simulation with the measured times of the blocks.
         blocks: The modules, or their attribute paths, that the model's forward calls one after
             another. Each is a unit of random numbers and of activation checkpointing, for any
             number of stages. Required unless the model is an `nn.Sequential` or has a method
             `blocks()`.
         balance: The number of blocks of each stage, in order. None: the partition whose slowest
             stage is fastest, according to a measurement.
+        stages_per_rank: The number of stages per rank for the schedule "interleaved". None: 2.
     """
 
     stages: int = 1
+    schedule: str | None = None
     blocks: Blocks = None
     balance: Sequence[int] | None = None
+    stages_per_rank: int | None = None
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The partition, and on rank 0 the check of the model's forward."""
+    """A plan: the partition, the name of the schedule, and the number of stages per rank.
+
+    `composition` is the check of the model's forward, on rank 0 only.
+    """
 
     partition: Partition
+    schedule: str
+    stages_per_rank: int
     composition: Composition | None = None
 
 
@@ -75,13 +88,17 @@ class Partitioner:
     Attributes:
         parallel: The layout.
         block_names: The names of the model's blocks.
+        schedule: The name of the schedule; None as in `PipelineConfig`.
         balance: The number of blocks of each stage; None for a measured partition.
+        stages_per_rank: Stages per rank, for the schedule "interleaved"; None for 2.
         is_chain: Whether forward is known to call the blocks one after another.
     """
 
     parallel: ParallelContext
     block_names: tuple[str, ...]
+    schedule: str | None = None
     balance: tuple[int, ...] | None = None
+    stages_per_rank: int | None = None
     is_chain: bool = True
 
     @classmethod
@@ -97,6 +114,7 @@ class Partitioner:
         Raises:
             LayoutError: The request cannot work with any data.
         """
+        schedule, balance, stages_per_rank = config.schedule, config.balance, config.stages_per_rank
         kind = type(model).__name__
         if parallel.stages > 1 and is_compiled(model):
             raise LayoutError(
@@ -119,52 +137,73 @@ class Partitioner:
             )
         if parallel.activation_checkpointing:
             check_blocks(model, block_names)
-        sizes = None if config.balance is None else tuple(config.balance)
+        if schedule is not None and schedule not in NAMES:
+            raise LayoutError(f"there is no schedule {schedule!r}; choose from {', '.join(NAMES)}")
+        if stages_per_rank is not None and schedule != "interleaved":
+            raise LayoutError(
+                f'stages_per_rank={stages_per_rank} needs schedule="interleaved", where each rank '
+                "has several stages"
+            )
+        sizes = None if balance is None else tuple(balance)
         # Given a list of blocks, the model setup passes an empty sequence as the model.
         is_chain = is_sequence(model) and list(model._modules) in ([], list(block_names))
-        made = cls(parallel, tuple(block_names), sizes, is_chain)
+        made = cls(parallel, tuple(block_names), schedule, sizes, stages_per_rank, is_chain)
         made._check()
         return made
 
+    @property
+    def stages(self) -> int:
+        """The number of stages of the schedule."""
+        return self.parallel.stages * self._stages_per_rank
+
+    @property
+    def _stages_per_rank(self) -> int:
+        return (self.stages_per_rank or 2) if self.schedule == "interleaved" else 1
+
     def _check(self) -> None:
-        names, stages = self.block_names, self.parallel.stages
-        if stages == 1:
+        if self.parallel.stages == 1:
             return
+        names = self.block_names
         repeated = [name for name in names if names.count(name) > 1]
         if repeated:
             raise LayoutError(
                 f"block {repeated[0]} is called {names.count(repeated[0])} times, and stages "
                 "need a name for each call: register the module under another name too"
             )
-        if len(names) < stages:
+        if len(names) < self.stages:
             raise LayoutError(
-                f"{len(names)} blocks cannot be split into {stages} stages: each stage needs "
+                f"{len(names)} blocks cannot be split into {self.stages} stages: each stage needs "
                 "at least one block"
             )
         if self.balance is not None and (
-            len(self.balance) != stages or sum(self.balance) != len(names) or min(self.balance) < 1
+            len(self.balance) != self.stages
+            or sum(self.balance) != len(names)
+            or min(self.balance) < 1
         ):
             raise LayoutError(
                 f"balance={list(self.balance)} must hold the number of blocks of each of "
-                f"{stages} stages, {len(names)} blocks in total"
+                f"{self.stages} stages, {len(names)} blocks in total"
             )
 
     def plan_without_data(self, model: nn.Module | None = None) -> StagePlan | None:
         """Return the plan if no data is needed for it; `model` is the model, once it is built."""
         if self.balance is None or not self.is_chain:
             return None
-        partition = Partition(self.block_names, make_ranges(self.balance))
+        partition = Partition(self.block_names, tuple(make_ranges(self.balance)))
         composition = None
         if model is not None and self.parallel.rank == 0:
             composition = Composition(model, self.block_names, None, self.parallel.device)
-        return StagePlan(partition, composition)
+        return StagePlan(
+            partition, self.schedule or DEFAULT_SCHEDULE, self._stages_per_rank, composition
+        )
 
     def find_local_blocks(self) -> list[int]:
         """Return the numbers of this rank's blocks; all of them if the plan needs data."""
         plan = self.plan_without_data() if self.parallel.stages > 1 else None
         if plan is None:
             return list(range(len(self.block_names)))
-        return list(plan.partition.ranges[self.parallel.position])
+        spans = plan.partition.ranges[self.parallel.position :: self.parallel.stages]
+        return [number for span in spans for number in span]
 
     def plan(self, model: nn.Module, microbatch: Microbatch | None) -> StagePlan:
         """Return the plan that rank 0 makes with a micro-batch. A collective call.
@@ -177,17 +216,16 @@ class Partitioner:
             LayoutError: On every rank, if the blocks do not make up the model.
         """
         planned: dict[str, Any] = {}
-        composition: Composition | None = None
         failure: Exception | None = None
         if self.parallel.rank == 0:
             try:
-                ranges, composition = self._plan_on_rank_0(model, microbatch)
-                planned = {"ranges": [(span.start, span.stop) for span in ranges]}
+                planned = self._plan_on_rank_0(model, microbatch)
             except Exception as error:  # any error: the other ranks wait for the result
                 failure = error
                 is_clear = isinstance(error, LayoutError)
                 said = f"{error}" if is_clear else f"rank 0 could not measure the blocks: {error}"
                 planned = {"failure": said}
+        composition = planned.pop("composition", None)
         messages = all_gather_bytes(
             json.dumps(planned).encode(),
             "partitioning the model into stages",
@@ -199,11 +237,10 @@ class Partitioner:
         if "failure" in planned:
             raise LayoutError(planned["failure"])
         ranges = tuple(range(lo, hi) for lo, hi in planned["ranges"])
-        return StagePlan(Partition(self.block_names, ranges), composition)
+        partition = Partition(self.block_names, ranges)
+        return StagePlan(partition, planned["schedule"], planned["stages_per_rank"], composition)
 
-    def _plan_on_rank_0(
-        self, model: nn.Module, microbatch: Microbatch | None
-    ) -> tuple[Sequence[range], Composition]:
+    def _plan_on_rank_0(self, model: nn.Module, microbatch: Microbatch | None) -> dict[str, Any]:
         assert microbatch is not None
         parallel = self.parallel
         data = parallel.move_to_device(microbatch.data)
@@ -215,14 +252,28 @@ class Partitioner:
         with isolated(parallel.device, everything=True), parallel.autocast():
             composition.check(data)
         if self.balance is not None:
-            return make_ranges(self.balance), composition
+            return {
+                "composition": composition,
+                "ranges": [(span.start, span.stop) for span in make_ranges(self.balance)],
+                "schedule": self.schedule or DEFAULT_SCHEDULE,
+                "stages_per_rank": self._stages_per_rank,
+            }
         report = partial(print, file=sys.stderr)
         begun = time.perf_counter()
-        times, transfers = profile_blocks(blocks, data, parallel, report, microbatch.size)
-        ranges = partition_blocks(times, transfers, parallel.stages)
-        *counts, last = [str(len(span)) for span in ranges]
+        costs = profile_blocks(blocks, data, parallel, report, microbatch.size)
+        count = -(-parallel.microbatches // parallel.replicas)
+        if self.schedule is None:
+            plan = choose_schedule(costs, parallel.stages, count)
+        else:
+            plan = plan_schedule(self.schedule, costs, parallel.stages, count, self.stages_per_rank)
+        *counts, last = [str(len(span)) for span in plan.ranges]
         report(
             f"measured {len(blocks)} blocks in {time.perf_counter() - begun:.1f} s: "
-            f"{', '.join(counts)} and {last} blocks per stage"
+            f"{', '.join(counts)} and {last} blocks per stage, schedule {plan.name}"
         )
-        return ranges, composition
+        return {
+            "composition": composition,
+            "ranges": [(span.start, span.stop) for span in plan.ranges],
+            "schedule": plan.name,
+            "stages_per_rank": plan.stages_per_rank,
+        }

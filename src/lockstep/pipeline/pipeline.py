@@ -1,4 +1,4 @@
-"""The pipeline: this rank's stage and its links to the neighboring stages.
+"""The pipeline: this rank's stages, their links to neighboring stages, and their schedule.
 
     rank 0   stage 0   F0 F1 .. B0 F2 B1 ...       F forward, B backward of a micro-batch
     rank 1   stage 1      F0 B0 F1 B1 ...
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +25,7 @@ from torch import nn
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.link_groups import make_groups
 from lockstep.pipeline.p2p import Receiver, Sender
+from lockstep.pipeline.schedules import Action, build_schedule
 from lockstep.pipeline.stage import Stage
 from lockstep.pipeline.tied_weights import TiedParameters
 
@@ -31,6 +33,8 @@ __all__ = ["Pipeline"]
 
 FIRST_TAG = 1 << 20  # above the tags that user code is likely to use
 _next_tag: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+build_cached_schedule = lru_cache(maxsize=64)(build_schedule)
 
 
 def reserve_tags(group: Any, count: int) -> int:
@@ -55,47 +59,61 @@ class StageLinks:
 
 
 class Pipeline:
-    """The stage of this rank, with its links to the ranks of the same replica.
+    """The stages of this rank, with their links to the ranks of the same replica.
 
     Args:
         parallel: The layout.
-        stage: This rank's stage.
+        stages: This rank's stages.
+        name: The name of the schedule.
+        stages_per_rank: Stages per rank; more than one only for the schedule "interleaved".
         ties: The tied parameters of all stages; each gets its links here.
     """
 
     def __init__(
-        self, parallel: ParallelContext, stage: Stage, ties: Sequence[TiedParameters]
+        self,
+        parallel: ParallelContext,
+        stages: Sequence[Stage],
+        name: str,
+        stages_per_rank: int,
+        ties: Sequence[TiedParameters],
     ) -> None:
-        self.parallel, self.stage = parallel, stage
-        self.ties = [tie for tie in ties if stage.number in (tie.later, tie.earlier)]
+        self.parallel, self.name, self.stages_per_rank = parallel, name, stages_per_rank
+        self.stages = {stage.number: stage for stage in stages}
+        self.number = parallel.stages * stages_per_rank
+        here = self.stages.keys()
+        self.ties = [tie for tie in ties if tie.later in here or tie.earlier in here]
         self._all_ties = list(ties)
         self.failure = ""
         """The reason why no step can be computed; "" if there is none."""
         self._old_links: list[Any] = []
-        self.links = StageLinks()
+        self.links: dict[int, StageLinks] = {}
         self.connect()
 
     @property
-    def is_last(self) -> bool:
-        """Whether the stage is the last one, which computes the loss."""
-        return self.stage.number == self.parallel.stages - 1
+    def last(self) -> int:
+        """The number of the last stage, which computes the loss."""
+        return self.number - 1
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the modules that this rank calls in a step, by their names in messages."""
-        return self.stage.blocks | (self.parallel.loss_module() if self.is_last else {})
+        blocks = {
+            name: block for stage in self.stages.values() for name, block in stage.blocks.items()
+        }
+        return blocks | (self.parallel.loss_module() if self.last in self.stages else {})
 
-    def find_view(self, released: Mapping[str, torch.Tensor]) -> None:
+    def find_views(self, released: Mapping[str, torch.Tensor]) -> None:
         """Set `failure` if a block or the loss refers to the memory of a tensor of another rank."""
-        if (kept := self.stage.inspector.state.find_view(released)) is not None:
-            view, name = kept
-            self.failure = (
-                f"{view} is a view of {name}, which is in another pipeline stage, and would "
-                "keep its first values: make the view in forward, in a block of that stage"
-            )
+        for stage in self.stages.values():
+            if (kept := stage.inspector.state.find_view(released)) is not None:
+                view, name = kept
+                self.failure = (
+                    f"{view} is a view of {name}, which is in another pipeline stage, and would "
+                    "keep its first values: make the view in forward, in a block of that stage"
+                )
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that holds a stage of this replica."""
-        return self.parallel.replica * self.parallel.stages + stage
+        return self.parallel.replica * self.parallel.stages + stage % self.parallel.stages
 
     def connect(self) -> None:
         """Create new links, which never receive messages of the old ones.
@@ -103,10 +121,12 @@ class Pipeline:
         The old links are kept, because messages in transit may still be written into their
         memory.
         """
-        self._old_links += [self.links, [vars(tie).copy() for tie in self.ties]]
-        device, stages, stage = self.parallel.device, self.parallel.stages, self.stage.number
+        self._old_links += (
+            [self.links, [vars(tie).copy() for tie in self.ties]] if self.links else []
+        )
+        device = self.parallel.device
         groups = make_groups(self._list_links(), device)
-        base = reserve_tags(dist.group.WORLD, 2 * (stages + 1 + len(self._all_ties)))
+        base = reserve_tags(dist.group.WORLD, 2 * (self.number + 1 + len(self._all_ties)))
 
         def sender(stage: int, tag: int) -> Sender:
             return Sender(groups[tag], self.rank_of(stage), base + tag, device)
@@ -114,55 +134,73 @@ class Pipeline:
         def receiver(stage: int, tag: int) -> Receiver:
             return Receiver(groups[tag], self.rank_of(stage), base + tag, device)
 
-        self.links = links = StageLinks()
-        if stage > 0:
-            links.inputs = receiver(stage - 1, 2 * stage)
-            links.to_inputs = sender(stage - 1, 2 * stage + 1)
-        if not self.is_last:
-            links.outputs = sender(stage + 1, 2 * stage + 2)
-            links.gradients = receiver(stage + 1, 2 * stage + 3)
+        self.links = {}
+        for stage in self.stages:
+            links = self.links[stage] = StageLinks()
+            if stage > 0:
+                links.inputs = receiver(stage - 1, 2 * stage)
+                links.to_inputs = sender(stage - 1, 2 * stage + 1)
+            if stage < self.last:
+                links.outputs = sender(stage + 1, 2 * stage + 2)
+                links.gradients = receiver(stage + 1, 2 * stage + 3)
         for number, tie in enumerate(self._all_ties):
-            tag = 2 * (stages + 1 + number)
-            if stage == tie.later:
-                tie.gradient_sender = sender(tie.earlier, tag)
-                tie.reduced_receiver = receiver(tie.earlier, tag + 1)
-            elif stage == tie.earlier:
-                tie.gradient_receiver = receiver(tie.later, tag)
-                tie.reduced_sender = sender(tie.later, tag + 1)
+            tag = 2 * (self.number + 1 + number)
+            local = self.rank_of(tie.later) == self.rank_of(tie.earlier)
+            later, earlier = tie.later in self.stages, tie.earlier in self.stages
+            tie.local_gradients = {}
+            tie.gradient_sender = sender(tie.earlier, tag) if later and not local else None
+            tie.gradient_receiver = receiver(tie.later, tag) if earlier and not local else None
+            tie.reduced_sender = sender(tie.later, tag + 1) if earlier and not local else None
+            tie.reduced_receiver = receiver(tie.earlier, tag + 1) if later and not local else None
 
     def _list_links(self) -> dict[int, tuple[int, int]]:
         """Return the two ranks of each link of this replica, by its tag."""
-        stages = self.parallel.stages
-        ends = {2 * later: (later - 1, later) for later in range(1, stages)}
-        for number, tie in enumerate(self._all_ties, stages + 1):
-            ends[2 * number] = tie.earlier, tie.later
+        ends = [(stage - 1, stage) for stage in range(1, self.number)]
+        tags = [2 * later for _, later in ends]
+        ends += [(tie.earlier, tie.later) for tie in self._all_ties]
+        tags += [2 * (self.number + 1 + number) for number in range(len(self._all_ties))]
         return {
             tag + way: (self.rank_of(earlier), self.rank_of(later))
-            for tag, (earlier, later) in ends.items()
+            for tag, (earlier, later) in zip(tags, ends, strict=True)
             for way in (0, 1)
         }
 
-    @property
-    def ties_to_earlier(self) -> list[TiedParameters]:
-        """The tied parameters whose sums this stage sends to an earlier one."""
-        return [tie for tie in self.ties if tie.later == self.stage.number]
+    def find_ties_to_earlier(self, stage: int) -> list[TiedParameters]:
+        """Return the tied parameters whose sums a stage sends to an earlier one."""
+        return [tie for tie in self.ties if tie.later == stage]
 
-    @property
-    def ties_to_later(self) -> list[TiedParameters]:
-        """The tied parameters whose sums this stage receives from a later one."""
-        return [tie for tie in self.ties if tie.earlier == self.stage.number]
+    def find_ties_to_later(self, stage: int) -> list[TiedParameters]:
+        """Return the tied parameters whose sums a stage receives from a later one."""
+        return [tie for tie in self.ties if tie.earlier == stage]
+
+    def find_tied_parameters(self, stage: int) -> list[nn.Parameter]:
+        """Return the parameters of a stage that other stages hold too."""
+        ties = [tie for tie in self.ties if stage in (tie.later, tie.earlier)]
+        return [parameter for tie in ties for parameter in tie.parameters]
+
+    def get_actions(self, microbatches: int) -> Sequence[Action]:
+        """Return the actions of this rank for a number of micro-batches."""
+        if not microbatches:
+            return ()
+        stages_per_rank = self.stages_per_rank if self.name == "interleaved" else None
+        plan = build_cached_schedule(self.name, self.parallel.stages, microbatches, stages_per_rank)
+        return plan[self.parallel.position]
 
     def fail(self, reason: str, attempt: int) -> None:
         """Send the neighbors the reason why this rank sends no further values in this step."""
-        senders = [self.links.outputs, self.links.to_inputs]
+        for links in self.links.values():
+            for sender in (links.outputs, links.to_inputs):
+                if sender is not None:
+                    sender.fail(reason, attempt)
         for tie in self.ties:
-            senders += [tie.gradient_sender, tie.reduced_sender]
-        for sender in senders:
-            if sender is not None:
-                sender.fail(reason, attempt)
+            for sender in (tie.gradient_sender, tie.reduced_sender):
+                if sender is not None:
+                    sender.fail(reason, attempt)
 
     def broadcast_tied_gradients(self, attempt: int) -> None:
         """Send the reduced gradients of tied parameters from the owner to the other holders."""
         for tie in reversed(self.ties):
-            tie.receive_reduced(attempt)
-            tie.send_reduced(attempt)
+            if tie.later in self.stages:
+                tie.receive_reduced(attempt)
+            if tie.earlier in self.stages:
+                tie.send_reduced(attempt)

@@ -1,7 +1,8 @@
 """Python state: values that blocks keep in attributes and other objects, not in their outputs.
 
     one process     block 0 writes box.mask, block 2 reads that of the same micro-batch
-    stages          block 2 has another box on its rank
+    stages          block 2 has another box on its rank, or (interleaved) block 0 has
+                    computed another micro-batch in the meantime
 
 Therefore an object that several stages refer to, in a block or in the loss, must not change from
 forward to forward; otherwise an error names it. A single change is allowed, such as a table that
@@ -186,8 +187,9 @@ class PythonState:
                 changed_entry = _describe_entry(holder, changed[0])
                 raise UsageError(
                     f"{where}: {here} changes {changed_entry}, which {elsewhere} refers "
-                    "to as well; stages are on other ranks: return what later blocks need as part "
-                    "of the block's output, in a tuple"
+                    "to as well; stages are on other ranks, or compute other micro-batches in the "
+                    "meantime: return what later blocks need as part of the "
+                    "block's output, in a tuple"
                 )
             if key not in self._users and (scope := _get_scope(holder.value)) is not None:
                 self._assigned |= {(id(scope), name): (scope, name) for name in changed}

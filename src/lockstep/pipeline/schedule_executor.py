@@ -1,4 +1,4 @@
-"""The schedule executor: one step through the pipeline stage of this rank.
+"""The schedule executor: one step through the pipeline stages of this rank.
 
 The schedule determines the order of actions; several micro-batches are in flight. An exception
 in a stage stops the step on every rank: the neighbors receive it at once, the other ranks receive
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ from lockstep.model.loss_shares import start_batch
 from lockstep.pipeline.aliasing import ReceivedTensors
 from lockstep.pipeline.boundary import flatten, unflatten
 from lockstep.pipeline.composition import Composition
-from lockstep.pipeline.graph_input import GraphInput
 from lockstep.pipeline.p2p import Receiver, RngState
 from lockstep.pipeline.pipeline import Pipeline
-from lockstep.pipeline.schedule import Action, order_actions
-from lockstep.pipeline.stage import StageInput, make_first_input
+from lockstep.pipeline.schedules import Action
+from lockstep.pipeline.split_backward import GraphInput
+from lockstep.pipeline.stage import Stage, StageInput, make_first_input
 from lockstep.pipeline.stage_buffers import StageBuffers
 from lockstep.pipeline.stage_span import StageSpan
 from lockstep.pipeline.tied_weights import disable_hooks
@@ -37,7 +37,7 @@ __all__ = ["ScheduleExecutor"]
 
 
 class ScheduleExecutor:
-    """Computes one step on the stage of this rank; `composition` is checked before, if given."""
+    """Computes one step on the stages of this rank; `composition` is checked before, if given."""
 
     def __init__(
         self,
@@ -48,30 +48,30 @@ class ScheduleExecutor:
     ) -> None:
         self.step, self.pipeline, self._composition = step, pipeline, composition
         self._parallel, self._metrics = pipeline.parallel, metrics
-        self._stage, self._links = pipeline.stage, pipeline.links
         self._microbatches_here: list[Microbatch] = []
-        self._missing: list[int] = []
-        self._current: int | None = None
+        self._missing: dict[int, list[int]] = {}
+        self._current: tuple[Stage, int] | None = None
         self._begun = 0.0
         self._waited, self._source, self._bytes = 0.0, -1, 0
 
     @contextmanager
     def activate(self) -> Iterator[ScheduleExecutor]:
-        """Set up the buffers, seeds and activation checkpointing of the stage in the body."""
-        stage = self._stage
-        stage.begin(StageBuffers(self.pipeline.modules()))
-        with (
-            stage.checkpointing.enable(stage.buffers),
-            stage.scopes.install_hooks(),
-            isolated(self._parallel.device, everything=True),
-        ):
+        """Set up the buffers, seeds and activation checkpointing of every stage in the body."""
+        stages = list(self.pipeline.stages.values())
+        with ExitStack() as stack:
+            for stage in stages:
+                stage.begin(StageBuffers(self._get_modules(stage)))
+                stack.enter_context(stage.checkpointing.enable(stage.buffers))
+                stack.enter_context(stage.scopes.install_hooks())
+            stack.enter_context(isolated(self._parallel.device, everything=True))
             try:
                 yield self
             finally:
-                stage.end()
+                for stage in stages:
+                    stage.end()
 
     def compute(self, batch: Any) -> None:
-        """Run every micro-batch of this replica forward and backward through the stage.
+        """Run every micro-batch of this replica forward and backward through the local stages.
 
         An exception in a stage is stored in the step, which then ends on every rank.
         """
@@ -83,10 +83,10 @@ class ScheduleExecutor:
                 given = make_first_input(self._microbatches_here[0], self._parallel, self.where)
                 with self._parallel.autocast():
                     self._composition.check(given.data)
-            if count := len(self._microbatches_here):
-                for action in order_actions(self._stage.number, self._parallel.stages, count):
-                    self._execute(action)
-            self._skip_absent()
+            for action in self.pipeline.get_actions(len(self._microbatches_here)):
+                self._execute(action)
+            for stage in self.pipeline.stages.values():
+                self._skip_absent(stage)
         except LostError:
             raise
         except Exception as error:
@@ -94,57 +94,70 @@ class ScheduleExecutor:
 
     def position(self) -> tuple[int, int] | None:
         """Return the micro-batch and the stage of the current action; None between actions."""
-        return None if self._current is None else (self._current, self._stage.number)
+        return (self._current[1], self._current[0].number) if self._current else None
 
     @property
     def where(self) -> str:
         """Rank, stage, step and micro-batch, for messages."""
         if self._current is None:
             return f"rank {self._parallel.rank}, step {self.step.number}"
-        here = f"rank {self._parallel.rank}, stage {self._stage.number}"
-        return f"{here}, step {self.step.number}, micro-batch {self._current}"
+        stage, index = self._current
+        here = f"rank {self._parallel.rank}, stage {stage.number}"
+        return f"{here}, step {self.step.number}, micro-batch {index}"
 
     # --- before the first action and after the last -------------------------------------------
 
+    def _get_modules(self, stage: Stage) -> dict[str, Any]:
+        modules = dict(stage.blocks)
+        if stage.number == self.pipeline.last:
+            modules |= self._parallel.loss_module()
+        return modules
+
     def _prepare(self, batch: Any) -> None:
         batch = start_batch(self.step, batch, self._parallel.count_ignored)
-        self._stage.gradients.begin(batch.leaves, self._parallel.hosts)
-        self._missing = [part.index for part in batch.microbatches]
+        for stage in self.pipeline.stages.values():
+            stage.gradients.begin(batch.leaves, self._parallel.hosts)
+            self._missing[stage.number] = [part.index for part in batch.microbatches]
         self._microbatches_here = [
             part for part in batch.microbatches if part.index in self.step.shares
         ]
-        if self._microbatches_here and self._links.inputs is not None:
-            self._links.inputs.post()
+        if self._microbatches_here:
+            for links in self.pipeline.links.values():
+                if links.inputs is not None:
+                    links.inputs.post()
 
-    def _skip_absent(self, before: int | None = None) -> None:
+    def _skip_absent(self, stage: Stage, before: int | None = None) -> None:
         """Skip the micro-batches without weight that come before index `before`."""
-        while self._missing and self._missing[0] != before:
-            self._stage.gradients.skip(self._missing.pop(0))
+        missing = self._missing[stage.number]
+        while missing and missing[0] != before:
+            stage.gradients.skip(missing.pop(0))
 
     # --- one action ---------------------------------------------------------------------------
 
     def _execute(self, action: Action) -> None:
+        stage = self.pipeline.stages[action.stage]
         microbatch = self._microbatches_here[action.microbatch]
-        self._current = microbatch.index
+        self._current = stage, microbatch.index
         self._waited, self._source, self._bytes = 0.0, -1, 0
         self._begun = time.perf_counter()
         if action.kind == "forward":
-            self._forward(microbatch, action.microbatch)
+            self._forward(stage, microbatch, action.microbatch)
         else:
-            with self._parallel.without_autocast(), self._stage.checkpointing.explain_errors():
-                self._backward(microbatch.index)
-            self._finish_microbatch(microbatch)
+            with self._parallel.without_autocast(), stage.checkpointing.explain_errors():
+                self._backward(stage, microbatch.index, action.kind)
+            if action.kind != "input":
+                self._finish_microbatch(stage, microbatch)
         if self.step.spans is not None:
             self.step.spans.append(
                 StageSpan(
-                    action.kind, self._stage.number, microbatch.index, self._begun,
-                    time.perf_counter(), self._waited, self._source, self._bytes,
+                    action.kind, stage.number, microbatch.index, self._begun, time.perf_counter(),
+                    self._waited, self._source, self._bytes,
                 )
             )  # fmt: skip
         self._current = None
 
-    def _forward(self, microbatch: Microbatch, position: int) -> None:
-        index, links = microbatch.index, self._links
+    def _forward(self, stage: Stage, microbatch: Microbatch, position: int) -> None:
+        index, links = microbatch.index, self.pipeline.links[stage.number]
         where = self.where
         if links.inputs is None:
             given = make_first_input(microbatch, self._parallel, where)
@@ -159,11 +172,11 @@ class ScheduleExecutor:
                 links.inputs.rng_state,
                 graph_input,
             )
-        loss = self._make_loss(microbatch, where) if links.outputs is None else None
+        loss = self._make_loss(stage, microbatch, where) if links.outputs is None else None
         for observer in self.step.observers:
             observer.begin_microbatch()
         with self._parallel.autocast():
-            made = self._stage.forward(self.step.number, index, given, where, loss)
+            made = stage.forward(self.step.number, index, given, where, loss)
         for observer in self.step.observers:
             for root in made.tensors:
                 observer.record_graph(root, (self.step.number, index))
@@ -172,7 +185,9 @@ class ScheduleExecutor:
                 made.structure, made.tensors, self.step.attempt.number, index, made.rng_state
             )
 
-    def _make_loss(self, microbatch: Microbatch, where: str) -> Callable[[Any], torch.Tensor]:
+    def _make_loss(
+        self, stage: Stage, microbatch: Microbatch, where: str
+    ) -> Callable[[Any], torch.Tensor]:
         """Return the function that computes and records the scaled loss of the model's outputs."""
 
         def scaled(outputs: Any) -> torch.Tensor:
@@ -190,34 +205,42 @@ class ScheduleExecutor:
 
         return scaled
 
-    def _backward(self, index: int) -> None:
-        links, attempt = self._links, self.step.attempt.number
+    def _backward(self, stage: Stage, index: int, kind: str) -> None:
+        where = self.where
+        if kind == "weight":
+            stage.backward_weights(index, where)
+            return
+        links = self.pipeline.links[stage.number]
         gradients: Sequence[torch.Tensor | None] | None = None
         rng_state: RngState | None = None
         if links.gradients is not None:
             gradients = ()
-            if self._stage.count_outputs(index):
+            if stage.count_outputs(index):
                 gradients = unflatten(*self._receive(links.gradients, index))
                 rng_state = links.gradients.rng_state
+        tied = self.pipeline.find_ties_to_later(stage.number)
         tied_roots = [
-            pair
-            for tie in self.pipeline.ties_to_later
-            for pair in tie.receive_gradients(attempt, index)
+            pair for tie in tied for pair in tie.receive_gradients(self.step.attempt.number, index)
         ]
-        ties = self.pipeline.ties_to_earlier
-        with disable_hooks([parameter for tie in ties for parameter in tie.parameters]):
-            made, rng_state = self._stage.backward(
-                index, gradients, tied_roots, rng_state, self.where
-            )
+        ties_to_earlier = self.pipeline.find_ties_to_earlier(stage.number)
+        with disable_hooks([parameter for tie in ties_to_earlier for parameter in tie.parameters]):
+            if kind == "input":
+                unsplit = self.pipeline.find_tied_parameters(stage.number)
+                made, rng_state = stage.backward_inputs(
+                    index, gradients, unsplit, tied_roots, rng_state, where
+                )
+            else:
+                made, rng_state = stage.backward(index, gradients, tied_roots, rng_state, where)
         if links.to_inputs is not None and made:
-            links.to_inputs.send(*flatten(tuple(made)), attempt, index, rng_state)
-        for tie in ties:
-            tie.send_gradients(attempt, index)
+            links.to_inputs.send(*flatten(tuple(made)), self.step.attempt.number, index, rng_state)
+        for tie in ties_to_earlier:
+            tie.send_gradients(
+                stage.take_gradients(index, tie.parameters), self.step.attempt.number, index
+            )
 
-    def _finish_microbatch(self, microbatch: Microbatch) -> None:
-        stage = self._stage
-        self._skip_absent(microbatch.index)
-        self._missing.pop(0)
+    def _finish_microbatch(self, stage: Stage, microbatch: Microbatch) -> None:
+        self._skip_absent(stage, microbatch.index)
+        self._missing[stage.number].pop(0)
         if self.step.observers:
             gradients, buffers = stage.gradients.hash_current, stage.buffers.current
             self.step.observe_microbatch(microbatch.index, gradients, buffers)

@@ -7,14 +7,15 @@
                     gradients of the outputs in, gradients of the inputs out
     after it        gradients become leaf m of the tree, buffers are set aside
 
-Several micro-batches may be in flight.
+Several micro-batches may be in flight. The backward runs as a whole, or split in two parts
+(`lockstep.pipeline.split_backward`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 
 from lockstep.data.microbatch import Microbatch, clone_tensors, map_tensors
 from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
 from lockstep.model.forward import split_targets
@@ -30,10 +32,10 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import BeginCall, EndCall
 from lockstep.pipeline.aliasing import ReceivedTensors, SentTensors
 from lockstep.pipeline.boundary import Structure
-from lockstep.pipeline.graph_input import GraphInput
 from lockstep.pipeline.inspection import BlockInspector
 from lockstep.pipeline.p2p import INITIAL_RNG_STATE, RngState
 from lockstep.pipeline.python_state import Assigned, PythonState
+from lockstep.pipeline.split_backward import GraphInput, SplitBackward, is_splittable
 from lockstep.pipeline.stage_buffers import PausedBuffers, StageBuffers
 
 __all__ = ["Stage", "StageInput", "StageOutput", "make_first_input"]
@@ -103,6 +105,8 @@ class InFlightMicrobatch:
     calls: ScopeCalls | None
     rng_state: RngState
     assigned: list[Assigned]
+    split: SplitBackward | None = None
+    early: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
 
 
 class Stage:
@@ -116,6 +120,7 @@ class Stage:
         checkpointing: The activation checkpointing of its blocks.
         device: The device.
         state: The Python state of its blocks.
+        shares_rank: Whether other stages are on this rank, too.
     """
 
     def __init__(
@@ -127,6 +132,7 @@ class Stage:
         checkpointing: ActivationCheckpointing,
         device: torch.device,
         state: PythonState,
+        shares_rank: bool,
     ) -> None:
         self.number = number
         self.blocks = dict(blocks)
@@ -134,7 +140,7 @@ class Stage:
         self.gradients = gradients
         self.checkpointing = checkpointing
         self.inspector = BlockInspector(number == 0, state, list(blocks))
-        self._device = device
+        self._device, self._shares_rank = device, shares_rank
         parameters = (tensor for block in blocks.values() for tensor in block.parameters())
         self.parameters = list(dict.fromkeys(parameters))
         self._in_flight: dict[int, InFlightMicrobatch] = {}
@@ -204,14 +210,10 @@ class Stage:
             rng_state = self._update_rng_state(before, rng_state)
         structure, tensors = self.inspector.flatten_output(value, blocks, given.received, where)
         outputs = [tensor for tensor in tensors if tensor.requires_grad]
+        held = self._pause()
+        sent, assigned = SentTensors(tensors), self.inspector.state.get_assigned()
         self._in_flight[index] = InFlightMicrobatch(
-            given.graph_input,
-            outputs,
-            SentTensors(tensors),
-            self.buffers.pause(),
-            self.scopes.pause(),
-            rng_state,
-            self.inspector.state.get_assigned(),
+            given.graph_input, outputs, sent, *held, rng_state, assigned
         )
         if given.graph_input is not None:
             given.graph_input.free()
@@ -225,7 +227,7 @@ class Stage:
         rng_state: RngState | None,
         where: str,
     ) -> tuple[list[torch.Tensor | None], RngState]:
-        """Run the backward of a micro-batch.
+        """Run the whole backward of a micro-batch.
 
         Args:
             index: The number of the micro-batch.
@@ -238,25 +240,94 @@ class Stage:
         Returns:
             The gradients of the inputs that require one, and the random state.
         """
-        in_flight = self._in_flight.pop(index)
-        in_flight.rng_state = rng_state or in_flight.rng_state
-        self.buffers.resume(in_flight.buffers)
-        self.scopes.resume(in_flight.calls)
+        in_flight = self._resume(index, rng_state)
         in_flight.sent.check(where)
         roots, given = _find_roots(in_flight, gradients, tied_roots)
         if roots:
             with self._restore_rng_state(in_flight, where):
                 torch.autograd.backward(roots, given)
-        self.scopes.pause()
+        self._finish_backward(index)
+        return (
+            [] if in_flight.graph_input is None else in_flight.graph_input.gradients,
+            in_flight.rng_state,
+        )
+
+    def backward_inputs(
+        self,
+        index: int,
+        gradients: Sequence[torch.Tensor | None] | None,
+        unsplit: Sequence[torch.Tensor],
+        tied_roots: TiedRoots,
+        rng_state: RngState | None,
+        where: str,
+    ) -> tuple[list[torch.Tensor | None], RngState]:
+        """Run the first part of the backward, with arguments like `backward`.
+
+        `unsplit` are the weights whose gradients belong to this part; see `SplitBackward`.
+        """
+        in_flight = self._resume(index, rng_state)
+        in_flight.sent.check(where)
+        roots, given = _find_roots(in_flight, gradients, tied_roots)
         graph_input = in_flight.graph_input
-        made = [] if graph_input is None else graph_input.gradients
-        if self._watched is not None:
-            self.input_gradients = made
-        return made, in_flight.rng_state
+        with self._restore_rng_state(in_flight, where):
+            if (
+                graph_input is not None
+                and graph_input.anchor is not None
+                and roots
+                and is_splittable(roots)
+            ):
+                in_flight.split = SplitBackward(roots, graph_input.anchor, unsplit)
+                in_flight.split.backward_inputs(given)
+            elif roots:
+                torch.autograd.backward(roots, given)
+        # Empty `.grad`: the first part of the next micro-batch runs before the second part of
+        # this one.
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                in_flight.early[parameter] = parameter.grad
+                parameter.grad = None
+        in_flight.buffers, in_flight.calls = self._pause()
+        in_flight.outputs = []
+        return [] if graph_input is None else graph_input.gradients, in_flight.rng_state
+
+    def backward_weights(self, index: int, where: str) -> None:
+        """Run the second part of the backward."""
+        in_flight = self._resume(index)
+        if in_flight.split is not None:
+            before = state_of_torch(self._device)
+            with (
+                self.inspector.check_backward(where),
+                self.inspector.state.restore_assigned(in_flight.assigned),
+            ):
+                in_flight.split.backward_weights()
+            if state_of_torch(self._device) != before:
+                raise UsageError(
+                    f"{where}: a hook of a tensor in the blocks {', '.join(self.blocks)} draws "
+                    'random numbers in backward, and schedule="zero-bubble" may call it twice: '
+                    "draw them in a hook of a parameter or in an autograd function, or choose "
+                    "another schedule"
+                )
+        for parameter, gradient in in_flight.early.items():
+            parameter.grad = gradient
+        self._finish_backward(index)
+
+    def take_gradients(
+        self, index: int, parameters: Sequence[nn.Parameter]
+    ) -> list[torch.Tensor | None]:
+        """Return and clear the gradients of parameters that an earlier stage owns."""
+        in_flight = self._in_flight.get(index)
+        if in_flight is not None:
+            return [in_flight.early.pop(parameter, None) for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        return gradients
 
     def finish(self, index: int, share: float) -> None:
         """Add the gradients and buffers of a micro-batch; `share` is its weight in the mean."""
         self.buffers.collect(index, share)
+        if self._shares_rank:
+            self.buffers.hide()
         self.gradients.accumulate(index)
 
     @contextmanager
@@ -278,6 +349,25 @@ class Stage:
         """Return the random state, updated if torch's generators have changed since `before`."""
         state = state_of_torch(self._device)
         return rng_state if state == before else replace(rng_state, torch_state=state)
+
+    def _finish_backward(self, index: int) -> None:
+        graph_input = self._in_flight.pop(index).graph_input
+        if self._watched is not None and graph_input is not None:
+            self.input_gradients = graph_input.gradients
+        self.scopes.pause()
+
+    def _pause(self) -> tuple[PausedBuffers, ScopeCalls | None]:
+        held = self.buffers.pause(), self.scopes.pause()
+        if self._shares_rank:
+            self.buffers.hide()
+        return held
+
+    def _resume(self, index: int, rng_state: RngState | None = None) -> InFlightMicrobatch:
+        in_flight = self._in_flight[index]
+        in_flight.rng_state = rng_state or in_flight.rng_state
+        self.buffers.resume(in_flight.buffers)
+        self.scopes.resume(in_flight.calls)
+        return in_flight
 
 
 def _find_roots(

@@ -1,10 +1,14 @@
-"""The buffers of a stage, of which several micro-batches are in flight."""
+"""The buffers of a stage that takes turns with other stages and micro-batches of its rank."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import nn
 
 from lockstep.kernel.buffers import Buffers
+from lockstep.model.deferred_init import make_released
 
 __all__ = ["PausedBuffers", "StageBuffers"]
 
@@ -14,6 +18,10 @@ PausedBuffers = list[tuple[torch.Tensor | None, torch.Tensor | None]]
 
 class StageBuffers(Buffers):
     """The buffers of one stage, which can be put aside."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__(modules)
+        self._hidden: list[torch.Tensor] = []
 
     def pause(self) -> PausedBuffers:
         """Remove and return the buffers of the current micro-batch, so that another can start."""
@@ -30,3 +38,10 @@ class StageBuffers(Buffers):
         for slot, (tensor, copy) in zip(self.slots, paused, strict=True):
             slot.copy = copy
             slot.install(tensor)
+
+    def hide(self) -> None:
+        """Install tensors that blocks of another stage cannot read, until the next micro-batch."""
+        if not self._hidden:
+            self._hidden = [make_released(slot.tensor, slot.name) for slot in self.slots]
+        for slot, hidden in zip(self.slots, self._hidden, strict=True):
+            slot.install(hidden)

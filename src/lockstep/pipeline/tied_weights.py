@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -38,10 +38,11 @@ class TiedParameters:
         later: The number of the later stage.
         earlier: The number of the earlier stage, to which the later one sends its sums.
         parameters: The parameters.
-        gradient_sender: Sends the sums of the later stage, on its rank.
+        gradient_sender: Sends the sums of the later stage; None if both stages are on one rank.
         gradient_receiver: Receives these sums on the rank of the earlier stage.
         reduced_sender: Sends the reduced gradients of the earlier stage.
         reduced_receiver: Receives these gradients on the rank of the later stage.
+        local_gradients: The sums by micro-batch, if both stages are on one rank.
     """
 
     later: int
@@ -51,20 +52,25 @@ class TiedParameters:
     gradient_receiver: Receiver | None = None
     reduced_sender: Sender | None = None
     reduced_receiver: Receiver | None = None
+    local_gradients: dict[int, list[torch.Tensor | None]] = field(default_factory=dict)
 
-    def send_gradients(self, attempt: int, index: int) -> None:
-        """Send the sums of the later stage for a micro-batch, and clear them there."""
-        assert self.gradient_sender is not None
-        gradients = tuple(parameter.grad for parameter in self.parameters)
-        for parameter in self.parameters:
-            parameter.grad = None
-        self.gradient_sender.send(*flatten(gradients), attempt, index)
+    def send_gradients(
+        self, gradients: Sequence[torch.Tensor | None], attempt: int, index: int
+    ) -> None:
+        """Send the sums of the later stage for a micro-batch to the earlier stage."""
+        if self.gradient_sender is None:
+            self.local_gradients[index] = list(gradients)
+        else:
+            self.gradient_sender.send(*flatten(tuple(gradients)), attempt, index)
 
     def receive_gradients(self, attempt: int, index: int) -> Pairs:
         """Return the sums of the later stages for a micro-batch, with their parameters."""
-        assert self.gradient_receiver is not None
-        structure, tensors = self.gradient_receiver.receive(attempt, index)
-        pairs = zip(self.parameters, unflatten(structure, tensors), strict=True)
+        if self.gradient_receiver is None:
+            gradients = self.local_gradients.pop(index)
+        else:
+            structure, tensors = self.gradient_receiver.receive(attempt, index)
+            gradients = unflatten(structure, tensors)
+        pairs = zip(self.parameters, gradients, strict=True)
         return [(parameter, gradient) for parameter, gradient in pairs if gradient is not None]
 
     def send_reduced(self, attempt: int) -> None:

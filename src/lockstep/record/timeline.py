@@ -43,6 +43,8 @@ MAX_LISTED = 1 << 20  # ranks: a damaged record must not fill the memory
 KIND_NAMES = {
     "forward": "forward",
     "backward": "backward",
+    "input": "gradient of the inputs",
+    "weight": "gradients of the weights",
     "compute": "compute",
     "communication": "communication",
     "waiting": "waiting",

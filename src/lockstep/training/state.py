@@ -172,7 +172,8 @@ class TrainingState:
         for group in ("model", "average"):
             buffers[group] = gather_model_state(buffers[group], self._source, self._device)
         # Only the ranks of the last stage compute the loss and write its buffers.
-        source = self._parallel.stages - 1
+        last = len(self.placement.partition.ranges) - 1
+        source = last % self._parallel.stages
         if not self._has_last_stage:
             buffers["loss"] = {name: buffer.to("meta") for name, buffer in buffers["loss"].items()}
         buffers["loss"] = gather_model_state(buffers["loss"], lambda name: source, self._device)
@@ -393,7 +394,7 @@ class TrainingState:
     @property
     def _has_last_stage(self) -> bool:
         assert self.placement is not None
-        return self.placement.stage == self._parallel.stages - 1
+        return len(self.placement.partition.ranges) - 1 in self.placement.stages
 
     def _load_tensors(self, state: Mapping[str, Any]) -> None:
         """Load the tensors that this rank holds from whole states."""

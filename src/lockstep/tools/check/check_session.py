@@ -111,11 +111,12 @@ def choose_options(
     blocks = given.blocks
     if layout.stages == 1:
         return PipelineConfig(blocks=blocks), layout.shared
-    stages = layout.stages
+    stages = layout.stages * (layout.stages_per_rank or 1)
     count = 0
     if isinstance(model, nn.Module):
         count = len(find_block_names(model, blocks))
     elif blocks is None:
         count = len(model)
     balance = [len(span) for span in split_evenly(count, stages)] if count >= stages else None
-    return PipelineConfig(stages, blocks, balance), False
+    schedule, per_rank = layout.schedule, layout.stages_per_rank
+    return PipelineConfig(layout.stages, schedule, blocks, balance, per_rank), False

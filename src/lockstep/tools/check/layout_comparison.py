@@ -47,6 +47,7 @@ class LayoutVerdict:
             "ranks": layout.ranks,
             "replicas": layout.replicas,
             "stages": layout.stages,
+            "schedule": layout.schedule,
             "shared": layout.shared,
             "backend": self.run.backend or layout.backend,
             "digest": self.run.digest,
@@ -155,7 +156,7 @@ def compare_layouts(
             if layout.stages > 1 and is_whole:
                 continue
             verdict = _verdict(run(layout), reference)
-            is_whole |= verdict.word == "not applicable" and layout.stages > 1
+            is_whole |= verdict.word == "not applicable" and layout.schedule == "1f1b"
             add(verdict)
         unstable = None
         if any(one.difference for one in verdicts):

@@ -23,7 +23,7 @@ __all__ = [
     "resolve_options",
 ]
 
-CHANGEABLE = {"stages", "activation_checkpointing", "workers", "logger"}
+CHANGEABLE = {"stages", "schedule", "activation_checkpointing", "workers", "logger"}
 CHANGEABLE |= {"checkpoint_every", "quiet", "download"}  # on resuming, because they change no bits
 NOT_RECALLED = {"quiet", "download"}  # apply to one process, not to the run
 
@@ -99,6 +99,8 @@ def recall_options(
     for option in given.keys() & recorded.keys() - NOT_RECALLED:
         if not _is_given(option):
             given[option] = recorded[option]
+    if given["stages"] == 1 and not _is_given("schedule"):
+        given["schedule"] = None
     ranks = nprocs if _is_given("nprocs") else int(run.layout.get("world_size") or nprocs)
     return recorded["recipe"], ranks
 

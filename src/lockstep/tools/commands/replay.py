@@ -115,7 +115,8 @@ def command(
     program, base = read_program(recording, step), find_base(recording, step)
     for obstacle in find_obstacles(recording, step, program, base):
         log(obstacle)
-    layout = Layout(nprocs, stages=stages)
+    schedule = "1f1b" if stages > 1 else None
+    layout = Layout(nprocs, stages=stages, schedule=schedule)
     request = ReplayRequest(
         recording.folder,
         step,

@@ -18,6 +18,7 @@ from lockstep.launcher.environment import read_rank_info
 from lockstep.launcher.kernel_variables import PORTABLE, find_of_numpy, is_portable_requested
 from lockstep.launcher.rank_process import get_task
 from lockstep.messages import JSON_HELP, log
+from lockstep.pipeline.schedules import NAMES as SCHEDULES
 from lockstep.record.loggers import LOGGER_NAMES
 from lockstep.tools.commands.recorded_options import (
     open_resumed,
@@ -55,6 +56,10 @@ SUMMARY_FILE = "summary.json"  # the summary of a run whose ranks are processes 
 @click.option(
     "--stages", default=1, show_default=True, type=POSITIVE,
     help="Pipeline stages; -n must be a multiple of it.",
+)  # fmt: skip
+@click.option(
+    "--schedule", type=click.Choice(SCHEDULES),
+    help="Pipeline schedule.  [default: the fastest, by measured costs]",
 )  # fmt: skip
 @click.option(
     "--activation-checkpointing", is_flag=True,
@@ -125,7 +130,8 @@ def command(
 
     --resume RUN continues a run from its latest checkpoint, with the results of an
     uninterrupted one. RECIPE and options are then those of the run; -n, --stages,
-    --activation-checkpointing, --workers, --logger and --checkpoint-every may differ.
+    --schedule, --activation-checkpointing, --workers, --logger and --checkpoint-every
+    may differ.
 
     --min A --max B makes an elastic run: when a rank is killed, the run continues, with the same
     bits.
@@ -161,7 +167,7 @@ def command(
         nprocs = read_rank_info(os.environ).world_size
     elif most is not None:
         nprocs = most
-    _check_layout(nprocs, given["stages"], given["microbatches"])
+    _check_layout(nprocs, given["stages"], given["microbatches"], given["schedule"])
     if given["data"] is not None:
         given["data"] = os.path.abspath(given["data"])  # valid in any directory
     for logger in given["logger"]:
@@ -278,10 +284,14 @@ def _train_elastic(
     return summary
 
 
-def _check_layout(nprocs: int, stages: int, microbatches: int) -> None:
+def _check_layout(nprocs: int, stages: int, microbatches: int, schedule: str | None) -> None:
     """Raise LayoutError unless the ranks form whole replicas with a micro-batch each."""
     if nprocs % stages:
         raise LayoutError(f"-n {nprocs} must be a multiple of --stages {stages}")
+    if schedule and stages == 1:
+        raise LayoutError(
+            f"--schedule {schedule} needs pipeline stages: add --stages 2 and -n 2, or omit it"
+        )
     replicas = nprocs // stages
     if replicas > microbatches:
         ranks = (

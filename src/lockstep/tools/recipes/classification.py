@@ -54,6 +54,7 @@ class Options:
     download: bool
     quiet: bool
     stages: int = 1
+    schedule: str | None = None
     activation_checkpointing: bool = False
     logger: tuple[str, ...] = ()
     checkpoint_every: int | None = None  # steps
@@ -116,7 +117,7 @@ def train(options: Options, recipe: Recipe, folder: str) -> dict[str, Any]:
             scheduler=partial(_decay, options.epochs * steps) if recipe.has_decay else None,
         ),
         microbatches=options.microbatches,
-        pipeline=PipelineConfig(stages=options.stages),
+        pipeline=PipelineConfig(stages=options.stages, schedule=options.schedule),
         activation_checkpointing=options.activation_checkpointing,
         seed=options.seed,
         metrics={"accuracy": accuracy},

@@ -259,7 +259,7 @@ def _optimizer_sentences(first: Run, second: Run) -> list[str]:
 DECISIVE = ("optimizer.", "options.", "model.", "layout.microbatches", "layout.threads")
 INDECISIVE = {
     "options.activation_checkpointing", "options.checkpoint_every", "options.download",
-    "options.logger", "options.lr", "options.quiet", "options.stages",
+    "options.logger", "options.lr", "options.quiet", "options.schedule", "options.stages",
     "options.workers",
 }  # fmt: skip
 

@@ -25,10 +25,12 @@ __all__ += ["layout_timelines", "print_timeline", "render_lines", "text_legend",
 
 # ---- text ----
 
-SIGNS = {"forward": "-", "backward": "=", "communication": "~"}
+SIGNS = {"forward": "-", "backward": "=", "input": "<", "weight": "+", "communication": "~"}
 TEXT_STYLES = {
     "forward": "white on blue",
     "backward": "black on green",
+    "input": "black on green",
+    "weight": "black on yellow",
 }
 SHORTEST_COLUMNS = 3  # columns of the shortest span, where there is room
 MIN_DURATION = 1e-12  # shorter times count as zero
