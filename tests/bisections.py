@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import records
 from lockstep.audit.operator_call import OperatorCall
-from lockstep.tools.replay.bisection import Bisection, Compared, Reproduction
+from lockstep.tools.replay.bisection import Bisection
 from lockstep.tools.replay.divergence import Divergence
 from lockstep.tools.replay.element_difference import ElementDifference
 from lockstep.tools.replay.record_difference import first_record_difference
@@ -45,11 +45,10 @@ def bisected(folder):
     return Bisection(
         a,
         b,
-        Compared(20, (10, 20), 0, 2),
         first_record_difference(a.steps, b.steps),
         DIVERGENCE,
         True,
-        (Reproduction(True), Reproduction(True)),
+        (True, True),
         ("night-b: data.pt has changed",),
         "Net",
         4.2,

@@ -32,8 +32,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     records.write(tmp_path / "runs" / "a", lines("a"))
     records.write(tmp_path / "runs" / "same", lines("same"))
-    records.write(tmp_path / "runs" / "longer", lines("longer", count=10))
-    records.write(tmp_path / "runs" / "b", lines("b", {5: "0x1p-3"}, options={"lr": 0.2}))
+    records.write(tmp_path / "runs" / "b", lines("b", {5: "0x1p-3"}))
     return tmp_path
 
 
@@ -49,8 +48,7 @@ def test_runs_without_a_difference():
     assert {name for name in CONTRACT if found[name] is None} == CONTRACT - {"equal"}
     assert (found["steps_compared"], found["is_replayed"]) == (8, False)
     assert "a and same agree in everything that both recorded." in done.stderr
-    assert "bit-identical: 8 steps (losses of the micro-batches, gradient norms" in done.stderr
-    assert "digests of the weights after 8 steps" in done.stderr
+    assert "bit-identical: 8 steps and 1 digest of the weights." in done.stderr
 
 
 def test_unequal_numbers_of_micro_batches_are_the_difference(place):
@@ -61,14 +59,8 @@ def test_unequal_numbers_of_micro_batches_are_the_difference(place):
     found = json.loads(done.stdout)
     assert (found["equal"], found["step"], found["direction"]) == (False, 0, None)
     assert "into 8 micro-batches and the second into 4" in found["sentence"]
-    with pytest.raises(UsageError, match="no run longr in runs; did you mean longer"):
-        invoke("a", "longr")
-
-
-def test_a_longer_run_is_compared_as_far_as_both_go():
-    done = invoke("a", "longer")
-    assert done.exit_code == 0
-    assert "longer has 2 steps more, which were not compared." in done.output
+    with pytest.raises(UsageError, match="no run sam in runs; did you mean same"):
+        invoke("a", "sam")
 
 
 def test_what_cannot_be_replayed_is_found_in_the_records():
@@ -78,7 +70,6 @@ def test_what_cannot_be_replayed_is_found_in_the_records():
     assert found.keys() >= CONTRACT
     assert (found["equal"], found["step"], found["microbatch"]) == (False, 5, 1)
     assert (found["direction"], found["operator"]) == (None, None)
-    assert found["settings"] == {"options.lr": ["0.05", "0.2"], "options.seed": ["7", ""]}
     assert "step 5, micro-batch 1" in done.stderr
     assert "a cannot be replayed: " in done.stderr
 

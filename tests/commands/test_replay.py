@@ -53,7 +53,7 @@ def test_other_bits_than_the_recorded_ones_are_status_1(run, tmp_path):
     record.write_text("".join(f"{json.dumps(line, separators=(',', ':'))}\n" for line in lines))
     result = replay(copy, "--step", "41")
     assert result.exit_code == 1
-    assert "step 41: different: gradient norm: recorded 0x" in result.stdout
+    assert "step 41: different: norm: recorded " in result.stdout
     assert "replaying step 41 of edited on 1 rank" in result.stderr
 
 

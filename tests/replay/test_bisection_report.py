@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from bisections import DIVERGENCE, MODULE, bisected
-from lockstep.tools.replay.bisection import Reproduction
 from lockstep.tools.replay.bisection_report import (
     bisection_json,
     describe_divergence,
@@ -42,12 +41,11 @@ def test_the_text_says_where_what_and_how_sure(found):
     assert list_sentences(replace(found, divergence=close))[0] == (
         "17 elements differ; the first by 1,000 units in the last place."
     )
-    assert text[1].startswith("The records differ first in step 7, in the loss; compared: 20 steps")
-    assert text[2] == "night-b has 2 steps more, which were not compared."
-    assert text[3] == "Replays of both runs compute what was recorded, bit for bit."
-    assert text[4] == "These settings differ and can change results: options.seed (7 and 8)."
-    assert text[5] == "Their sources differ in train.py."
-    assert text[6] == "night-b: data.pt has changed."
+    assert text[1] == "The records differ first in step 7, in the loss."
+    assert text[2] == "Replays of both runs compute what was recorded, bit for bit."
+    assert text[3] == "These settings differ and can change results: options.seed (7 and 8)."
+    assert text[4] == "Their sources differ in train.py."
+    assert text[5] == "night-b: data.pt has changed."
     text = list_sentences(replace(found, divergence=None))
     assert not any("differ" in each for each in text)
 
@@ -68,43 +66,20 @@ def test_the_model_itself_other_samples_and_parameters_are_named(found):
     assert "the data differ" in describe_divergence(replace(found, divergence=data))
 
 
-def test_replays_that_do_not_compute_what_was_recorded(found):
-    difference = RecordDifference(7, "norm", None, "0.5", "0.25")
-    for is_repeatable, words in ((True, "a hardware fault"), (False, "not deterministic")):
-        both = Reproduction(True), Reproduction(False, difference, is_repeatable)
-        text = " ".join(list_sentences(replace(found, reproductions=both)))
-        assert "Replays of night-a compute what was recorded" in text
-        assert "the replay of night-b does not" in text.replace("The replay", "the replay")
-        assert "step 7: the norm was 0.5 and is 0.25 now" in text
-        assert words in text
-
-
-def test_what_only_records_show_comes_with_advice_and_arguments_that_differ(found):
-    programs = [{"program": {"kind": "script", "arguments": each}} for each in (["--b", "1"], [])]
-    sides = [
-        replace(side, run=replace(side.run, header=side.run.header | program))
-        for side, program in zip((found.a, found.b), programs, strict=True)
-    ]
+def test_what_only_records_show_comes_with_advice(found):
     divergence = replace(DIVERGENCE, direction=None, a=None, b=None, element=None)
-    found = replace(found, a=sides[0], b=sides[1], divergence=divergence, is_replayed=False)
+    found = replace(found, divergence=divergence, is_replayed=False, is_exact=(True, False))
     text = " ".join(list_sentences(found))
-    assert "Their arguments differ: --b 1 and (none)." in text
     assert "on a machine like those of the runs" in text
+    assert "bit for bit" not in text
     assert "machine" not in " ".join(list_sentences(replace(found, is_replayed=True)))
 
 
-def test_where_a_run_stopped_is_said_also_without_a_difference(found):
-    for message, is_value in (
-        ("step 20, micro-batch 3: the loss is nan", True),
-        ("KeyError", False),
-    ):
-        end = {"kind": "end", "t": 2.0, "state": "failed", "message": message}
-        a = replace(found.a, run=replace(found.a.run, end=end, state="failed"))
-        assert a.stop is not None
-        assert (a.stop.step, a.stop.is_value) == (20, is_value)
-        text = list_sentences(replace(found, a=a, divergence=None))
-        what = "step 20, micro-batch 3 (the loss is nan)" if is_value else "step 20 (KeyError)"
-        assert f"night-a stopped in {what}; night-b continued." in text
+def test_where_a_run_failed_is_said_also_without_a_difference(found):
+    end = {"kind": "end", "t": 2.0, "state": "failed", "message": "step 20: the loss is nan"}
+    a = replace(found.a, run=replace(found.a.run, end=end, state="failed"))
+    text = list_sentences(replace(found, a=a, divergence=None))
+    assert "night-a failed after step 19: step 20: the loss is nan" in text
 
 
 def test_commands_look_further(found, tmp_path, monkeypatch):
@@ -132,4 +107,3 @@ def test_json_has_what_the_contract_names(found):
     assert plain["first_element"] == {"index": [3, 12], "a": "nan", "b": "(1+2j)", "ulps": None}
     plain = bisection_json(replace(found, divergence=None))
     assert plain["equal"] is True
-    assert plain["operators"] is None

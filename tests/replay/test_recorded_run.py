@@ -45,7 +45,7 @@ def test_a_record_without_steps_has_nothing_to_compare(tmp_path):
 
 
 def require(a, b):
-    require_comparable(a, b, first_record_difference(a.steps, b.steps, (a.stop, b.stop)))
+    require_comparable(a, b, first_record_difference(a.steps, b.steps))
 
 
 def test_runs_that_differ_by_construction_are_refused(run):
@@ -57,16 +57,6 @@ def test_runs_that_differ_by_construction_are_refused(run):
     with pytest.raises(UsageError, match="a and b have no step in common"):
         require(run(steps=range(0, 8, 2)), run("b", steps=range(1, 8, 2)))
     require(run(), run("b", layout={}, model={}))
-
-
-def test_a_run_that_stopped_in_its_first_step_is_compared(run, tmp_path):
-    end = {"kind": "end", "t": 2.0, "state": "failed"}
-    end["message"] = "rank 1, step 0, micro-batch 5: the loss is nan; training stopped"
-    stopped = read_recorded_run(records.write(tmp_path / "nan", [records.HEADER, end]), "typed")
-    assert stopped.name == "typed"
-    assert stopped.stop is not None
-    assert (stopped.stop.microbatch, stopped.stop.what) == (5, "the loss is nan")
-    require(stopped, run())
 
 
 def test_a_step_before_a_resumption_has_the_sources_of_its_time(tmp_path):

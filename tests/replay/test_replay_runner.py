@@ -53,11 +53,9 @@ def test_a_step_of_a_recipe_on_2_x_2_ranks_is_replayed_by_one_and_by_two(recipe)
 
 
 def test_steps_before_the_first_checkpoint_are_replayed_from_the_beginning(recipe):
-    reported = []
-    replay = run_replay(ReplayRequest(recipe, 3, 5), lambda *counts: reported.append(counts))
+    replay = run_replay(ReplayRequest(recipe, 3, 5))
     assert replay.base == 0
     assert results(replay) == recorded(recipe, 3, 5)
-    assert reported[-1] == (6, 6)
 
 
 def test_operators_are_recorded_in_any_layout_without_a_change_of_bits(recipe):

@@ -34,7 +34,7 @@ def replayed(
     """Return the last steps of a program, as a replay of it in this process records them."""
     steps: list[ReplayedStep] = []
     request = ReplayRequest(Path(), first, STEPS - 1, level=level)
-    session = ReplaySession(request, (None, 0), Base(), steps.append, lambda count: None)
+    session = ReplaySession(request, (None, 0), Base(), steps.append)
     torch.manual_seed(0)
     with open_session(session), pytest.raises(SessionComplete):
         train()
@@ -53,7 +53,7 @@ def test_each_call_of_launch_has_its_own_trainers(wanted):
 
     steps: list[ReplayedStep] = []
     request = ReplayRequest(Path(), 1, STEPS - 1)
-    session = ReplaySession(request, wanted, Base(), steps.append, lambda count: None)
+    session = ReplaySession(request, wanted, Base(), steps.append)
 
     def run_program() -> None:
         ls.launch(train, (1,))

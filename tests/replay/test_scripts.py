@@ -196,7 +196,7 @@ def test_a_run_that_was_resumed_with_other_sources_is_replayed_with_those_of_eac
     assert names == ["sources", "sources-2"]
     assert replayed(run, first - 1, first - 1).base < first
     assert replayed(run, first, first).base == first
-    audit = audit_record(read_recorded_run(run), 1, 7, lambda *_: None, lambda _: None, 100)
+    audit = audit_record(read_recorded_run(run), 1, 7, lambda _: None, 100)
     assert (audit.verdict, audit.steps) == ("same", 7)  # each step with its own sources
     (run / "checkpoints" / f"step-{first}" / "manifest.json").unlink()
     shutil.rmtree(tmp_path / "saved")

@@ -48,43 +48,26 @@ def replayed(samples: TensorDataset, end: Any = SessionComplete, **options: Any)
     """Return the second micro-batch of the first step, of six samples."""
     steps: list[ReplayedStep] = []
     request = ReplayRequest(Path("runs/mine"), 0, 0, microbatch=1, **options)
-    session = ReplaySession(request, (None, 0), Base(), steps.append, lambda count: None)
+    session = ReplaySession(request, (None, 0), Base(), steps.append)
     with open_session(session), pytest.raises(end):
         train(samples)
     return steps[0] if steps else ReplayedStep(0, 0, math.nan, math.nan, (), None, "")
 
 
-def test_inputs_that_are_not_finite_are_named_with_their_samples():
+def test_the_first_module_with_a_value_that_is_not_finite_is_named():
     samples = replayed(SAMPLES).samples
     assert samples is not None
     assert len(set(samples)) == 6
     inputs = SAMPLES.tensors[0].clone()
     inputs[samples[2], 5] = math.nan
-    inputs[samples[4], 0] = math.inf
     found = replayed(TensorDataset(inputs, SAMPLES.tensors[1]), anomaly=True)
     assert found.samples == samples
-    which = f"rows 2, 4 (samples {samples[2]}, {samples[4]})"
-    assert found.remarks[:2] == (
-        f"In the data, {which} of the input `0` are not finite",
+    first, second = found.remarks
+    assert first == (
         "In forward, 0 (Linear) returned the first non-finite values, from inputs that are "
-        f"non-finite, too: {which}",
+        "non-finite, too"
     )
-    assert found.remarks[2].startswith("In backward, Function ")
-
-
-def test_a_sample_that_overflows_in_the_model_is_named(monkeypatch):
-    monkeypatch.setattr(
-        Halved, "forward", lambda self, values: nn.Linear(6, 4)(values) / values[:, :1]
-    )
-    samples = replayed(SAMPLES).samples
-    assert samples is not None
-    inputs = SAMPLES.tensors[0].clone()
-    inputs[samples[3], 0] = 0
-    found = replayed(TensorDataset(inputs, SAMPLES.tensors[1]), anomaly=True)
-    assert (
-        "In forward, the model itself (Halved) returned the first non-finite values, from finite "
-        f"inputs: row 3 (sample {samples[3]})"
-    ) in found.remarks
+    assert second.startswith("In backward, Function ")
 
 
 def test_of_a_finite_micro_batch_it_is_said():

@@ -25,9 +25,35 @@ from typing import Any, TypeVar
 
 from lockstep.model.fingerprint import Call, Checksums, StepFingerprint, TrainerFingerprint
 
-__all__ = ["LayoutDifference", "RankFingerprint", "first_difference"]
+__all__ = [
+    "KINDS",
+    "LayoutDifference",
+    "RankFingerprint",
+    "describe_kind",
+    "first_difference",
+]
 
 Key = TypeVar("Key", bound=Hashable)
+
+
+KINDS = {
+    "initial": "`{parameter}` differs before the first step",
+    "between": "`{parameter}` was changed after the step before, outside of the training step",
+    "data": "the data of the micro-batch differ",
+    "input": "module `{module}` gets different inputs, although all modules before it agree",
+    "output": "module `{module}` computes different outputs from the same inputs",
+    "forward": "module `{module}` computes different outputs from the same inputs",
+    "loss": "the loss differs, although the model computes the same",
+    "missing": "the micro-batch is computed in only one of the runs; it has no weight in the other",
+    "written": "`{parameter}` was changed within the step, before the update",
+    "gradient": "the gradient of `{parameter}` differs, although the forward pass is the same",
+    "update": "`{parameter}` differs after the update, although its gradient is the same",
+    "buffer": "buffer `{parameter}` differs after the step",
+    "state": "the optimizer's state of `{parameter}` differs after the step",
+    "digest": "the digest differs, although all parameters and buffers agree",
+    "steps": "the script takes different steps",
+}
+"""The kinds of differences, in the order of a step."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +89,11 @@ class LayoutDifference:
     rank: int | None = None
     step: int = 0
     trainer: int = 0
+
+
+def describe_kind(difference: LayoutDifference) -> str:
+    """Return what differs, without a full stop."""
+    return KINDS[difference.what].format(module=difference.module, parameter=difference.parameter)
 
 
 def first_difference(

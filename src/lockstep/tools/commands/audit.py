@@ -14,7 +14,7 @@ import click
 from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import JSON_HELP, escape_control, log
-from lockstep.tools.commands.replay import ReplayProgress, timeout_option
+from lockstep.tools.commands.replay import timeout_option
 from lockstep.tools.commands.report import find_run, runs_option
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ def command(run: str, steps: str | None, timeout: float | None, folder: str, as_
     first, last = _choose_steps(recorded, steps)
     what = f"steps {first} to {last}" if first < last else f"step {first}"
     click.echo(f"computing {what} of {escape_control(run)} again", err=True)
-    with ReplayProgress() as progress:
-        result = audit_record(recorded, first, last, progress.show, log, timeout)
+    result = audit_record(recorded, first, last, log, timeout)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         _print(result, what)
     if as_json:

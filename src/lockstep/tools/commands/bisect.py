@@ -11,7 +11,7 @@ import click
 
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import JSON_HELP, escape_control, log
-from lockstep.tools.commands.replay import ReplayProgress, timeout_option
+from lockstep.tools.commands.replay import timeout_option
 from lockstep.tools.commands.report import find_run, runs_option
 
 if TYPE_CHECKING:
@@ -53,8 +53,7 @@ def command(
     from lockstep.tools.replay.recorded_run import read_recorded_run
 
     a, b = map(read_recorded_run, places, runs)
-    with ReplayProgress() as progress:
-        bisection = bisect_runs(a, b, progress.show, log, timeout)
+    bisection = bisect_runs(a, b, log, timeout)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         print_text(bisection)
     if as_json:

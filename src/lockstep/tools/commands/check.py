@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from lockstep.messages import JSON_HELP, escape_control
+from lockstep.tools.check.difference import LayoutDifference, describe_kind
 
 if TYPE_CHECKING:
-    from lockstep.tools.check.difference import LayoutDifference
     from lockstep.tools.check.layout_comparison import LayoutComparison, LayoutVerdict
 
 __all__ = ["command"]
@@ -21,23 +21,6 @@ __all__ = ["command"]
 COLUMNS = ("layout", "digest", "last loss", "seconds", "verdict")
 SHORT = 12
 """The number of characters of a digest in the table."""
-
-DIFFERENCES = {
-    "initial": "`{parameter}` differs before the first step",
-    "between": "`{parameter}` was changed between two steps",
-    "data": "the data differ",
-    "input": "module `{module}` gets different inputs, although all modules before it agree",
-    "output": "module `{module}` computes different outputs from the same inputs",
-    "forward": "module `{module}` computes different outputs from the same inputs",
-    "loss": "the loss differs, although the model computes the same",
-    "written": "parameter `{parameter}` was changed before the update",
-    "gradient": "the gradient of `{parameter}` differs, although the forward pass is the same",
-    "update": "parameter `{parameter}` differs after the update",
-    "buffer": "buffer `{parameter}` differs after the step",
-    "state": "the optimizer's state of `{parameter}` differs",
-    "digest": "the digest differs, although all parameters and buffers agree",
-    "steps": "the script takes different steps",
-}
 
 ADVICE = {
     "initial": "Call torch.manual_seed(...) before the model is built, and do not let the model "
@@ -228,7 +211,5 @@ def describe_difference(difference: LayoutDifference, trainers: int = 1) -> str:
         location.append(f"micro-batch {difference.microbatch}")
     if difference.rank:  # another rank than 0 means that rank 0 agrees with the reference
         location.append(f"rank {difference.rank}")
-    text = DIFFERENCES[difference.what].format(
-        module=difference.module, parameter=difference.parameter
-    )
+    text = describe_kind(difference)
     return f"{', '.join(location)}: {text}" if location else text

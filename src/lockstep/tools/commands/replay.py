@@ -7,7 +7,6 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,12 +16,10 @@ from lockstep.messages import JSON_HELP, escape_control, log
 from lockstep.tools.commands.report import find_run, runs_option
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
-
     from lockstep.record.reader import Run
     from lockstep.tools.replay.replay_comparison import Recorded, ReplayComparison
 
-__all__ = ["ReplayProgress", "command", "timeout_option"]
+__all__ = ["command", "timeout_option"]
 
 POSITIVE = click.IntRange(min=1)
 SHORT = 24
@@ -127,13 +124,9 @@ def command(
         debug=debug,
         timeout=timeout,
     )
-    begin = "the beginning"
-    if base.checkpoint is not None:
-        begin = f"the checkpoint after {base.steps} steps"
     shown = escape_control(run)
-    click.echo(f"replaying step {step} of {shown} on {layout}, from {begin}", err=True)
-    with ReplayProgress() as progress:
-        replay = run_program(program, base, request, partial(progress.show, ""))
+    click.echo(f"replaying step {step} of {shown} on {layout}, from {base}", err=True)
+    replay = run_program(program, base, request)
     if replay.is_refused and not recorded.failure:
         reason = re.sub(r"^rank \d+ failed: (\w+: )?", "", replay.failure).partition(": ")[0]
         option, count = ("--stages", stages) if stages > 1 else ("-n", nprocs)
@@ -211,7 +204,7 @@ def _print(result: ReplayComparison, state: str) -> None:
     elif not result.compared and not result.differences and recorded.failure:
         said = (
             f"{what}: computed, but not compared: the run recorded nothing of it, and stopped in "
-            f"this step ({_describe_failure(recorded)})"
+            f"this step ({recorded.failure})"
         )
     elif not result.compared and not result.differences:
         ended = {"died": "died", "stopped": "stopped"}.get(state, "ended")
@@ -222,7 +215,7 @@ def _print(result: ReplayComparison, state: str) -> None:
     elif not result.equal:
         said = f"{what}: different: {'; '.join(result.differences)}"
     elif recorded.failure:
-        said = f"{what}: the recorded run stopped here too ({_describe_failure(recorded)})"
+        said = f"{what}: the recorded run stopped here too ({recorded.failure})"
     else:
         said = f"{what}: the same bits (compared: {', '.join(result.compared)})"
     remarks: tuple[str, ...] = ()
@@ -238,49 +231,7 @@ def _print(result: ReplayComparison, state: str) -> None:
         click.echo(f"\n{escape_control(replay.details)}", err=True)
 
 
-def _describe_failure(recorded: Recorded) -> str:
-    where = "" if recorded.microbatch is None else f"micro-batch {recorded.microbatch}: "
-    return f"{where}{recorded.failure}"
-
-
 def _cell(plain: Mapping[str, Any], name: str) -> str:
     """Return a number or the beginning of a digest as text; "" if there is none."""
     value = plain[name] if plain[name] is not None else plain.get(f"{name}_hex")
     return "" if value is None else str(value)[:SHORT]
-
-
-class ReplayProgress:
-    """The progress display of replays on standard error: finished steps and remaining time."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-        from rich.progress import Progress, TimeRemainingColumn
-
-        columns = ("{task.description}", "step {task.completed} of {task.total}")
-        self._display = Progress(
-            *columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True
-        )
-        self._task: TaskID | None = None
-
-    def show(self, title: str, done: int, total: int) -> None:
-        """Show the progress, if standard error is a terminal.
-
-        Args:
-            title: The name of the replay, which is shown before the steps; "" for none.
-            done: The number of finished steps.
-            total: The number of steps to finish.
-        """
-        if self._task is None:
-            self._display.start()  # not earlier: a debugger needs the terminal
-            self._task = self._display.add_task(title, completed=done, total=total)
-        elif self._display.tasks[0].description != title:
-            self._display.reset(self._task, completed=done, total=total, description=title)
-        self._display.update(self._task, completed=done)
-
-    def __enter__(self) -> ReplayProgress:
-        """Return itself."""
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        """Erase the display."""
-        self._display.stop()

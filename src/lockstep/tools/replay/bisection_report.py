@@ -10,11 +10,10 @@ from typing import Any
 
 from lockstep.audit.operator_call import OperatorCall
 from lockstep.formatting import format_quantity
-from lockstep.record.columns import as_dict
-from lockstep.tools.replay.bisection import Bisection, Reproduction
+from lockstep.tools.replay.bisection import Bisection
 from lockstep.tools.replay.divergence import Divergence
 from lockstep.tools.replay.recorded_run import RecordedRun, find_source_differences
-from lockstep.tools.report.run_comparison import find_setting_differences, settings_sentences
+from lockstep.tools.report.run_comparison import settings_sentences
 
 __all__ = [
     "bisection_json",
@@ -118,18 +117,19 @@ def _describe_call(run: RecordedRun, call: OperatorCall | None, step: int) -> di
 
 def list_sentences(result: Bisection) -> list[str]:
     """Return sentences about what was compared and how far the result can be trusted."""
+    a, b = result.a, result.b
+    exact = "Replays of both runs compute what was recorded, bit for bit."
     return [
         *_element_sentence(result.divergence),
         _compared_sentence(result),
-        *_length_sentences(result),
-        *_stop_sentence(result),
-        *_reproduction_sentences(result),
-        *settings_sentences(result.a.run, result.b.run, is_same=result.equal),
-        *_arguments_sentence(result),
+        *_end_sentence(a),
+        *_end_sentence(b),
+        *([exact] if all(result.is_exact) else []),
+        *settings_sentences(a.run, b.run, is_same=result.equal),
         *_sources_sentence(result),
         *_advice(result),
         *(f"{remark}." for remark in result.remarks),
-        *(f"{run.name}: {remark}" for run in (result.a, result.b) for remark in run.run.remarks),
+        *(f"{run.name}: {remark}" for run in (a, b) for remark in run.run.remarks),
     ]
 
 
@@ -148,58 +148,30 @@ def _element_sentence(divergence: Divergence | None) -> Iterator[str]:
 
 def _compared_sentence(result: Bisection) -> str:
     """Return a sentence about what the records have in common, up to the difference."""
-    compared = result.compared
-    parts = format_quantity(compared.steps, "step")
-    digests = ""
-    if compared.digests:
-        numbers = [f"{number:,}" for number in compared.digests]
-        shown = ", ".join(numbers[:6]) + (
-            f" and {len(numbers) - 6} more" if len(numbers) > 6 else ""
-        )
-        digests = f", and the digests of the weights after {shown} steps"
-    what = f"{parts} (losses of the micro-batches, gradient norms, samples){digests}"
+    steps, digests = _list_compared(result)
+    what = f"{format_quantity(steps, 'step')} and {format_quantity(len(digests), 'digest')}"
     if result.divergence is None:
-        return f"Compared, and bit-identical: {what}."
+        return f"Compared, and bit-identical: {what} of the weights."
     recorded = result.recorded
     if recorded is None:
-        return f"Of what both recorded, only digests differ: {what}."
+        return f"Of what both recorded ({what} of the weights), only digests differ."
     number = "" if recorded.microbatch is None else f" {recorded.microbatch}"
     which = "samples" if recorded.what == "batch" else f"{recorded.what}{number}"
-    if recorded.what == "stop":
-        return f"The records agree up to step {recorded.step:,}; compared: {what}."
-    return f"The records differ first in step {recorded.step:,}, in the {which}; compared: {what}."
+    return f"The records differ first in step {recorded.step:,}, in the {which}."
 
 
-def _length_sentences(result: Bisection) -> Iterator[str]:
-    for run, count in (
-        (result.a, result.compared.only_a),
-        (result.b, result.compared.only_b),
-    ):
-        if count:
-            yield f"{run.name} has {format_quantity(count, 'step')} more, which were not compared."
+def _list_compared(result: Bisection) -> tuple[int, list[int]]:
+    """Return the number of common steps, and the numbers of steps with a digest in both records."""
+    a, b = result.a, result.b
+    steps = {step.step for step in a.steps} & {step.step for step in b.steps}
+    return len(steps), sorted(a.run.digests.keys() & b.run.digests.keys())
 
 
-def _stop_sentence(result: Bisection) -> Iterator[str]:
-    """Yield a sentence about where the runs failed."""
-    runs = result.a, result.b
-    parts = []
-    for run, other in (runs, runs[::-1]):
-        if run.stop is not None:
-            at = f"step {run.stop.step:,}"
-            if run.stop.microbatch is not None:
-                at += f", micro-batch {run.stop.microbatch}"
-            parts.append(f"{run.name} stopped in {at} ({run.stop.what})")
-            if other.stop is None and any(step.step == run.stop.step for step in other.steps):
-                parts.append(f"{other.name} continued")
-    if parts:
-        yield f"{'; '.join(parts)}."
-
-
-def _arguments_sentence(result: Bisection) -> Iterator[str]:
-    programs = [as_dict(run.run.latest("program")) for run in (result.a, result.b)]
-    a, b = (shlex.join(map(str, program.get("arguments") or ())) for program in programs)
-    if a != b and all(programs) and not result.equal:
-        yield f"Their arguments differ: {a or '(none)'} and {b or '(none)'}."
+def _end_sentence(run: RecordedRun) -> Iterator[str]:
+    """Yield a sentence about a run that failed, which no comparison of steps shows."""
+    if run.run.state == "failed":
+        message = str((run.run.end or {}).get("message") or "").partition("\n")[0]
+        yield f"{run.name} failed after step {run.steps[-1].step:,}: {message}"
 
 
 def _advice(result: Bisection) -> Iterator[str]:
@@ -223,44 +195,6 @@ def _sources_sentence(result: Bisection) -> Iterator[str]:
         yield f"Their sources differ in {', '.join(names[:MAX_SOURCES])}{more}."
 
 
-def _reproduction_sentences(result: Bisection) -> Iterator[str]:
-    """Yield sentences about whether the replays computed what the records say."""
-    both = result.reproductions
-    if all(reproduction.is_exact for reproduction in both):
-        yield "Replays of both runs compute what was recorded, bit for bit."
-        return
-    for run, reproduction in zip((result.a, result.b), both, strict=True):
-        if reproduction.is_exact:
-            yield f"Replays of {run.name} compute what was recorded, bit for bit."
-        elif reproduction.is_exact is not None:
-            yield (
-                f"The replay of {run.name} does not compute what was recorded: "
-                f"{_deviation(reproduction)}"
-            )
-
-
-def _deviation(reproduction: Reproduction) -> str:
-    """Return how a replay differs from its record, and the conclusion from it."""
-    different = reproduction.difference
-    assert different is not None, "a replay that is not exact differs in something"
-    where = f"step {different.step}"
-    if different.microbatch is not None:
-        where += f", micro-batch {different.microbatch}"
-    what = f"{where}: the {different.what} was {different.a} and is {different.b} now. "
-    if reproduction.is_repeatable is None:
-        return what.rstrip()
-    if reproduction.is_repeatable is False:
-        return (
-            f"{what}Two replays differ from each other as well, so the program itself is not "
-            "deterministic."
-        )
-    return (
-        f"{what}Two replays agree with each other, so the program is deterministic here, and the "
-        "recorded run differed in something else: another processor or version of torch, data "
-        "files that have changed since, or a hardware fault."
-    )
-
-
 def suggest_commands(result: Bisection) -> list[str]:
     """Return commands that investigate the difference further."""
     divergence = result.divergence
@@ -282,6 +216,7 @@ def bisection_json(result: Bisection) -> dict[str, Any]:
     """Return the result as plain values for JSON."""
     divergence = result.divergence
     element = None if divergence is None else divergence.element
+    steps, digests = _list_compared(result)
     return {
         "equal": result.equal,
         "step": divergence and divergence.step,
@@ -301,16 +236,12 @@ def bisection_json(result: Bisection) -> dict[str, Any]:
         "parameter": divergence and divergence.parameter,
         "what": divergence and divergence.what,
         "sentence": describe_divergence(result),
-        "operators": divergence
-        and {side: _call_json(call) for side, call in (("a", divergence.a), ("b", divergence.b))},
         "runs": [result.a.name, result.b.name],
-        "steps_compared": result.compared.steps,
-        "digests_compared": list(result.compared.digests),
+        "steps_compared": steps,
+        "digests_compared": digests,
         "is_replayed": result.is_replayed,
-        "reproduced": [reproduction.is_exact for reproduction in result.reproductions],
-        "repeatable": [reproduction.is_repeatable for reproduction in result.reproductions],
+        "reproduced": list(result.is_exact),
         "remarks": list(result.remarks),
-        "settings": find_setting_differences([result.a.run, result.b.run]),
         "seconds": round(result.seconds, 3),
     }
 
@@ -320,16 +251,3 @@ def _plain(value: complex | float | bool) -> Any:
     if isinstance(value, complex) or not math.isfinite(value):
         return str(value)
     return value
-
-
-def _call_json(call: OperatorCall | None) -> dict[str, Any] | None:
-    if call is None:
-        return None
-    return {
-        "operator": call.operator,
-        "phase": call.phase,
-        "source": call.source,
-        "arguments": call.arguments,
-        "inputs": list(call.input_types),
-        "outputs": list(call.output_types),
-    }

@@ -7,16 +7,22 @@ tensors of that operator    ── element ──────────>   fir
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal
 
 from lockstep.audit.operator_call import OperatorCall
 from lockstep.audit.operator_difference import OperatorDifference
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
-from lockstep.tools.check.difference import LayoutDifference, RankFingerprint, first_difference
+from lockstep.tools.check.difference import (
+    KINDS,
+    LayoutDifference,
+    RankFingerprint,
+    describe_kind,
+    first_difference,
+)
 from lockstep.tools.replay.element_difference import ElementDifference
-from lockstep.tools.replay.record_difference import RecordDifference, SearchWindow
+from lockstep.tools.replay.record_difference import RecordDifference
 
 __all__ = [
     "Direction",
@@ -26,14 +32,8 @@ __all__ = [
     "compare_microbatches",
     "find_in_modules",
     "find_in_records",
-    "limit_to_compared",
     "locate_tensor",
 ]
-
-Key = TypeVar("Key", bound=Hashable)
-
-RankSteps = Sequence[StepFingerprint]
-"""Consecutive steps of one rank."""
 
 Direction = Literal["data", "state", "forward", "backward", "reduction", "optimizer"]
 """Where a difference arises: the data of a step, the state before it, or a phase of the step."""
@@ -45,23 +45,8 @@ DIRECTIONS: dict[str, Direction] = {
     "state": "optimizer", "digest": "state",
 }  # fmt: skip
 
-SENTENCES = {
-    "initial": "`{parameter}` differs before the first step",
-    "between": "`{parameter}` was changed after the step before, outside of the training step",
-    "data": "the data of the micro-batch differ",
-    "input": "module `{module}` gets different inputs, although all modules before it agree",
-    "output": "module `{module}` computes different outputs from the same inputs",
-    "forward": "module `{module}` computes different values from the same inputs",
-    "loss": "the loss differs, although the model computes the same",
-    "missing": "the micro-batch is computed in only one of the runs; it has no weight in the other",
-    "written": "`{parameter}` was changed within the step, before the update",
-    "gradient": "the gradient of `{parameter}` differs, although the forward pass is the same",
-    "update": "`{parameter}` differs after the update, although its gradient is the same",
-    "buffer": "buffer `{parameter}` differs after the step",
-    "state": "the optimizer's state of `{parameter}` differs after the step",
-    "digest": "the digest differs, although all parameters and buffers agree",
-    "steps": "the programs take different steps",
-}
+AFTER_FORWARD = ("written", "gradient", "update", "buffer", "state", "digest")
+"""Kinds of differences that arise after all micro-batches."""
 
 NO_MODULE = ("data", "loss", "optimizer", "script")
 """Values of `LayoutDifference.module` that name no module."""
@@ -138,23 +123,14 @@ class Divergence:
         return lines[0] if lines else None
 
 
-def find_in_modules(
-    a: Sequence[RankSteps], b: Sequence[RankSteps], unfinished: Container[int] = ()
-) -> Divergence | None:
-    """Return the first difference between the same consecutive steps of two runs.
-
-    Args:
-        a: The steps of each rank of the first run.
-        b: The steps of each rank of the second run, which may have another layout.
-        unfinished: The steps of which one of the runs lacks micro-batches.
-    """
-    steps = (step for rank in (*a, *b) for step in rank)
-    parameters = tuple(dict.fromkeys(name for step in steps for name in step.parameters))
-    ours, theirs = ([_rank(step, parameters) for step in run] for run in (a, b))
-    difference = first_difference(ours, theirs, is_complete=False)
-    missing = _missing_microbatch(a, b, unfinished)
-    if missing is not None and (difference is None or _is_later(difference, missing)):
-        difference = missing
+def find_in_modules(a: StepFingerprint, b: StepFingerprint) -> Divergence | None:
+    """Return the first difference between the same step of two runs, each on one rank."""
+    parameters = tuple(dict.fromkeys((*a.parameters, *b.parameters)))
+    ours, theirs = (_rank(step, parameters) for step in (a, b))
+    difference = first_difference([ours], [theirs], is_complete=False)
+    alone = a.losses.keys() ^ b.losses.keys()
+    if alone and (difference is None or difference.what in AFTER_FORWARD):
+        difference = LayoutDifference("script", None, "missing", min(alone), step=a.step)
     if difference is None:
         return None
     owner = (difference.parameter or "").rpartition(".")[0] or None
@@ -162,48 +138,35 @@ def find_in_modules(
         step=difference.step,
         direction=DIRECTIONS.get(difference.what),
         what=difference.what,
-        sentence=SENTENCES[difference.what].format(
-            module=difference.module, parameter=difference.parameter
-        ),
+        sentence=describe_kind(difference),
         microbatch=difference.microbatch,
         unit=owner if difference.module in NO_MODULE else difference.module,
         parameter=difference.parameter,
     )
-    if difference.what != "gradient":
-        return divergence
-    both = (
-        [step for rank in run for step in rank if step.step == difference.step] for run in (a, b)
-    )
-    return _locate_gradient(divergence, *both)
+    return divergence if difference.what != "gradient" else _locate_gradient(divergence, a, b)
 
 
-def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> Divergence:
+def find_in_records(recorded: RecordDifference | None, first: int, last: int) -> Divergence:
     """Return the divergence that two records alone show, without a replay.
 
     Args:
         recorded: The first step that differs; None if only digests do.
-        window: The steps among which the difference arises.
+        first: The first of the steps among which the difference arises.
+        last: The last of them.
     """
-    if recorded is None or recorded.step > window.last:
-        several = f"in one of the steps {window.first} to {window.last}"
-        where = several if window.first < window.last else f"in step {window.last}"
-        sentence = f"the digests after step {window.last} differ, and the change came {where}"
-        return Divergence(window.last, None, "digest", sentence)
+    if recorded is None or recorded.step > last:
+        where = f"in one of the steps {first} to {last}" if first < last else f"in step {last}"
+        sentence = f"the digests after step {last} differ, and the change came {where}"
+        return Divergence(last, None, "digest", sentence)
     values = f"{recorded.a} in the first run and {recorded.b} in the second"
     number = f" {recorded.microbatch}" if recorded.microbatch is not None else ""
-    if recorded.what == "stop":
-        whys = [
-            f"stopped there ({why})" if why else "continued" for why in (recorded.a, recorded.b)
-        ]
-        sentence = f"the first run {whys[0]}, and the second {whys[1]}"
-        return Divergence(recorded.step, None, "stop", sentence, recorded.microbatch)
     if recorded.what == "batch":
         return Divergence(recorded.step, "data", "data", "the batch has other samples")
     sentence = f"the {recorded.what}{number} is {values}"
     if recorded.what != "norm":
         is_missing = "none" in (recorded.a, recorded.b)
         if is_missing:
-            sentence = SENTENCES["missing"]
+            sentence = KINDS["missing"]
             return Divergence(recorded.step, "forward", "missing", sentence, recorded.microbatch)
         # Different weights would have changed the losses of all micro-batches.
         state = "" if recorded.is_partial else "the state before the step, "
@@ -216,21 +179,6 @@ def find_in_records(recorded: RecordDifference | None, window: SearchWindow) -> 
         f"the losses agree, and the norm of the gradient is {values}: backward or the sum of the "
         "gradients differs",
     )
-
-
-def limit_to_compared(divergence: Divergence | None, first: int) -> Divergence | None:
-    """Return a divergence that claims nothing about the steps before the first compared one.
-
-    Args:
-        divergence: The divergence; None if there is none.
-        first: The first step that was compared.
-    """
-    if divergence is None or divergence.what != "between" or divergence.step > first:
-        return divergence
-    sentence = (
-        f"`{divergence.parameter}` already differs before the step; earlier steps are not known"
-    )
-    return replace(divergence, sentence=sentence)
 
 
 def compare_microbatches(
@@ -253,31 +201,20 @@ def compare_microbatches(
     )
 
 
-def _locate_gradient(
-    divergence: Divergence, a: Sequence[StepFingerprint], b: Sequence[StepFingerprint]
-) -> Divergence:
-    """Add the micro-batch and the module to a divergence about a gradient, if they are recorded.
-
-    Args:
-        divergence: The divergence.
-        a: The fingerprints of the step on each rank of the first run.
-        b: The fingerprints of the step on each rank of the second run.
-    """
-    leaves = sorted({leaf for rank in a for leaf in rank.leaf_gradients})
-    if not leaves or not any(rank.leaf_gradients for rank in b):
-        return divergence
-    for leaf in leaves:
+def _locate_gradient(divergence: Divergence, a: StepFingerprint, b: StepFingerprint) -> Divergence:
+    """Add the micro-batch and the module to a divergence about a gradient."""
+    for microbatch, gradients in sorted(a.leaf_gradients.items()):
         before = None  # the module whose backward ran last
-        ours, theirs = (_of_leaf([rank.backward for rank in run], leaf) for run in (a, b))
-        for key, value in ours.items():
+        theirs = b.backward.get(microbatch, {})
+        for key, value in a.backward.get(microbatch, {}).items():
             if theirs.get(key, value) != value:
-                return replace(divergence, microbatch=leaf, unit=before, parameter=None)
+                return replace(divergence, microbatch=microbatch, unit=before, parameter=None)
             before = key[0]
-        mine, yours = (_of_leaf([rank.leaf_gradients for rank in run], leaf) for run in (a, b))
-        for name in reversed(mine):
-            if yours.get(name) != mine[name]:
+        other = b.leaf_gradients.get(microbatch, {})
+        for name in reversed(gradients):
+            if other.get(name) != gradients[name]:
                 owner = name.rpartition(".")[0] or None
-                return replace(divergence, microbatch=leaf, unit=owner, parameter=name)
+                return replace(divergence, microbatch=microbatch, unit=owner, parameter=name)
     sentence = (
         f"the sum of the gradients of `{divergence.parameter}` differs, although those of all "
         "micro-batches agree"
@@ -285,36 +222,11 @@ def _locate_gradient(
     return replace(divergence, direction="reduction", sentence=sentence)
 
 
-def _of_leaf(ranks: Iterable[Mapping[int, Mapping[Key, int]]], leaf: int) -> dict[Key, int]:
-    """Return the checksums of one micro-batch on all ranks."""
-    return {key: value for values in ranks for key, value in values.get(leaf, {}).items()}
-
-
-def _rank(steps: RankSteps, parameters: tuple[str, ...]) -> RankFingerprint:
-    """Return the fingerprint of a rank, from its steps of one trainer."""
-    first = steps[0]
-    initial = first.before if first.step == 0 else {}
+def _rank(step: StepFingerprint, parameters: tuple[str, ...]) -> RankFingerprint:
+    """Return the fingerprint of a rank, from a step of one trainer."""
+    initial = step.before if step.step == 0 else {}
     trainer = TrainerFingerprint("model", "", parameters, initial)
-    return RankFingerprint([trainer], [replace(step, trainer=0) for step in steps])
-
-
-def _missing_microbatch(
-    a: Sequence[RankSteps], b: Sequence[RankSteps], unfinished: Container[int]
-) -> LayoutDifference | None:
-    """Return the first micro-batch that only one of the runs computed."""
-    for position, step in enumerate(a[0]):
-        if step.step in unfinished:
-            continue
-        ours, theirs = ({leaf for rank in run for leaf in rank[position].losses} for run in (a, b))
-        if alone := ours ^ theirs:
-            return LayoutDifference("script", None, "missing", min(alone), step=step.step)
-    return None
-
-
-def _is_later(difference: LayoutDifference, missing: LayoutDifference) -> bool:
-    """Return whether a difference arises after a micro-batch that was not computed."""
-    follows = difference.what in ("written", "gradient", "update", "buffer", "state", "digest")
-    return (difference.step, follows) > (missing.step, False)
+    return RankFingerprint([trainer], [replace(step, trainer=0)])
 
 
 def add_operator(

@@ -10,14 +10,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
 from lockstep.record.columns import as_dict
 from lockstep.record.run_environment import describe_environment
 from lockstep.redaction import redact
-from lockstep.tools.replay.bisection import Side
 from lockstep.tools.replay.record_difference import RecordDifference, step_differences
 from lockstep.tools.replay.recorded_program import find_base, find_obstacles, read_program
 from lockstep.tools.replay.recorded_run import RecordedRun
@@ -99,7 +98,6 @@ def audit_record(
     run: RecordedRun,
     first: int,
     last: int,
-    report: Callable[[str, int, int], None],
     warn: Callable[[str], None],
     timeout: float | None = None,
 ) -> RecordAudit:
@@ -109,32 +107,30 @@ def audit_record(
         run: The run.
         first: The first step, from 0.
         last: The last step.
-        report: Called with a description, the steps done and their total, during a replay.
         warn: Called with sentences about what may keep the replay from computing the same bits.
         timeout: Seconds after which each replay is ended; None for no limit.
 
     Raises:
         UsageError: The run cannot be replayed.
     """
-    begun, side, result = time.monotonic(), Side(run), RecordAudit(run, first, last)
+    begun, result = time.monotonic(), RecordAudit(run, first, last)
     for begin, end in _split_at_resumptions(run, first, last):
         program, base = read_program(run.run, begin), find_base(run.run, begin)
         for obstacle in find_obstacles(run.run, begin, program, base):
             warn(obstacle)
         request = ReplayRequest(run.folder, begin, end, timeout=timeout)
-        replay = run_program(program, base, request, partial(report, "computing"))
-        side.note(replay, "result")
+        replay = run_program(program, base, request)
         finished = {step.step + 1: step for step in replay.steps}
         result = replace(
             result,
             steps=result.steps + len(finished),
             digests=(*result.digests, *sorted(finished.keys() & run.run.digests.keys())),
-            difference=side.reproduction.difference,
+            difference=run.find_deviation(replay),
             failure=redact(replay.failure),
         )
         if (difference := result.difference) is not None:
             request = replace(request, first=difference.step, last=difference.step)
-            again = run_program(program, base, request, partial(report, "repeating"))
+            again = run_program(program, base, request)
             is_repeatable = not again.failure and _have_equal_bits(
                 finished[difference.step + 1], again.steps[0]
             )

@@ -82,6 +82,12 @@ class Base:
     checkpoint: Path | None = None
     remarks: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        """Return the state in words."""
+        if self.checkpoint is None:
+            return "the beginning"
+        return f"the checkpoint after {self.steps} steps"
+
 
 def read_program(run: Run, step: int) -> Program:
     """Return the program that computed a step of a run.

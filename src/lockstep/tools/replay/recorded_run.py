@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import filecmp
 import linecache
-import re
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 from lockstep.formatting import format_quantity
@@ -15,8 +13,8 @@ from lockstep.kernel.errors import UsageError
 from lockstep.record.columns import as_dict
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.record.reader import Run, read_run
-from lockstep.tools.replay.record_difference import RecordDifference, Stop
-from lockstep.tools.replay.replay_comparison import find_recorded
+from lockstep.tools.replay.record_difference import RecordDifference, replay_differences
+from lockstep.tools.replay.result import Replay
 
 __all__ = [
     "RecordedRun",
@@ -66,18 +64,14 @@ class RecordedRun:
         counts = Counter(path.name for path in files)
         return {path.name: path for path in sorted(files) if counts[path.name] == 1}
 
-    @cached_property
-    def stop(self) -> Stop | None:
-        """The step in which the run failed; None if it did not fail, or if it is not known."""
-        if self.run.state != "failed":
-            return None
-        steps = {step.step: step for step in self.steps}
-        number = max(steps, default=-1) + 1
-        recorded = find_recorded(self.run, steps, number)
-        if not recorded.failure:
-            return None
-        is_value = re.fullmatch(r"the [\w ]+ is -?(nan|inf)", recorded.failure) is not None
-        return Stop(number, recorded.microbatch, recorded.failure, is_value)
+    def find_deviation(self, replay: Replay) -> RecordDifference | None:
+        """Return the first difference between the record and a replay; None if it has none."""
+        steps, digests = {step.step: step for step in self.steps}, self.run.digests
+        for step in replay.steps:
+            recorded, digest = steps.get(step.step), digests.get(step.step + 1)
+            for difference in replay_differences(recorded, digest, step):
+                return difference
+        return None
 
     @property
     def microbatches(self) -> int | None:
@@ -99,10 +93,9 @@ def read_recorded_run(path: Path, name: str = "") -> RecordedRun:
     """
     run = read_run(path)
     steps = read_step_fingerprints(path)
-    recorded = RecordedRun(name or run.name, run, steps)
-    if not steps and recorded.stop is None:
+    if not steps:
         raise UsageError(f"{path} has no steps, so there is nothing to compare")
-    return recorded
+    return RecordedRun(name or run.name, run, steps)
 
 
 def require_comparable(a: RecordedRun, b: RecordedRun, difference: RecordDifference | None) -> None:
@@ -121,7 +114,7 @@ def require_comparable(a: RecordedRun, b: RecordedRun, difference: RecordDiffere
         )
     known = {step.step: step for step in b.steps}
     pairs = [(step, known[step.step]) for step in a.steps if step.step in known]
-    if difference is not None or (None not in (a.stop, b.stop) and a.stop == b.stop):
+    if difference is not None:
         return
     if not pairs:
         raise UsageError(f"{a.name} and {b.name} have no step in common")

@@ -11,18 +11,18 @@ from typing import Any
 from lockstep.record.fingerprints import RecordedStep
 from lockstep.record.reader import Run
 from lockstep.redaction import redact
+from lockstep.tools.replay.record_difference import replay_differences
 from lockstep.tools.replay.result import Replay, ReplayedStep, ReplayRequest
 
 __all__ = ["Recorded", "ReplayComparison", "compare", "find_recorded"]
 
-MOST_NAMED = 8  # the largest number of micro-batches in a sentence
+MOST_NAMED = 8  # the largest number of differences in a sentence
 
 STOPPED_AT = re.compile(
-    r"(?:rank \d+ failed: )?(?:\w+Error: )?(?:rank \d+, )?step (?P<step>\d+)"
-    r"(?:, micro-batch (?P<microbatch>\d+))?: (?P<what>the [\w ]+ is -?(?:nan|inf)|[^;\n]+)"
+    r"step (?P<step>\d+)(?:, micro-batch (?P<microbatch>\d+))?: "
+    r"(?:the [\w ]+ is -?(?:nan|inf)|[^;\n]+)"
 )
-"""The message of an error in a step. The rank depends on the layout; the folder follows a
-semicolon."""
+"""The part of an error's message about a step that does not depend on the layout or the folder."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Recorded:
     Attributes:
         step: The step; None if the run stopped in it.
         digest: The digest of the weights after it; None if none was recorded.
-        failure: The reason why the run stopped in this step: "the loss is nan", "KeyError: 'lr'";
-            "" if it did not, or if the reason is not known.
+        failure: The reason why the run stopped in this step: "step 7, micro-batch 2: the loss is
+            nan", "KeyError: 'lr'"; "" if it did not, or if the reason is not known.
         microbatch: The micro-batch where it stopped; None if it is not known.
     """
 
@@ -41,12 +41,6 @@ class Recorded:
     digest: str | None = None
     failure: str = ""
     microbatch: int | None = None
-
-    @property
-    def stopped_at(self) -> float | None:
-        """The non-finite loss at which the run stopped; None if it stopped for another reason."""
-        loss = re.fullmatch(r"the loss is (-?(?:nan|inf))", self.failure)
-        return None if loss is None else float(loss[1])
 
 
 @dataclass(frozen=True)
@@ -66,8 +60,8 @@ class ReplayComparison:
     recorded: Recorded
     replay: Replay
     replayed: ReplayedStep | None
-    differences: tuple[str, ...]
-    compared: tuple[str, ...]
+    differences: tuple[str, ...] = ()
+    compared: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -79,8 +73,6 @@ class ReplayComparison:
         layout, microbatch = self.request.layout, self.request.microbatch
         loss, norm = _results(self.replayed, microbatch)
         recorded_loss, recorded_norm = _results(self.recorded.step, microbatch)
-        if recorded_loss is None and microbatch == self.recorded.microbatch:
-            recorded_loss = self.recorded.stopped_at
         digest = None if self.replayed is None or microbatch is not None else self.replayed.digest
         return {
             "run": str(self.request.run),
@@ -118,12 +110,12 @@ def find_recorded(run: Run, steps: Mapping[int, RecordedStep], number: int) -> R
     if number in steps:
         return Recorded(steps[number], run.digests.get(number + 1))
     message = str((run.end or {}).get("message") or "")
-    stop = STOPPED_AT.match(message)
-    if stop is None or int(stop["step"]) != number:
-        is_next = run.state == "failed" and number == max(steps, default=-1) + 1
-        return Recorded(None, failure=message.splitlines()[0] if message and is_next else "")
-    microbatch = None if stop["microbatch"] is None else int(stop["microbatch"])
-    return Recorded(None, failure=stop["what"], microbatch=microbatch)
+    stop = STOPPED_AT.search(message)
+    if stop is not None and int(stop["step"]) == number:
+        microbatch = None if stop["microbatch"] is None else int(stop["microbatch"])
+        return Recorded(None, failure=stop[0], microbatch=microbatch)
+    is_next = run.state == "failed" and number == max(steps, default=-1) + 1
+    return Recorded(None, failure=message.splitlines()[0] if message and is_next else "")
 
 
 def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> ReplayComparison:
@@ -133,95 +125,58 @@ def compare(request: ReplayRequest, recorded: Recorded, replay: Replay) -> Repla
     """
     replay = replace(replay, failure=redact(replay.failure))
     replayed = next((step for step in replay.steps if step.step == request.first), None)
+    result = ReplayComparison(request, recorded, replay, replayed)
     if replay.is_left:
-        return ReplayComparison(request, recorded, replay, replayed, (), ())
-    pairs: dict[str, tuple[str, str]] = {}
-    differences: list[str] = []
-    stops = _find_stops(request, recorded, replay, replayed) if recorded.failure else None
-    if stops is not None:
-        pairs["whether it stopped"] = stops
-    elif replayed is None:
-        differences.append(f"the replay failed: {replay.failure}")
-    elif recorded.step is not None:
-        pairs = _pairs(request, recorded, recorded.step, replayed)
-        if request.microbatch is None:
-            differences += _losses(recorded.step, replayed)
-    for name, (before, now) in pairs.items():
-        if before != now:
-            differences.append(f"{name}: recorded {before}, replayed {now}")
-    compared = tuple(pairs)
-    if replayed is not None and recorded.step is not None and recorded.step.losses:
-        compared += ("losses of the micro-batches",) if request.microbatch is None else ()
-    return ReplayComparison(request, recorded, replay, replayed, tuple(differences), compared)
+        return result
+    if recorded.failure:
+        return _compare_stop(result)
+    if replayed is None:
+        return replace(result, differences=(f"the replay failed: {replay.failure}",))
+    if recorded.step is None:
+        return result
+    step, digest, microbatch = recorded.step, recorded.digest, request.microbatch
+    losses = "losses of the micro-batches"
+    if microbatch is not None:
+        alone = [loss if m == microbatch else None for m, loss in enumerate(step.losses)]
+        step, digest = replace(step, loss=None, norm=None, losses=tuple(alone)), None
+        losses = f"loss of micro-batch {microbatch}"
+    values = {
+        "samples of the batch": None if replayed.batch is None else step.batch,
+        "loss": step.loss,
+        "gradient norm": step.norm,
+        "digest of the weights": digest,
+        losses: step.losses or None,
+    }
+    differences = [
+        f"{found.what}{'' if found.microbatch is None else f' {found.microbatch}'}: recorded "
+        f"{found.a}, replayed {found.b}"
+        for found in replay_differences(step, digest, replayed)
+    ]
+    if len(differences) > MOST_NAMED:
+        differences[MOST_NAMED:] = [f"and {len(differences) - MOST_NAMED} more"]
+    compared = tuple(name for name, value in values.items() if value is not None)
+    return replace(result, differences=tuple(differences), compared=compared)
 
 
-def _pairs(
-    request: ReplayRequest, recorded: Recorded, step: RecordedStep, replayed: ReplayedStep
-) -> dict[str, tuple[str, str]]:
-    """Return pairs of recorded and replayed values, as text, by name."""
-    pairs = {}
-    if step.batch is not None and replayed.batch is not None:
-        pairs["samples of the batch"] = step.batch, replayed.batch
-    microbatch = request.microbatch
-    if microbatch is None:
-        if step.loss is not None:
-            pairs["loss"] = _exact(step.loss), _exact(replayed.loss)
-        if step.norm is not None:
-            pairs["gradient norm"] = _exact(step.norm), _exact(replayed.norm)
-        if recorded.digest is not None:
-            pairs["digest of the weights"] = recorded.digest, replayed.digest
-    elif microbatch < len(step.losses):
-        name = f"loss of micro-batch {microbatch}"
-        pairs[name] = _exact(step.losses[microbatch]), _exact(_loss_of(replayed, microbatch))
-    return pairs
+def _compare_stop(result: ReplayComparison) -> ReplayComparison:
+    """Compare how the run and the replay stopped in a step.
 
-
-def _losses(step: RecordedStep, replayed: ReplayedStep) -> list[str]:
-    """Return a list with a phrase about the micro-batches with another loss, or an empty list."""
-    if not step.losses:
-        return []
-    if len(step.losses) != len(replayed.losses):
-        counts = len(step.losses), len(replayed.losses)
-        return [f"micro-batches: recorded {counts[0]}, replayed {counts[1]}"]
-    both = zip(step.losses, replayed.losses, strict=True)
-    other = [str(leaf) for leaf, (a, b) in enumerate(both) if _exact(a) != _exact(b)]
-    if not other:
-        return []
-    more = f" and {len(other) - MOST_NAMED} more" if len(other) > MOST_NAMED else ""
-    return [f"losses of micro-batches {', '.join(other[:MOST_NAMED])}{more}"]
-
-
-def _find_stops(
-    request: ReplayRequest, recorded: Recorded, replay: Replay, replayed: ReplayedStep | None
-) -> tuple[str, str] | None:
-    """Return two phrases: how the run and how the replay stopped in the step.
-
-    None if the record does not say what the replay should have done. This is so for a replay of
-    one micro-batch when the run stopped in another one, or in an unknown one.
+    Nothing is recorded of the other micro-batches of the step.
     """
-    before = _describe_stop(request.first, recorded.microbatch, recorded.failure)
-    is_other = request.is_alone and request.microbatch != recorded.microbatch
-    if replayed is not None:
-        if is_other:
-            return None
-        if request.is_alone:
-            loss = _loss_of(replayed, request.microbatch or 0)
-            now = f"the loss is {loss}"
-            return before, _describe_stop(request.first, request.microbatch, now)
-        return before, "it did not stop"
-    if is_other and recorded.microbatch is not None:
-        return None
-    if (stop := STOPPED_AT.match(replay.failure)) is not None:
-        microbatch = None if stop["microbatch"] is None else int(stop["microbatch"])
-        return before, _describe_stop(int(stop["step"]), microbatch, stop["what"])
-    if replay.finished != request.first:
-        return before, f"before step {request.first}, {replay.failure}"
-    return before, before if recorded.failure in replay.failure else replay.failure
-
-
-def _describe_stop(step: int, microbatch: int | None, what: str) -> str:
-    where = f"step {step}" if microbatch is None else f"step {step}, micro-batch {microbatch}"
-    return f"{where}: {what}"
+    request, recorded = result.request, result.recorded
+    now = result.replay.failure
+    if result.replayed is not None and request.is_alone:
+        if request.microbatch != recorded.microbatch:
+            return result
+        loss, _ = _results(result.replayed, request.microbatch)
+        now = f"step {request.first}, micro-batch {request.microbatch}: the loss is {loss}"
+    elif result.replayed is not None:
+        now = "it did not stop"
+    compared = ("whether it stopped",)
+    if recorded.failure in now:
+        return replace(result, compared=compared)
+    difference = f"whether it stopped: recorded {recorded.failure}, replayed {now}"
+    return replace(result, differences=(difference,), compared=compared)
 
 
 def _results(
@@ -232,18 +187,13 @@ def _results(
         return None, None
     if microbatch is None:
         return step.loss, step.norm
-    return _loss_of(step, microbatch), None
-
-
-def _loss_of(step: ReplayedStep | RecordedStep, microbatch: int) -> float | None:
-    return step.losses[microbatch] if microbatch < len(step.losses) else None
+    return step.losses[microbatch] if microbatch < len(step.losses) else None, None
 
 
 def _number(name: str, value: float | None) -> dict[str, Any]:
     """Return a number as a float, None if it is not finite, and exactly in hexadecimal."""
     is_plain = value is not None and math.isfinite(value)
-    return {name: value if is_plain else None, f"{name}_hex": _exact(value)}
-
-
-def _exact(value: float | None) -> Any:
-    return None if value is None else value.hex()
+    return {
+        name: value if is_plain else None,
+        f"{name}_hex": None if value is None else value.hex(),
+    }

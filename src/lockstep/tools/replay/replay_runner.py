@@ -1,7 +1,6 @@
 """Running a recorded program again: launch ranks, and collect the wanted steps.
 
 command ── launch ──> rank: session opened, output into a log, the program runs
-   progress <─ rank 0: steps finished
         <─ per rank: what it recorded, or the sentence of the first failure
 """
 
@@ -23,7 +22,7 @@ from typing import Any
 
 from lockstep.kernel.errors import RankError
 from lockstep.launcher.fork_server import get_fork_server
-from lockstep.launcher.launch import start
+from lockstep.launcher.launch import launch
 from lockstep.launcher.rank_process import run_code
 from lockstep.launcher.run_folder import RESUME, RUN
 from lockstep.launcher.signals import exiting_on_sigterm
@@ -46,23 +45,15 @@ __all__ = ["run_order", "run_program"]
 
 DEBUGGER_LEFT = "DebuggerLeft"  # the class name of the exception
 FAILURE = "failure"  # the file with the error of a program that failed in this terminal
-POLL = 0.2  # seconds between two reports of progress
-
-Report = Callable[[int, int], None]
-"""Called with the number of finished steps, those before the checkpoint included, and the number
-of steps to finish."""
 
 
-def run_program(
-    program: Program, base: Base, request: ReplayRequest, report: Report | None = None
-) -> Replay:
+def run_program(program: Program, base: Base, request: ReplayRequest) -> Replay:
     """Compute steps of a recorded run again, starting from a checkpoint.
 
     Args:
         program: The program of the run.
         base: The checkpoint, or the beginning.
         request: The steps and the layout.
-        report: Called a few times per second while it runs.
     """
     with exiting_on_sigterm(), tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
         folder = Path(name)
@@ -70,7 +61,7 @@ def run_program(
         details = ""
         is_refused = is_left = False
         try:
-            _launch(program, base, request, folder, report or (lambda done, total: None))
+            _launch(program, base, request, folder)
             failure = ""
         except RankError as error:
             failure = str(error).removeprefix(f"{DEBUGGER_LEFT}: ")
@@ -80,18 +71,12 @@ def run_program(
         seconds = time.monotonic() - begun
         ranks = [list(read_values(record_of(folder, rank))) for rank in range(request.layout.ranks)]
         steps = _merge_steps(ranks)
-        finished = read_count(folder)
         if not failure and len(steps) != request.last + 1 - request.first:
-            failure = (
-                f"the program ended after {finished or base.steps} steps, before step "
-                f"{request.last} was finished"
-            )
-        return Replay(steps, base.steps, seconds, failure, details, finished, is_refused, is_left)
+            failure = f"the program ended before step {request.last} was finished"
+        return Replay(steps, base.steps, seconds, failure, details, is_refused, is_left)
 
 
-def _launch(
-    program: Program, base: Base, request: ReplayRequest, folder: Path, report: Report
-) -> None:
+def _launch(program: Program, base: Base, request: ReplayRequest, folder: Path) -> None:
     """Run the ranks to their end; raise RankError if one failed."""
     order = (program, base, request, str(folder))
     if request.debug:
@@ -99,17 +84,7 @@ def _launch(
         return
     with _environment(program):
         get_fork_server(for_training=True)
-        ranks = start(
-            _run_rank, order, request.layout.ranks, timeout=request.timeout, pass_rank=True
-        )
-    while True:
-        try:
-            ranks.join(POLL)
-            return
-        except TimeoutError:
-            pass
-        finally:
-            report(read_count(folder) or base.steps, request.last + 1)
+        launch(_run_rank, order, request.layout.ranks, timeout=request.timeout, pass_rank=True)
 
 
 def _run_in_terminal(order: tuple[Program, Base, ReplayRequest, str], folder: Path) -> None:
@@ -181,13 +156,9 @@ def _run_rank(rank: int, program: Program, base: Base, request: ReplayRequest, n
     folder = Path(name)
     if not request.debug:
         redirect_output(log_of(folder, rank))
-    counter = os.open(_count_of(folder, rank), os.O_WRONLY | os.O_CREAT, 0o600)
-
-    def count(steps: int) -> None:
-        os.pwrite(counter, steps.to_bytes(8, "little"), 0)
 
     def make_session(record: Callable[[ReplayedStep], None]) -> ReplaySession:
-        return ReplaySession(request, (program.launch, program.trainer), base, record, count)
+        return ReplaySession(request, (program.launch, program.trainer), base, record)
 
     run = partial(_run_program, program, folder)
     run_in_session(rank, folder, request.layout.backend, make_session, run)
@@ -228,23 +199,6 @@ def _run_recipe(recorded: Mapping[str, Any], folder: Path) -> None:
     options = Options(**{name: value for name, value in recorded.items() if name in known})
     quiet = replace(options, quiet=True, download=False, logger=())
     train(quiet, find_recipe(options.recipe), str(folder / "run"))
-
-
-# --- files between ranks and command ----------------------------------------------------------
-
-
-def _count_of(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.count"
-
-
-def read_count(folder: Path) -> int | None:
-    """Return how many steps the trainer has finished; None before it is constructed.
-
-    The largest count is the true one: a rank that is ended after the failure of another rank may
-    not have counted the last step.
-    """
-    texts = [file.read_bytes() for file in folder.glob("rank-*.count")]
-    return max((int.from_bytes(text, "little") for text in texts if text), default=None)
 
 
 def _merge_steps(ranks: Sequence[Sequence[ReplayedStep]]) -> list[ReplayedStep]:

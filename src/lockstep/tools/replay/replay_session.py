@@ -44,8 +44,6 @@ class ReplaySession:
             program (None outside of such a call), and the index of the trainer in that call.
         base: The state from which the replay begins.
         record: Called with each wanted step; the same on every rank except for fingerprints.
-        count: Called with the number of finished steps, when the trainer is constructed and after
-            each step.
     """
 
     def __init__(
@@ -54,13 +52,10 @@ class ReplaySession:
         trainer: tuple[int | None, int],
         base: Base,
         record: Callable[[ReplayedStep], None],
-        count: Callable[[int], None],
     ) -> None:
-        self.request = request
-        self.record, self.count = record, count
+        self.request, self.record = request, record
         self.trainer, self._base = trainer, base
         self._counts: Counter[int | None] = Counter()  # trainers per call of `launch`
-        self._observed: ReplayedTrainer | None = None
 
     def options(
         self, model: nn.Module | Sequence[Any], given: PipelineConfig
@@ -75,14 +70,10 @@ class ReplaySession:
         self._counts[launch] += 1
         if (launch, number) != self.trainer:
             return UnobservedTrainer()
-        self.count(self._base.steps)
-        self._observed = ReplayedTrainer(self, trainer, self._base.checkpoint)
-        return self._observed
+        return ReplayedTrainer(self, trainer, self._base.checkpoint)
 
     def record_unfinished(self) -> None:
-        """Record the wanted step in which the program failed, as far as it was computed."""
-        if self._observed is not None:
-            self._observed.record_unfinished()
+        """Do nothing: a step that fails has no results."""
 
 
 class UnobservedTrainer:
@@ -107,7 +98,6 @@ class ReplayedTrainer:
         self.checkpoint = checkpoint
         self._fingerprinter: Fingerprinter | None = None
         self._tracer: OperatorTracer | None = None
-        self._begun: int | None = None
         if session.request.level == "modules":
             self._fingerprinter = Fingerprinter(
                 session.trainer[1],
@@ -120,7 +110,7 @@ class ReplayedTrainer:
 
     def begin_step(self, step: int) -> RecordingObserver | None:
         """Return the observer of a step; None for none."""
-        request, self._begun = self._session.request, step
+        request = self._session.request
         if request.is_alone:
             if not self._is_wanted(step):
                 return None
@@ -138,32 +128,17 @@ class ReplayedTrainer:
     def commit(self, result: StepResult) -> None:
         """Record a wanted step; end the program after the last one."""
         session = self._session
-        self._begun = None
-        session.count(result.step + 1)
         if self._is_wanted(result.step):
             self._record(result)
         if result.step >= session.request.last:
             raise SessionComplete
-
-    def record_unfinished(self) -> None:
-        """Record the fingerprints or operators of a wanted step that was not finished."""
-        step, level = self._begun, self._session.request.level
-        if step is None or not self._is_wanted(step) or level == "result":
-            return
-        self._session.record(
-            ReplayedStep(
-                step,
-                fingerprints=[] if self._fingerprinter is None else [self._fingerprinter.current],
-                **self._traced(),
-            )
-        )
 
     def _is_wanted(self, step: int) -> bool:
         return self._session.request.first <= step <= self._session.request.last
 
     def _record(self, result: StepResult) -> None:
         """Record a wanted step; with pipeline stages this is a collective call."""
-        digest, fingerprints = self._trainer.digest(), []
+        digest, fingerprints, tracer = self._trainer.digest(), [], self._tracer
         if self._fingerprinter is not None:
             state = self._trainer.optimizer_state()
             fingerprint = self._fingerprinter.commit(result.loss, digest, state)
@@ -179,15 +154,10 @@ class ReplayedTrainer:
                 digest=digest,
                 optimizer_digest=self._trainer.optimizer_digest(),
                 fingerprints=fingerprints,
-                **self._traced(),
+                operators=[] if tracer is None else tracer.calls,
+                kept=None if tracer is None else tracer.kept,
             )
         )
-
-    def _traced(self) -> dict[str, Any]:
-        """Return the fields of a step that the tracer fills."""
-        if self._tracer is None:
-            return {}
-        return {"operators": self._tracer.calls, "kept": self._tracer.kept}
 
     def _record_alone(
         self,

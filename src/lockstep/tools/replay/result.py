@@ -57,9 +57,6 @@ class ReplayRequest:
 class ReplayedStep:
     """One step, as the replay computed it.
 
-    A step in which the program failed has neither results nor a digest, only fingerprints or
-    operators.
-
     Attributes:
         step: Its number, from 0.
         epoch: Its epoch, from 0.
@@ -102,8 +99,6 @@ class Replay:
         seconds: The time from the start of the ranks to their end, in seconds.
         failure: A sentence about why it ended too early; "" if it did not.
         details: The traceback and the last lines of output of the failed rank.
-        finished: The number of steps that were finished when it ended; None if the program did
-            not construct the trainer.
         is_refused: Whether it failed because the program cannot run in the requested layout.
         is_left: Whether the user left the debugger before the micro-batch was computed.
     """
@@ -113,6 +108,5 @@ class Replay:
     seconds: float
     failure: str = ""
     details: str = ""
-    finished: int | None = None
     is_refused: bool = False
     is_left: bool = False

@@ -12,20 +12,18 @@ from __future__ import annotations
 import bdb
 import contextlib
 import pdb
-import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from lockstep.data.microbatch import Batch
 from lockstep.kernel.errors import UsageError
@@ -43,7 +41,6 @@ FinishMicrobatch = Callable[
     [StepContext, float | None, tuple[int, ...] | None, tuple[str, ...]], None
 ]
 
-MOST_NAMED = 8  # the largest number of rows or samples in a sentence
 INTERNAL = ["lockstep.*", "torch.nn.modules.module", "torch.utils.*", "torch._*", "contextlib"]
 """Modules that the debugger does not stop in."""
 
@@ -72,7 +69,6 @@ class LoneMicrobatch(StepObserver):
         self._request, self._called, self._module = request, called, module
         self._finish = finish
         self._loss: float | None = None
-        self._size = 0
         self._samples: tuple[int, ...] | None = None
         self._remarks: list[str] = []
         self._has_found = False  # whether a module returned a non-finite value
@@ -92,34 +88,8 @@ class LoneMicrobatch(StepObserver):
                 f"--microbatch {number}: step {self._request.first} has {batch.leaves} "
                 f"micro-batches; the last one is {batch.leaves - 1}"
             )
-        self._size = chosen[0].size
         self._samples = batch.sample_indices(chosen[0].index)
-        if self._request.anomaly:
-            self._check_data(chosen[0].data)
         return replace(batch, microbatches=chosen)
-
-    def _check_data(self, data: Any) -> None:
-        """Add remarks that name non-finite inputs and their samples."""
-        for name, leaf in name_leaves(data):
-            if not _is_finite(leaf):
-                rows = self._name_rows(leaf)
-                where = f"{rows} of the input `{name}`" if rows else f"the input `{name}`"
-                verb = "are" if where.startswith("rows") else "is"
-                self._remarks.append(f"In the data, {where} {verb} not finite")
-
-    def _name_rows(self, value: Any) -> str:
-        """Return the non-finite rows of the first non-finite tensor, with their samples.
-
-        "" unless the tensor has one row per sample.
-        """
-        leaves = [leaf for leaf in tree_leaves(value) if not _is_finite(leaf)]
-        if not leaves or leaves[0].dim() == 0 or len(leaves[0]) != self._size:
-            return ""
-        is_bad = ~leaves[0].isfinite().reshape(self._size, -1).all(dim=1)
-        rows = is_bad.nonzero().flatten().tolist()
-        if self._samples is None:
-            return _list("row", rows)
-        return f"{_list('row', rows)} ({_list('sample', [self._samples[row] for row in rows])})"
 
     @contextmanager
     def recording(
@@ -148,12 +118,9 @@ class LoneMicrobatch(StepObserver):
             module.register_forward_hook(partial(self._check_output, path))
             for path, module in hookable_modules(name, self._called, is_root=True)
         ]
-        caught: list[warnings.WarningMessage] = []
         try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                with torch.autograd.detect_anomaly():
-                    yield
+            with warnings.catch_warnings(action="ignore"), torch.autograd.detect_anomaly():
+                yield
             if not self._has_found:
                 self._remarks.append(
                     "No module returned a non-finite value, and no gradient is NaN"
@@ -161,10 +128,7 @@ class LoneMicrobatch(StepObserver):
         except RuntimeError as error:
             if "returned nan values" not in str(error):
                 raise
-            where = next(
-                filter(None, (_find_forward(str(warning.message)) for warning in caught)), ""
-            )
-            self._remarks.append(f"In backward, {str(error).rstrip('.')}{where}")
+            self._remarks.append(f"In backward, {str(error).rstrip('.')}")
         finally:
             for handle in handles:
                 handle.remove()
@@ -175,14 +139,10 @@ class LoneMicrobatch(StepObserver):
         if _is_finite(output):
             return
         self._has_found = True
-        rows, inputs = self._name_rows(output), "finite inputs"
-        if not _is_finite(args):
-            rows, inputs = self._name_rows(args) or rows, "inputs that are non-finite, too"
-        kind = type(module).__name__
-        who = f"the model itself ({kind})" if module is self._called else f"{name} ({kind})"
+        inputs = "finite inputs" if _is_finite(args) else "inputs that are non-finite, too"
         self._remarks.append(
-            f"In forward, {who} returned the first non-finite values, from {inputs}"
-            + (f": {rows}" if rows else "")
+            f"In forward, {name} ({type(module).__name__}) returned the first non-finite values, "
+            f"from {inputs}"
         )
 
     def record_loss(self, loss: torch.Tensor) -> None:
@@ -195,29 +155,6 @@ class LoneMicrobatch(StepObserver):
             return ""
         number, listed = self._request.microbatch, ", ".join(map(str, self._samples))
         return f"micro-batch {number} has the samples {listed} of the dataset"
-
-
-def name_leaves(data: Any) -> Iterator[tuple[str, Any]]:
-    """Yield names and leaves of nested data; parts are named "0", "1" or by key of a mapping."""
-    for path, leaf in tree_flatten_with_path(data)[0]:
-        name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
-        yield name or "data", leaf
-
-
-def _list(noun: str, numbers: Sequence[int]) -> str:
-    more = ", ..." if len(numbers) > MOST_NAMED else ""
-    named = ", ".join(map(str, numbers[:MOST_NAMED]))
-    return f"{noun}{'s' * (len(numbers) > 1)} {named}{more}"
-
-
-def _find_forward(message: str) -> str:
-    """Return where the forward function was called, from anomaly mode's warning; "" if unknown."""
-    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', message)
-    own = [frame for frame in frames if is_user_code(frame[0])]
-    if "Traceback of forward call" not in message or not own:
-        return ""
-    file, line, function = own[-1]
-    return f"; its forward was called at {Path(file).name}:{line} in {function}"
 
 
 def _is_finite(value: Any) -> bool:
