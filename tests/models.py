@@ -5,13 +5,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.data_parallel import grad_bucket_views
+from lockstep.data_parallel import planned_buckets
 from lockstep.kernel import norm as gradient_norm
 
 
 def treat_as_large():
     """Let this process exchange gradients of small models early, and share their norms."""
-    grad_bucket_views.SMALLEST, gradient_norm.SHARED_ELEMENTS = 4, 1
+    planned_buckets.LARGE_BYTES, gradient_norm.SHARED_ELEMENTS = 4, 1
 
 
 def pictures():

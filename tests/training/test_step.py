@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 import lockstep as ls
 from lockstep.comm import collectives
 from lockstep.comm.native_all_reduce import NativeAllReduce
-from lockstep.data_parallel import grad_bucket_views
+from lockstep.data_parallel import planned_buckets
 from lockstep.kernel import norm as gradient_norm
 from lockstep.record.fingerprints import read_step_fingerprints
 
@@ -74,7 +74,7 @@ def test_a_step_of_a_small_model_exchanges_one_message_per_rank(ranks):
 
     def train(is_small):
         if is_small:
-            grad_bucket_views.SMALLEST, gradient_norm.SHARED_ELEMENTS = limits
+            planned_buckets.LARGE_BYTES, gradient_norm.SHARED_ELEMENTS = limits
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Linear(4, 4))
         norms, counts = [], []
@@ -97,7 +97,7 @@ def test_a_step_of_a_small_model_exchanges_one_message_per_rank(ranks):
             trainer.step((INPUTS, INPUTS))
         return counts[1:], norms, trainer.digest()
 
-    limits = grad_bucket_views.SMALLEST, gradient_norm.SHARED_ELEMENTS
+    limits = planned_buckets.LARGE_BYTES, gradient_norm.SHARED_ELEMENTS
     ((_, *alone),) = ranks(train, 1, False)
     for n, is_small, expected in ((2, True, 1), (3, True, 1), (2, False, 4)):
         for counts, *found in ranks(train, n, is_small, backend="lockstep"):

@@ -12,8 +12,7 @@ memory, where the reproducible sum reads it and is stored in its place:
 
     passes over a gradient     lockstep                          other backends
     to write it to the bucket  none: the last addition does      one copy into the message
-                               (a single leaf is copied, unless
-                               autograd has created it there)
+                               (a single leaf is copied)
     to add it over ranks       in place                          those of the backend
     to write the sum           none: `.grad` is a view           none: `.grad` is a view
 
@@ -31,7 +30,7 @@ advance, are exchanged last (`lockstep.comm.sparse_gradients`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -90,7 +89,6 @@ class GradientReducer:
         self._planner = BucketPlanner(self._parameters, group, shards)
         is_native = reason_unavailable() is None
         self._add_natively = load_native().accumulate_gradients if is_native else None
-        self._may_have_view = {*range(len(self._parameters))} if is_native else set[int]()
         self._streams = GradientStreams(parameters[0][1].device if parameters else None)
         self._tracker = BucketReadyTracker(
             [parameter for _, parameter in parameters], self._on_gradient, modules
@@ -135,13 +133,11 @@ class GradientReducer:
         self.clear()
         self._tree = StepTree(leaves, assign_nodes(leaves, hosts))
         if self._is_planned:
-            self._prepare(self._expected, self._may_have_view)
+            self._prepare(self._expected)
         parameters, sparse, buckets = self._parameters, self._sparse, self._buckets
         self._local = local = LocalSums(parameters, sparse, leaves, buckets, self._add_natively)
         if self._is_planned and buckets is not None:
-            self._exchange = BucketExchange(
-                buckets, local, self._streams, self._may_have_view, announce
-            )
+            self._exchange = BucketExchange(buckets, local, self._streams, announce)
         return local
 
     def clear(self) -> None:
@@ -227,13 +223,10 @@ class GradientReducer:
         """
         local = self._begun()
         with self._tracker.watch(loss) as may_accumulate:
-            in_views: AbstractContextManager[None] = nullcontext()
             if may_accumulate:
                 local.open(microbatch)
-                in_views = in_views if self._buckets is None else self._buckets.views.watch()
             try:
-                with in_views:
-                    yield
+                yield
             finally:
                 if self._tracker.has_late_callback:
                     local.failure = (
@@ -245,8 +238,6 @@ class GradientReducer:
     def _on_gradient(self, index: int) -> None:
         """Accumulate a complete gradient, and launch the buckets that it completes."""
         local = self._begun()
-        if local.is_accumulating and self._buckets is not None:
-            self._buckets.views.note(index, self._parameters[index][1])
         state = self._tracker.mark(index)
         if state is GradientState.LATE:
             local.fail_late(index)
@@ -295,7 +286,7 @@ class GradientReducer:
             self._further_sums = self._planner.make_sums(further, self._tree)
             pairs += reproducible_all_reduce(self._further_sums, held)
         else:
-            pairs = reproducible_all_reduce(self._prepare(dense, ()).sums, held)
+            pairs = reproducible_all_reduce(self._prepare(dense).sums, held)
         for index, gradient in pairs:
             parameter = self._parameters[index][1]
             if gradient is not None and shards is not None:
@@ -312,7 +303,7 @@ class GradientReducer:
         if expected != self._expected:
             self._expect(expected)
 
-    def _prepare(self, indices: Sequence[int], with_views: Collection[int]) -> PlannedBuckets:
+    def _prepare(self, indices: Sequence[int]) -> PlannedBuckets:
         """Return buckets for these parameters: those of the step before, if they are the same."""
         key = self._is_planned, self._tree.leaves, *indices
         buckets = self._buckets
@@ -326,7 +317,6 @@ class GradientReducer:
                 ]
             )
             self._buckets = buckets
-        buckets.update_views(with_views)
         return buckets
 
     def _without_sparse(self, indices: Iterable[int]) -> list[int]:
@@ -340,8 +330,6 @@ class BucketExchange:
         buckets: The buckets.
         local: This rank's sums.
         streams: The streams in which gradients have arrived.
-        may_have_view: The parameters whose gradients may get a view; those whose view is found to
-            be taken are removed.
         announce: A function that is called before the first bucket is launched in backward; None
             if buckets are not launched before the end of the step.
 
@@ -354,11 +342,9 @@ class BucketExchange:
         buckets: PlannedBuckets,
         local: LocalSums,
         streams: GradientStreams,
-        may_have_view: set[int],
         announce: Callable[[], object] | None,
     ) -> None:
         self._buckets, self._local, self._streams = buckets, local, streams
-        self._may_have_view = may_have_view
         self._announce = announce if buckets.gains_from_early_launch else None
         self._is_packed = False
         self.launched = 0
@@ -393,10 +379,6 @@ class BucketExchange:
         if not self.launched and self._announce is not None:
             self._announce()
         members = [member.index for member in self._buckets.sums[self.launched].bucket.members]
-        taken = [index for index in members if self._local.is_view_taken(index)]
-        if taken:
-            self._buckets.move(self.launched)
-            self._may_have_view.difference_update(taken)
         held, is_backward_running = self._local.nodes, self._local.is_accumulating
         self._streams.join(values[index] for values in held.values() for index in members)
         self._buckets.sums[self.launched].launch(held, in_steps=is_backward_running)

@@ -118,11 +118,6 @@ class LocalSums:
             "use_reentrant=False, and call backward(final=True) once per micro-batch"
         )
 
-    def is_view_taken(self, index: int) -> bool:
-        """Return whether the view for a parameter's gradient must not be written."""
-        assert self._buckets is not None
-        return bool(self._values) and self._buckets.views.is_taken(index, self._values[index])
-
     def release(self, indices: Collection[int]) -> None:
         """Free gradients that have been packed; their destinations mark them as present."""
         for index in indices:
@@ -192,12 +187,10 @@ class LocalSums:
         if not others:
             self._values[index] = last  # launching its bucket copies it to its destination
             return
-        destination = self._find_destination(index)
-        if self._buckets is not None and self._buckets.views.is_taken(index, gradient):
-            destination = None  # the bucket gets other memory when it is launched
         value = others[0]
         for left in others[1:]:
             value = left.add_(value)
+        destination = self._find_destination(index)
         out = last if destination is None else destination
         self._values[index] = torch.add(last, value, out=out)
 

@@ -2,12 +2,11 @@
 
 expected gradients ──BucketPlanner──> buckets ──> PlannedBuckets: memory of each bucket
 destination of every node of this rank
-views in which autograd creates gradients
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,7 +18,6 @@ from lockstep.comm.make_all_reduce import adds_in_place, make_all_reduce
 from lockstep.comm.memory_format import in_layout_of
 from lockstep.comm.native_all_reduce import native_backend
 from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
-from lockstep.data_parallel.grad_bucket_views import GradBucketViews, gets_view
 from lockstep.data_parallel.shards import Shards
 from lockstep.devices import is_accelerator
 from lockstep.kernel.errors import LayoutError
@@ -29,6 +27,9 @@ __all__ = ["BUCKET_BYTES", "BucketPlanner", "PlannedBuckets", "StepTree"]
 
 BUCKET_BYTES = 16 << 20
 """The bytes per bucket, chosen by measurement: see "Bucket sizes" in LOG.md."""
+
+LARGE_BYTES = 64 << 10
+"""The least bytes of a gradient whose only bucket is launched in backward."""
 
 
 class StepTree(NamedTuple):
@@ -123,9 +124,8 @@ class PlannedBuckets:
         key: The same.
         sums: The reproducible sum of each bucket.
         destinations: The memory in buckets for the values of this rank's nodes, by parameter.
-        views: Views in the buckets for the last micro-batch of this rank.
         gains_from_early_launch: Whether launching them in backward saves more than announcing it
-            costs. The only bucket is complete when backward ends, and small gradients get no views.
+            costs. The only bucket is complete when backward ends.
     """
 
     def __init__(
@@ -135,66 +135,31 @@ class PlannedBuckets:
         indices: Sequence[int],
         key: tuple[int, ...],
     ) -> None:
-        self._planner, self._tree, self.key = planner, tree, key
+        self._planner, self.key = planner, key
         buckets = planner.plan(indices)
         if planner.shards is not None:
             buckets = planner.shards.buckets
         self.sums = planner.make_sums(buckets, tree)
         sizes = [m.numel * bucket.dtype.itemsize for bucket in buckets for m in bucket.members]
-        self.gains_from_early_launch = len(buckets) > 1 or any(map(gets_view, sizes))
-        self._own_nodes = tree.nodes_by_rank[dist.get_rank(planner.group)]
+        self.gains_from_early_launch = len(buckets) > 1 or max(sizes, default=0) >= LARGE_BYTES
         self.destinations = {
-            node: self._find_destinations(node, self.sums) for node in self._own_nodes
+            node: self._find_destinations(node)
+            for node in tree.nodes_by_rank[dist.get_rank(planner.group)]
         }
-        self._references: list[int] = []  # to the memory of each sum, without those of user code
-        self.views = GradBucketViews([])
-        self._has_valid_views = False
+        # References to the memory of each sum, without those of user code.
+        self._references = [bucket_sum.uses() for bucket_sum in self.sums]
 
     @property
     def are_in_use(self) -> bool:
         """Whether user code refers to gradients of the previous step, which are in the buckets."""
         return [bucket_sum.uses() for bucket_sum in self.sums] != self._references
 
-    def update_views(self, indices: Collection[int]) -> None:
-        """Let autograd create the gradients of these parameters in the buckets.
-
-        The views stay the same until a bucket is moved.
-        """
-        if self._has_valid_views:
-            return
-        views = {
-            member.index: bucket_sum.destination(self._own_nodes[-1], member)
-            for bucket_sum in (self.sums if self._own_nodes else [])
-            for member in bucket_sum.bucket.members
-            if member.index in indices
-        }
-        self.views = GradBucketViews([views.get(n) for n in range(len(self._planner.parameters))])
-        self._has_valid_views = True
-        views.clear()  # their references are not counted, unlike those of the object
-        self._references = [bucket_sum.uses() for bucket_sum in self.sums]
-
-    def move(self, number: int) -> None:
-        """Give a bucket new memory, because a view in it is taken.
-
-        No gradient is created in a view anymore, until `update_views` is called.
-        """
-        bucket = self.sums[number].bucket
-        self.views.give_up(member.index for member in bucket.members)
-        self._has_valid_views = False
-        (moved,) = self._planner.make_sums([bucket], self._tree)
-        self.sums[number] = moved
-        for node in self.destinations:
-            self.destinations[node] |= self._find_destinations(node, [moved])
-        self._references[number] = moved.uses()
-
-    def _find_destinations(
-        self, node: Node, sums: Sequence[ReproducibleAllReduce]
-    ) -> dict[int, torch.Tensor]:
+    def _find_destinations(self, node: Node) -> dict[int, torch.Tensor]:
         """Return the destinations of the values of one of this rank's nodes, by parameter."""
         parameters = self._planner.parameters
         return {
             member.index: in_layout_of(vector, parameters[member.index][1])
-            for bucket_sum in sums
+            for bucket_sum in self.sums
             for member in bucket_sum.bucket.members
             if (vector := bucket_sum.destination(node, member)) is not None
         }

@@ -14,7 +14,6 @@
 #include "activity.h"
 #include "backend.h"
 #include "errors.h"
-#include "gradient_places.h"
 #include "microbatch.h"
 #include "portable_kernels.h"
 #include "torch_errors.h"
@@ -240,12 +239,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::arg("siblings"), py::arg("outs"), py::call_guard<py::gil_scoped_release>());
   module.def("compute_norms", &compute_norms, py::arg("gradients"),
              py::call_guard<py::gil_scoped_release>());
-  py::class_<GradientPlaces>(module, "GradientPlaces")
-      .def(py::init<std::vector<std::optional<at::Tensor>>>(), py::arg("places"))
-      .def("begin", &GradientPlaces::begin)
-      .def("end", &GradientPlaces::end)
-      .def("note", &GradientPlaces::note, py::arg("parameter"), py::arg("gradient"))
-      .def("is_taken", &GradientPlaces::is_taken, py::arg("parameter"), py::arg("value"));
   // The calls and waits of a group across hosts, as `lockstep.comm.activity` reads them.
   module.def("publish_call", [](const std::string& op, int peer, uint64_t number, uint64_t count,
                                 const std::string& group) {
