@@ -204,7 +204,7 @@ def call_across_hosts(placement: str) -> dict[str, Any]:
                 "all_reduce": lambda: dist.all_reduce(torch.ones(1)),
                 "send": lambda: dist.send(torch.ones(1), 1),
                 "recv": lambda: dist.recv(torch.ones(1)),
-                "reproducible_all_reduce": lambda: native.host_group.submit(lambda: None),
+                "reproducible_all_reduce": lambda: native.host_group.begin_sum(),
                 "abort": native.abort,
                 "shutdown": native.shutdown,
             }

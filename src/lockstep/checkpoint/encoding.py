@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import math
+import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -23,12 +24,12 @@ from typing import Any
 import numpy
 import torch
 
-from lockstep.checkpoint.schema import FRACTION
 from lockstep.checkpoint.tensor_file import DTYPES
 from lockstep.kernel.errors import UsageError
 
 __all__ = ["decode", "encode"]
 
+FRACTION = re.compile(r"-?[0-9]{1,4000}(/[1-9][0-9]{,4000})?")
 MAPPINGS: dict[str, type] = {"$ordered": OrderedDict, "$counter": Counter}
 SEQUENCES: dict[str, type] = {"$tuple": tuple, "$set": set, "$frozenset": frozenset}
 FACTORIES = {"int": int, "float": float, "list": list, "dict": dict, "set": set, None: None}

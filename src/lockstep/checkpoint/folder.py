@@ -29,7 +29,7 @@ import torch
 from safetensors import safe_open
 
 from lockstep.checkpoint.encoding import decode
-from lockstep.checkpoint.schema import MANIFEST_SCHEMA, STATE_SCHEMA, find_mismatch
+from lockstep.checkpoint.schema import find_manifest_mismatch, find_state_mismatch
 from lockstep.checkpoint.shards import Rows, find_rows, join_shards
 from lockstep.checkpoint.tensor_file import DTYPES, checksum_file
 from lockstep.files import read_json, remove_tree
@@ -162,7 +162,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     version = manifest.get("format") if isinstance(manifest, dict) else None
     if isinstance(version, int) and version > FORMAT:
         raise FileError(f"it has format {version}, and this version of lockstep reads {FORMAT}")
-    if mismatch := find_mismatch(manifest, MANIFEST_SCHEMA, MANIFEST):
+    if mismatch := find_manifest_mismatch(manifest):
         raise FileError(f"{MANIFEST} is damaged: {mismatch}")
     for name, entry in manifest["files"].items():
         status = (path / name).stat()
@@ -186,8 +186,8 @@ def _read_state(path: Path, *, has_values: bool = True, rows: Rows | None = None
             for name in names:
                 if name.startswith(REST) and name.endswith(SUFFIX):
                     part = decode(read_json(path / name), files)
-                    if mismatch := find_mismatch(part, dict, "its content"):
-                        raise FileError(f"{name} is damaged: {mismatch}")
+                    if not isinstance(part, dict):
+                        raise FileError(f"{name} is damaged: it is no object")
                     _merge(state, part)
             state |= {kind: join_shards(state[kind]) for kind in KINDS if kind in state}
             unused = files.keys() - files.used
@@ -195,7 +195,7 @@ def _read_state(path: Path, *, has_values: bool = True, rows: Rows | None = None
         raise
     except Exception as error:  # the content of files with the right checksums may be anything
         raise FileError(f"its content is invalid ({type(error).__name__}: {error})") from None
-    if mismatch := find_mismatch(state, STATE_SCHEMA, "its state"):
+    if mismatch := find_state_mismatch(state):
         raise FileError(f"its content is invalid: {mismatch}")
     if unused:
         raise FileError(f"its content is invalid: the tensor {min(unused)} has no use")

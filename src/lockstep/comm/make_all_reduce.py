@@ -15,7 +15,6 @@ from lockstep.comm.ipc_all_reduce import IpcAllReduce
 from lockstep.comm.native_all_reduce import NativeAllReduce, is_supported, native_backend
 from lockstep.comm.portable_all_reduce import PortableAllReduce
 from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
-from lockstep.kernel.tree import Node
 
 __all__ = ["adds_in_place", "make_all_reduce"]
 
@@ -31,7 +30,7 @@ def adds_in_place(
 
 def make_all_reduce(
     bucket: Bucket,
-    nodes_by_rank: Sequence[Sequence[Node]],
+    nodes_by_rank: Sequence[Sequence[tuple[int, int]]],
     leaves: int,
     device: torch.device,
     group: dist.ProcessGroup | None = None,
@@ -51,19 +50,18 @@ def make_all_reduce(
             the sums of its own slice (backend "lockstep" only).
         is_device_shared: Whether the ranks share memory of one device (`shares_device`).
     """
-    options = cuts or None, bool(cuts)
     native = native_backend(device, bucket.dtype, group)
     if native is not None:
         made = NativeAllReduce(
-            native, bucket, nodes_by_rank, leaves, dist.get_rank(group), *options
+            native, bucket, nodes_by_rank, leaves, dist.get_rank(group), cuts or None, bool(cuts)
         )
         made.fits_messages = (
             not cuts and not has_many_ranks(group) and made.fits(native.longest_message // 2)
         )
         return made
+    assert not cuts
     hosts = host_group_of(group) if is_supported(device, bucket.dtype) else None
     if hosts is not None:
-        return HostAllReduce(hosts, bucket, nodes_by_rank, leaves, *options)
-    assert not cuts
+        return HostAllReduce(hosts, bucket, nodes_by_rank, leaves)
     sliced = IpcAllReduce if is_device_shared else PortableAllReduce
     return sliced(bucket, nodes_by_rank, leaves, device, group)

@@ -13,25 +13,23 @@ one read of all rows and one write of the first row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lockstep.comm.backend import of_group
+from lockstep.comm.backend import load_native, of_group
 from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, slice_length
-from lockstep.comm.native_module import load_native
 from lockstep.comm.reproducible_all_reduce import (
     ABSENT,
     NEW,
+    Held,
     ReproducibleAllReduce,
-    Values,
 )
 from lockstep.comm.shared_memory import empty_shared
 from lockstep.kernel.norm import in_memory_order
-from lockstep.kernel.tree import Node
 
 __all__ = [
     "DIGEST_BYTES",
@@ -75,7 +73,7 @@ class NativeAllReduce(ReproducibleAllReduce):
         self,
         native: Any,
         bucket: Bucket,
-        nodes_by_rank: Sequence[Sequence[Node]],
+        nodes_by_rank: Sequence[Sequence[tuple[int, int]]],
         leaves: int,
         rank: int,
         cuts: Sequence[int] | None = None,
@@ -112,19 +110,22 @@ class NativeAllReduce(ReproducibleAllReduce):
         self._mine = self._bounds[rank], self._bounds[rank + 1]
         self._work: dist.Work | None = None
 
-    def destination(self, node: Node, member: Member) -> torch.Tensor:
+    def destination(self, node: tuple[int, int], member: Member) -> torch.Tensor:
         """Return the destination of a member's value in one of this rank's nodes."""
         return self._destinations[self._nodes.index(node)][member.index]
 
     def launch(
         self,
-        held: Mapping[Node, Values],
+        held: Held,
         in_steps: bool = False,
     ) -> None:
         """Copy values to their destinations, and start; see `ReproducibleAllReduce.launch`."""
-        self._work = self._start(self._pack(held, self._packs_all()), in_steps)
+        own = self._pack(held, all_slices=False)
+        self._work = self._native.reproducible_all_reduce(
+            self._native_bucket, self._packed, self.sums, self._present, own, in_steps
+        )
 
-    def _pack(self, held: Mapping[Node, Values], all_slices: bool) -> torch.Tensor | None:
+    def _pack(self, held: Held, all_slices: bool) -> torch.Tensor | None:
         """Copy values and flags to their destinations.
 
         Returns:
@@ -155,17 +156,6 @@ class NativeAllReduce(ReproducibleAllReduce):
             self._packed_flags = flags
         return own
 
-    def _start(self, own: torch.Tensor | None, in_steps: bool) -> dist.Work:
-        """Start the sum; `own` are the values of the first node, if they are not all packed."""
-        work: dist.Work = self._native.reproducible_all_reduce(
-            self._native_bucket, self._packed, self.sums, self._present, own, in_steps
-        )
-        return work
-
-    def _packs_all(self) -> bool:
-        """Return whether other ranks read this rank's own slice, too."""
-        return False
-
     def advance(self) -> None:
         """Take steps of the sums that were launched in steps; see `ReproducibleAllReduce`."""
         self._native.advance()
@@ -174,14 +164,14 @@ class NativeAllReduce(ReproducibleAllReduce):
         """Return whether a tensor fills the bucket: this rank's slice need not be packed then."""
         return flat.numel() == self.bucket.length and flat.data_ptr() % ALIGNMENT == 0
 
-    def wait(self) -> None:
-        """Wait for the sum; one that has not started is computed in this thread."""
-        assert self._work is not None
-        self._work.wait()
+    def is_completed(self) -> bool:
+        """Return whether the sum is complete."""
+        return self._work is None or self._work.is_completed()
 
     def gather(self) -> list[tuple[int, torch.Tensor | None]]:
         """Finish; see `ReproducibleAllReduce.gather`."""
-        self.wait()
+        assert self._work is not None
+        self._work.wait()  # a sum that has not started is computed in this thread
         self._work = None
         return self._parts()
 
@@ -192,7 +182,7 @@ class NativeAllReduce(ReproducibleAllReduce):
         values = self.bucket.length * self.bucket.dtype.itemsize
         return self._most_nodes * (values + len(self.bucket.members)) + DIGEST_BYTES <= limit
 
-    def pack(self, held: Mapping[Node, Values]) -> bytes:
+    def pack(self, held: Held) -> bytes:
         """Return this rank's nodes, to be sent with another message, instead of `launch`."""
         self._pack(held, all_slices=True)
         used = self._values.nbytes + self._flags.numel() if self._nodes else 0

@@ -14,7 +14,6 @@ from lockstep.comm.activity import follow_page
 
 __all__ = [
     "ArgumentError",
-    "callers",
     "choose_again",
     "find_compute_norms",
     "load_native",
@@ -36,10 +35,6 @@ class ArgumentError(ValueError, RuntimeError):
     """
 
     __module__ = "lockstep.comm.backend"  # from where users import it
-
-
-callers: dict[int, int] = {}
-"""For threads that run a call: the thread that made it, whose location messages state."""
 
 
 _refusal = ""  # why this process refuses calls and new groups; "" if it does not
@@ -124,7 +119,6 @@ def where(thread: int) -> str:
     """
     frames = sys._current_frames()
     main = threading.main_thread().ident
-    thread = callers.get(thread, thread)
     frame = frames.get(thread) or (frames.get(main) if main is not None else None)
     if frame is None:
         return ""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ __all__ = ["PortableAllReduce"]
 
 
 class PortableAllReduce(SlicedAllReduce):
-    """The implementation for any backend; arguments as of `make_all_reduce`."""
+    """The implementation for any backend; arguments as of `SlicedAllReduce`."""
 
     def _allocate(self, device: torch.device) -> None:
         # The bytes that each rank sends to each other rank: slices of its nodes, then flags.
@@ -39,7 +40,7 @@ class PortableAllReduce(SlicedAllReduce):
         mine = self._widths[self._rank]
         self._rows = torch.zeros(self._ranks, mine, dtype=torch.uint8, device=device)
         self._in = torch.empty(sum(self._widths), dtype=torch.uint8, device=device)
-        self._work: dist.Work | None = None
+        self._work: Any = None
         self._flags = bytearray()
 
     def _start(self, flags: bytearray) -> None:
@@ -50,7 +51,11 @@ class PortableAllReduce(SlicedAllReduce):
             # A blocking copy would wait for the backward pass that a GPU still runs.
             self._rows[:, start : start + len(flags)].copy_(presence, non_blocking=True)
             self._flags = flags
-        self._work = dist.all_to_all_single(
+        self._work = self._exchange_rows()
+
+    def _exchange_rows(self) -> Any:
+        """Start to send row j to rank j; return the work."""
+        return dist.all_to_all_single(
             self._in,
             self._rows.view(-1),
             output_split_sizes=self._widths,
@@ -59,16 +64,19 @@ class PortableAllReduce(SlicedAllReduce):
             async_op=True,
         )
 
+    def _gather_sums(self, mine: torch.Tensor) -> Any:
+        """Start to send the sum of this rank's slice to all ranks; return the work."""
+        return all_gather_single(
+            as_bytes(self.sums), as_bytes(mine), group=self._group, async_op=True
+        )
+
     def combine(self) -> None:
         """Do step 2 and start step 3: add this rank's slice along the tree, start the gather."""
-        assert self._work is not None
         with Waiting("exchange of gradients"):
             self._work.wait()
         rows = self._in.split(self._widths)
         mine = self._add(rows, self._read_flags(rows))
-        self._work = all_gather_single(
-            as_bytes(self.sums), as_bytes(mine), group=self._group, async_op=True
-        )
+        self._work = self._gather_sums(mine)
 
     def _read_flags(self, rows: Sequence[torch.Tensor]) -> list[list[int]]:
         """Return the flags of each rank, which follow the slices in its row."""
@@ -83,7 +91,6 @@ class PortableAllReduce(SlicedAllReduce):
 
     def gather(self) -> list[tuple[int, torch.Tensor | None]]:
         """Finish step 3; see `ReproducibleAllReduce.gather`."""
-        assert self._work is not None
         with Waiting("all_gather of sums of gradients"):
             self._work.wait()
         self._work = None

@@ -20,11 +20,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lockstep.comm.bucket import Bucket, Member
-from lockstep.kernel.tree import Node
 
 __all__ = [
     "ABSENT",
     "NEW",
+    "Held",
     "ReproducibleAllReduce",
     "Values",
     "add_lists",
@@ -34,6 +34,9 @@ __all__ = [
 
 Values = Sequence[torch.Tensor | None] | Mapping[int, torch.Tensor | None]
 """Tensors by the index of their bucket member; None if absent."""
+
+Held = Mapping[tuple[int, int], Values]
+"""The values of each node (lo, hi) of the tree that a rank holds."""
 
 ABSENT, NEW = 0, 1
 """The flags of a tensor in a node."""
@@ -71,7 +74,7 @@ class ReproducibleAllReduce(ABC):
     sums: torch.Tensor
     fits_messages = False
 
-    def destination(self, node: Node, member: Member) -> torch.Tensor | None:
+    def destination(self, node: tuple[int, int], member: Member) -> torch.Tensor | None:
         """Return the destination of a value of one of this rank's nodes, or None.
 
         The destination is a vector of the member's length, aligned to 64 bytes. `launch` does not
@@ -87,7 +90,7 @@ class ReproducibleAllReduce(ABC):
     @abstractmethod
     def launch(
         self,
-        held: Mapping[Node, Values],
+        held: Held,
         in_steps: bool = False,
     ) -> None:
         """Start step 1: copy this rank's nodes and start the exchange.
@@ -98,7 +101,7 @@ class ReproducibleAllReduce(ABC):
                 this one, in `advance`. It avoids that both take turns on one core.
         """
 
-    def pack(self, held: Mapping[Node, Values]) -> bytes:
+    def pack(self, held: Held) -> bytes:
         """Return this rank's nodes, to be sent with another message, instead of `launch`.
 
         Only if `fits_messages` is true.
@@ -117,7 +120,7 @@ class ReproducibleAllReduce(ABC):
         raise NotImplementedError
 
     def advance(self) -> None:  # noqa: B027
-        """Add what the other ranks are ready for, of all sums of the group launched in steps.
+        """Do what the other ranks are ready for, of a sum launched in steps.
 
         Does not wait; the last steps are taken by `gather`.
         """
@@ -137,7 +140,7 @@ class ReproducibleAllReduce(ABC):
 
 
 def reproducible_all_reduce(
-    sums: Sequence[ReproducibleAllReduce], held: Mapping[Node, Values]
+    sums: Sequence[ReproducibleAllReduce], held: Held
 ) -> list[tuple[int, torch.Tensor | None]]:
     """Reduce several buckets; the exchange of each overlaps the additions of the previous one.
 

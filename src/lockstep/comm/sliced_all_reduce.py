@@ -25,8 +25,8 @@ from lockstep.comm.bucket import Bucket, pieces, slice_length
 from lockstep.comm.reproducible_all_reduce import (
     ABSENT,
     NEW,
+    Held,
     ReproducibleAllReduce,
-    Values,
     add_present,
 )
 from lockstep.kernel.norm import in_memory_order
@@ -36,7 +36,12 @@ __all__ = ["SlicedAllReduce"]
 
 
 class SlicedAllReduce(ReproducibleAllReduce):
-    """The implementations in which a rank adds a slice; arguments as of `make_all_reduce`."""
+    """The implementations in which a rank adds a slice; arguments as of `make_all_reduce`.
+
+    Args:
+        group: The process group; None is the default group.
+        rank: This rank; None for that in the process group.
+    """
 
     _rows: torch.Tensor
     """The memory into which nodes are packed: a row of bytes for each rank."""
@@ -48,10 +53,12 @@ class SlicedAllReduce(ReproducibleAllReduce):
         leaves: int,
         device: torch.device,
         group: dist.ProcessGroup | None,
+        rank: int | None = None,
     ) -> None:
         self.bucket, self._nodes_by_rank, self._leaves = bucket, nodes_by_rank, leaves
         self._group = group
-        self._rank, self._ranks = dist.get_rank(group), len(nodes_by_rank)
+        self._rank = dist.get_rank(group) if rank is None else rank
+        self._ranks = len(nodes_by_rank)
         self._pieces = pieces(bucket, self._ranks)
         self._length = slice_length(bucket, self._ranks)
         self._slice_bytes = self._length * bucket.dtype.itemsize
@@ -69,13 +76,13 @@ class SlicedAllReduce(ReproducibleAllReduce):
 
     def launch(
         self,
-        held: Mapping[Node, Values],
+        held: Held,
         in_steps: bool = False,
     ) -> None:
         """Pack this rank's nodes and start step 1; see `ReproducibleAllReduce.launch`."""
         self._start(self._pack(held))
 
-    def _pack(self, held: Mapping[Node, Values]) -> bytearray:
+    def _pack(self, held: Held) -> bytearray:
         """Copy this rank's nodes into the rows, and return their flags."""
         members, flags = self.bucket.members, bytearray()
         for number, node in enumerate(self._nodes_by_rank[self._rank]):

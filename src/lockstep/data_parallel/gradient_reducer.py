@@ -134,8 +134,11 @@ class GradientReducer:
         self._tree = StepTree(leaves, assign_nodes(leaves, hosts))
         if self._is_planned:
             self._prepare(self._expected)
-        parameters, sparse, buckets = self._parameters, self._sparse, self._buckets
-        self._local = local = LocalSums(parameters, sparse, leaves, buckets, self._add_natively)
+        buckets = self._buckets
+        destinations = {} if buckets is None else buckets.destinations
+        self._local = local = LocalSums(
+            self._parameters, self._sparse, leaves, destinations, self._add_natively
+        )
         if self._is_planned and buckets is not None:
             self._exchange = BucketExchange(buckets, local, self._streams, announce)
         return local
@@ -366,8 +369,8 @@ class BucketExchange:
         """Launch the first `count` buckets that have not been launched, and add what is ready."""
         while self.launched < count:
             self.launch_next()
-        if self.launched:  # add as soon as the other ranks are ready, without waiting
-            self._buckets.sums[self.launched - 1].advance()
+        for bucket_sum in self._buckets.sums[: self.launched]:
+            bucket_sum.advance()  # as soon as the other ranks are ready, without waiting
 
     def launch_all(self) -> None:
         """Launch the remaining buckets."""

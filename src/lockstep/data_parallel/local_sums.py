@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from lockstep.comm.memory_format import in_format_of, is_in_format_of
 from lockstep.comm.sparse_gradients import add_sparse
-from lockstep.data_parallel.planned_buckets import PlannedBuckets
 from lockstep.kernel.errors import GradientError
 from lockstep.kernel.tree import Node, left_siblings
 
@@ -29,7 +28,7 @@ class LocalSums:
         parameters: Names and parameters.
         sparse: The indices of the parameters whose gradients may be sparse.
         leaves: The number of micro-batches of the batch.
-        buckets: The planned buckets; None if there are none.
+        destinations: The memory in buckets for the values of this rank's nodes, by parameter.
         add_natively: The function of the native module that adds all gradients in one call; None
             without the native module.
 
@@ -44,10 +43,10 @@ class LocalSums:
         parameters: Sequence[tuple[str, torch.nn.Parameter]],
         sparse: Collection[int],
         leaves: int,
-        buckets: PlannedBuckets | None,
+        destinations: Mapping[Node, Mapping[int, torch.Tensor]],
         add_natively: Callable[..., GradientList | None] | None,
     ) -> None:
-        self._parameters, self._sparse, self._buckets = parameters, sparse, buckets
+        self._parameters, self._sparse, self._destinations = parameters, sparse, destinations
         self._tensors = [parameter for _, parameter in parameters]
         self._add_natively = None if sparse else add_natively
         self._leaves = leaves
@@ -127,9 +126,7 @@ class LocalSums:
 
     def _find_destination(self, index: int) -> torch.Tensor | None:
         """Return the memory in a bucket for the current node's value of a parameter."""
-        if self._buckets is None:
-            return None
-        return self._buckets.destinations.get(self._node, {}).get(index)
+        return self._destinations.get(self._node, {}).get(index)
 
     def _accumulate_together(self) -> bool:
         """Move all gradients out of `.grad` in one call of the native module, in the usual case.
@@ -140,7 +137,7 @@ class LocalSums:
         """
         if self._add_natively is None:
             return self._accumulate_on_accelerator()
-        outs = {} if self._buckets is None else self._buckets.destinations.get(self._node, {})
+        outs = self._destinations.get(self._node, {})
         destinations = [outs.get(index) for index in range(len(self._tensors))] if outs else []
         values = self._add_natively(self._tensors, self._siblings, destinations)
         if values is None:
@@ -155,7 +152,7 @@ class LocalSums:
         if (
             not gradients  # a stage may have no parameters
             or self._sparse
-            or (self._buckets is not None and self._buckets.destinations.get(self._node))
+            or self._destinations.get(self._node)
             or not all(map(_is_usual, gradients, self._tensors))
             or any(value is None for values in self._siblings or () for value in values)
         ):

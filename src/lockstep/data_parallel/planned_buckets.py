@@ -21,7 +21,6 @@ from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
 from lockstep.data_parallel.shards import Shards
 from lockstep.devices import is_accelerator
 from lockstep.kernel.errors import LayoutError
-from lockstep.kernel.tree import Node
 
 __all__ = ["BUCKET_BYTES", "BucketPlanner", "PlannedBuckets", "StepTree"]
 
@@ -41,7 +40,7 @@ class StepTree(NamedTuple):
     """
 
     leaves: int
-    nodes_by_rank: Sequence[Sequence[Node]]
+    nodes_by_rank: Sequence[Sequence[tuple[int, int]]]
 
 
 class BucketPlanner:
@@ -154,7 +153,7 @@ class PlannedBuckets:
         """Whether user code refers to gradients of the previous step, which are in the buckets."""
         return [bucket_sum.uses() for bucket_sum in self.sums] != self._references
 
-    def _find_destinations(self, node: Node) -> dict[int, torch.Tensor]:
+    def _find_destinations(self, node: tuple[int, int]) -> dict[int, torch.Tensor]:
         """Return the destinations of the values of one of this rank's nodes, by parameter."""
         parameters = self._planner.parameters
         return {

@@ -24,8 +24,8 @@ import torch.utils.deterministic
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from lockstep.comm import backend as comm
+from lockstep.comm.hosts.connections import close_connections as close_connections_of
 from lockstep.comm.hosts.identity import declare_world
-from lockstep.comm.hosts.link import close_connections as close_connections_of
 from lockstep.comm.ipc_all_reduce import close_all
 from lockstep.kernel.errors import RendezvousError, UsageError
 from lockstep.launcher.backend_choice import BackendChoice, choose_backend

@@ -28,7 +28,6 @@ def folders(tmp_path, monkeypatch):
     monkeypatch.setattr(binding, "PACKAGE_FOLDER", package)
     monkeypatch.setattr(binding, "current_abi", lambda: ABI)
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setenv("CXX", "sh")
     return cache, package
 
 
@@ -52,8 +51,6 @@ def why() -> str:
 
 def test_nothing_built(folders, monkeypatch):
     assert why() == "it has not been built for torch 2.13.0 yet: run `lockstep build`"
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    assert why().endswith(": install a C++ compiler (such as g++), then run `lockstep build`")
 
     def fail():
         raise PermissionError(13, "Permission denied", "/csrc/heap.cpp")
@@ -67,13 +64,13 @@ def test_nothing_built(folders, monkeypatch):
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"torch": "2.12.0+cpu"}, "torch was upgraded from 2.12.0+cpu to 2.13.0"),
-        ({"torch": "2.9.1"}, "torch was upgraded from 2.9.1 to 2.13.0"),
-        ({"torch": "2.14.0"}, "torch was changed from 2.14.0 to 2.13.0"),
-        ({"torch_git": "c" * 40}, "it was built for another build of torch 2.13.0 (commit ccccc"),
-        ({"sources": "c"}, "it was built for other C++ sources (another version of Lockstep)"),
-        ({"python": "cpython-312"}, "it was built for Python cpython-312, not cpython-311-x86"),
-        ({"platform": "linux-aarch64"}, "it was built for linux-aarch64, not linux-x86_64"),
+        ({"torch": "2.12.0+cpu"}, "it was built for torch 2.12.0+cpu, and this is torch 2.13.0"),
+        ({"torch_git": "c" * 40}, "it was built for other C++ sources, or for another build of"),
+        (
+            {"sources": "c"},
+            "it was built for other C++ sources, or for another build of this torch",
+        ),
+        ({"python": "cpython-312"}, "it was built for another Python than cpython-311-x86_64"),
     ],
 )
 @pytest.mark.parametrize("place", [0, 1], ids=["cache", "package"])
@@ -82,8 +79,7 @@ def test_a_binding_of_another_abi_is_named_and_never_loaded(
 ):
     monkeypatch.setattr(binding, "load_file", lambda path: pytest.fail(f"{path} was loaded"))
     add(folders[place], replace(ABI, **changed))
-    far = {"torch": "1.0", "python": "far", "platform": "far", "sources": "far", "flags": "far"}
-    add(folders[place], replace(ABI, **far))  # the nearest one is named
+    add(folders[place], replace(ABI, torch="1.0", python="far"))  # of another interpreter
     assert why().startswith(sentence)
     assert why().endswith(": run `lockstep build`")
     with pytest.raises(BindingError, match="run `lockstep build`"):

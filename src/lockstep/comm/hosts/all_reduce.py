@@ -1,145 +1,247 @@
-"""The reproducible all-reduce across hosts: each host combines its whole subtrees first.
+"""The reproducible all-reduce across hosts: each host adds its own nodes of the tree first.
 
-The buckets are those of `lockstep.comm.native_all_reduce`: the nodes of the ranks of a host are in
-shared memory. `lockstep.comm.hosts.reduction_pipeline` adds them, with one message per slice and
-remaining node between hosts, and the sums replace the first node of every rank:
+    host A: ranks 0, 1 hold 01 and 23     slices of 0123 on ranks 0 and 1, in shared memory
+    host B: ranks 2, 3 hold 45 and 67     slices of 4567 on ranks 2 and 3
 
-    host A: ranks 0, 1 hold 01 and 23       0123 ──────> 0123 + 4567 on the owners of slices on B
-    host B: ranks 2, 3 hold 45 and 67       4567 ──────> 0123 + 4567 on the owners of slices on A
+    ranks 0 and 2    exchange halves of the first slice, add them, exchange the sums
+    ranks 1 and 3    the same with the second slice
+    host A           ranks 0 and 1 copy each other's slice of the sum, in shared memory
 
-Which members are absent from which nodes is exchanged meanwhile, in one small message per host.
+There are as many slices as ranks on the smallest host. The order of the additions is that of one
+host, and no sum is sent to a host twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+import zlib
+from collections.abc import Sequence
+from functools import partial
 
 import torch
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import BroadcastOptions
 
-from lockstep.comm.bucket import Bucket
-from lockstep.comm.hosts.bucket_fingerprint import (
-    FINGERPRINT_BYTES,
-    CollectiveFingerprint,
-    FingerprintExchange,
-)
+from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, round_up
 from lockstep.comm.hosts.group import HostGroup
-from lockstep.comm.hosts.packed_values import PackedValues, Presence
-from lockstep.comm.hosts.reduction_pipeline import ReductionPipeline
-from lockstep.comm.hosts.reduction_plan import chunk_length, plan_reduction
+from lockstep.comm.hosts.map import find_host_nodes
+from lockstep.comm.hosts.process_group import HostWork
 from lockstep.comm.native_all_reduce import NativeAllReduce
-from lockstep.comm.shared_memory import HANDLE_LENGTH, get_memory_handle
-from lockstep.kernel.tree import Node
+from lockstep.comm.portable_all_reduce import PortableAllReduce
+from lockstep.comm.reproducible_all_reduce import Held, ReproducibleAllReduce, Values
 
 __all__ = ["HostAllReduce"]
 
-FLAGS_START = FINGERPRINT_BYTES + HANDLE_LENGTH * 8  # in the row of a rank
+FIRST_TAG = 1 << 30
+"""The lowest tag of sums; users' messages have lower ones."""
+
+TAGS = (1 << 29) - 2
+"""The number of pairs of tags, below those of the group itself."""
+
+PATIENCE = 1.0
+"""Seconds by which a rank waits longer for another host than ranks of a host for each other. An
+error in shared memory names the rank that is late and its line of code."""
 
 
-class HostAllReduce(NativeAllReduce):
+class HostAllReduce(ReproducibleAllReduce):
     """The implementation for the backend "lockstep" across hosts.
 
     Args:
         group: The group.
-        bucket, nodes_by_rank, leaves, cuts, scatter: As for `NativeAllReduce`.
+        bucket, nodes_by_rank, leaves: As for `make_all_reduce`.
     """
 
     def __init__(
         self,
         group: HostGroup,
         bucket: Bucket,
-        nodes_by_rank: Sequence[Sequence[Node]],
+        nodes_by_rank: Sequence[Sequence[tuple[int, int]]],
         leaves: int,
-        cuts: Sequence[int] | None = None,
-        scatter: bool = False,
     ) -> None:
-        super().__init__(group.local, bucket, nodes_by_rank, leaves, group.rank, cuts, scatter)
-        self._group, self._is_scattered = group, scatter
-        self._sum_plan = plan_reduction(group.map, nodes_by_rank, leaves, scatter=scatter)
-        self._counts = [len(nodes) for nodes in nodes_by_rank]
-        # The row of this rank for the other ranks of the host: fingerprint, handle, flags.
-        flags = max(self._counts) * len(bucket.members)
-        self._row = torch.zeros(FLAGS_START + flags, dtype=torch.uint8)
-        handle = torch.tensor(get_memory_handle(self._packed), dtype=torch.int64)
-        self._row[FINGERPRINT_BYTES:FLAGS_START].copy_(handle.view(torch.uint8))
-        self._mapped: dict[tuple[int, ...], torch.Tensor] = {}  # memory of other ranks, by handle
+        self._group, self.bucket = group, bucket
+        host, self._position = group.map.host_of(group.rank), group.map.local_rank(group.rank)
+        ranks, own = group.map.hosts[host], nodes_by_rank[group.rank]
+        host_nodes = find_host_nodes(group.map.hosts, nodes_by_rank, leaves)
+        slices = min(map(len, group.map.hosts))
+        line = ALIGNMENT // bucket.dtype.itemsize
+        length = round_up(-(-bucket.length // slices), line)
+        self._cuts = [min(number * length, bucket.length) for number in range(slices + 1)]
+        bounds = [*self._cuts, *[bucket.length] * (len(ranks) - slices)]
+        self._local = {
+            node: NativeAllReduce(
+                group.local, bucket, [_nodes_in(node, nodes_by_rank[rank]) for rank in ranks],
+                node[1] - node[0], self._position, bounds, scatter=True,
+            )
+            for node in host_nodes[host]
+        }  # fmt: skip
+        if own:
+            self.sums = self._local[self._find(own[0])].sums
+        else:
+            self.sums = torch.empty(bucket.length, dtype=bucket.dtype)
+        self._present = torch.zeros(max(len(bucket.members), 1), dtype=torch.uint8)
+        self._plan = zlib.crc32(repr((bucket, nodes_by_rank, leaves)).encode())
+        self._between: BetweenHosts | None = None
+        if self._position < slices:
+            peers = [of_host[self._position] for of_host in group.map.hosts]
+            self._slice = slice(self._cuts[self._position], self._cuts[self._position + 1])
+            part = _cut(bucket, self._slice)
+            self._between = BetweenHosts(group, peers, part, host_nodes, leaves, host)
+        self._is_sent = False
 
-    def _packs_all(self) -> bool:
-        return True  # another rank of the host may handle this rank's slice
+    def _find(self, node: tuple[int, int]) -> tuple[int, int]:
+        """Return the node of this host that contains a node of this rank."""
+        return next(own for own in self._local if own[0] <= node[0] and node[1] <= own[1])
 
-    def _start(self, own: torch.Tensor | None, in_steps: bool) -> Any:
-        self._row[FLAGS_START : FLAGS_START + self._flags.numel()].copy_(self._flags)
-        return self._group.submit(self._add)
+    def destination(self, node: tuple[int, int], member: Member) -> torch.Tensor:
+        """Return the destination of a member's value in one of this rank's nodes."""
+        lo, hi = self._find(node)
+        return self._local[lo, hi].destination((node[0] - lo, node[1] - lo), member)
+
+    def launch(self, held: Held, in_steps: bool = False) -> None:
+        """Start the sums of this host; see `ReproducibleAllReduce.launch`."""
+        self._call, number = self._group.begin_sum()
+        checksum = zlib.crc32(number.to_bytes(8, "little"), self._plan)
+        self._tag = FIRST_TAG + checksum % TAGS * 2  # that of no sum of other tensors
+        self._is_sent = False
+        for (lo, hi), local in self._local.items():
+            inner = {(a - lo, b - lo): held[a, b] for a, b in held if lo <= a and b <= hi}
+            local.launch(inner, in_steps)
 
     def advance(self) -> None:
-        """Do nothing: the sum continues in the group's thread while the network is busy."""
+        """Send the sums of this host if they are complete; see `ReproducibleAllReduce`."""
+        for local in self._local.values():
+            local.advance()
+        if all(local.is_completed() for local in self._local.values()):
+            self.combine()
 
-    def _add(self) -> None:
-        """Add the bucket; runs in the thread of the group's sums."""
-        group, bucket = self._group, self.bucket
-        number = group.begin_sum(bucket.length)
-        dtype = str(bucket.dtype).removeprefix("torch.")
-        own = CollectiveFingerprint(number, bucket.length, self._digest, dtype)
-        term_tag, result_tag, flag_tag = own.tags
-        exchange = FingerprintExchange(group.link, group.map, own)
-        rows = self._gather_rows(own)
-        flags = torch.stack([row[FLAGS_START:] for row in rows.values()])
-        sizes = [hi - lo for lo, hi in pairwise(self._bounds)]
-        chunk = chunk_length(sizes, bucket.dtype.itemsize)
-        presence = Presence(group.link, group.map, self._counts, bucket, flags, flag_tag)
-        values = PackedValues(
-            group.link, self._map_rows(rows), self._bounds, self._is_scattered, chunk, presence
-        )
-        ReductionPipeline(
-            group.link, self._sum_plan, values, bucket.dtype, sizes, chunk,
-            (term_tag, result_tag), lambda: self._compare(own, exchange.wait()),
-        ).run()  # fmt: skip
-        for member, is_new in enumerate(presence.find_new()):
-            self._present[member] = is_new
+    def combine(self) -> None:
+        """Send this rank's slice of the sums of this host to other hosts."""
+        if self._is_sent:
+            return
+        self._is_sent, held = True, dict[tuple[int, int], Values]()
+        for node, local in self._local.items():
+            with self._group.explaining(self._call):
+                sums = local.gather()
+            if self._between is not None:
+                vector = local.sums[self._slice]
+                held[node] = {
+                    m.index: None if value is None else vector[m.offset : m.offset + m.numel]
+                    for m, (_, value) in zip(self._between.bucket.members, sums, strict=True)
+                }
+        if self._between is not None:
+            self._between.start(held, self._call, self._tag)
 
-    def _gather_rows(self, own: CollectiveFingerprint) -> dict[int, torch.Tensor]:
-        """Return the rows of the ranks of this host, all of which have packed their nodes."""
-        group = self._group
-        ranks = group.map.hosts[group.link.host]
-        self._row[:FINGERPRINT_BYTES].copy_(own.pack())
-        gathered = [torch.empty_like(self._row) for _ in ranks]
-        group.local.allgather([gathered], [self._row], AllgatherOptions()).wait()
-        rows = dict(zip(ranks, gathered, strict=True))
-        self._compare(
-            own,
-            {
-                rank: CollectiveFingerprint.unpack(row[:FINGERPRINT_BYTES])
-                for rank, row in rows.items()
-            },
-        )
-        return rows
+    def gather(self) -> list[tuple[int, torch.Tensor | None]]:
+        """Finish; see `ReproducibleAllReduce.gather`."""
+        self.combine()
+        if self._between is not None:
+            self._between.combine()
+            sums = self._between.gather()
+            self.sums[self._slice].copy_(self._between.sums[: self._between.bucket.length])
+            flags = [value is not None for _, value in sums]
+            self._present[: len(flags)] = torch.tensor(flags, dtype=torch.uint8)
+        with self._group.explaining(self._call):
+            self._spread()
+        return parts(self.bucket, self.sums, self._present[: len(self.bucket.members)].tolist())
 
-    def _compare(
-        self, own: CollectiveFingerprint, others: Mapping[int, CollectiveFingerprint]
+    def _spread(self) -> None:
+        """Copy the slices of the other ranks of this host."""
+        local = self._group.local
+        if local.size() == 1:
+            return
+        self._group.limit_local_calls(2 * PATIENCE)  # the other ranks may wait for other hosts
+        slices = [self.sums[lo:hi] for lo, hi in zip(self._cuts, self._cuts[1:], strict=False)]
+        for root, vector in [*enumerate(slices), (0, self._present)]:
+            if vector.numel():
+                options = BroadcastOptions()
+                options.rootRank = root
+                local.broadcast([vector], options).wait()
+
+
+class BetweenHosts(PortableAllReduce):
+    """The sum of one slice, over one rank of each host.
+
+    Args:
+        group: The group.
+        peers: The rank of each host, in the order of the hosts.
+        bucket: The slice of the bucket.
+        host_nodes: The nodes of the tree that each host holds.
+        leaves: The number of leaves of the tree.
+        host: The number of this host.
+    """
+
+    def __init__(
+        self,
+        group: HostGroup,
+        peers: Sequence[int],
+        bucket: Bucket,
+        host_nodes: Sequence[Sequence[tuple[int, int]]],
+        leaves: int,
+        host: int,
     ) -> None:
-        """Raise GroupError if another rank adds something else."""
-        group = self._group
-        for rank, other in others.items():
-            if other != own:
-                raise group.fail(
-                    f"the ranks of group {group.name} disagree: {group.describe(group.rank)} "
-                    f"called {own.describe()}; {group.describe(rank)} called {other.describe()}"
-                )
+        self._hosts, self._peers = group, peers
+        self._call, self._tag = "", 0
+        super().__init__(bucket, host_nodes, leaves, torch.device("cpu"), None, host)
 
-    def _map_rows(self, rows: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return the nodes of every rank of the host, a matrix with a row per node."""
-        matrices, kept = {self._group.rank: self._values}, {}
-        for rank, row in rows.items():
-            if rank == self._group.rank:
+    def start(self, held: Held, call: str, tag: int) -> None:
+        """Send this host's nodes to the other hosts.
+
+        Args:
+            held: The values of the nodes.
+            call: The call, for messages.
+            tag: The first of the two tags of its messages.
+        """
+        self._call, self._tag = call, tag
+        self.launch(held)
+
+    def _exchange_rows(self) -> Messages:
+        return self._swap(list(self._rows), list(self._in.split(self._widths)), self._tag)
+
+    def _gather_sums(self, mine: torch.Tensor) -> Messages:
+        sums = self.sums.view(torch.uint8).view(self._ranks, self._slice_bytes)
+        return self._swap([mine.view(torch.uint8)] * self._ranks, list(sums), self._tag + 1)
+
+    def _swap(
+        self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor], tag: int
+    ) -> Messages:
+        """Send a vector of bytes to every host, and receive one from each."""
+        group, gloo, works = self._hosts, self._hosts.gloo, []
+        for host, peer in enumerate(self._peers):
+            if host == self._rank:
+                into[host].copy_(out[host])
                 continue
-            handle = tuple(row[FINGERPRINT_BYTES:FLAGS_START].view(torch.int64).tolist())
-            count, length = max(self._counts[rank], 1), self.bucket.length
-            if handle not in self._mapped:
-                size = count * length * self.bucket.dtype.itemsize
-                self._mapped[handle] = self._group.local.map_peer(list(handle), size)
-            kept[handle] = self._mapped[handle]
-            matrices[rank] = kept[handle].view(self.bucket.dtype).view(count, length)
-        self._mapped = kept
-        return matrices
+            for message, vector in ((gloo.recv, into[host]), (gloo.send, out[host])):
+                if vector.numel():
+                    begin = partial(message, [vector], peer, tag)
+                    awaited = group.describe(peer)
+                    work = HostWork.start(
+                        group, begin, self._call, awaited, peer, patience=PATIENCE
+                    )
+                    works.append(work)
+        return Messages(works)
+
+
+class Messages:
+    """Messages on their way."""
+
+    def __init__(self, works: Sequence[HostWork]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait until all are sent or received."""
+        for work in self._works:
+            work.wait()
+
+
+def _nodes_in(outer: tuple[int, int], nodes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the nodes below another one, in the tree of which that is the root."""
+    lo, hi = outer
+    return [(a - lo, b - lo) for a, b in nodes if lo <= a and b <= hi]
+
+
+def _cut(bucket: Bucket, part: slice) -> Bucket:
+    """Return a part of a bucket; members outside of it are empty."""
+    members = []
+    for member in bucket.members:
+        begin = max(member.offset, part.start)
+        numel = max(0, min(member.offset + member.numel, part.stop) - begin)
+        members.append(Member(member.index, numel, begin - part.start if numel else 0))
+    return Bucket(bucket.dtype, tuple(members), part.stop - part.start)

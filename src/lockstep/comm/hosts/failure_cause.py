@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 __all__ = ["FailureCause"]
@@ -25,18 +24,15 @@ class FailureCause:
         self._is_written = False
         self._asking = threading.Thread()
 
-    def agree(self, reason: str, grace: float) -> str:
-        """Return the cause that another rank writes within some seconds, or else this reason."""
+    def agree(self, reason: str) -> str:
+        """Return the cause that another rank has written, or else write this reason."""
         causes = [reason]
 
         def ask() -> None:
             with suppress(RuntimeError):
-                if grace:
-                    with suppress(RuntimeError):
-                        self._store.wait([KEY], timedelta(seconds=grace))
                 causes.append(self._store.compare_set(KEY, "", reason).decode() or reason)
 
-        self._start(ask).join(grace + ANSWER_TIMEOUT)
+        self._start(ask).join(ANSWER_TIMEOUT)
         return causes[-1]
 
     def is_written(self) -> bool:

@@ -1,4 +1,4 @@
-"""The hosts of a group's ranks: which ranks are together on a host."""
+"""The hosts of a group's ranks: which ranks are together on a host, and what they add alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["HostMap"]
+from lockstep.kernel.tree import Node, TreeAccumulator
+
+__all__ = ["HostMap", "find_host_nodes"]
 
 
 @dataclass(frozen=True)
@@ -40,26 +42,6 @@ class HostMap:
         """Return the position of a rank among the ranks of its host, from 0."""
         return self._coordinates[rank][1]
 
-    def partner(self, rank: int, host: int) -> int:
-        """Return the rank of a host that exchanges data with `rank`; on its own host, itself.
-
-        The ranks of a host are spread evenly over those of the other host, so that every rank
-        carries its own share over its own connection.
-        """
-        ranks = self.hosts[host]
-        return ranks[self.local_rank(rank) % len(ranks)]
-
-    def partners(self, rank: int) -> list[int]:
-        """Return the ranks of other hosts that `rank` exchanges data with, or they with it."""
-        home = self.host_of(rank)
-        return [
-            other
-            for host, ranks in enumerate(self.hosts)
-            for other in ranks
-            if host != home
-            and (self.partner(rank, host) == other or self.partner(other, home) == rank)
-        ]
-
     @cached_property
     def _coordinates(self) -> dict[int, tuple[int, int]]:
         return {
@@ -67,3 +49,26 @@ class HostMap:
             for host, ranks in enumerate(self.hosts)
             for position, rank in enumerate(ranks)
         }
+
+
+def find_host_nodes(
+    hosts: Sequence[Sequence[int]], nodes_by_rank: Sequence[Sequence[Node]], leaves: int
+) -> list[list[Node]]:
+    """Return the largest nodes of the tree that the ranks of each host add among themselves.
+
+    Contiguous ranks leave one node or a few. With alternating ranks (0, 2 and 1, 3) it is one per
+    leaf, because no addition of the tree is local.
+
+    Args:
+        hosts: The ranks of each host.
+        nodes_by_rank: The nodes that each rank holds.
+        leaves: The number of leaves of the tree.
+    """
+    nodes = []
+    for ranks in hosts:
+        added: TreeAccumulator[None] = TreeAccumulator(leaves, lambda left, right: None)
+        for rank in ranks:
+            for node in nodes_by_rank[rank]:
+                added.put(node, None)
+        nodes.append(sorted(added.nodes))
+    return nodes

@@ -2,7 +2,7 @@
 
     collectives and messages   Gloo's own, between all ranks of the group
     sums of gradients          `lockstep.comm.hosts.all_reduce`: shared memory inside a host, and
-                               one message per host and slice over the same connections
+                               messages between hosts over the same connections
 
 Each call is published for the launcher, and its error names the call and the cause that all ranks
 of the group state.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -114,7 +115,7 @@ class HostProcessGroup(ProcessGroup):  # type: ignore[misc]
         return False
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        self.host_group.set_timeout(timeout.total_seconds())
+        self.host_group.timeout = timeout.total_seconds()
         self.host_group.gloo._set_default_timeout(timeout + GLOO_MARGIN)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -159,13 +160,9 @@ class HostProcessGroup(ProcessGroup):  # type: ignore[misc]
             _count_elements(arguments),
             group.name,
         )
-        try:
-            work = getattr(self._gloo, method)(*arguments, **options)
-        except RuntimeError as error:
-            if not is_failure(error) or peer == self._rank:
-                raise
-            raise group.explain_call(text, awaited, peer, group.timeout, str(error)) from None
-        return HostWork(group, work, text, awaited, peer, inf if method in MESSAGES else POLL)
+        begin = partial(getattr(self._gloo, method), *arguments, **options)
+        poll = inf if method in MESSAGES else POLL
+        return HostWork.start(group, begin, text, awaited, peer, poll)
 
     def _check_usable(self, call: str) -> None:
         group = self.host_group
@@ -215,6 +212,7 @@ class HostWork(dist.Work):
         peer: The rank at the other end of a message, if it is known.
         poll: The seconds between looks at what other ranks have said. Gloo's messages cannot be
             waited for in parts.
+        patience: Seconds to wait beyond the timeout.
     """
 
     def __init__(
@@ -224,11 +222,33 @@ class HostWork(dist.Work):
         call: str,
         awaited: str,
         peer: int | None,
-        poll: float,
+        poll: float = inf,
+        patience: float = 0.0,
     ) -> None:
         super().__init__()
         self._group, self._work, self._call, self._awaited = group, work, call, awaited
-        self._peer, self._poll, self._seconds = peer, poll, group.timeout
+        self._peer, self._poll, self._patience = peer, poll, patience
+        self._seconds = group.timeout
+
+    @classmethod
+    def start(
+        cls,
+        group: HostGroup,
+        begin: Callable[[], Any],
+        call: str,
+        awaited: str,
+        peer: int | None,
+        poll: float = inf,
+        patience: float = 0.0,
+    ) -> HostWork:
+        """Begin a call by a function that returns Gloo's work; for the others see the class."""
+        try:
+            work = begin()
+        except RuntimeError as error:
+            if not is_failure(error) or peer == group.rank:
+                raise
+            raise group.explain_call(call, awaited, peer, group.timeout, str(error)) from None
+        return cls(group, work, call, awaited, peer, poll, patience)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the call is complete.
@@ -241,7 +261,7 @@ class HostWork(dist.Work):
         """
         group, native = self._group, load_native()
         seconds = timeout.total_seconds() or self._seconds
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds + self._patience
         native.begin_wait(f"{self._call} on group {group.name}, waiting for {self._awaited}")
         try:
             while (failure := self._wait_until(deadline)) is not None:

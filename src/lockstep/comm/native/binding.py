@@ -5,10 +5,8 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
-import re
 import sys
 from collections.abc import Collection
-from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 
@@ -18,8 +16,7 @@ from lockstep.comm.native.binding_folder import (
     list_bindings,
     reason_not_trusted,
 )
-from lockstep.comm.native.build import CompilationError, find_compiler
-from lockstep.comm.native.extension_abi import ExtensionABI, current_abi, describe_difference
+from lockstep.comm.native.extension_abi import ExtensionABI, current_abi
 
 __all__ = ["NAME", "BindingError", "find_bindings", "load_binding", "load_file"]
 
@@ -91,23 +88,12 @@ def find_bindings() -> list[Path]:
     modules = [bindings[wanted] for bindings in (in_cache, in_package) if wanted in bindings]
     if not modules:
         others = [*in_cache, *in_package]
-        raise BindingError(*_explain(wanted, others, untrusted, _has_compiler()))
+        raise BindingError(*_explain(wanted, others, untrusted))
     return modules
 
 
-def _has_compiler() -> bool:
-    try:
-        find_compiler()
-    except CompilationError:
-        return False
-    return True
-
-
 def _explain(
-    wanted: ExtensionABI,
-    existing: Collection[ExtensionABI],
-    untrusted: str | None,
-    has_compiler: bool,
+    wanted: ExtensionABI, existing: Collection[ExtensionABI], untrusted: str | None
 ) -> tuple[str, str]:
     """Return why no binding fits, and what to do.
 
@@ -115,23 +101,16 @@ def _explain(
         wanted: The ABI of this process.
         existing: The ABIs of all bindings.
         untrusted: Why the cache is not used, or None.
-        has_compiler: Whether a C++ compiler is installed.
     """
-    build = BUILD if has_compiler else f"install a C++ compiler (such as g++), then {BUILD}"
     if untrusted is not None:
         other = f"set XDG_CACHE_HOME to a folder of user {os.geteuid()}, then {BUILD}"
         return f"the cache is not used, because {untrusted}", f"correct that or {other}"
     if not existing:
-        return f"it has not been built for torch {wanted.torch} yet", build
-    nearest = max(existing, key=lambda abi: len(asdict(abi).items() & asdict(wanted).items()))
-    if nearest.torch == wanted.torch or nearest.python != wanted.python:
-        return f"it was built for {describe_difference(nearest, wanted)}", build
-    change = "upgraded" if _numbers(nearest.torch) < _numbers(wanted.torch) else "changed"
-    return (
-        f"torch was {change} from {nearest.torch} to {wanted.torch}, and it was built for "
-        f"{nearest.torch}"
-    ), build
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])]
+        return f"it has not been built for torch {wanted.torch} yet", BUILD
+    torches = sorted({abi.torch for abi in existing if abi.python == wanted.python})
+    if wanted.torch in torches:
+        return "it was built for other C++ sources, or for another build of this torch", BUILD
+    if torches:
+        built = ", ".join(torches)
+        return f"it was built for torch {built}, and this is torch {wanted.torch}", BUILD
+    return f"it was built for another Python than {wanted.python}", BUILD

@@ -23,7 +23,6 @@ __all__ = [
     "FLAGS",
     "ExtensionABI",
     "current_abi",
-    "describe_difference",
     "hash_sources",
     "list_sources",
 ]
@@ -114,24 +113,3 @@ def hash_sources(folder: Path) -> str:
         hashed.update(f"{path[len(str(folder)) :]} {len(content)}\n".encode())
         hashed.update(content)
     return hashed.hexdigest()[:32]
-
-
-def describe_difference(built: ExtensionABI, needed: ExtensionABI) -> str:
-    """Return how an extension differs from the one needed: "torch 2.12.0, not 2.13.0"."""
-    parts = []
-    if built.platform != needed.platform:
-        parts.append(f"{built.platform}, not {needed.platform}")
-    if built.python != needed.python:
-        parts.append(f"Python {built.python}, not {needed.python}")
-    if built.torch != needed.torch:
-        parts.append(f"torch {built.torch}, not {needed.torch}")
-    elif (built.torch_git, built.cxx_abi) != (needed.torch_git, needed.cxx_abi):
-        parts.append(
-            f"another build of torch {built.torch} (commit {built.torch_git[:9]} with C++ ABI "
-            f"{built.cxx_abi}, not {needed.torch_git[:9]} with {needed.cxx_abi})"
-        )
-    if built.sources != needed.sources:
-        parts.append("other C++ sources (another version of Lockstep)")
-    elif built.flags != needed.flags:
-        parts.append("other flags of the compiler")
-    return ", and ".join(parts)

@@ -120,42 +120,6 @@ static int64_t compare_exchange(const at::Tensor& tensor, int64_t index, int64_t
   return expected;
 }
 
-// Adds the nodes of a tree, as the sums of buckets do, into `result`.
-//
-// `inputs` are vectors with the values of `nodes`, which together cover all leaves; nodes that
-// are not `present` (an empty list: all are) are left out. Every node is rounded to the dtype of
-// the result. Returns whether any node is present; the result is not changed otherwise.
-static bool add_nodes(const Tensors& inputs, const std::vector<std::pair<int, int>>& nodes,
-                      int leaves, const std::vector<bool>& present, const at::Tensor& result) {
-  const char* op = "add_nodes";
-  check_tensor(op, result);
-  CHECK_ARGUMENT(is_plain(result) && result.is_floating_point(), op,
-                 ": the result must be contiguous and floating-point");
-  CHECK_ARGUMENT(
-      inputs.size() == nodes.size() && (present.empty() || present.size() == nodes.size()), op,
-      ": a node needs an input and a flag");
-  std::vector<const char*> values;
-  for (const at::Tensor& input : inputs) {
-    check_tensor(op, input);
-    CHECK_ARGUMENT(is_plain(input) && input.numel() == result.numel() &&
-                       input.scalar_type() == result.scalar_type(),
-                   op, ": inputs and the result must be contiguous and alike");
-    values.push_back(static_cast<const char*>(input.data_ptr()));
-  }
-  std::vector<int> steps;
-  try {
-    steps = tree_steps(nodes, leaves, present);
-  } catch (...) {
-    std::rethrow_exception(to_torch_error());
-  }
-  if (steps.empty()) return false;
-  ReductionSpec spec{data_type_of(result.scalar_type()), Reduction::sum, true, 1, {}};
-  if (result.numel())
-    TreeReducer(std::move(steps), std::move(spec))
-        .run(values, {static_cast<char*>(result.data_ptr())}, static_cast<size_t>(result.numel()));
-  return true;
-}
-
 static Bucket make_bucket(at::ScalarType dtype, size_t length,
                           std::vector<std::pair<size_t, size_t>> members,
                           std::vector<std::vector<std::pair<int, int>>> holders, int leaves,
@@ -258,8 +222,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::call_guard<py::gil_scoped_release>());
   module.def("add_packed", &add_packed_nodes, py::arg("bucket"), py::arg("messages"),
              py::arg("result"), py::arg("present"));
-  module.def("add_nodes", &add_nodes, py::arg("inputs"), py::arg("nodes"), py::arg("leaves"),
-             py::arg("present"), py::arg("result"), py::call_guard<py::gil_scoped_release>());
   module.def("is_shared", &is_shared, py::arg("tensor"));
   module.def("handle_of", &handle_of, py::arg("tensor"));
   module.def("heap_bytes", [] { return Heap::instance().used_bytes(); });

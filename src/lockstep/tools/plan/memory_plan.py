@@ -20,8 +20,7 @@ from functools import cache
 from itertools import accumulate, islice
 from typing import Any
 
-from lockstep.comm.hosts.map import HostMap
-from lockstep.comm.hosts.reduction_plan import plan_reduction
+from lockstep.comm.hosts.map import HostMap, find_host_nodes
 from lockstep.data.assignment import assign_microbatches, assign_nodes
 from lockstep.kernel.tree import TreeAccumulator
 
@@ -254,17 +253,14 @@ def _count_traffic(
         scatter: Whether each rank gets its slice of the sum only.
     """
     nodes = assign_nodes(leaves, hosts)
-    plan = plan_reduction(HostMap(hosts), nodes, leaves, scatter=scatter)
-    ranks = len(nodes)
-    local = network = 0
-    for ranks_here, terms in zip(hosts, plan.terms, strict=True):
+    others, local, network = len(hosts) - 1, 0, 0
+    for ranks_here, sums in zip(hosts, find_host_nodes(hosts, nodes, leaves), strict=True):
         here = len(ranks_here)
         # A rank reads its slice of the nodes of the others, and writes the sum for each of them.
         lists = sum(len(nodes[rank]) for rank in ranks_here) + (0 if scatter else here)
         local = max(local, size * lists * (here - 1) // here)
-        others = ranks if plan.is_exchange else ranks - here
-        sent = len(terms) * others + (here * (len(hosts) - 1) if plan.returns else 0)
-        network = max(network, -(-size * sent // ranks))
+        # Its share of the sums goes to each other host, and its part of the result.
+        network = max(network, -(-size * (len(sums) + 1) * others // len(hosts)))
     return local, network
 
 
