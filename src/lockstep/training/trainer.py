@@ -41,6 +41,7 @@ from lockstep.model.evaluation import Evaluation, Scoring
 from lockstep.model.forward import Metric
 from lockstep.model.group_exchange import exchange_statuses
 from lockstep.model.loss_check import LossCheckHook
+from lockstep.model.time_first import TimeFirstWarning
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.record.loggers import Logger
 from lockstep.record.progress import ScriptProgress
@@ -305,6 +306,7 @@ class Trainer:
         hooks += setup.checks
         if optimization.is_split:
             hooks.append(OptimizerHookCheck(optimization))
+        hooks.append(TimeFirstWarning(self.model, executor.position))
         if parallel.loss is not None:
             hooks.append(LossCheckHook(parallel.modules_with(self.model)))
         hooks.append(StepUsage())
