@@ -41,15 +41,11 @@ def test_kinds_of_operators():
     assert describe_operator(aten.detach.default).is_ignored
     constant = describe_operator(aten.lift_fresh.default)
     assert (constant.arguments, constant.is_view, constant.is_ignored) == ((), False, False)
-    assert describe_operator(aten.new_empty.default).makes_empty
-    assert describe_operator(aten.resize_.default).makes_empty
     assert describe_operator(aten.multinomial.default).is_random
     assert describe_operator(torch.ops.c10d.allreduce_.default).is_asynchronous
     assert describe_operator(torch._higher_order_ops.wrap.inductor_compiled_code).is_opaque
     plain = describe_operator(aten.add.Tensor)
-    assert (plain.is_view, plain.makes_empty, plain.is_random, plain.written) == (
-        False, False, False, ()
-    )  # fmt: skip
+    assert (plain.is_view, plain.is_random, plain.written) == (False, False, ())
 
 
 def test_arguments_as_text():

@@ -34,7 +34,7 @@ class OperatorCall:
             the name of its class). In backward, the module whose forward called the operator that
             is being differentiated. "" outside of modules.
         inputs: The checksums of the tensors that it read, in order; 0 for a tensor whose values do
-            not matter: the input of a view, and uninitialized memory.
+            not matter: the input of a view.
         outputs: The checksums of the values that it returned, then of the other tensors that it
             wrote; 0 for values that are not known at that time. Returned numbers are included.
         arguments: The arguments that are not tensors, such as "dim=1, keepdim=True".

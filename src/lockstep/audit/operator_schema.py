@@ -4,7 +4,6 @@ aten::add_.Tensor(Tensor(a!) self, Tensor other, *, Scalar alpha=1) -> Tensor(a!
     reads self and other, writes self, has the argument alpha
 aten::copy_(Tensor(a!) self, Tensor src, ...)       reads only src, despite a similar schema
 aten::mm.out(Tensor self, Tensor mat2, *, Tensor(a!) out)          does not read out
-aten::empty_like(Tensor self, ...)                  returns uninitialized memory
 aten::lift_fresh(Tensor(a) self) -> Tensor(a)       reads nothing: its values come from Python
 """
 
@@ -37,20 +36,6 @@ OVERWRITING = {
 }
 """The operators that overwrite every element of the tensors that they write, and read none."""
 
-EMPTY = {
-    "empty",
-    "empty_like",
-    "empty_permuted",
-    "empty_quantized",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "resize_",
-    "resize_as_",
-    "_efficientzerotensor",
-}
-"""The operators that return uninitialized memory."""
-
 IDENTITIES = {"alias", "detach", "detach_"}
 """The views that are equal to their input; a step has hundreds of them."""
 
@@ -69,18 +54,6 @@ UNDECLARED_WRITES = {
 }
 """The arguments that operators write although their schemas do not say so."""
 
-WORKSPACES = {
-    "_batch_norm_with_update": 3,
-    "_ctc_loss": 1,
-    "_cudnn_rnn": 4,
-    "_thnn_fused_gru_cell": 1,
-    "_thnn_fused_lstm_cell": 2,
-    "cudnn_batch_norm": 3,
-    "miopen_rnn": 4,
-    "mkldnn_rnn_layer": 3,
-}
-"""The index of a result that is memory for the operator's backward, perhaps not all written."""
-
 ASYNCHRONOUS = ("_c10d_functional", "c10d")
 """The namespaces of operators that return before their results are complete."""
 
@@ -98,8 +71,6 @@ class OperatorSchema:
         written: The names of the arguments that it writes to.
         unread: The names of the written arguments that it does not read.
         is_view: Whether it only returns or changes views, and computes nothing.
-        makes_empty: Whether it returns uninitialized memory.
-        workspace: The index of the result that may be partly uninitialized; None for none.
         is_random: Whether it may draw random numbers.
         is_asynchronous: Whether it returns before its results are complete, like a collective.
         is_opaque: Whether its written arguments are unknown.
@@ -111,8 +82,6 @@ class OperatorSchema:
     written: tuple[str, ...] = ()
     unread: frozenset[str] = frozenset()
     is_view: bool = False
-    makes_empty: bool = False
-    workspace: int | None = None
     is_random: bool = False
     is_asynchronous: bool = False
     is_opaque: bool = False
@@ -171,17 +140,13 @@ def describe_operator(operator: Any) -> OperatorSchema:
     written += UNDECLARED_WRITES.get(plain, ()) if namespace == "aten" else ()
     is_overwriting = plain in OVERWRITING
     tags = set(operator.tags)
-    makes_empty = namespace == "aten" and plain in EMPTY
     is_constant = namespace == "aten" and plain in CONSTANTS
     return OperatorSchema(
         name=f"{namespace}.{plain}{overload}",
         arguments=() if is_constant else tuple(each.name for each in schema.arguments),
         written=tuple(written),
         unread=frozenset(each.name for each in writable if is_overwriting or each.is_out),
-        is_view=not (makes_empty or is_constant)
-        and (operator.is_view or torch.Tag.inplace_view in tags),
-        makes_empty=makes_empty,
-        workspace=WORKSPACES.get(plain) if namespace == "aten" else None,
+        is_view=not is_constant and (operator.is_view or torch.Tag.inplace_view in tags),
         is_random=torch.Tag.nondeterministic_seeded in tags,
         is_asynchronous=namespace in ASYNCHRONOUS,
         is_ignored=namespace == "profiler" or (namespace == "aten" and plain in IDENTITIES),

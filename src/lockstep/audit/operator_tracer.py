@@ -8,7 +8,8 @@
 
 It is a dispatch mode of torch, so it records the operators below autograd, each with the tensors
 that it computes on. It computes nothing itself, changes no tensor, and keeps none alive, except
-those of one call on request.
+those of one call on request. New memory is filled while it traces, so that what an operator leaves
+unwritten is the same every time (`torch.utils.deterministic.fill_uninitialized_memory`).
 
 Compiled functions stay compiled. Each graph is one operator if `record_graphs_as_operators` was
 called before it was compiled; otherwise the torch kernels that it calls are recorded.
@@ -47,6 +48,8 @@ __all__ = ["OperatorTracer", "record_graphs_as_operators"]
 
 UNKNOWN = 0
 """The checksum of values that do not matter or cannot be read."""
+
+_deterministic: Any = torch.utils.deterministic
 
 
 def record_graphs_as_operators() -> None:
@@ -119,12 +122,14 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
             position: A function that returns the micro-batch. None: that of the enclosing
                 `tracing`.
         """
-        before = self._phase, self._position
+        before, is_filled = (self._phase, self._position), _deterministic.fill_uninitialized_memory
         self._phase, self._position = phase, position or self._position
+        _deterministic.fill_uninitialized_memory = True
         try:
             with nullcontext() if before[0] is not None else self:
                 yield
         finally:
+            _deterministic.fill_uninitialized_memory = is_filled
             self._phase, self._position = before
 
     def record_data(self, microbatch: int, data: Any) -> None:
@@ -153,15 +158,14 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
             return func(*args, **kwargs)
         index, memory = len(self.calls), self._memory
         is_kept = index == self._keep
-        is_computing = not (schema.is_view or schema.makes_empty or schema.is_asynchronous)
+        is_computing = not (schema.is_view or schema.is_asynchronous)
         phase = self._phase or "forward"
         if phase == "forward" and is_in_backward():
             phase = "backward"
         site = self._sites.find(sys._getframe(1))
         values = schema.bind(args, kwargs)
         read, written, overwritten = schema.tensors(values)
-        is_meaningless = any(memory.is_uninitialized(each) for each in read)  # a copy of it
-        inputs = tuple(memory.checksum(each) if is_computing else UNKNOWN for each in read)
+        inputs = tuple(_checksum(each) if is_computing else UNKNOWN for each in read)
         input_types = tuple(self._describe(each, site) for each in read)
         producers, earlier = memory.producers(read), memory.earlier_writers(overwritten)
         kept = _copy(read) if is_kept else []
@@ -173,22 +177,8 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
         after = _checksum_state(generator)
         if schema.is_opaque:
             known = zip(read, inputs, strict=True)
-            written = [each for each, seen in known if memory.checksum(each) != seen]
+            written = [each for each, seen in known if _checksum(each) != seen]
         made = _distinct([*tree_leaves(result), *written, *overwritten])
-        if schema.workspace is not None:
-            memory.note_uninitialized(tensors_in([result[schema.workspace]]))
-        outputs: tuple[int, ...] = ()
-        if schema.makes_empty:
-            memory.note_uninitialized(tensors_in(made))
-        elif is_computing:
-            if is_meaningless:
-                memory.note_uninitialized(overwritten)
-                overwritten = []
-            complete = set(map(id, overwritten))
-            outputs = tuple(
-                _checksum(each) if id(each) in complete else memory.checksum(each) for each in made
-            )
-            memory.note_overwritten(overwritten)
         memory.note_writes(tensors_in(made), index)
         if is_kept:
             self.kept = KeptTensors(kept, _copy(tensors_in(made)))
@@ -199,7 +189,7 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
             microbatch=None if position is None else position[0],
             unit=site.unit,
             inputs=inputs,
-            outputs=outputs,
+            outputs=tuple(map(_checksum, made)) if is_computing else (),
             arguments=schema.format_arguments(values),
             generator=(before, after),
             input_types=input_types,
@@ -223,14 +213,6 @@ class _Memory:
 
     def __init__(self) -> None:
         self._writers: dict[int, tuple[StorageWeakRef, int]] = {}
-        # Memory that is not completely written since its allocation, and the number of bytes that
-        # are missing.
-        self._uninitialized: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def checksum(self, value: Any) -> int:
-        """Return the checksum of a value; UNKNOWN if some of its memory is uninitialized."""
-        is_unknown = isinstance(value, torch.Tensor) and self.is_uninitialized(value)
-        return UNKNOWN if is_unknown else _checksum(value)
 
     def producers(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
         """Return the index of the last call that wrote to each tensor's memory; -1 for none."""
@@ -256,31 +238,6 @@ class _Memory:
         for each in tensors:
             if address := _address(each):
                 self._writers[address] = StorageWeakRef(each.untyped_storage()), index
-
-    def note_uninitialized(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note that the memory of these tensors is uninitialized."""
-        for each in tensors:
-            if address := _address(each):
-                storage = each.untyped_storage()
-                self._uninitialized[address] = StorageWeakRef(storage), storage.nbytes()
-
-    def note_overwritten(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note that every element of these tensors was written."""
-        for each in tensors:
-            if self.is_uninitialized(each):
-                reference, missing = self._uninitialized.pop(_address(each))
-                missing -= each.numel() * each.element_size()
-                if missing > 0:
-                    self._uninitialized[_address(each)] = reference, missing
-
-    def is_uninitialized(self, tensor: torch.Tensor) -> bool:
-        """Return whether some of the memory behind a tensor is uninitialized."""
-        if not self._uninitialized or (address := _address(tensor)) not in self._uninitialized:
-            return False
-        is_freed = self._uninitialized[address][0].expired()
-        if is_freed:  # the address belongs to another allocation now
-            del self._uninitialized[address]
-        return not is_freed
 
 
 def _address(tensor: torch.Tensor) -> int:
