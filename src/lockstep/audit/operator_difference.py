@@ -18,22 +18,15 @@ without effect on a later one, such as those of a message that only one side pri
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
-from itertools import groupby
 from typing import Literal
 
 from lockstep.audit.operator_call import OperatorCall
 from lockstep.model.fingerprint import Checksums
 
 __all__ = ["OperatorDifference", "first_operator_difference"]
-
-WINDOW = 64
-"""The number of calls of each side that are searched for matching calls where the sides differ."""
-
-SAME = 16
-"""The likeness of two calls with the same computation and inputs, or with the same result."""
 
 
 @dataclass(frozen=True)
@@ -225,88 +218,43 @@ def _first_unequal(a: Checksums, b: Checksums) -> int | None:
 # --- which calls correspond ----------------------------------------------------------------------
 
 Pair = tuple[int | None, int | None]
+Key = Callable[[OperatorCall], Hashable]
+
+KEYS: tuple[Key, ...] = (
+    lambda call: (_find_place(call), call.arguments, call.inputs, call.outputs),
+    lambda call: (_find_place(call), call.arguments, call.inputs),
+    lambda call: (_find_place(call), call.arguments),
+    lambda call: _find_place(call),
+)
+"""What calls that correspond have in common: as much as possible."""
 
 
-def _pairs(a: Sequence[OperatorCall], b: Sequence[OperatorCall]) -> Iterator[Pair]:
-    """Yield the indices of matching calls, in order; None for a call of one side alone.
-
-    First the phases of the micro-batches are aligned, then the calls within each phase.
-    """
-    parts_a, parts_b = _parts(a), _parts(b)
-    names_a, names_b = [name for name, _ in parts_a], [name for name, _ in parts_b]
-    matcher = SequenceMatcher(None, names_a, names_b, autojunk=False)
-    for tag, begin_a, end_a, begin_b, end_b in matcher.get_opcodes():
-        some_a, some_b = parts_a[begin_a:end_a], parts_b[begin_b:end_b]
-        if tag == "equal":
-            for (_, span_a), (_, span_b) in zip(some_a, some_b, strict=True):
-                yield from _pairs_within(a, span_a, b, span_b)
-        else:
-            yield from ((index, None) for _, span in some_a for index in span)
-            yield from ((None, index) for _, span in some_b for index in span)
+def _find_place(call: OperatorCall) -> Hashable:
+    return call.phase, call.microbatch, call.unit, call.operator
 
 
-def _parts(calls: Sequence[OperatorCall]) -> list[tuple[tuple[str, int | None], range]]:
-    """Return the phases of each micro-batch in order, with the indices of their calls."""
-    parts: list[tuple[tuple[str, int | None], range]] = []
-    grouped = groupby(range(len(calls)), lambda n: (calls[n].phase, calls[n].microbatch))
-    for name, members in grouped:
-        indices = list(members)
-        parts.append((name, range(indices[0], indices[-1] + 1)))
-    return parts
-
-
-def _pairs_within(
-    a: Sequence[OperatorCall], span_a: range, b: Sequence[OperatorCall], span_b: range
+def _pairs(
+    a: Sequence[OperatorCall],
+    b: Sequence[OperatorCall],
+    begin: tuple[int, int] = (0, 0),
+    keys: Sequence[Key] = KEYS,
 ) -> Iterator[Pair]:
-    """Yield the matching calls of two parts: the same operator in the same unit."""
-    i = j = 0
-    while i < len(span_a) and j < len(span_b):
-        if _likeness(a[span_a[i]], b[span_b[j]]) == SAME:
-            pairs: list[Pair] = [(span_a[i], span_b[j])]
+    """Yield the indices of corresponding calls, in order; None for a call of one side alone.
+
+    Args:
+        a: The first calls.
+        b: The second calls.
+        begin: The indices of the first call of each side.
+        keys: What corresponding calls have in common. Where it differs, the next one decides.
+    """
+    key, *others = keys
+    matcher = SequenceMatcher(None, [*map(key, a)], [*map(key, b)], autojunk=False)
+    for tag, begin_a, end_a, begin_b, end_b in matcher.get_opcodes():
+        first = begin[0] + begin_a, begin[1] + begin_b
+        if tag == "equal":
+            yield from ((first[0] + n, first[1] + n) for n in range(end_a - begin_a))
+        elif tag == "replace" and others:
+            yield from _pairs(a[begin_a:end_a], b[begin_b:end_b], first, others)
         else:
-            pairs = _align(a, span_a[i : i + WINDOW], b, span_b[j : j + WINDOW])
-            is_end = i + WINDOW >= len(span_a) and j + WINDOW >= len(span_b)
-            pairs = pairs if is_end else pairs[: WINDOW // 2]
-        yield from pairs
-        i += sum(1 for index, _ in pairs if index is not None)
-        j += sum(1 for _, index in pairs if index is not None)
-    yield from ((index, None) for index in span_a[i:])
-    yield from ((None, index) for index in span_b[j:])
-
-
-def _align(
-    a: Sequence[OperatorCall], span_a: range, b: Sequence[OperatorCall], span_b: range
-) -> list[Pair]:
-    """Return the order-preserving pairs of two short parts with the largest total likeness."""
-    best = [[0] * (len(span_b) + 1) for _ in range(len(span_a) + 1)]  # of the calls from (i, j)
-    likeness = [[_likeness(a[m], b[n]) for n in span_b] for m in span_a]
-    for i in reversed(range(len(span_a))):
-        for j in reversed(range(len(span_b))):
-            both = likeness[i][j] and likeness[i][j] + best[i + 1][j + 1]
-            best[i][j] = max(both, best[i + 1][j], best[i][j + 1])
-    pairs: list[Pair] = []
-    i = j = 0
-    while i < len(span_a) and j < len(span_b):
-        alike = likeness[i][j]
-        if alike and best[i][j] == alike + best[i + 1][j + 1]:
-            pairs.append((span_a[i], span_b[j]))
-            i, j = i + 1, j + 1
-        elif best[i][j] == best[i + 1][j]:
-            pairs.append((span_a[i], None))
-            i += 1
-        else:
-            pairs.append((None, span_b[j]))
-            j += 1
-    pairs += [(index, None) for index in span_a[i:]]
-    return pairs + [(None, index) for index in span_b[j:]]
-
-
-def _likeness(a: OperatorCall, b: OperatorCall) -> int:
-    """Return how certainly two calls match; 0 if they do not."""
-    if (a.unit, a.operator) != (b.unit, b.operator):
-        return 0
-    if a.arguments != b.arguments:
-        return 1
-    if a.outputs != b.outputs and a.inputs != b.inputs:
-        return 2
-    return SAME
+            yield from ((first[0] + n, None) for n in range(end_a - begin_a))
+            yield from ((None, first[1] + n) for n in range(end_b - begin_b))
