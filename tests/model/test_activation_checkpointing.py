@@ -107,16 +107,16 @@ def test_activations_inside_a_block_are_let_go_of(recompute):
     assert [len(block.given) for block in model] == [1 + recompute] * 2
 
 
-class Drawing(nn.Module):
+class Drawing(nn.Linear):
     """Draws from every generator that there is."""
 
     def forward(self, x):
         noise = torch.rand_like(x) + random.random() + numpy.random.rand()
-        return (x * noise).exp()
+        return super().forward((x * noise).exp())
 
 
 def test_all_random_numbers_are_drawn_again_and_the_generators_given_back():
-    assert assert_repeated(counted(Drawing(), Drawing())) == [[1, 1], [1, 1]]
+    assert assert_repeated(counted(Drawing(6, 6), Drawing(6, 6))) == [[1, 1], [1, 1]]
 
 
 class Moving(nn.Module):
@@ -147,35 +147,24 @@ def test_spectral_norm_starts_from_the_same_vectors():
     assert assert_repeated(counted(inner)) == [[1, 1]]
 
 
-class Overwriting(nn.Module):
-    """Begins by writing into some of what it was given; hands the rest on."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, given, *, factor=2.0):
-        h, rest = given
-        h.mul_(factor).tanh_()
-        return self.linear(h) * rest["same"][0], {**rest, "h": h}
-
-
 class Parting(nn.Module):
     def forward(self, x):
-        columns = torch.stack([x, x * 2], dim=-1).unbind(-1)  # views with gaps
-        wide = x.sum(dim=1, keepdim=True).expand(-1, 6)
-        return (x + 1)[:, :], {"same": [columns[0], columns[0]], "wide": wide, "n": 3}
+        columns = torch.stack([x, x * 2], dim=-1).unbind(-1)
+        return x + 1, {"same": [columns[0], columns[0]], "n": 3}
+
+
+class Middle(nn.Linear):
+    """Takes nested inputs, and returns some of them."""
+
+    def forward(self, given):
+        h, rest = given
+        return super().forward(h.tanh()) * rest["same"][0], {**rest, "h": h}
 
 
 class Joining(nn.Module):
     def forward(self, given):
         value, rest = given
-        return value + rest["same"][1].sin() + rest["wide"] + rest["h"].cos()
-
-
-def test_what_a_block_writes_into_is_copied():
-    model = counted(Parting(), Overwriting(), Joining())
-    assert assert_repeated(model) == [[1, 0], [1, 1], [1, 1]]  # the first saves nothing
+        return value + rest["same"][1].sin() + rest["h"].cos()
 
 
 def test_what_works_in_place_and_has_no_weights_is_computed_once():
@@ -184,51 +173,20 @@ def test_what_works_in_place_and_has_no_weights_is_computed_once():
     assert assert_repeated(model) == [[1, 1], [1, 0], [1, 1], [1, 0]]
 
 
-def test_a_tensor_that_is_given_twice_is_one():
-    class Doubling(nn.Module):
-        def forward(self, x):
-            h = x + 1
-            return h, {"h": h}
-
-    class Writing(nn.Linear):
-        def forward(self, given):
-            given[0].mul_(3)
-            return super().forward(given[1]["h"].exp())
-
-    assert assert_repeated(counted(Doubling(), Writing(6, 2))) == [[1, 0], [1, 1]]
-
-
-def test_a_copy_lies_as_what_it_copies():
-    seen = []
-
-    class Slicing(nn.Module):
-        def forward(self, x):
-            return (x + 1)[1:, 1:].t()
-
-    class Writing(nn.Linear):
-        def forward(self, x):
-            seen.append((x.stride(), x.data_ptr() % 64))
-            return super().forward(x.mul_(2).exp())
-
-    assert assert_repeated(counted(Slicing(), Writing(4, 2))) == [[1, 0], [1, 1]]
-    assert seen == [((1, 6), 28)] * 5
-
-
 def test_several_backward_passes_repeat_it_each_time():
-    model = counted(Parting(), Overwriting(), Joining())
-    assert assert_repeated(model, passes=3) == [[1, 0], [1, 3], [1, 3]]
+    model = counted(Parting(), Middle(6, 6), Joining())
+    assert assert_repeated(model, passes=3) == [[1, 0], [1, 3], [1, 0]]
 
 
 def test_a_step_that_is_broken_off_leaves_no_tensor_alive():
-    model = nn.Sequential(Parting(), Overwriting())
+    model = nn.Sequential(Parting(), Middle(6, 6))
     again = make_checkpointing(model)
     with again.enable(Buffers({"": model})):
-        for _ in range(2):  # copies of all inputs, then of those that are known
-            outputs, rest = model(torch.randn(3, 6, requires_grad=True) * 1.0)
-            seen = weakref.ref(rest["h"])  # written in place: the block's input and its output
-            del outputs, rest
-            gc.collect()
-            assert seen() is None
+        outputs, rest = model(torch.randn(3, 6, requires_grad=True) * 1.0)
+        seen = weakref.ref(rest["h"])  # the block's input and its output
+        del outputs, rest
+        gc.collect()
+        assert seen() is None
 
 
 def test_without_gradients_nothing_is_computed_twice():
@@ -258,43 +216,39 @@ class Alternating(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.calls = 0
+        self.calls, self.weight = 0, nn.Parameter(torch.ones(()))
 
     def forward(self, x):
         self.calls += 1
+        x = x * self.weight
         return (x.exp() * x).sin() if self.calls % 2 else x.exp()
 
 
-class Seldom(nn.Module):
-    """Writes into its input from the second call on."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        return (x if self.calls == 1 else x.mul_(2)).exp()
-
-
-class Aliased(nn.Module):
-    """Writes into a tensor of which it also has a view."""
+class Writing(nn.Linear):
+    """Writes into one of its inputs."""
 
     def forward(self, given):
         given[0].mul_(2)
-        return (given[0] * given[1]).exp()
+        return super().forward(given[1]["h"].exp())
+
+
+class Doubling(nn.Module):
+    def forward(self, x):
+        h = x + 1
+        return h, {"h": h}
 
 
 class Viewing(nn.Module):
     def forward(self, x):
-        return x, x[:, :]
+        h = x + 1
+        return h, {"h": h[:, :]}
 
 
-class Handing(nn.Module):
+class Handing(nn.Linear):
     """Returns its input beside what it made of it."""
 
     def forward(self, x):
-        return x, x.exp().exp()
+        return x, super().forward(x).exp()
 
 
 class Spoiling(nn.Module):
@@ -304,29 +258,22 @@ class Spoiling(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("layers", "passing", "sentence"),
+    ("layers", "sentence"),
     [
-        (
-            [nn.Tanh(), Alternating()],
-            0,
-            "block 1 produced a different result when it was recomputed",
-        ),
-        ([nn.Tanh(), Seldom()], 1, "block 1 writes into an input that its first call did not"),
-        ([Viewing(), Aliased()], 0, "block 1 writes into an input that shares its memory"),
-        ([Handing(), Spoiling()], 1, "a tensor that backward needs was overwritten in place"),
+        ([nn.Tanh(), Alternating()], "block 1 produced a different result when it was recomputed"),
+        ([Doubling(), Writing(6, 2)], "must not write into its inputs"),
+        ([Viewing(), Writing(6, 2)], "must not write into its inputs"),
+        ([Handing(6, 6), Spoiling()], "a tensor that backward needs was overwritten in place"),
     ],
 )
-def test_what_cannot_be_repeated_is_refused(layers, passing, sentence):
+def test_what_cannot_be_repeated_is_refused(layers, sentence):
     model = nn.Sequential(*layers)
-    inputs = torch.randn(4, 6)
     again = make_checkpointing(model)
 
     def train():
         with again.enable(Buffers({"": model})), again.explain_errors():
-            model(inputs.clone().requires_grad_() * 1.0).sum().backward()
+            model(torch.randn(4, 6).requires_grad_() * 1.0).sum().backward()
 
-    for _ in range(passing):
-        train()
     with pytest.raises(UsageError, match=sentence):
         train()
 

@@ -3,10 +3,11 @@
     forward     x ──> block 0 ──x1──> block 1 ──x2──> block 2 ──> loss      kept: x, x1, x2
     backward    block 2 again from x2, its backward; block 1 again from x1, ...
 
-See Chen et al., 2016. A block costs a second forward, and holds its activations only during its
-own backward. The second forward is bit-identical to the first and has no side effects:
+See Chen et al., 2016. A block with parameters costs a second forward, and holds its activations
+only during its own backward. Other blocks, such as an activation in place, are computed once. The
+second forward is bit-identical to the first and has no side effects:
 
-    inputs        are kept; an input that the block writes into is copied, with its alignment
+    inputs        are kept; a block that writes into them is an error
     generators    of torch, Python and numpy: their state at the first call, then restored
     buffers       copies of those at the first call, so batch norm counts a micro-batch once
     autocast      as in the first call
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -34,8 +36,6 @@ from lockstep.model.compilation import is_compiled, is_compiled_in_place
 
 __all__ = ["ActivationCheckpointing", "check_blocks"]
 
-ALIGNMENT = 64
-
 Forward = Callable[..., Any]
 
 
@@ -45,8 +45,6 @@ class ActivationCheckpointing:
     def __init__(self, blocks: Mapping[str, nn.Module], device: torch.device) -> None:
         self._names = {block: name for name, block in reversed(list(blocks.items()))}
         self._device = device
-        self._written: dict[nn.Module, frozenset[int]] = {}
-        """The inputs that each block writes into, as found in its first call."""
         self._repeated: nn.Module | None = None
 
     def enable(self, buffers: Buffers) -> AbstractContextManager[None]:
@@ -82,8 +80,9 @@ class ActivationCheckpointing:
             if "modified by an inplace operation" in str(error):
                 raise UsageError(
                     "a tensor that backward needs was overwritten in place; with "
-                    "activation_checkpointing=True that may be an input that a block also returned "
-                    f"and a later block writes into: let that block write into a copy ({error})"
+                    "activation_checkpointing=True a block with parameters must not write into its "
+                    "inputs, nor a later block into one of these that the block returned: let it "
+                    f"write into a copy ({error})"
                 ) from error
             raise
 
@@ -91,60 +90,23 @@ class ActivationCheckpointing:
         self, block: nn.Module, forward: Forward, buffers: Buffers, *args: Any, **kwargs: Any
     ) -> Any:
         """Run the forward of a block so that backward can repeat it."""
-        if not torch.is_grad_enabled() or self._is_not_worthwhile(block):
+        if not torch.is_grad_enabled() or next(block.parameters(), None) is None:
             return forward(*args, **kwargs)
-        inputs, structure = tree_flatten((args, kwargs))
-        numbers = {key: number for number, key in enumerate(dict.fromkeys(map(id, inputs)))}
-        order = [numbers[id(value)] for value in inputs]
-        given = list({id(value): value for value in inputs}.values())
-        versions = [_version(value) for value in given]
-        first = [(args, kwargs)]  # popped by the first call: no reference to the inputs may remain
+        leaves, structure = tree_flatten((args, kwargs))
         restore, seen = remembered(self._device, everything=True), _take_snapshot(buffers, block)
+        calls = count()
 
-        def run(*kept: Any) -> Any:
-            if first:
-                args, kwargs = first.pop()
+        def run(*leaves: Any) -> Any:
+            args, kwargs = tree_unflatten(leaves, structure)
+            if next(calls) == 0:
                 return forward(*args, **kwargs)
             self._repeated = block
-            copies = self._copy_inputs(block, kept)
-            again = tree_unflatten([copies[number] for number in order], structure)
             with isolated(self._device, everything=True), _restore_snapshot(seen):
                 restore()
-                return forward(*again[0], **again[1])
+                return forward(*args, **kwargs)
 
-        kept = self._copy_inputs(block, given)
-        result = checkpoint(run, *kept, use_reentrant=False, preserve_rng_state=False)
-        self._record_writes(block, given, versions)
-        return result
-
-    def _is_not_worthwhile(self, block: nn.Module) -> bool:
-        """Return whether a block only writes its result into its input, as an in-place ReLU does.
-
-        The next block keeps the result anyway, and a copy of the input would need more memory.
-        """
-        return bool(self._written.get(block)) and next(block.parameters(), None) is None
-
-    def _copy_inputs(self, block: nn.Module, given: Sequence[Any]) -> list[Any]:
-        """Return the inputs of a block, with copies of those that it may write into."""
-        written = self._written.get(block, range(len(given)))
-        return [_copy(value) if number in written else value for number, value in enumerate(given)]
-
-    def _record_writes(self, block: nn.Module, given: Sequence[Any], before: Sequence[int]) -> None:
-        """Record the inputs that a block wrote into; UsageError if copies do not help."""
-        changed = [n for n, value in enumerate(given) if _version(value) != before[n]]
-        known = self._written.setdefault(block, frozenset(changed))
-        memory = {given[number].untyped_storage().data_ptr() for number in changed}
-        if not known.issuperset(changed):
-            raise UsageError(
-                f"{self._describe_block(block)} writes into an input that its first call did not "
-                "write into: with activation_checkpointing=True it must write into the same "
-                "inputs in every call"
-            )
-        if len(memory) < len(changed):
-            raise UsageError(
-                f"{self._describe_block(block)} writes into an input that shares its memory with "
-                "another one: with activation_checkpointing=True pass a copy (.clone()) of one"
-            )
+        # Flat, because torch notices writes into arguments, and not into members of one.
+        return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=False)
 
     def _describe_block(self, block: nn.Module | None) -> str:
         return "a block" if block is None else f"block {self._names[block]}"
@@ -177,30 +139,6 @@ def _replace(block: nn.Module, name: str, forward: Forward) -> Iterator[None]:
             del vars(block)[name]
         else:
             vars(block)[name] = own
-
-
-def _version(value: Any) -> int:
-    """Return a number that changes when a tensor is written into."""
-    return value._version if isinstance(value, torch.Tensor) else 0
-
-
-def _copy(value: Any) -> Any:
-    """Return a copy of a tensor with its grad_fn, strides and alignment to 64 bytes.
-
-    A tensor that no operation can write into, such as an expanded one, is returned as is.
-    """
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return value
-    if not value.numel() or 0 in value.stride():
-        return value
-    size = value.element_size()
-    offset = value.data_ptr() % ALIGNMENT // size
-    span = 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride(), strict=True))
-    memory = torch.empty(offset + span, dtype=value.dtype, device=value.device)
-    copy = torch.empty(0, dtype=value.dtype, device=value.device)
-    with torch.no_grad():
-        copy.set_(memory.untyped_storage(), offset, value.shape, value.stride())
-    return copy.copy_(value)
 
 
 BufferSnapshot = list[tuple[BufferSlot, torch.Tensor | None]]
