@@ -258,7 +258,7 @@ def register(ranks):
     for rank, info in enumerate(worlds):
         store.rank = rank
         rendezvous_check._wait(store, info, time.monotonic() + 10)
-        rendezvous_check.read_layout(store, info)
+        rendezvous_check.read_hosts(store, info)
     counts = sorted(zip(store.requests, store.bytes, strict=True))
     return counts[ranks // 2], counts[-1]
 

@@ -21,7 +21,7 @@ from datetime import timedelta
 import torch, torch.distributed as dist
 from torch.distributed import PrefixStore
 from lockstep.comm import backend
-from lockstep.launcher.local_rendezvous import attach_store
+from lockstep.launcher.private_store import attach_store
 from lockstep.launcher.rank_process import receive_from_launcher, report_to_launcher
 
 STEPS, RANKS = int(os.environ["STEPS"]), int(os.environ["RANKS"])

@@ -69,12 +69,15 @@ def test_without_local_variables_the_hosts_of_the_ranks_are_unknown():
     assert read_rank_info({**given, **MEETING, "NODE_RANK": "1"}).host == 1  # Ray Train
 
 
-def test_open_mpi_and_mpich_use_a_file_on_one_host():
+def test_open_mpi_and_mpich_meet_at_a_port_of_the_launch_on_one_host():
     open_mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2",
                 "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}  # fmt: skip
     mpich = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
-    expected = RankInfo(1, 2, 1, 2, 0, None, None, "mpiexec")
-    assert read_rank_info(open_mpi) == read_rank_info(mpich) == expected
+    found = read_rank_info(open_mpi)
+    assert found == read_rank_info(mpich)
+    assert found == RankInfo(1, 2, 1, 2, 0, "127.0.0.1", found.master_port, "mpiexec")
+    named = [read_rank_info({**open_mpi, "PMIX_NAMESPACE": name}) for name in "aba"]
+    assert named[0].master_port == named[2].master_port != named[1].master_port
 
 
 RECORDED = Path(__file__).parent / "environments"
@@ -149,12 +152,12 @@ def test_a_single_pod_is_a_world_of_one(nnodes):
 @pytest.mark.parametrize(
     ("name", "address", "port"),
     [
-        ("srun-1-host", None, None),
+        ("srun-1-host", "127.0.0.1", range(20000, 32000)),
         ("srun-2-hosts", "gpu01", range(20000, 32000)),
         ("srun-pmi2-2-hosts", "gpu01", range(20000, 32000)),
-        ("open-mpi-1-host", None, None),
-        ("mpich-1-host", None, None),
-        ("intel-mpi-1-host", None, None),
+        ("open-mpi-1-host", "127.0.0.1", range(20000, 32000)),
+        ("mpich-1-host", "127.0.0.1", range(20000, 32000)),
+        ("intel-mpi-1-host", "127.0.0.1", range(20000, 32000)),
         ("pytorchjob", "train-master-0", [23456]),
     ],
 )
@@ -164,7 +167,7 @@ def test_the_address_of_the_store_follows_from_the_variables(name, address, port
     }
     assert len(found) == 1
     assert next(iter(found))[0] == address
-    assert port is None or next(iter(found))[1] in port
+    assert next(iter(found))[1] in port
 
 
 @pytest.mark.parametrize("name", ["open-mpi-2-hosts", "mpich-2-hosts", "intel-mpi-2-hosts"])

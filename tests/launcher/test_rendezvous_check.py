@@ -22,13 +22,13 @@ from lockstep.launcher.rendezvous_check import (
     get_host_identity,
     number_hosts,
     place_rank,
+    read_hosts,
 )
 
 RANK_0 = RankInfo(
     rank=0, world_size=2, local_world_size=2, master_addr="10.0.0.1", master_port=29500
 )
-REGISTRATION = {"rank": 1, "world_size": 2, "process": 7, "host": "gpu03", "identity": "a0",
-                "network": "b0", "address": "10.0.0.2"}  # fmt: skip
+REGISTRATION = {"rank": 1, "world_size": 2, "process": 7, "host": "gpu03", "identity": "a0"}
 
 
 def check_with(key, value):
@@ -56,7 +56,7 @@ def test_the_hosts_of_the_ranks_are_written_only_if_a_rank_may_not_know_them(lau
     store.set("rank/1", json.dumps(REGISTRATION))
     store.add("registered", 1)
     check_ranks(store, replace(RANK_0, launcher=launcher), time.monotonic() + 5)
-    assert store.check(["layout"]) == is_written
+    assert store.check(["hosts"]) == is_written
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
@@ -204,6 +204,14 @@ def test_local_ranks_count_the_ranks_of_a_host_in_order(identities):
             is_same = identities[one.rank] == identities[other.rank]
             assert is_same == (one.host == other.host)
             assert not (is_same and one.rank < other.rank) or one.local_rank < other.local_rank
+
+
+@pytest.mark.parametrize("value", ["x", "{}", "[0]", "[0, 2]", "[0, true]", "[0, [1]]", "7"])
+def test_hosts_that_no_rank_writes_are_an_error(value):
+    store = HashStore()
+    store.set("hosts", value)
+    with pytest.raises(RendezvousError, match=r"'hosts' .* was not written by a rank of Lockstep"):
+        read_hosts(store, RANK_0)
 
 
 def test_what_the_environment_gives_is_kept():

@@ -279,7 +279,7 @@ def test_a_master_that_does_not_answer_is_reported_while_waiting_and_at_the_time
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.0 400 Bad Request\r\n\r\n", b""])
 def test_another_program_at_the_port_of_the_master_is_named(monkeypatch, capfd, answer):
-    monkeypatch.setattr(late_ranks, "NOTE_AFTER", 0.2)
+    monkeypatch.setattr(late_ranks, "NOTE_AFTER", 0.0)
     monkeypatch.setattr(rendezvous, "GREET_TIMEOUT", 0.2)
     with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as foreign:
         foreign.settimeout(30)
@@ -288,18 +288,16 @@ def test_another_program_at_the_port_of_the_master_is_named(monkeypatch, capfd, 
         joining = pool.submit(rendezvous.wait_for_ranks, rank_info, 0.5)
         with foreign.accept()[0] as connection:
             connection.settimeout(30)
-            greeting = connection.recv(100)
+            assert connection.recv(100)
             connection.sendall(answer)
             error = joining.exception(timeout=30)
-    assert greeting
     assert isinstance(error, RendezvousError)
-    used = f"rank 1: 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT) is used by a program that is not"
-    waiting = f"rank 1: no answer from 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT)"
-    assert str(error).startswith(used if answer else waiting)
-    assert answer or "a program accepts connections there and does not answer" in str(error)
+    where = f"rank 1: no answer from 127.0.0.1:{port} (MASTER_ADDR, MASTER_PORT)"
+    assert str(error).startswith(where)
+    assert str(error).endswith("choose another port with --master-port (MASTER_PORT) on every host")
     printed = capfd.readouterr().err
     assert "frame #" not in printed
-    assert answer or "does not answer; waiting" in printed
+    assert f"lockstep: {where} for 0 s" in printed
 
 
 @pytest.mark.parametrize("is_uv", [True, False])
@@ -310,7 +308,7 @@ def test_a_store_of_torch_answers_the_greeting(is_uv):
         connection.sendall(rendezvous.GREETING)
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(100) == rendezvous.PING_NUMBER
-    assert rendezvous._try_connect("127.0.0.1", store.port, time.monotonic() + 30) == ""
+    assert rendezvous._find_reason("127.0.0.1", store.port, time.monotonic() + 30) == ""
 
 
 @pytest.mark.timeout(20)
@@ -383,13 +381,12 @@ def test_a_rank_that_never_joins_is_named_before_the_timeout():
      "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 ])  # fmt: skip
-def test_ranks_of_mpiexec_meet_through_a_file(names, tmp_path):
+def test_ranks_of_mpiexec_meet_at_a_port_of_the_launch(names):
     def join():
         rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-        os.environ["TMPDIR"] = str(tmp_path)
         os.environ.update(zip(names, (rank, size, rank, size), strict=True))
         world = ls.init(timeout=30)
         tensor = torch.ones(1)
@@ -397,4 +394,3 @@ def test_ranks_of_mpiexec_meet_through_a_file(names, tmp_path):
         return world.rank, tensor.item()
 
     assert ls.launch(join, nprocs=3, timeout=60) == [(0, 3.0), (1, 3.0), (2, 3.0)]
-    assert [path.name for path in tmp_path.rglob("*")] == [f"lockstep-{os.getuid()}"]

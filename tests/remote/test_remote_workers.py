@@ -19,7 +19,6 @@ import torch.distributed as dist
 import lockstep as ls
 import warm
 from lockstep.comm.transport.listener import REPORT_INTERVAL
-from lockstep.comm.transport.message_connection import requires_secret
 from lockstep.comm.transport.secret import KEY_VARIABLE, make_key
 from lockstep.kernel.errors import RankError, RendezvousError
 
@@ -69,8 +68,6 @@ def test_local_and_remote_workers_are_one_world(connect, endpoint, tmp_path):
     worker = connect("-n", "2", "--key-file", key)
     with ls.Driver(nprocs=1, remote=2, listen=endpoint, key_file=key, timeout=PATIENCE) as driver:
         assert driver.run(all_reduced) == [("0", 0, 6.0), ("1", 0, 6.0), ("1", 1, 6.0)]
-        port = int(driver.on(2).run(lambda: os.environ["MASTER_PORT"]))
-        assert requires_secret("127.0.0.1", port, PATIENCE)
         pids = driver.run(os.getpid)
         assert {psutil.Process(pid).pid for pid in pids[1:]} <= {
             child.pid for child in psutil.Process(worker.pid).children(recursive=True)

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from lockstep.comm.transport.listener import MessageListener
-from lockstep.comm.transport.secret import SECRET_FILE, SECRET_SIZE, make_secret
+from lockstep.comm.transport.secret import SECRET_SIZE, make_secret, warn_without_secret
 from lockstep.elastic.coordinator import ElasticCoordinator
 from lockstep.elastic.host_agent import HostAgent
 from lockstep.elastic.host_connection import PURPOSE
@@ -156,9 +156,6 @@ def _start_agent(config: LaunchConfig, folder: RunFolder) -> HostAgent:
     )
 
     def start_member(member: int, local_rank: int, variables: dict[str, str]) -> None:
-        variables.pop(SECRET_FILE, None)  # a path on host 0
-        if config.secret_file is not None:
-            variables[SECRET_FILE] = os.path.abspath(config.secret_file)
         start_rank(config, folder, agent, member, local_rank, variables)
 
     agent.start = start_member
@@ -168,6 +165,8 @@ def _start_agent(config: LaunchConfig, folder: RunFolder) -> HostAgent:
 def _find_secret(config: LaunchConfig) -> bytes:
     """Return the secret of the run; without one, what stands for it admits everybody."""
     secret = make_secret(config.secret_file, config.node_rank, os.environ)
+    if secret is None and config.node_rank == 0:
+        log(warn_without_secret(config.master_addr, config.master_port))
     return NO_SECRET if secret is None else secret
 
 

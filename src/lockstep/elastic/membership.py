@@ -55,7 +55,7 @@ from lockstep.kernel.errors import RendezvousError, WorkError
 from lockstep.launcher.channel import Message
 from lockstep.launcher.environment import ELASTIC, JOIN, MEMBER, is_elastic_on_hosts
 from lockstep.launcher.failure_attribution import is_lost_peer
-from lockstep.launcher.local_rendezvous import attach_store
+from lockstep.launcher.private_store import attach_store
 from lockstep.launcher.rank_process import (
     exit_process,
     has_launcher,

@@ -25,10 +25,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lockstep.comm.transport.secret import SECRET_FILE
 from lockstep.kernel.errors import LaunchEnvironmentError
 from lockstep.launcher.listening_socket import strip_brackets
-from lockstep.launcher.slurm import count_local_tasks, find_store_address, is_in_step
+from lockstep.launcher.slurm import count_local_tasks, derive_port, find_store_address, is_in_step
 
 __all__ = ["RankEnvironment", "RankInfo", "read_rank_info"]
 
@@ -81,7 +80,7 @@ class RankInfo:
         launcher: "lockstep", "torchrun", "environment" (variables set by hand, Ray), "mpiexec",
             "srun" or "python" (alone).
         store: Address of a private store that replaces the one at `master_addr`
-            (`local_rendezvous.py`); None if there is none.
+            (`private_store.py`); None if there is none.
         unknown: Which of `local_rank`, `local_world_size` and `host` the environment does not
             give. They have the values of a single host until the ranks have met.
     """
@@ -109,15 +108,13 @@ class RankInfo:
         Ranks that are started by hand also count as being on one host if they meet at the loopback
         interface, which may be that of several hosts (a tunnel).
         """
-        return self.is_single_host and self.launcher in ("lockstep", "torchrun")
+        return self.is_single_host and self.launcher != "environment"
 
     @property
     def store_location(self) -> str:
         """Where the ranks' store is, for messages."""
         if self.store is not None:
             return "a store that their launcher created"
-        if self.master_addr is None:
-            return "a file on this host"
         return f"{self.master_addr}:{self.master_port}"
 
 
@@ -355,13 +352,13 @@ def _locate_store(
     given: tuple[str | None, int | None],
     is_single_host: bool,
     environ: Mapping[str, str],
-) -> tuple[str, int] | None:
-    """Return address and port of the store; None for a rendezvous file on this host."""
+) -> tuple[str, int]:
+    """Return address and port of the store."""
     addr, port = given
     if addr is not None and port is not None:
         return addr, port
     if is_single_host and names is not TORCH:
-        return None
+        return addr or LOOPBACK[0], port or derive_port(_name_launch(environ))
     derived = None if names is TORCH else find_store_address(environ, names is SLURM)
     if derived is not None:
         return addr or derived[0], port or derived[1]
@@ -384,6 +381,17 @@ def _locate_store(
     )
 
 
+def _name_launch(environ: Mapping[str, str]) -> str:
+    """Return a name that the ranks of one launch on this host share, and others have not."""
+    if "SLURM_JOB_ID" in environ and "SLURM_STEP_ID" in environ:
+        return f"{environ['SLURM_JOB_ID']} {environ['SLURM_STEP_ID']}"
+    if "PMIX_NAMESPACE" in environ:
+        return environ["PMIX_NAMESPACE"]
+    import psutil  # needed here only
+
+    return f"{os.getppid()} {psutil.Process(os.getppid()).create_time():.2f}"
+
+
 @dataclass(frozen=True)
 class RankEnvironment:
     """The variables that Lockstep sets in the ranks of one host: torchrun's and its own two.
@@ -404,8 +412,6 @@ class RankEnvironment:
         nnodes: Number of hosts.
         node_rank: Index of this host, from 0.
         store: Address of the private store; empty if there is none.
-        secret_file: File with the secret of the run (`comm/transport/secret.py`); None if there is
-            none.
     """
 
     nprocs: int
@@ -415,14 +421,12 @@ class RankEnvironment:
     nnodes: int = 1
     node_rank: int = 0
     store: str = ""
-    secret_file: str | None = None
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """Return the variables to add to the environment of this host's rank `local_rank`."""
         rank = str(self.nprocs * self.node_rank + local_rank)
         world_size = str(self.nprocs * self.nnodes)
         store = {STORE: f"{self.master_addr} {self.master_port} {self.store}"} if self.store else {}
-        secret = {SECRET_FILE: os.path.abspath(self.secret_file)} if self.secret_file else {}
         return {
             "RANK": rank,
             "LOCAL_RANK": str(local_rank),
@@ -442,5 +446,4 @@ class RankEnvironment:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             LAUNCHER: self.run_id,
             **store,
-            **secret,
         }

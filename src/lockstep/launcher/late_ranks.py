@@ -91,7 +91,7 @@ def advise(ranks: Sequence[int], rank_info: RankInfo) -> str:
         ranks: The missing ranks, ascending.
         rank_info: This rank.
     """
-    if rank_info.is_single_host or rank_info.master_addr is None:
+    if rank_info.is_single_host:
         return "check their logs, or increase init(timeout=...)"
     hosts = _whole_hosts(ranks, rank_info)
     reach = f"can reach {rank_info.store_location} through every firewall"

@@ -34,8 +34,8 @@ class LaunchConfig:
         master_addr: Address of host 0.
         master_port: Port on host 0; 0 selects a free one.
         run_id: Name of the launch; empty for a random one.
-        secret_file: File with the secret of the run; None for a run without a secret, or with
-            one in the environment (`comm/transport/secret.py`).
+        secret_file: File with the secret of an elastic run on several hosts; None for a run without
+            a secret, or with one in the environment (`comm/transport/secret.py`).
         log_dir: Folder that gets this run's folder; None for "runs".
         name: Name of this run's folder; None for the target's name with date and time.
         shown: Local ranks whose output is shown; None for all.
@@ -115,6 +115,12 @@ class LaunchConfig:
             raise UsageError(
                 f"--local-ranks-filter names local rank {max(self.shown or ())}, but with "
                 f"--nproc-per-node {self.nprocs} local ranks are from 0 to {self.nprocs - 1}"
+            )
+        if self.secret_file is not None and self.nnodes > 1 and not self.is_elastic:
+            raise UsageError(
+                f"--secret-file {self.secret_file}: only the launchers of an elastic run (--min, "
+                f"--max) have a secret; omit it and unset LOCKSTEP_SECRET_FILE, and use a private "
+                f"network"
             )
         if self.min_nprocs is not None:
             self._check_elastic(self.min_nprocs)

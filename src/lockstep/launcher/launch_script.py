@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.comm.transport.secret import make_secret, warn_without_secret
 from lockstep.formatting import format_numbered
 from lockstep.kernel.errors import FileError, LockstepError, RankError
 from lockstep.launcher.channel import Channel, Message
@@ -40,6 +39,7 @@ from lockstep.launcher.fork_server import (
 )
 from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.launch_config import LaunchConfig
+from lockstep.launcher.listening_socket import warn_of_strangers
 from lockstep.launcher.output import RankOutput
 from lockstep.launcher.run_folder import (
     RESUME,
@@ -322,15 +322,10 @@ def make_hang_policy(config: LaunchConfig, folder: RunFolder) -> HangPolicy:
 def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:
     """Serve the ranks' stores; return the variables that tell this host's ranks where they are."""
     port, is_single_host = config.master_port, config.nnodes == 1
-    secret = None
-    if not is_single_host:
-        secret = make_secret(config.secret_file, config.node_rank, os.environ)
     if config.node_rank == 0:
-        port = ranks.stores.serve(
-            config.master_addr, port, is_single_host=is_single_host, secret=secret
-        )
-        if not is_single_host and secret is None:
-            log(warn_without_secret(config.master_addr, port))
+        port = ranks.stores.serve(config.master_addr, port, is_single_host=is_single_host)
+        if not is_single_host and not config.is_elastic:
+            warn_of_strangers(config.master_addr, port)
     return RankEnvironment(
         nprocs=config.nprocs,
         master_addr=config.master_addr,
@@ -339,7 +334,6 @@ def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:
         nnodes=config.nnodes,
         node_rank=config.node_rank,
         store=ranks.stores.create() if is_single_host else "",
-        secret_file=None if is_single_host else config.secret_file,
     )
 
 

@@ -13,6 +13,7 @@ import socket
 
 from lockstep.comm.hosts.identity import address_towards, is_loopback
 from lockstep.kernel.errors import UsageError
+from lockstep.messages import log
 
 __all__ = [
     "DEFAULT_PORT",
@@ -23,6 +24,7 @@ __all__ = [
     "parse_endpoint",
     "resolve_address",
     "strip_brackets",
+    "warn_of_strangers",
 ]
 
 LOOPBACK = "127.0.0.1"
@@ -100,6 +102,15 @@ def listen(address: str, port: int, *, is_single_host: bool = True) -> socket.so
             ) from None
         raise
     return listening
+
+
+def warn_of_strangers(address: str, port: int) -> None:
+    """Warn that a store on the network admits everybody."""
+    if not is_loopback(address):
+        log(
+            f"anyone who can reach {address}:{port} can join or disturb this run: use a private "
+            f"network"
+        )
 
 
 def find_obstacle(listening: socket.socket, *, is_accepted: bool = False) -> str:

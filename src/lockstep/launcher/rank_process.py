@@ -23,7 +23,6 @@ import pickle
 import runpy
 import select
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -139,23 +138,17 @@ def _wait_for_parent(reading: int) -> None:
 
 def serve_store(listening: int, message: Message) -> int:
     """Serve the ranks' store on the bound socket `listening` until this process is killed."""
-    server: object
-    if "secret" in message:
-        from lockstep.launcher.store_server import StoreServer
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        server = StoreServer(socket.socket(fileno=listening), bytes.fromhex(message["secret"]), log)
-    else:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        server = TCPStore(
-            message["host"],
-            message["port"],
-            None,
-            True,
-            STORE_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listening,
-        )
+    server = TCPStore(
+        message["host"],
+        message["port"],
+        None,
+        True,
+        STORE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
     while server:
         signal.pause()
     return 0

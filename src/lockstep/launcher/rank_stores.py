@@ -7,7 +7,7 @@ import socket
 
 from lockstep.launcher.channel import Channel, Message
 from lockstep.launcher.listening_socket import find_obstacle, get_connectable_address, listen
-from lockstep.launcher.local_rendezvous import create_store
+from lockstep.launcher.private_store import create_store
 from lockstep.messages import log
 
 __all__ = ["RankStores"]
@@ -24,40 +24,29 @@ class RankStores:
         self._channel = channel
         self._private: dict[str, int] = {}  # descriptors, by address
 
-    def serve(
-        self,
-        address: str,
-        port: int,
-        *,
-        is_single_host: bool = True,
-        secret: bytes | None = None,
-    ) -> int:
-        """Serve the ranks' store at `address`:`port` (0: a free port); return the port.
+    def serve(self, address: str, port: int, *, is_single_host: bool = True) -> int:
+        """Serve a TCPStore at `address`:`port` (0: a free port); return the port.
 
-        With a secret it admits only processes that have the secret (`store_server.py`).
-        Otherwise it is a TCPStore, and admits everyone.
-
-        Without a loopback interface nothing is served. Only scripts that call
+        Without a loopback interface nothing is served. On a single host, only scripts that call
         `torch.distributed.init_process_group` themselves need this store.
         """
         with listen(address, port, is_single_host=is_single_host) as listening:
-            self.start(listening, secret, is_single_host=is_single_host)
+            self.start(listening, is_single_host=is_single_host)
             return int(listening.getsockname()[1])
 
-    def start(
-        self, listening: socket.socket, secret: bytes | None = None, *, is_single_host: bool = True
-    ) -> None:
+    def start(self, listening: socket.socket, *, is_single_host: bool = True) -> None:
         """Serve the ranks' store as `serve` does, on a socket that already listens."""
-        # The ranks of one host have a private store: most of them never connect to this one.
-        message: Message = {"kind": "store", "rank": -1, "is_on_demand": is_single_host}
-        if secret is not None:
-            self._channel.send({**message, "secret": secret.hex()}, [listening.fileno()])
-            return
         if reason := find_obstacle(listening, is_accepted=is_single_host):
             log(f"{reason}; torch.distributed.init_process_group cannot connect the ranks")
             return
-        address = get_connectable_address(listening), int(listening.getsockname()[1])
-        message |= {"host": address[0], "port": address[1]}
+        message: Message = {
+            "kind": "store",
+            "rank": -1,
+            # The ranks of one host have a private store: most of them never connect to this one.
+            "is_on_demand": is_single_host,
+            "host": get_connectable_address(listening),
+            "port": int(listening.getsockname()[1]),
+        }
         self._channel.send(message, [listening.fileno()])
 
     def create(self) -> str:

@@ -4,7 +4,7 @@
       ── my world size ──────────────>  size        the first rank writes it; others must agree
       ── I am r, process p of host h ─>  rank/r      a second process with this rank: error
       ── one more ───────────────────>  registered  the last rank to count finds all of rank/*
-      <─ hosts, address of another ───  layout      before that it writes who shares a host
+      <─ the host of each rank ───────  hosts       before that it writes who shares a host
       <─ all here, or an error ───────  complete    a rank that finds an error writes a sentence:
                                                     which ranks contradict each other, or at the
                                                     timeout which are missing
@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import ipaddress
 import json
 import os
 import socket
@@ -40,11 +39,10 @@ from lockstep.comm.hosts.identity import identify_host, is_loopback
 from lockstep.kernel.errors import LaunchEnvironmentError, RendezvousError
 from lockstep.launcher.environment import RankInfo, is_elastic_on_hosts
 from lockstep.launcher.late_ranks import LongWait, advise, describe_ranks
-from lockstep.launcher.network_interface import ALONE, UNKNOWN, describe_network
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.messages import escape_control, log
 
-__all__ = ["check_ranks", "get_host_identity", "number_hosts", "place_rank", "read_layout"]
+__all__ = ["check_ranks", "get_host_identity", "number_hosts", "place_rank", "read_hosts"]
 
 ALL_HERE = "all here"
 CHECK_INTERVAL = 0.5  # seconds between two checks for missing ranks
@@ -66,8 +64,6 @@ class Registration:
         process: Its process id.
         host: The name of its host.
         identity: What ranks have in common that share a host.
-        network: What ranks have in common that share a loopback interface; "" if all do.
-        address: Its own address, if it is on another host than the master; otherwise "".
     """
 
     rank: int
@@ -75,15 +71,13 @@ class Registration:
     process: int
     host: str
     identity: str
-    network: str = ""
-    address: str = ""
 
     def __str__(self) -> str:
         """Return "process 7 on HOST"."""
         return f"process {self.process} on {self.host}"
 
 
-TYPES = [int, int, int, str, str, str, str]  # of the attributes of a Registration
+TYPES = [int, int, int, str, str]  # of the attributes of a Registration
 
 
 def check_ranks(store: Store, rank_info: RankInfo, deadline: float) -> None:
@@ -119,14 +113,7 @@ def check_ranks(store: Store, rank_info: RankInfo, deadline: float) -> None:
 
 def _register(store: Store, rank_info: RankInfo) -> None:
     host = escape_control(socket.gethostname())[:MAX_HOST_NAME]
-    own = Registration(
-        rank_info.rank,
-        rank_info.world_size,
-        os.getpid(),
-        host,
-        get_host_identity(),
-        *(describe_network(str(rank_info.master_addr)) if _may_span_hosts(rank_info) else ()),
-    )
+    own = Registration(rank_info.rank, rank_info.world_size, os.getpid(), host, get_host_identity())
     first = _claim(store, rank_info, "size", own)
     if first.world_size != rank_info.world_size:
         _report_contradiction(store, rank_info, first, own)
@@ -139,46 +126,30 @@ def _register(store: Store, rank_info: RankInfo) -> None:
         _complete(store, rank_info)
 
 
-def _may_span_hosts(rank_info: RankInfo) -> bool:
-    return rank_info.master_addr is not None and not rank_info.is_launched_on_one_host
-
-
 def _complete(store: Store, rank_info: RankInfo) -> None:
-    """Write what ranks may not know about their hosts; then, that all ranks are here."""
-    if _may_span_hosts(rank_info):
+    """Write which ranks share a host, if they may not know it; then, that all ranks are here."""
+    if not rank_info.is_launched_on_one_host:
         keys = [f"rank/{rank}" for rank in range(rank_info.world_size)]
         entries = [_read_registration(rank_info, key, store.get(key)) for key in keys]
-        addresses = [entry.address for entry in entries if entry.address]
-        is_alone = len({entry.network for entry in entries}) == 1
-        other = addresses[0] if addresses else ALONE if is_alone else UNKNOWN
         hosts = number_hosts([entry.identity for entry in entries])
-        store.set("layout", json.dumps({"hosts": hosts, "other": other}))
+        store.set("hosts", json.dumps(hosts))
     store.compare_set("complete", "", ALL_HERE)
 
 
-def read_layout(store: Store, rank_info: RankInfo) -> tuple[list[int], str]:
-    """Return the index of each rank's host, and the address of one that is not the master's.
-
-    Call it after `check_ranks`. Instead of the address, it may be ALONE or UNKNOWN.
+def read_hosts(store: Store, rank_info: RankInfo) -> list[int]:
+    """Return the index of each rank's host; call it after `check_ranks`.
 
     Raises:
         RendezvousError: Another program has written into the store.
     """
     numbers = range(rank_info.world_size)
     try:
-        layout: Any = json.loads(store.get("layout"))
-        hosts, other = list(layout["hosts"]), str(layout["other"])
-        if len(hosts) != len(numbers) or not all(
-            type(host) is int and host in numbers for host in hosts
-        ):
+        hosts: Any = json.loads(store.get("hosts"))
+        if [*map(type, hosts)] != [int] * len(numbers) or not set(hosts) <= set(numbers):
             raise ValueError
-        if other not in (ALONE, UNKNOWN):
-            address = ipaddress.ip_address(other)
-            if address.is_loopback or address.is_unspecified or address.is_multicast:
-                raise ValueError
-    except (ValueError, TypeError, KeyError, RecursionError):
-        _raise_foreign_value(rank_info, "layout")
-    return hosts, other
+    except (ValueError, TypeError, RecursionError):
+        _raise_foreign_value(rank_info, "hosts")
+    return list(hosts)
 
 
 def number_hosts(identities: Sequence[str]) -> list[int]:

@@ -15,7 +15,13 @@ from collections.abc import Mapping
 
 from lockstep.kernel.errors import LaunchEnvironmentError
 
-__all__ = ["count_local_tasks", "find_first_host", "find_store_address", "is_in_step"]
+__all__ = [
+    "count_local_tasks",
+    "derive_port",
+    "find_first_host",
+    "find_store_address",
+    "is_in_step",
+]
 
 FIRST_PORT, PORTS = 20_000, 12_000  # below the ports that Linux gives to outgoing connections
 # Slurm gives steps that srun did not start (batch script, interactive shell, extern) the
@@ -53,7 +59,12 @@ def find_store_address(environ: Mapping[str, str], is_step: bool) -> tuple[str, 
         return None
     numbers = [environ.get("SLURM_JOB_ID", "0")]
     numbers += [environ.get("SLURM_STEP_ID", "0")] if is_step else []
-    return find_first_host(hosts), FIRST_PORT + zlib.crc32(" ".join(numbers).encode()) % PORTS
+    return find_first_host(hosts), derive_port(" ".join(numbers))
+
+
+def derive_port(name: str) -> int:
+    """Return the port of the store of a launch with this name."""
+    return FIRST_PORT + zlib.crc32(name.encode()) % PORTS
 
 
 def find_first_host(text: str) -> str:

@@ -32,8 +32,6 @@ from lockstep.comm.transport.message_codec import (
 from lockstep.comm.transport.message_connection import connect_to
 from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.rendezvous import GREETING as TCP_STORE_GREETING
-from lockstep.launcher.secret_store import SecretStore
-from lockstep.launcher.store_server import PURPOSE, StoreServer
 from lockstep.tools.remote.connection import MAX_PAYLOAD
 from lockstep.tools.remote.connection import PURPOSE as DRIVER
 
@@ -81,22 +79,6 @@ def messages(purpose: str = "fuzzing", max_payload: int = 0) -> Iterator[Service
         finally:
             for connection in accepted:
                 connection.close()
-
-
-@contextlib.contextmanager
-def store() -> Iterator[Service]:
-    server = StoreServer(listen("127.0.0.1", 0), SECRET)
-
-    def use() -> None:
-        client = SecretStore("127.0.0.1", server.port, SECRET, PATIENCE, connect_timeout=PATIENCE)
-        client.set("key", "value")
-        assert client.get("key") == b"value"
-        client._connection.close()
-
-    try:
-        yield Service(server.port, PURPOSE, use)
-    finally:
-        server.close()
 
 
 class Attacker:
@@ -206,7 +188,6 @@ class Attacker:
 
 SERVICES = {
     "messages": messages,
-    "store": store,
     "driver": lambda: messages(DRIVER, MAX_PAYLOAD),
 }
 

@@ -16,7 +16,6 @@ one purpose cannot be redirected to a listener for another.
 from __future__ import annotations
 
 import contextlib
-import secrets
 import select
 import socket
 import time
@@ -27,7 +26,7 @@ from lockstep.comm.transport.handshake import Keys, Refused, Status, Steps, call
 from lockstep.comm.transport.message_codec import MessageCodec
 from lockstep.kernel.errors import RendezvousError, UsageError
 
-__all__ = ["HANDSHAKE_TIMEOUT", "MessageConnection", "connect_to", "requires_secret"]
+__all__ = ["HANDSHAKE_TIMEOUT", "MessageConnection", "connect_to"]
 
 HANDSHAKE_TIMEOUT = 5.0  # seconds; the caller tries again
 SEND_TIMEOUT = 10.0  # seconds for the other end to take a message
@@ -178,18 +177,6 @@ def connect_to(
                     f"{target} could not be reached within {timeout:g} s: {error}"
                 ) from error
             time.sleep(RETRY)
-
-
-def requires_secret(address: str, port: int, timeout: float) -> bool:
-    """Return whether a Lockstep process listens at an address and refuses those without its key."""
-    try:
-        stranger = call(secrets.token_bytes(32), "")
-        _attempt(address, port, stranger, timeout)[0].close()
-    except Refused as error:
-        return error.status is Status.OTHER_KEY
-    except _AttemptFailed:
-        pass
-    return False
 
 
 def _attempt(address: str, port: int, steps: Steps, timeout: float) -> tuple[socket.socket, Keys]:

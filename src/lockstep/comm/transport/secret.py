@@ -3,14 +3,11 @@
 A secret is passed in a file that only its owner can read, or in an environment variable. It is
 never on a command line, which every user of a machine can read.
 
-The secret of a run that spans hosts: only processes that have it can join the run.
+The secret of an elastic run that spans hosts: only launchers that have it can take part.
 
     lockstep run --secret-file FILE      host 0 creates the file, the others need a copy
-    LOCKSTEP_SECRET_FILE                 the same for other launchers
+    LOCKSTEP_SECRET_FILE                 the same
     LOCKSTEP_SECRET                      the secret itself
-
-Ranks on one host need none: their store cannot be reached by other users
-(`launcher/local_rendezvous.py`).
 
 The driver's key, which a driver and its workers share. Anyone who has it can run any code in the
 driver and its workers.
@@ -21,7 +18,6 @@ driver and its workers.
 
 from __future__ import annotations
 
-import hmac
 import os
 import re
 import secrets
@@ -38,8 +34,6 @@ __all__ = [
     "SECRET_FILE",
     "SECRET_SIZE",
     "create_secret_file",
-    "derive_store_secret",
-    "give_secret",
     "make_key",
     "make_secret",
     "read_key",
@@ -53,8 +47,6 @@ SECRET, SECRET_FILE = "LOCKSTEP_SECRET", "LOCKSTEP_SECRET_FILE"
 KEY_VARIABLE = "LOCKSTEP_DRIVER_KEY"
 KEY_SOURCE = f"a key file or {KEY_VARIABLE}"
 RUN_SECRET, DRIVER_KEY = "secret of a run", "driver key"  # their names in messages
-
-_given: list[bytes] = []
 
 
 def create_secret_file(path: Path, noun: str) -> bytes:
@@ -105,20 +97,13 @@ def parse_secret(text: str, source: str, noun: str) -> bytes:
 # --- the secret of a run -------------------------------------------------------------------
 
 
-def give_secret(secret: bytes) -> None:
-    """Give this process a secret that is in no file and no variable: that of its driver."""
-    _given[:] = [secret]
-
-
 def read_secret(environ: Mapping[str, str]) -> bytes | None:
-    """Return this process's secret, else the one that `environ` names; None if there is none.
+    """Return the secret that `environ` names; None if there is none.
 
     Raises:
         FileError: The file cannot be read.
         UsageError: Other users can read the file, or the file or variable contains no secret.
     """
-    if _given:
-        return _given[0]
     if file := environ.get(SECRET_FILE):
         return read_secret_file(Path(file), RUN_SECRET)
     if text := environ.get(SECRET):
@@ -188,8 +173,3 @@ def read_key(file: str | Path | None) -> bytes:
             f"it with --key-file, or set {KEY_VARIABLE}"
         )
     return parse_secret(text, KEY_VARIABLE, DRIVER_KEY)
-
-
-def derive_store_secret(key: bytes) -> bytes:
-    """Return the secret of the store in which the driver's workers meet."""
-    return hmac.digest(key, b"store of the workers", "sha256")

@@ -193,8 +193,8 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     "secret-file",
     metavar="FILE",
     default=None,
-    help="File with the secret that a process must have to join this run; host 0 creates it, the "
-    "other hosts need a copy. No effect on a single host. Default: LOCKSTEP_SECRET_FILE.",
+    help="Elastic run on several hosts: file with the secret that a launcher must have to take "
+    "part; host 0 creates it, the other hosts need a copy. Default: LOCKSTEP_SECRET_FILE.",
 )
 @option("rdzv-backend", type=click.Choice(["static", "c10d"]), default="static", hidden=True)
 @option("rdzv-conf", default="", hidden=True)

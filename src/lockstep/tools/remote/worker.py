@@ -25,7 +25,6 @@ from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 
-from lockstep.comm.transport.secret import derive_store_secret, give_secret
 from lockstep.kernel.errors import LockstepError, RendezvousError, UsageError
 from lockstep.launcher.rank_process import describe_error
 from lockstep.launcher.world import init
@@ -60,7 +59,7 @@ class WorkerServer:
     """The connection to the driver, and the tasks of the main thread."""
 
     def __init__(self, address: str, port: int, key: bytes, silence: float) -> None:
-        self._name, self._key = f"the driver at {address}:{port}", key
+        self._name = f"the driver at {address}:{port}"
         self._tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
         self._continued: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # numbers of calls
         self._is_ended = False
@@ -103,7 +102,6 @@ class WorkerServer:
     # --- on the main thread ---------------------------------------------------------------
 
     def _join(self, message: Message) -> None:
-        give_secret(derive_store_secret(self._key))
         os.environ.update(message["variables"])
         answer: Message = {"kind": "joined"}
         try:

@@ -24,7 +24,6 @@ from typing import Any
 
 from lockstep.comm.transport.listener import MessageListener
 from lockstep.comm.transport.message_connection import MessageConnection
-from lockstep.comm.transport.secret import derive_store_secret
 from lockstep.kernel.errors import LockstepError, RankError, RendezvousError, UsageError
 from lockstep.launcher.listening_socket import listen
 from lockstep.tools.remote.calls import Calls, make_lost_outcome
@@ -77,7 +76,7 @@ class WorkerPool:
         self.address = address, self._listener.port
         supervisor = self._local.supervisor
         supervisor.show_progress = self.output.show_progress
-        store_port = supervisor.stores.serve(address, 0, secret=derive_store_secret(key))
+        store_port = supervisor.stores.serve(address, 0, is_single_host=not remote)
         store = "" if remote else supervisor.stores.create()
         self._world = {"world": world, "store": store, "store_port": store_port}
         for index in range(nprocs):
