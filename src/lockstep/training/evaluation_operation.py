@@ -16,7 +16,6 @@ from lockstep.model.evaluation import Evaluation, EvaluationTask, Scoring
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.predictions import Predictions
 from lockstep.training.history import History
-from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.state import TrainingState
 from lockstep.training.trainer_executor import TrainerExecutor
@@ -31,7 +30,6 @@ class EvaluationOperation:
         executor: The executor of the micro-batches.
         parallel: The layout and the loss.
         state: The state, with the averaged weights.
-        settings: The settings, which evaluation mode changes.
         run: The run, which answers a resumed script.
         history: The history, which gets evaluations and warnings.
         begin_scoring: Returns the task of an evaluation, given whether averaged weights are used.
@@ -42,13 +40,12 @@ class EvaluationOperation:
         executor: TrainerExecutor,
         parallel: ParallelContext,
         state: TrainingState,
-        settings: HyperparameterCheck,
         run: ResumableRun,
         history: History,
         begin_scoring: Callable[[bool], Scoring],
     ) -> None:
         self._executor, self._parallel, self._state = executor, parallel, state
-        self._settings, self._run, self._history = settings, run, history
+        self._run, self._history = run, history
         self._begin_scoring = begin_scoring
 
     def evaluate(self, options: Mapping[str, Any], *, ema: bool) -> Evaluation:
@@ -100,8 +97,7 @@ class EvaluationOperation:
         def prepare() -> tuple[EvaluationTask, Any]:
             task: EvaluationTask = begin()
             batches = self._make_batches(options, task.about)
-            with self._settings.evaluation():
-                return task, self._executor.evaluate(copy, task.prepare(batches), task)
+            return task, self._executor.evaluate(copy, task.prepare(batches), task)
 
         return run_transaction(
             prepare, lambda done: commit(*done), keep_sampler(options.get("sampler"))

@@ -87,7 +87,6 @@ class ModelSetup:
         module: The model without the compiler's wrapper.
         partitioner: The partitioner of the model into stages.
         optimization: The optimizer, the scheduler and the average of the weights.
-        hyperparameters: The settings that ranks compare in every step.
         executor: The executor, which computes the micro-batches.
         state_check: The check of what a step may not change.
         settings: The description of the model and the optimizer, which ranks have compared.
@@ -99,7 +98,6 @@ class ModelSetup:
     module: nn.Module
     partitioner: Partitioner
     optimization: Optimization
-    hyperparameters: HyperparameterCheck
     executor: WholeModelExecutor | PipelineExecutor
     state_check: StateMutationCheck
     settings: dict[str, str]
@@ -151,9 +149,8 @@ def set_up_model(
     )
     shards = parallel.share.shards if arguments.is_sharded else 0
     optimization.require_split(parallel.stages, arguments.is_shared, shards)
-    foreign = modules.keys() - {"model", "loss"}
     hyperparameters = HyperparameterCheck(
-        modules, foreign, optimization.optimizer, parallel.group, is_elastic=is_elastic
+        modules, optimization.optimizer, parallel.group, is_elastic=is_elastic
     )
     metrics = {
         name: metric
@@ -181,7 +178,6 @@ def set_up_model(
         module=module,
         partitioner=partitioner,
         optimization=optimization,
-        hyperparameters=hyperparameters,
         executor=executor,
         state_check=state_check,
         settings=description | of_optimizer,

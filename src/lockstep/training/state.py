@@ -20,7 +20,6 @@ from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_
 from lockstep.pipeline.partition import Placement
 from lockstep.sharded_tensors import gather_tensors, is_sharded, local_rows, read_version
 from lockstep.training.history import History
-from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.learning_rate_schedule import SCHEDULED
 from lockstep.training.module_settings import ModuleSettings
 from lockstep.training.optimization import Optimization
@@ -72,10 +71,8 @@ class TrainingState:
         executor: TrainerExecutor,
         history: History,
         position: Position,
-        hyperparameters: HyperparameterCheck,
     ) -> None:
         self._module, self._optimization, self._parallel = module, optimization, parallel
-        self._hyperparameters = hyperparameters
         self._executor, self._history = executor, history
         self.position, self.samplers = position, SamplerStates()
         self._device = parallel.device
@@ -318,7 +315,7 @@ class TrainingState:
             for parameter in module.parameters()
         ]
         versions = [read_version(tensor) for tensor in (*self._names, *others)]
-        return [repr(options), versions, self._hyperparameters.describe()]
+        return [repr(options), versions, self._settings.describe()]
 
     def describe_optimization(self) -> dict[str, str]:
         """Return the settings of the optimizers and schedulers, as they are now."""

@@ -26,7 +26,6 @@ from lockstep.launcher.failure_attribution import is_lost_peer
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.history import History
-from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.manual_step import ManualStep
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.run_record import RunRecord
@@ -49,7 +48,6 @@ class StepOperation:
         model: The model, or its compiled wrapper.
         parallel: The layout.
         state: The state, with the position, and the weights that are saved if training fails.
-        settings: The settings, which computing a partition may change.
         run: The run, whose checkpoints are abandoned if training fails.
         record: The record of the run.
         history: The history, to which failures are reported.
@@ -63,7 +61,6 @@ class StepOperation:
         model: nn.Module,
         parallel: ParallelContext,
         state: TrainingState,
-        settings: HyperparameterCheck,
         run: ResumableRun,
         record: RunRecord,
         history: History,
@@ -71,7 +68,7 @@ class StepOperation:
     ) -> None:
         self._optimizer_step, self._parallel, self._state = optimizer_step, parallel, state
         self._executor = executor
-        self._settings, self._run, self._record = settings, run, record
+        self._run, self._record = run, record
         self._history, self._member = history, member
         self._position = state.position
         modules = parallel.modules_with(model).values()
@@ -103,7 +100,7 @@ class StepOperation:
 
     def _partition(self, step: StepContext, batch: Any) -> Any:
         """Partition the model into stages with the first batch; return this rank's part of it."""
-        with CollectiveCallGuard(lambda: step.where), self._settings.evaluation():
+        with CollectiveCallGuard(lambda: step.where):
             return self._executor.prepare(batch)
 
     def open_manual(self) -> ManualStep:

@@ -209,7 +209,6 @@ class Trainer:
         self.parallel, self.model, self.module = setup.parallel, setup.model, setup.module
         self.metrics, self.seed = dict(metrics or {}), seed
         self._optimization, self._executor = setup.optimization, setup.executor
-        self._hyperparameters = setup.hyperparameters
         self._position = Position(begin_attempts(self.parallel.group), seed)
         display = ScriptProgress(bool(progress)) if is_rank0 and progress is not False else None
         self.history = History(callbacks=callbacks, progress=display)
@@ -220,7 +219,6 @@ class Trainer:
             self._executor,
             self.history,
             self._position,
-            self._hyperparameters,
         )
         self.parallel.is_recorded = self._is_in_session
         self._end = RunEnd(self._state, self.history, self.parallel.has_parts, member)
@@ -269,13 +267,12 @@ class Trainer:
             self.model,
             self.parallel,
             self._state,
-            self._hyperparameters,
             self._run,
             self._record,
             self.history,
             member,
         )
-        parts = self._executor, self.parallel, self._state, self._hyperparameters, self._run
+        parts = self._executor, self.parallel, self._state, self._run
         begin_scoring = partial(Scoring, self.parallel, self.metrics)
         self._evaluations = EvaluationOperation(*parts, self.history, begin_scoring)
         self._rounds: RoundEntry | None = None
