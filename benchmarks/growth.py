@@ -31,10 +31,9 @@ from lockstep.launcher.environment import RankInfo
 from lockstep.model.evaluation import EvaluationSums, MicrobatchScores
 from lockstep.model.group_exchange import pack, unpack
 from lockstep.model.state_mutation_check import StateMutationCheck
-from lockstep.record.rank_summary import Durations, RankTimes, RankUsage
 from lockstep.training.history import StepResult, describe_step
 from lockstep.training.hyperparameter_check import HyperparameterCheck
-from lockstep.training.step_usage import StepUsage
+from lockstep.training.step_usage import Durations, RankTimes, RankUsage, StepUsage
 
 LATENCY, BANDWIDTH = 50e-6, 125e6  # seconds per message, bytes per second
 BUFFERS, PARAMETERS = 20, 64
@@ -153,7 +152,7 @@ def make_status(rank, ranks):
             "usage": RankUsage.of(
                 RankTimes(
                     rank, 0.05 + rank % 97 * 1e-5, 0.002 + rank % 13 * 1e-5, 0.0, 10**9 + rank
-                ), ranks,
+                )
             ),
         },
     )  # fmt: skip
@@ -214,7 +213,6 @@ def record(summary, ranks):
         3, 0, summary.sum_losses(), 32 * ranks, summary.average_metrics(), 0.1, 0.1,
         summary.hooks["usage"].compute_rows(durations), losses=summary.list_losses(), norm=1.5,
         batch="c" * 16,
-        rank_summary=summary.hooks["usage"].summarize_times(durations),
     )  # fmt: skip
     return len(orjson.dumps({"kind": "step", "t": 1.0, **describe_step(result)}))
 

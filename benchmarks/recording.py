@@ -2,14 +2,12 @@
 
     python benchmarks/recording.py [--steps 1000000]
 
-Four measurements: the time of one line; what recorder and progress take of steps
-of 5 ms; what the timeline of two stages with 8 micro-batches takes of them; a long
-record, rendered.
+Three measurements: the time of one line; what recorder and progress take of steps
+of 5 ms; a long record, rendered.
 """
 
 import argparse
 import io
-import json
 import math
 import os
 import statistics
@@ -19,17 +17,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from lockstep.kernel.step import find_active
-from lockstep.pipeline.stage_span import StageSpan
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
-from lockstep.training.history import History
-from lockstep.training.step_trace import StepTrace, make_span_row, make_timeline_rows
 
 STEP = 0.005
 TURNS = 12
 STEPS_A_TURN = 100
-ACTIONS = 16  # of a rank: 8 micro-batches, forward and backward
 FILES = ("record.jsonl", "report.html")
 
 
@@ -89,43 +82,6 @@ def shares():
     return zip(*turns, strict=True)
 
 
-def action(watched, spans):
-    """Do what a rank does around an action, traced or not: see pipeline/schedule_executor.py."""
-    begun = time.perf_counter()
-    if watched:
-        spans.append(StageSpan("forward", 1, 5, begun, time.perf_counter(), 0.001, 0, 65536))
-
-
-def timeline_turn(recorder, sees):
-    """Return the processor time that the timelines of 1,000 steps of 16 actions take, a step."""
-    trace = [StepTrace(0.0, History())]
-    taken = 0.0
-    for step in range(1000):
-        if step % 10 == 0:
-            busy_step()  # the caches of a real step
-        began = time.thread_time()
-        spans, watched = [], sees and bool(find_active(trace, step))
-        for _ in range(ACTIONS):
-            action(watched, spans)
-        if watched:
-            message = json.dumps([[0.0, [make_span_row(span, 0.0) for span in spans]]])
-            traced = json.loads(message) * 2  # what a rank reads: of two ranks, as one
-            ranks = make_timeline_rows(traced, (1.0, 2.0, 3.0))
-            recorder.write("timeline", step=step, ranks=ranks)
-        taken += time.thread_time() - began
-    return taken / 1000
-
-
-def timeline_shares():
-    """Return the shares of a 5 ms step that the timeline takes, turn by turn."""
-    found = []
-    with tempfile.TemporaryDirectory() as folder, Recorder(Path(folder)) as recorder:
-        for _ in range(TURNS):
-            with_it, without = timeline_turn(recorder, True), timeline_turn(recorder, False)
-            found.append((with_it - without) / STEP)
-    return found
-
-
 def render(steps):
     """Report on `steps` steps; return record's and page's bytes, wall and processor seconds."""
     with tempfile.TemporaryDirectory() as folder:
@@ -156,12 +112,6 @@ def main():
             f"of a 5 ms step, {name} take {statistics.median(percents):.2f}% "
             f"(median of {TURNS} turns; {percents[0]:.2f}% to {percents[-1]:.2f}%)"
         )
-    percents = sorted(100 * one for one in timeline_shares())
-    print(
-        f"of a 5 ms step with two stages and {ACTIONS} actions, the timeline takes "
-        f"{statistics.median(percents):.2f}% (mean of 1,000 steps; {percents[0]:.2f}% to "
-        f"{percents[-1]:.2f}%)"
-    )
     record, page, wall, own = render(steps)
     print(
         f"{steps:,} steps: record {record / 1e6:.0f} MB, page {page / 1e3:.0f} kB, "

@@ -55,35 +55,6 @@ def epoch(number, loss=0.3):
     }  # fmt: skip
 
 
-def timeline(number, pairs=1):
-    """Return the recorded work of one step: `pairs` replicas of two stages, 2 micro-batches each.
-
-    A forward takes 2 ms, a backward 4 ms on stage 0 and 3 on stage 1; transfers are
-    0.5 ms. Ranks begin 0.1 ms after each other.
-    """
-    ranks = []
-    for pair in range(pairs):
-        a, b = 2 * pair, 2 * pair + 1  # of micro-batches and ranks alike
-        first = [
-            ["forward", 0, a, 0.0, 2e-3, 0, None, 0],
-            ["forward", 0, b, 2e-3, 4e-3, 0, None, 0],
-            ["backward", 0, a, 8e-3, 12e-3, 4e-3, b, 1000],
-            ["backward", 0, b, 13e-3, 17e-3, 1e-3, b, 1000],
-            ["update", None, None, 17e-3, 18e-3, 0, None, 0],
-        ]
-        second = [
-            ["forward", 1, a, 2.5e-3, 4.5e-3, 2.5e-3, a, 2000],
-            ["backward", 1, a, 4.5e-3, 7.5e-3, 0, None, 0],
-            ["forward", 1, b, 7.5e-3, 9.5e-3, 0, a, 2000],
-            ["backward", 1, b, 9.5e-3, 12.5e-3, 0, None, 0],
-            ["update", None, None, 17e-3, 18e-3, 4.5e-3, None, 0],
-        ]
-        begin = 500 + number * 0.02
-        ranks += [{"begin": begin + 1e-4 * a, "works": first}]
-        ranks += [{"begin": begin + 1e-4 * b, "works": second}]
-    return {"kind": "timeline", "t": number * 0.02, "step": number, "ranks": ranks}
-
-
 def whole(**header):
     """Return the lines of a run of 20 steps that reached its end."""
     steps = [step(number) for number in range(20)]
@@ -166,34 +137,6 @@ def write(folder, lines, tail=""):
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / RECORD_FILE).write_text(text + tail)
     return folder
-
-
-def summarized(steps=200, ranks=1024):
-    """Return the lines of a run on many ranks; rank 700 is slow, and step 150 by the data of 3."""
-    header = HEADER | {
-        "layout": HEADER["layout"] | {"world_size": ranks, "replicas": ranks, "microbatches": ranks}
-    }
-    lines = [header]
-    for number in range(steps):
-        slow = 0.09 if number == 150 else 0.0
-        rows = [[700, 0.0078, 0.002, 0.0, 0.0001], [5 + number % 90, 0.0071, 0.002, 0.0007, 0.0001]]
-        if slow:
-            rows = [[3, 0.007, 0.002, 0.0, 0.0901], *rows]
-        summary = {
-            "ranks": ranks,
-            "min": [0.006, 0.002, 0.0, 0.0001], "median": [0.007, 0.002, 0.0009, 0.0001],
-            "max": [0.0078, 0.0025, 0.0019 + slow, 0.0001 + slow],
-            "mean": [0.0069, 0.0021, 0.001 + slow, 0.0001], "slowest": rows,
-        }  # fmt: skip
-        line = step(number, 50, rank_summary=summary)
-        del line["ranks"]
-        lines.append(line | {"seconds": 0.01 + slow})
-        if number % 50 == 49:
-            done = epoch(number // 50)
-            del done["memory_bytes"]
-            memory = {"ranks": ranks, "min": 3e8, "median": 3.1e8, "max": 4e8}
-            lines.append(done | {"memory_summary": memory | {"largest": [[9, 4e8], [1, 3.9e8]]}})
-    return [*lines, END | {"steps": steps}]
 
 
 class FindingLogger:

@@ -5,9 +5,13 @@ import sys
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from lockstep.cli import cli
 from lockstep.kernel.errors import LayoutError
+from lockstep.pipeline.schedule_planner import plan_schedule
+from lockstep.pipeline.simulation import Costs
+from lockstep.tools.commands.schedule import choose_scale, draw_ranks
 
 
 def invoke(*arguments):
@@ -31,6 +35,23 @@ def test_all_side_by_side():
     assert [row[0] for row in table] == ["gpipe", "1f1b", "interleaved", "zero-bubble"]
     assert [row[3] for row in table] == ["27.3%", "27.3%", "15.8%", "11.1%"]
     assert sum(line.startswith("rank 3") for line in lines) == 4
+
+
+@pytest.mark.parametrize("columns", [20, 40, 60, 100])
+def test_no_line_is_wider_than_the_terminal(columns):
+    plans = [plan_schedule("1f1b", Costs.unit(3, 1), 3, count) for count in (2, 6)]
+    scale = choose_scale(plans, columns)
+    lines = [line.plain for plan in plans for line in draw_ranks(plan, scale)]
+    assert max(map(len, lines)) <= columns + 1
+    assert lines[0].startswith("rank 0  ")
+
+
+def test_kinds_have_colors_on_a_color_terminal():
+    plan = plan_schedule("1f1b", Costs.unit(2, 1), 2, 2)
+    console = Console(color_system="standard", force_terminal=True, no_color=False, width=80)
+    with console.capture() as drawn:
+        console.print(draw_ranks(plan, 3)[0])
+    assert "\033[37;44m0--" in drawn.get()
 
 
 @pytest.mark.parametrize(

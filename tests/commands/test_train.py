@@ -223,8 +223,8 @@ def test_an_elastic_run_prints_the_summary_last_and_can_be_resumed(tmp_path):
 
 def test_the_command_line_of_a_rank_has_the_same_options():
     typed = [
-        *("digits", "--epochs", "3", "--lr", "0.1", "--bf16", "--logger", "wandb"),
-        *("--logger", "mlflow", "--data", "/some place", "-q", "--no-portable"),
+        *("digits", "--epochs", "3", "--lr", "0.1", "--bf16"),
+        *("--data", "/some place", "-q", "--no-portable"),
     ]
     given = command.make_context("train", list(typed)).params
     options = {name: value for name, value in given.items() if name != "recipe"}
@@ -304,17 +304,6 @@ def test_a_mistake_gets_one_sentence_and_its_exit_status(tmp_path, arguments, st
     assert found == status
     assert sentence in message
     assert "Traceback" not in message
-
-
-def test_a_logger_whose_package_is_missing_is_refused_before_anything_is_created(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr(ls.loggers.MLflow, "package", "no_such_dashboard")
-    loggers = ["--logger", "tensorboard", "--logger", "mlflow"]
-    status, message = train("digits", "--runs", tmp_path / "runs", *loggers)
-    assert status == 2
-    assert message == ("MLflow needs the package no_such_dashboard: pip install no_such_dashboard")
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_name_that_is_taken_is_refused_and_nothing_is_lost(tmp_path):

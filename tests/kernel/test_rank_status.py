@@ -25,10 +25,9 @@ from lockstep.kernel.step_context import IGNORED_TARGETS, MicrobatchResult, Step
 from lockstep.kernel.tree import total
 from lockstep.model.group_exchange import GroupMessages, exchange_statuses, pack, unpack
 from lockstep.model.state_mutation_check import StateMutationCheck
-from lockstep.record.rank_summary import RankTimes, RankUsage
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.run_hooks import CheckpointRequests, JoinRequests
-from lockstep.training.step_usage import StepUsage
+from lockstep.training.step_usage import RankTimes, RankUsage, StepUsage
 
 MANY = DETAILED_RANKS + 1  # as far as a status knows
 
@@ -216,7 +215,7 @@ def trainings(draw):
             "state": ({str(rank % stages): draw(TEXTS)}, writers),
             "checkpoint": (draw(st.booleans()), draw(TEXTS)),
             "join_round": draw(st.integers(-1, 2)),
-            "usage": RankUsage.of(times, MANY),
+            "usage": RankUsage.of(times),
         }
         found.append(
             RankStatus(
@@ -300,7 +299,7 @@ def test_the_size_of_a_summary_does_not_grow_with_the_number_of_ranks():
             status(
                 MicrobatchResult(rank, 1, 1 / ranks, 1 / (rank + 1), {"hit": rank / 7}),
                 buffers=[BufferReport(["x"])], gradients=["ff"], batch="b",
-                hooks={"usage": RankUsage.of(RankTimes(rank, 0.5, 0.25, 0, 7), ranks)},
+                hooks={"usage": RankUsage.of(RankTimes(rank, 0.5, 0.25, 0, 7))},
             )
             for rank in range(ranks)
         ]  # fmt: skip

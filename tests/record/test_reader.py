@@ -205,15 +205,15 @@ def test_a_resumption_rewinds_what_was_read(tmp_path):
     lines = [
         *(HEADER, *steps(0, 10), {"kind": "epoch", "epoch": 0, "loss": 1.0}),
         *({"kind": "checkpoint", "step": 10}, *steps(10, 20), {"kind": "epoch", "epoch": 1}),
-        *({"kind": "checkpoint", "step": 14}, {"kind": "timeline", "step": 9, "ranks": []}),
-        *({"kind": "timeline", "step": 10, "ranks": []}, {"kind": "warning", "message": "hot"}),
+        *({"kind": "checkpoint", "step": 14}, {"kind": "log", "step": 9, "name": "a"}),
+        *({"kind": "log", "step": 10, "name": "a"}, {"kind": "warning", "message": "hot"}),
         *(END, resume(10, 1), *steps(10, 12, loss=2.0)),
     ]
     run = read_run(written(tmp_path, lines))
     assert run.steps.step.tolist() == list(range(12))
     assert run.steps.loss.tolist() == [1.0] * 10 + [2.0] * 2
     assert [line["epoch"] for line in run.epochs] == [0]
-    assert [line["step"] for line in run.timelines] == [9]
+    assert [line["step"] for line in run.logged] == [9]
     assert [line["step"] for line in run.checkpoints] == [10]
     assert [line["message"] for line in run.warnings] == ["hot"]
     assert (run.end, run.state, run.remarks) == (None, "died", [])

@@ -37,17 +37,6 @@ def test_the_first_line_has_version_and_name(tmp_path):
     assert line["started"].endswith("+00:00")
 
 
-def test_the_last_line_has_how_long_the_process_waited_for_a_core(tmp_path, monkeypatch):
-    waits = iter([100.0, 100.0 + 1e6, None, None])
-    monkeypatch.setattr(recorder_module, "_read_core_wait", lambda thread: next(waits))
-    for name, has_wait in (("known", True), ("unknown", False)):
-        with Recorder(tmp_path / name) as recorder:
-            recorder.write("end", state="done")
-        (line,) = lines_of(tmp_path / name)
-        assert ("core_wait" in line) == has_wait
-        assert not has_wait or line["core_wait"] > 1, "a fraction of the recorder's own time"
-
-
 def test_only_variables_that_a_user_set_are_recorded(monkeypatch):
     monkeypatch.setattr(world, "_variables_set", ["GLOO_SOCKET_IFNAME"])
     given = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO"}

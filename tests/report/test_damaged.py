@@ -37,7 +37,7 @@ def damaged_lines(draw):
     """Return the texts of a record with one damaged line, and where it is."""
     lines = draw.choice([
         records.whole(**PROGRAM), records.elastic(), records.resumed(),
-        [*records.whole(**PROGRAM)[:12], records.timeline(0), records.checkpoint(5, digest="ab"),
+        [*records.whole(**PROGRAM)[:12], records.checkpoint(5, digest="ab"),
          records.resume(7, differences=["x"]), *map(records.step, range(7, 20)), records.END],
     ])  # fmt: skip
     kind = draw.choice(sorted({line["kind"] for line in lines}))

@@ -52,9 +52,6 @@ def hostile():
     yield from map(records.step, range(7, 20))
     lost = [{"member": HARM, "signal": HARM}, {"member": 1, "signal": 9}]
     yield records.new_round(1, 20, lost=lost, joined=[HARM], left=HARM, noticed=HARM)
-    timeline = records.timeline(0)
-    timeline["step"] = timeline["ranks"][0]["works"][0][0] = HARM
-    yield timeline
     yield records.END | {"state": "failed", "message": HARM, "digest": HARM, "metrics": metrics}
 
 
@@ -100,12 +97,12 @@ def test_text_does_not_become_tags_or_links(shown):
         tags.feed(page)
         assert not tags.names & {"img", "iframe", "a", "object"}
         assert tags.running == []
-        assert "<script>alert" not in page
+        assert "script" not in tags.names
 
 
 def test_every_format_is_well_formed(shown):
     form, done = shown
-    if form.endswith("json") or form == "trace":
+    if form.endswith("json"):
         json.loads(done.stdout)
     if form in ("runs", "compare text"):
         assert "alert" in done.output

@@ -10,7 +10,6 @@ import records
 from lockstep.record.format import RECORD_FILE
 from lockstep.record.logged_value import describe_value
 from lockstep.record.reader import read_run
-from lockstep.record.timeline import typical_timeline
 from lockstep.tools.report.breakdown import peak_memory, resume_table, time_by_rank
 from lockstep.tools.report.run_report import report_html
 from lockstep.tools.report.summary import find_slowest_rank, summarize
@@ -74,16 +73,11 @@ def test_an_evaluation_of_averaged_weights_is_named(tmp_path):
     assert "held out (EMA)" in page
 
 
-def test_the_slowest_rank_and_step_are_named_with_their_cause(run):
-    rank, step = timing_sentences(run)
-    assert rank == (
+def test_the_slowest_rank_is_named(run):
+    assert timing_sentences(run) == [
         "Rank 1 is the slowest: it works 11.6 ms per step, 31.1% more than the mean of the ranks, "
         "and the others wait for it."
-    )
-    assert step == (
-        "The slowest step is 13 (epoch 2): 100 ms, 10.0 times the median; "
-        "most of the excess is data on rank 1."
-    )
+    ]
 
 
 def test_the_page_is_complete(run):
@@ -103,13 +97,12 @@ def test_findings_of_the_audit_are_among_the_warnings(tmp_path):
     assert "rank 1: core 4 computed &lt;wrong&gt;" in report_html(run)
 
 
-def test_the_learning_rate_is_shown_and_drawn_where_it_changes(run, tmp_path):
-    assert "The learning rate is 0.05 in all steps." in report_html(run)
+def test_the_learning_rate_is_drawn_where_it_changes(run, tmp_path):
     assert 'id="chart-lr"' not in report_html(run)
     lines = [records.step(n, lr=min(0.01 * (n + 1), 0.09 - 0.0025 * n)) for n in range(20)]
     changing = read_run(records.write(tmp_path / "lr", [records.HEADER, *lines, records.END]))
     page = report_html(changing)
-    assert "The learning rate goes from 0.01 to 0.0425, with a maximum of 0.0725." in page
+    assert "0.01 to 0.0725 to 0.0425" in page
     assert 'id="chart-lr"' in page
 
 
@@ -120,12 +113,6 @@ def test_both_digests_are_named(run):
         assert records.END[name] in page
 
 
-def test_a_busy_machine_is_reported(tmp_path):
-    lines = [*records.whole()[:-1], records.END | {"core_wait": 0.31}]
-    run = read_run(records.write(tmp_path, lines))
-    assert "Rank 0 waited for a core 31.0% of the time" in report_html(run)
-
-
 def test_a_script_is_shown_with_its_command(tmp_path):
     for words, shown in (
         (["job/train.py", "--lr", "0.1"], "python job/train.py --lr 0.1"),
@@ -133,33 +120,6 @@ def test_a_script_is_shown_with_its_command(tmp_path):
     ):
         run = read_run(records.write(tmp_path, records.whole(command=words)))
         assert f'<pre id="command">{shown}</pre>' in report_html(run)
-
-
-def test_replicas_are_drawn_from_the_sums_of_their_steps(run):
-    page = report_html(run)
-    assert "Steps 10 to 15 took 150 ms; the ranks were idle for 35.6% of it" in page
-    assert "<title>rank 0: waiting, 91.9 ms</title>" in page
-    assert page.count('class="card timeline"') == 1
-
-
-def test_stages_are_drawn_as_recorded(tmp_path):
-    lines = [records.HEADER, records.step(0), *(records.timeline(n) for n in range(3)), records.END]
-    run = read_run(records.write(tmp_path, lines))
-    page = report_html(run)
-    assert page.count('class="card timeline"') == 1
-    assert "Step 2 took 18.1 ms; the ranks were idle for 33.7% of it" in page
-    assert (
-        "<title>rank 0: backward of micro-batch 0 on stage 0, 4.00 ms, "
-        "after waiting 4.00 ms for rank 1</title>"
-    ) in page
-
-
-def test_text_of_timelines_is_escaped(tmp_path):
-    line = records.timeline(0)
-    line["step"] = line["ranks"][0]["works"][0][0] = "</title><img src=x>"
-    page = report_html(read_run(records.write(tmp_path, [records.HEADER, line])))
-    assert "<img" not in page
-    assert "&lt;img" in page
 
 
 def test_a_resumption_that_fails_at_once_is_said_to_have_failed(tmp_path):
@@ -228,13 +188,11 @@ def test_a_loss_of_any_size_renders(tmp_path, loss):
     assert 'id="chart-loss"' in report_html(read_run(records.write(tmp_path, lines)))
 
 
-def test_only_some_of_many_ranks_and_epochs_are_shown(tmp_path):
+def test_only_some_of_many_epochs_are_shown(tmp_path):
     rows = [[0.006 + rank / 1e5, 0.002, 0.0, 0.0] for rank in range(100)]
     lines = [records.HEADER, records.step(0, ranks=rows), *(records.epoch(n) for n in range(500))]
     page = report_html(read_run(records.write(tmp_path, [*lines, records.END])))
-    assert "68 more ranks are not drawn" in page
     assert "440 epochs in the middle are not listed" in page
-    assert ">rank 99<" in page  # the slowest is drawn
     assert len(page) < 100_000
 
 
@@ -244,10 +202,7 @@ def resumed(tmp_path):
 
 
 def test_checkpoints_and_resumptions_are_reported(resumed):
-    assert checkpoint_sentence(resumed) == (
-        "3 checkpoints, the last one after 16 steps (340 kB); "
-        "saving one stalled training for 3.20 ms (median)."
-    )
+    assert checkpoint_sentence(resumed) == ("3 checkpoints, the last one after 16 steps (340 kB).")
     page = report_html(resumed)
     assert "the last one after 16 steps" in page
     assert "The run was resumed twice." in page
@@ -274,16 +229,14 @@ def test_a_resumed_run_counts_each_step_once(resumed):
 
 
 def test_times_of_a_resumed_run_are_those_of_its_last_layout(resumed):
-    changed, rank, step = timing_sentences(resumed)
+    changed, rank = timing_sentences(resumed)
     assert changed == "The layout changed at step 12; times and speeds are those since."
     assert rank.startswith("Rank 1 is the slowest: it works ")
-    assert step.startswith("The slowest step is 13 (epoch 2): 100 ms")
-    assert find_slowest_rank(resumed).seconds < 0.1
+    assert find_slowest_rank(resumed)[1] < 0.1
     assert summarize(resumed).step_seconds == pytest.approx(0.01)
     assert summarize(resumed).speed == pytest.approx(8 * 32 / 0.17)
     assert [one.rank for one in time_by_rank(resumed)] == [0, 1]
     assert [one.num_bytes for one in peak_memory(resumed)] == [300_000_000, 310_000_000]
-    assert typical_timeline(resumed).num_ranks == 2
 
 
 @pytest.mark.parametrize("state", ["stopped", "failed", None])
@@ -302,7 +255,7 @@ def test_the_command_that_resumes_a_run_is_given(tmp_path, state):
     assert sentence.endswith(f" Resume it with: lockstep train --resume {folder}")
 
 
-@pytest.mark.parametrize("name", ["step", "stall", "bytes", "layout", "differences", "resumed"])
+@pytest.mark.parametrize("name", ["step", "bytes", "layout", "differences", "resumed"])
 def test_a_resumed_record_without_a_field_renders(tmp_path, name):
     lines = [{key: value for key, value in line.items() if key != name}
              for line in records.resumed()]  # fmt: skip

@@ -1,8 +1,8 @@
 """The history: steps become epochs, and everybody is told once."""
 
 from lockstep.model.evaluation import Evaluation
-from lockstep.record.rank_summary import RankTimes, RankUsage
 from lockstep.training.history import History, StepResult
+from lockstep.training.step_usage import RankTimes, RankUsage
 
 
 class Lines:
@@ -26,7 +26,7 @@ def result(step, loss=1.0, samples=2, **metrics):
 
 
 def usage(*memory):
-    return RankUsage([RankTimes(rank, 0.0, 0.0, 0.0, size) for rank, size in enumerate(memory)])
+    return RankUsage([RankTimes(rank, 0, 0, 0, size) for rank, size in enumerate(memory)], 0)
 
 
 def test_an_epoch_is_the_mean_over_its_samples():

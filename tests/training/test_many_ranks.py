@@ -1,4 +1,4 @@
-"""Trainings as on more than 64 ranks: a tree of messages, and summaries instead of rows.
+"""Trainings as on more than 64 ranks: a tree of messages, and rows of the first ranks only.
 
 The thresholds are lowered, so that a few ranks are many.
 """
@@ -18,15 +18,15 @@ import lockstep as ls
 from lockstep.comm import collectives
 from lockstep.kernel import rank_status
 from lockstep.kernel.errors import DisagreementError, LossError, RankError
-from lockstep.record import rank_summary
 from lockstep.record.reader import read_run
+from lockstep.training import step_usage
 
 SAMPLES = 36
 
 
 def lower_thresholds(stack):
     stack.enter_context(mock.patch.object(collectives, "ALL_GATHER_RANKS", 1))
-    for module in (rank_summary, rank_status):
+    for module in (step_usage, rank_status):
         stack.enter_context(mock.patch.object(module, "DETAILED_RANKS", 1))
 
 
@@ -67,7 +67,7 @@ def train(folder=None, class_weights=None, lowered=True, **options):
         trainer.history.end_epoch(0)
         evaluation = trainer.evaluate(data(), 12)
         found = [(each.loss, each.norm, each.metrics) for each in results]
-        assert all(each.rank_summary for each in results) is (lowered and dist.get_world_size() > 1)
+        assert {len(each.ranks) for each in results} == {1}
         digest = trainer.digest()
         return digest, found, evaluation.loss, evaluation.metrics, evaluation.samples
 
@@ -87,16 +87,13 @@ def test_stages_compute_what_one_rank_does(ranks):
     assert found == [expected] * 4
 
 
-def test_the_record_has_summaries(ranks, tmp_path):
+def test_the_record_has_rows_of_the_first_ranks(ranks, tmp_path):
     ranks(lambda: train(tmp_path / "run"), 3)
     run = read_run(tmp_path / "run")
-    assert run.steps.ranks.shape == (3, 0, 4)
-    assert run.steps.spread.shape == (3, 4, 4)
-    assert run.steps.slowest.shape == (3, 3, 5)
-    text = (tmp_path / "run/record.jsonl").read_text()
-    assert '"losses"' not in text
-    assert run.epochs[0]["memory_summary"]["ranks"] == 3
-    assert (run.steps.spread >= 0).all()
+    assert run.steps.ranks.shape == (3, 1, 4)
+    assert (run.steps.ranks >= 0).all()
+    assert '"losses"' not in (tmp_path / "run/record.jsonl").read_text()
+    assert len(run.epochs[0]["memory_bytes"]) == 1
 
 
 def raised(kind, act):

@@ -15,7 +15,6 @@ from lockstep.launcher.run_folder import (
     remove_old_name,
 )
 from lockstep.record.format import RECORD_FILE
-from lockstep.record.loggers import TensorBoard
 from lockstep.record.reader import read_run
 from lockstep.record.recorder import Recorder
 from lockstep.tools.commands.runs import list_runs
@@ -284,14 +283,3 @@ def test_a_recorder_of_the_users_keeps_its_folder(tmp_path, monkeypatch):
     run.folder.open_resumed()
     run.end()
     assert run.folder.path == tmp_path / "run"
-
-
-def test_a_dashboard_beside_a_recorder_knows_the_folder_of_the_run(tmp_path):
-    ours, theirs = TensorBoard(tmp_path / "tb"), TensorBoard(tmp_path / "tb")
-    theirs.run_folder = tmp_path / "other"
-    Run.begun([ours, tmp_path / "night", theirs]).end()
-    assert ours.run_folder == tmp_path / "night"
-    assert theirs.run_folder == tmp_path / "other"
-    alone = TensorBoard(tmp_path / "tb")
-    Run.begun(alone).end()
-    assert alone.run_folder is None

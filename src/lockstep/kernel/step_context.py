@@ -252,7 +252,6 @@ class StepContext:
         shares: The shares in the loss of all micro-batches, on all ranks, that are computed.
         samples: The number of samples of these micro-batches.
         computed: The micro-batches that this rank has computed.
-        spans: The actions of this rank's stages; None if the step is not traced.
         warnings: Sentences for the record.
         times: When the parts of the step began and ended.
         failure: The failure that stops the step on every rank.
@@ -267,7 +266,6 @@ class StepContext:
     shares: Mapping[int, float] = field(default_factory=dict)
     samples: int = 0
     computed: list[ComputedMicrobatch] = field(default_factory=list)
-    spans: list[Any] | None = None
     warnings: list[str] = field(default_factory=list)
     times: StepTimes = field(default_factory=StepTimes)
     failure: StepFailure | None = None

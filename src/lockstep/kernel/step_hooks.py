@@ -38,10 +38,7 @@ class StepResult:
         metrics: The means of the metrics over the samples of the batch.
         lr: The learning rate of the step.
         seconds: The duration of the step, in seconds.
-        ranks: [compute, communication, waiting, data] of every rank, in seconds; empty if there are
-            more than 64 ranks.
-        rank_summary: The minimum, median, maximum and mean of these times over the ranks, and the
-            rows of the slowest ranks; None if there are at most 64 ranks.
+        ranks: [compute, communication, waiting, data] of the first 64 ranks, in seconds.
         norm: The 2-norm of the whole gradient before clipping.
         loss_scale: The scale of the loss; None without float16 autocast.
         is_skipped: Whether gradients overflowed, so that the weights did not change; None without
@@ -65,7 +62,6 @@ class StepResult:
     is_skipped: bool | None = None
     losses: list[float | None] = field(default_factory=list)
     batch: str | None = None
-    rank_summary: dict[str, Any] | None = None
 
 
 @dataclass

@@ -46,6 +46,7 @@ from lockstep.checksum import checksum
 from lockstep.devices import device_names
 from lockstep.kernel.buffer_rules import describe_buffer_rules
 from lockstep.launcher.arithmetic import measure_arithmetic
+from lockstep.version import VERSION
 
 __all__ = [
     "ARITHMETIC",
@@ -198,6 +199,7 @@ def describe_options(path: str, optimizer: Optimizer) -> Description:
 def describe_environment() -> Description:
     """Describe the settings of torch that determine results."""
     entries = {
+        "lockstep.__version__": VERSION,
         "torch.__version__": torch.__version__,
         "torch.get_num_threads()": str(torch.get_num_threads()),
         "torch.get_default_dtype()": str(torch.get_default_dtype()),

@@ -204,7 +204,6 @@ class Receiver:
     tag: int
     device: torch.device
     known: Metadata | None = None
-    received_bytes: int = 0
     rng_state: RngState = INITIAL_RNG_STATE
     """The random state that was received with the last value."""
     _posted: tuple[Any, torch.Tensor] | None = None
@@ -255,7 +254,6 @@ class Receiver:
         if length:
             self.known = Metadata(*pickle.loads(self._receive_text(page, length)))
         assert self.known is not None
-        self.received_bytes += PAGE
         if begin:
             tensors = self._view_inside(cover, self.known, begin)
         else:
@@ -279,7 +277,6 @@ class Receiver:
             return bytes(page[HEADER.size : HEADER.size + length])
         text = torch.empty(length, dtype=torch.uint8)
         self._wait(self.group.recv([text], self.peer, self.tag))
-        self.received_bytes += length
         return text.numpy().tobytes()
 
     def _view_inside(self, cover: torch.Tensor, known: Metadata, begin: int) -> list[torch.Tensor]:
@@ -309,7 +306,6 @@ class Receiver:
         works = [self.group.recv([space], self.peer, self.tag) for space in wanted]
         for work in works:
             self._wait(work)
-        self.received_bytes += sum(map(len, wanted))
         if staged:
             tensors = rooms[:-1] if has_state else rooms
             rooms[: len(tensors)] = [tensor.to(self.device) for tensor in tensors]

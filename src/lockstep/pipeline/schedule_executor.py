@@ -30,7 +30,6 @@ from lockstep.pipeline.schedules import Action
 from lockstep.pipeline.split_backward import GraphInput
 from lockstep.pipeline.stage import Stage, StageInput, make_first_input
 from lockstep.pipeline.stage_buffers import StageBuffers
-from lockstep.pipeline.stage_span import StageSpan
 from lockstep.pipeline.tied_weights import disable_hooks
 
 __all__ = ["ScheduleExecutor"]
@@ -51,8 +50,6 @@ class ScheduleExecutor:
         self._microbatches_here: list[Microbatch] = []
         self._missing: dict[int, list[int]] = {}
         self._current: tuple[Stage, int] | None = None
-        self._begun = 0.0
-        self._waited, self._source, self._bytes = 0.0, -1, 0
 
     @contextmanager
     def activate(self) -> Iterator[ScheduleExecutor]:
@@ -138,8 +135,6 @@ class ScheduleExecutor:
         stage = self.pipeline.stages[action.stage]
         microbatch = self._microbatches_here[action.microbatch]
         self._current = stage, microbatch.index
-        self._waited, self._source, self._bytes = 0.0, -1, 0
-        self._begun = time.perf_counter()
         if action.kind == "forward":
             self._forward(stage, microbatch, action.microbatch)
         else:
@@ -147,13 +142,6 @@ class ScheduleExecutor:
                 self._backward(stage, microbatch.index, action.kind)
             if action.kind != "input":
                 self._finish_microbatch(stage, microbatch)
-        if self.step.spans is not None:
-            self.step.spans.append(
-                StageSpan(
-                    action.kind, stage.number, microbatch.index, self._begun, time.perf_counter(),
-                    self._waited, self._source, self._bytes,
-                )
-            )  # fmt: skip
         self._current = None
 
     def _forward(self, stage: Stage, microbatch: Microbatch, position: int) -> None:
@@ -248,19 +236,11 @@ class ScheduleExecutor:
             stage.finish(microbatch.index, microbatch.size / self.step.samples)
 
     def _receive(self, receiver: Receiver, index: int, more: bool = False) -> Any:
-        begun, before = time.perf_counter(), receiver.received_bytes
+        begun = time.perf_counter()
         try:
             return receiver.receive(self.step.attempt.number, index, more)
         finally:
-            ended = time.perf_counter()
-            waited = ended - begun
-            self._waited += waited
-            # The span begins with its waits: delays before them, such as time without a core, do
-            # not count.
-            self._begun = ended - self._waited
-            self.step.times.idle += waited
-            self._source = receiver.peer
-            self._bytes += receiver.received_bytes - before
+            self.step.times.idle += time.perf_counter() - begun
 
     def _fail(self, error: Exception) -> None:
         """Notify the neighbors; the status of this rank notifies all other ranks."""

@@ -369,9 +369,7 @@ class ProgressMeter:
         self.samples.add(fields.get("samples", 0))
         for name, value in (fields.get("metrics") or {}).items():
             self.metrics[name].add(value)
-        summary = fields.get("rank_summary")
-        rows = fields.get("ranks") or [] if summary is None else [summary["mean"]]
-        for row in rows:
+        for row in fields.get("ranks") or ():
             times = zip(self._times, row, strict=True)
             self._times = [SMOOTHING * past + new for past, new in times]
 

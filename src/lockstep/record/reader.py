@@ -5,7 +5,7 @@ fields, missing fields and newer versions, and lists skipped lines in `Run.remar
 Secrets that an older version wrote are redacted, and control characters are escaped.
 
 A line "resume" rewinds the lines before it, so that the run reads as if it had never been
-interrupted: steps and timelines from the resumed step on are dropped, and so are later epochs and
+interrupted: steps from the resumed step on are dropped, and so are later epochs and
 checkpoints and the line "end". Warnings and findings of the audit stay. A line "round" of an
 elastic run does the same: the rank that wrote the record may have died after the line of a step
 that the next round repeats.
@@ -52,7 +52,7 @@ State = Literal["done", "failed", "stopped", "running", "died"]
 BLOCK_BYTES = 1 << 17  # bytes read at a time: the parsed lines of a block stay in the cache
 TAIL_BYTES = 1 << 17  # bytes at the end of a record that `read_ends` reads
 RESUME_MARK, ROUND_MARK = b'"resume"', b'"round"'
-KEPT = ("epoch", "warning", "audit", "timeline", "checkpoint", "resume", "round", "log")
+KEPT = ("epoch", "warning", "audit", "checkpoint", "resume", "round", "log")
 REWINDING = ("resume", "round")  # the kinds of lines that rewind the lines before them
 SOURCES = re.compile(r"sources(-[0-9]+)?")  # never a folder outside of the run's
 STALE_SECONDS = 120.0  # without a new line, after which a run on another host counts as dead
@@ -77,7 +77,6 @@ class Run:
     end: Line | None = None
     state: State = "done"
     remarks: list[str] = field(default_factory=list)
-    timelines: list[Line] = field(default_factory=list)
     checkpoints: list[Line] = field(default_factory=list)
     resumes: list[Line] = field(default_factory=list)
     rounds: list[Line] = field(default_factory=list)
@@ -150,14 +149,6 @@ class Run:
         is_same = np.array([layout == layouts[segments[-1]] for layout in layouts])[segments]
         others = np.flatnonzero(~is_same)
         return self.steps.since(int(others[-1]) + 1) if len(others) else self.steps
-
-    @property
-    def layout_timelines(self) -> list[Line]:
-        """The timelines of `layout_steps`."""
-        first = self.layout_steps.step[:1]
-        if len(self.layout_steps) == len(self.steps) or np.isnan(first).all():
-            return self.timelines
-        return [line for line in self.timelines if as_float(line.get("step")) >= first[0]]
 
     @property
     def layout_epochs(self) -> list[Line]:
@@ -342,8 +333,7 @@ class RecordParser:
             del self.lines["epoch"][epochs:]
         rewound = [block.select(~(block.step >= step)) for block in self.blocks]
         self.blocks = [block for block in rewound if len(block)]
-        for kind in ("timeline", "log"):
-            self._keep(kind, lambda line: not as_float(line.get("step")) >= step)
+        self._keep("log", lambda line: not as_float(line.get("step")) >= step)
         # A checkpoint of step N holds the state after N steps: keep the one that was resumed.
         self._keep("checkpoint", lambda line: not as_float(line.get("step")) > step)
 
@@ -357,8 +347,6 @@ class RecordParser:
             self.header = _clean(line)
         elif kind == "end":
             self.end = _clean(line)
-        elif kind == "timeline":  # its few strings are escaped where it is parsed
-            self.lines[kind].append(line)
         elif kind == "log":  # its image must stay as it is
             self.lines[kind].append(line | {"name": _escape(redact(str(line.get("name"))))})
         elif kind in KEPT:
@@ -382,7 +370,6 @@ class RecordParser:
             end=self.end,
             state=state,
             remarks=list(self._remarks(state)),
-            timelines=self.lines["timeline"],
             checkpoints=self.lines["checkpoint"],
             resumes=self.lines["resume"],
             rounds=self.lines["round"],

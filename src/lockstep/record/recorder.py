@@ -23,10 +23,9 @@ import contextlib
 import datetime
 import json
 import os
-import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,7 +37,6 @@ from lockstep.launcher.launch import calls_in_this_process
 from lockstep.launcher.run_folder import is_resuming
 from lockstep.messages import log
 from lockstep.record.format import RECORD_FILE, RECORD_VERSION
-from lockstep.record.rank_summary import STATISTICS
 from lockstep.record.sources import SourceFolder
 from lockstep.redaction import redact
 
@@ -63,9 +61,8 @@ class Recorder:
         sources      the name of the folder into which the program's own files are copied
         variables    the environment variables whose names are strings in these files
 
-    A line "checkpoint" or "end" gets `variables` again if newly imported modules name others. The
-    line "end" gets `core_wait`, the fraction of its time that this thread waited for a core, if the
-    system counts it. Writing the line of a step takes about 5 microseconds.
+    A line "checkpoint" or "end" gets `variables` again if newly imported modules name others.
+    Writing the line of a step takes about 5 microseconds.
 
     Under `lockstep check` and `lockstep replay` the recorder neither reads nor writes anything.
 
@@ -115,10 +112,7 @@ class Recorder:
         if self._descriptor >= 0:
             status = os.fstat(self._descriptor)
             _open[status.st_dev, status.st_ino] = self
-        self._opened = time.perf_counter()
-        self._began = self._opened - passed
-        self._thread = threading.get_native_id()  # the one that trains
-        self._core_wait = _read_core_wait(self._thread) or 0.0
+        self._began = time.perf_counter() - passed
 
     def write(self, kind: str, /, **fields: Any) -> None:
         """Append one line. Never raises: a full disk ends the record, but not the run."""
@@ -126,14 +120,9 @@ class Recorder:
             return
         line = {"kind": kind, "t": round(time.perf_counter() - self._began, 6), **fields}
         if kind == "step" and "ranks" in fields:
-            line["ranks"] = _round_rows(fields["ranks"])
-        elif kind == "step" and "rank_summary" in fields:
-            line["rank_summary"] = _round_summary(fields["rank_summary"])
+            line["ranks"] = [[round(part, 6) for part in row] for row in fields["ranks"]]
         elif kind == "run":
             line = self._header(fields) | self._store_sources()
-        elif kind == "end" and (wait := _read_core_wait(self._thread)) is not None:
-            passed = max(time.perf_counter() - self._opened, 1e-9)
-            line["core_wait"] = round((wait - self._core_wait) / passed, 4)
         elif kind == "resume":
             line |= {"resumed": _now()} | self._changed_metadata() | self._store_sources()
         if kind in ("checkpoint", "end"):
@@ -215,16 +204,6 @@ class Recorder:
         self.close()
         with contextlib.suppress(OSError, ValueError):
             log(self.failure)
-
-
-def _round_rows(rows: Iterable[Iterable[float]]) -> list[list[float]]:
-    return [[round(part, 6) for part in row] for row in rows]
-
-
-def _round_summary(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the summary of the ranks' times with six decimal digits."""
-    statistics = {name: [round(part, 6) for part in summary[name]] for name in STATISTICS}
-    return {"ranks": summary["ranks"], **statistics, "slowest": _round_rows(summary["slowest"])}
 
 
 def _create_file(path: Path) -> int:
@@ -310,14 +289,6 @@ def _parse_line(line: bytes) -> dict[str, Any] | None:
     except orjson.JSONDecodeError:
         return None
     return value if isinstance(value, dict) and "kind" in value else None
-
-
-def _read_core_wait(thread: int) -> float | None:
-    """Return the seconds that a thread was ready to run but waited for a core; None if unknown."""
-    try:
-        return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):  # not Linux, or a kernel that does not count it
-        return None
 
 
 def _now() -> str:

@@ -29,11 +29,11 @@ from lockstep.record.logged_value import describe_value
 from lockstep.record.loggers import Logger
 from lockstep.record.program import describe_program
 from lockstep.record.progress import ScriptProgress
-from lockstep.record.rank_summary import RankUsage
 from lockstep.record.recorder import Recorder
 from lockstep.record.run_environment import describe_environment
 from lockstep.redaction import redact
 from lockstep.training.optimization import Optimization
+from lockstep.training.step_usage import RankUsage
 
 __all__ = [
     "Callback",
@@ -46,7 +46,7 @@ __all__ = [
     "describe_step",
 ]
 
-NUMBERS = ("step", "epoch", "timeline", "log")  # lines that hold numbers, and so no secret
+NUMBERS = ("step", "epoch", "log")  # lines that hold numbers, and so no secret
 TAIL_BYTES = 1 << 17  # of the record, searched for lines that the lost rank 0 wrote
 
 IDENTITIES = {"step": "step", "epoch": "epoch", "warning": "message"}
@@ -167,7 +167,7 @@ class History(StepHook):
         """Return the result of the last step as plain values, without those of single ranks."""
         if self.last is None:
             return None
-        return asdict(replace(self.last, ranks=[], losses=[], rank_summary=None))
+        return asdict(replace(self.last, ranks=[], losses=[]))
 
     def set_last(self, last: Mapping[str, Any] | None) -> None:
         """Set the result of the last step to one that `describe_last` returned."""
@@ -292,7 +292,8 @@ class History(StepHook):
             return
         self.epochs += 1
         if self.loggers or self._backlog is not None:
-            self.write("epoch", **_without_none(asdict(pending)), **_describe_memory(self._usage))
+            memory = [] if self._usage is None else self._usage.list_memory()
+            self.write("epoch", **_without_none(asdict(pending)), memory_bytes=memory)
 
     def warn(self, rank: int, message: str, show: bool) -> None:
         """Write a warning to the record, and show it if `show`; once per sentence, from any place.
@@ -433,19 +434,11 @@ def _read(text: str) -> Fraction | float:
 def describe_step(result: StepResult) -> dict[str, Any]:
     """Return the fields of the line of a step; floats that identify it in `float.hex` form, too."""
     fields = _without_none(vars(result))
-    if result.rank_summary is not None:  # instead of a row per rank, and a loss per micro-batch
-        del fields["ranks"], fields["losses"]
-    else:
+    if result.losses:
         fields["losses"] = [None if loss is None else loss.hex() for loss in result.losses]
+    else:  # of many ranks
+        del fields["losses"]
     return fields | {"loss_hex": result.loss.hex(), "norm_hex": result.norm.hex()}
-
-
-def _describe_memory(usage: RankUsage | None) -> dict[str, Any]:
-    """Return the peak memory of the ranks: of each rank, or a summary if they are many."""
-    summary = None if usage is None else usage.summarize_memory()
-    if summary is not None:
-        return {"memory_summary": summary}
-    return {"memory_bytes": [] if usage is None else usage.list_memory()}
 
 
 def _without_none(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ from lockstep.launcher.run_folder import (
 )
 from lockstep.messages import log
 from lockstep.record.format import RECORD_FILE
-from lockstep.record.loggers import DashboardLogger, Logger
+from lockstep.record.loggers import Logger
 from lockstep.record.program import REPLAYABLE, describe_program
 from lockstep.record.recorder import Recorder
 
@@ -365,9 +365,6 @@ class RunRecord:
                 loggers.append(recorder or Recorder(self.path, resume=resume))
         folder = next((logger.folder for logger in loggers if isinstance(logger, Recorder)), None)
         self._recorded = None if folder is None else folder.absolute()
-        for logger in loggers:
-            if isinstance(logger, DashboardLogger) and logger.run_folder is None:
-                logger.run_folder = folder
         self._start(loggers)
 
 

@@ -1,4 +1,8 @@
-"""The times and the memory of all ranks in a step."""
+"""The times and the memory of the ranks in a step.
+
+A line of the record has a row for each of the first `DETAILED_RANKS` ranks, so its size does not
+depend on the number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,109 @@ import math
 import resource
 import sys
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+from lockstep.kernel.rank_status import DETAILED_RANKS
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
-from lockstep.record.rank_summary import Durations, RankTimes, RankUsage
 
-__all__ = ["StepUsage"]
+__all__ = ["Durations", "RankTimes", "RankUsage", "StepUsage"]
 
 MEMORY_INTERVAL = 0.02
 """Seconds between two readings of the peak memory, which take as long as a tiny forward pass."""
 
 
+class RankTimes(NamedTuple):
+    """What one rank measured in a step.
+
+    Attributes:
+        rank: The rank.
+        compute: Seconds of forward and backward.
+        data: Seconds of loading the batch.
+        idle: Seconds that a pipeline stage waited for its neighbors.
+        memory: Peak resident memory in bytes.
+    """
+
+    rank: int
+    compute: float
+    data: float
+    idle: float
+    memory: int
+
+
+class Durations(NamedTuple):
+    """What one rank measured in a step that ended, in seconds.
+
+    Attributes:
+        arrived: The time from the beginning of the step to the exchange of the statuses.
+        exchanged: The duration of the exchange.
+        reduced: The duration of the reduction of the gradients.
+        updated: The duration of the optimizer's step.
+    """
+
+    arrived: float
+    exchanged: float
+    reduced: float
+    updated: float
+
+
+class RankUsage(NamedTuple):
+    """The times and the memory of the ranks of a contiguous range in one step.
+
+    Attributes:
+        rows: Those of the first `DETAILED_RANKS` ranks, in rank order.
+        latest: The largest of the seconds after which a rank was ready to exchange its status.
+    """
+
+    rows: list[RankTimes]
+    latest: float
+
+    @classmethod
+    def of(cls, row: RankTimes) -> RankUsage:
+        """Return the usage of one rank."""
+        rows = [row] if row.rank < DETAILED_RANKS else []
+        return cls(rows, row.compute + row.data + row.idle)
+
+    def merge(self, other: RankUsage) -> RankUsage:
+        """Return the usage of this range and the following one."""
+        return RankUsage(self.rows + other.rows, max(self.latest, other.latest))
+
+    @classmethod
+    def unpack(cls, packed: Sequence[Any]) -> RankUsage:
+        """Return the usage from its fields, as JSON has them."""
+        rows, latest = packed
+        return cls([RankTimes(*row) for row in rows], latest)
+
+    def compute_rows(self, durations: Durations) -> list[list[float]]:
+        """Return [compute, communication, waiting, data] of the ranks, in seconds.
+
+        Ranks begin a step together, since the previous one ended with an exchange. Each rank
+        reports its time for loading data and for forward and backward; its waiting time is the time
+        until the last rank arrived, and the time that a pipeline stage waited for its neighbors.
+
+        Args:
+            durations: What this rank measured.
+        """
+        waited = self.latest - durations.arrived
+        communication = max(0.0, durations.exchanged - waited) + durations.reduced
+        return [
+            [
+                row.compute + durations.updated,
+                communication,
+                self.latest - row.compute - row.data,
+                row.data,
+            ]
+            for row in self.rows
+        ]
+
+    def list_memory(self) -> list[int]:
+        """Return the peak memory of the ranks in bytes."""
+        return [row.memory for row in self.rows]
+
+
 class StepUsage(StepHook):
-    """The hook that measures time and memory; the result of a step gets the times of all ranks."""
+    """The hook that measures time and memory; the result of a step gets the times of the ranks."""
 
     name = "usage"
 
@@ -28,15 +121,14 @@ class StepUsage(StepHook):
 
     def status(self, step: StepContext) -> RankUsage:
         """Return the usage of this rank."""
-        parallel, times = step.parallel, step.times
+        times = step.times
         data = 0.0 if step.batch is None else step.batch.seconds
         compute = times.computed - times.begun - times.idle
         if (now := time.monotonic()) >= self._due:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             self._peak = peak if sys.platform == "darwin" else peak * 1024
             self._due = now + MEMORY_INTERVAL
-        row = RankTimes(parallel.rank, compute, data, times.idle, self._peak)
-        return RankUsage.of(row, parallel.replicas * parallel.stages)
+        return RankUsage.of(RankTimes(step.parallel.rank, compute, data, times.idle, self._peak))
 
     def decode(self, value: Any) -> RankUsage:
         """Return the usage from its fields."""
@@ -61,8 +153,5 @@ class StepUsage(StepHook):
             times.reduced - times.exchanged,
             times.updated - times.reduced,
         )
-        return {
-            "seconds": arrived + times.updated - times.arrived,
-            "ranks": value.compute_rows(durations),
-            "rank_summary": value.summarize_times(durations),
-        }
+        seconds = arrived + times.updated - times.arrived
+        return {"seconds": seconds, "ranks": value.compute_rows(durations)}

@@ -25,7 +25,6 @@ from lockstep.audit.call_audit_hook import CallAuditHook
 from lockstep.audit.replica_check import ReplicaCheck
 from lockstep.checkpoint.save_schedule import CheckpointConfig
 from lockstep.checkpoint.stop_request import end_call, stopping
-from lockstep.comm.clock_offset import clock_offset
 from lockstep.comm.collectives import broadcast_bytes
 from lockstep.data.dataloader import resolve_data
 from lockstep.data.loader import Batches, GatherFn
@@ -65,7 +64,6 @@ from lockstep.training.sharded_step import choose_squares
 from lockstep.training.state import Position, TrainingState
 from lockstep.training.step_environment import CollectiveCallCheck, KernelSettings
 from lockstep.training.step_operation import StepOperation
-from lockstep.training.step_trace import StepTrace
 from lockstep.training.step_usage import StepUsage
 from lockstep.training.trainer_arguments import Storage, TrainerArguments
 from lockstep.training.trainer_hooks import (
@@ -247,8 +245,6 @@ class Trainer:
                 state = self._optimization.local_state
                 # First, before other checks raise an error about what it can restore.
                 hooks.insert(0, ReplicaCheck(config, self.parallel, modules, state, record))
-        if self.parallel.stages > 1 and is_recorded:
-            hooks.append(StepTrace(clock_offset(self.parallel.group), self.history))
         if (observer := self._find_observer(arguments, session)) is not None:
             hooks.append(Observation(observer, self._executor.position))
         optimizer_step = OptimizerStep(
@@ -578,7 +574,7 @@ class Trainer:
         """The result of the latest step, the same after resuming; its `loss` is that of `step`.
 
         After a loop over batches that a resumed script does not repeat, it is the result of the
-        last step of that loop, without `ranks`, `losses` and `rank_summary`. Of a step outside of
+        last step of that loop, without `ranks` and `losses`. Of a step outside of
         such a loop that is not repeated, only `step`, `epoch` and `loss` are known.
 
         Raises:

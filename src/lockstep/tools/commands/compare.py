@@ -30,10 +30,9 @@ def command(
 ) -> None:
     """Compare two or more RUNS (names or folders) with the first one.
 
-    Shows which run is faster, with a 95% interval, or that the difference is not
-    significant; whether the final weights are bit-identical, and if not, the first
-    step at which the losses differ and the first tensor that differs; and the
-    differences in command, layout, options, learning rate, model and environment.
+    Shows the ratio of the speeds; whether the final weights are bit-identical, and if
+    not, the first step at which the losses differ; and the differences in command,
+    layout, options, learning rate, model and environment.
     """
     if len(runs) < 2:
         raise UsageError(f"compare needs two or more runs, but only {runs[0]} was given")

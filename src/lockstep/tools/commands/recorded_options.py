@@ -23,7 +23,7 @@ __all__ = [
     "resolve_options",
 ]
 
-CHANGEABLE = {"stages", "schedule", "activation_checkpointing", "workers", "logger"}
+CHANGEABLE = {"stages", "schedule", "activation_checkpointing", "workers"}
 CHANGEABLE |= {"checkpoint_every", "quiet", "download"}  # on resuming, because they change no bits
 NOT_RECALLED = {"quiet", "download"}  # apply to one process, not to the run
 

@@ -12,11 +12,28 @@ from lockstep.kernel.errors import LayoutError
 from lockstep.pipeline.schedules import NAMES
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from lockstep.pipeline.schedule_planner import SchedulePlan
     from lockstep.pipeline.simulation import Costs
-    from lockstep.record.timeline import Timeline
 
-__all__ = ["command"]
+__all__ = ["choose_scale", "command", "draw_ranks"]
+
+KINDS = {
+    "forward": "forward",
+    "backward": "backward",
+    "input": "gradient of the inputs",
+    "weight": "gradients of the weights",
+}
+SIGNS = {"forward": "-", "backward": "=", "input": "<", "weight": "+"}
+STYLES = {
+    "forward": "white on blue",
+    "backward": "black on green",
+    "input": "black on green",
+    "weight": "black on yellow",
+}
+SHORTEST_COLUMNS = 3  # columns of the shortest action, where there is room
+DEFAULT_COLUMNS = 160  # width of a drawing that is not written to a terminal
 
 
 @click.command()
@@ -74,35 +91,70 @@ def make_plans(
     return plans
 
 
-def make_timeline(one: SchedulePlan) -> Timeline:
-    """Return the timeline of a plan."""
-    from lockstep.record.timeline import Timeline, TimelineSpan
-
-    spans = tuple(
-        TimelineSpan(s.rank, s.action.kind, s.begin, s.end, s.action.stage, s.action.microbatch)
-        for s in one.simulation.spans
-    )
-    title = f"{one.name} · bubble {format_percent(one.simulation.bubble)}"
-    title += f" · takes {format_number(one.simulation.makespan)}"
-    return Timeline(title, len(one.schedule), spans)
-
-
 def print_plans(plans: Sequence[SchedulePlan]) -> None:
-    """Print the timeline of each plan, the legend, and a table."""
-    from lockstep.tools.report.terminal import print_table, wrap
-    from lockstep.tools.report.timeline_rendering import print_timeline, text_legend, text_scale
+    """Draw each plan, and print the legend and a table."""
+    from rich.console import Console
 
-    drawn = [make_timeline(one) for one in plans]
-    scale = text_scale(drawn)
-    for one in drawn:
-        click.echo(one.title)
-        print_timeline(one, scale)
+    from lockstep.tools.report.terminal import UNLIMITED, print_table, wrap
+
+    scale = choose_scale(plans)
+    console = Console(width=UNLIMITED, highlight=False)
+    for one in plans:
+        title = f"{one.name} · bubble {format_percent(one.simulation.bubble)}"
+        click.echo(f"{title} · takes {format_number(one.simulation.makespan)}")
+        for line in draw_ranks(one, scale):
+            console.print(line, soft_wrap=True)
         click.echo()
-    signs = dict.fromkeys(sign for one in drawn for sign in text_legend(one))
-    click.echo("\n".join(wrap("   ".join(signs))) + "\n")
+    kinds = {span.action.kind for one in plans for span in one.simulation.spans}
+    names = [f"0{SIGNS[kind] * 2} {name}" for kind, name in KINDS.items() if kind in kinds]
+    click.echo("\n".join(wrap("   ".join(names))) + "\n")
     base = next((one for one in plans if one.name == "1f1b"), plans[0])
-    names = ["schedule", "time", f"of {base.name}", "bubble", "peak micro-batches by rank"]
-    print_table(names, [make_row(one, base) for one in plans], optional=(names[2],))
+    columns = ["schedule", "time", f"of {base.name}", "bubble", "peak micro-batches by rank"]
+    print_table(columns, [make_row(one, base) for one in plans], optional=(columns[2],))
+
+
+def choose_scale(plans: Sequence[SchedulePlan], columns: int | None = None) -> float:
+    """Return the columns per unit of time for plans that are drawn below each other.
+
+    The shortest action gets at most three columns, and an integer number of them if the longest
+    plan then fits into `columns` (by default the width of the terminal). Otherwise the longest
+    plan fills `columns`.
+    """
+    from lockstep.tools.report.terminal import UNLIMITED, terminal_width
+
+    if columns is None:
+        columns = terminal_width() if terminal_width() < UNLIMITED else DEFAULT_COLUMNS
+    columns -= max(map(name_width, plans))
+    shortest = min(span.end - span.begin for one in plans for span in one.simulation.spans)
+    fitting = columns * shortest / max(one.simulation.makespan for one in plans)
+    return (min(SHORTEST_COLUMNS, int(fitting)) if fitting >= 1 else fitting) / shortest
+
+
+def draw_ranks(one: SchedulePlan, scale: float) -> list[Text]:
+    """Return one line of text per rank, with `scale` columns per unit of time.
+
+    An action is the number of its micro-batch, padded with the sign of its kind, so it is readable
+    without colors. A number that does not fit is left out.
+    """
+    from rich.text import Text
+
+    ranks, margin = len(one.schedule), name_width(one)
+    lines = [Text(f"rank {rank}".ljust(margin)) for rank in range(ranks)]
+    for span in one.simulation.spans:
+        line, action = lines[span.rank], span.action
+        begin, end = (margin + round(time * scale) for time in (span.begin, span.end))
+        line.append(" " * (begin - len(line)))
+        label = f"{action.microbatch}"
+        if one.stages_per_rank > 1:
+            label += chr(ord("a") + action.stage // ranks % 26)
+        text = label if len(label) <= end - begin else ""
+        line.append(text.ljust(end - begin, SIGNS[action.kind]), STYLES[action.kind])
+    return lines
+
+
+def name_width(one: SchedulePlan) -> int:
+    """Return the number of columns of the names of the ranks."""
+    return len(f"rank {len(one.schedule) - 1}") + 2
 
 
 def make_row(one: SchedulePlan, base: SchedulePlan) -> list[str]:

@@ -19,7 +19,6 @@ from lockstep.launcher.kernel_variables import PORTABLE, find_of_numpy, is_porta
 from lockstep.launcher.rank_process import get_task
 from lockstep.messages import JSON_HELP, log
 from lockstep.pipeline.schedules import NAMES as SCHEDULES
-from lockstep.record.loggers import LOGGER_NAMES
 from lockstep.tools.commands.recorded_options import (
     open_resumed,
     recall_options,
@@ -101,10 +100,6 @@ SUMMARY_FILE = "summary.json"  # the summary of a run whose ranks are processes 
 )  # fmt: skip
 @click.option("--runs", default="runs", show_default=True, metavar="DIR", help="Folder of runs.")
 @click.option("--name", metavar="NAME", help="Name of the run.  [default: recipe, date and time]")
-@click.option(
-    "--logger", multiple=True, type=click.Choice(LOGGER_NAMES),
-    help="Also log to this dashboard; repeatable.  [default: none]",
-)  # fmt: skip
 @click.option("-q", "--quiet", is_flag=True, help="Show no progress.")
 @click.option(
     "--json",
@@ -130,8 +125,7 @@ def command(
 
     --resume RUN continues a run from its latest checkpoint, with the results of an
     uninterrupted one. RECIPE and options are then those of the run; -n, --stages,
-    --schedule, --activation-checkpointing, --workers, --logger and --checkpoint-every
-    may differ.
+    --schedule, --activation-checkpointing, --workers and --checkpoint-every may differ.
 
     --min A --max B makes an elastic run: when a rank is killed, the run continues, with the same
     bits.
@@ -146,7 +140,6 @@ def command(
     from lockstep.launcher.fork_server import get_fork_server
     from lockstep.launcher.launch import launch
     from lockstep.launcher.run_folder import create_run_folder, name_run
-    from lockstep.record.loggers import create_logger
 
     is_rank = get_task() is not None
     is_elastic = least is not None or most is not None
@@ -170,8 +163,6 @@ def command(
     _check_layout(nprocs, given["stages"], given["microbatches"], given["schedule"])
     if given["data"] is not None:
         given["data"] = os.path.abspath(given["data"])  # valid in any directory
-    for logger in given["logger"]:
-        create_logger(logger, Path(runs))  # report a missing package before the ranks start
     if is_rank:
         _train_in_rank(recipe, given, as_json)
         return
@@ -230,14 +221,13 @@ def _list_words(recipe: str, given: Mapping[str, Any]) -> list[str]:
         value = given.get(option.name or "")
         if value is False and option.secondary_opts:
             words.append(option.secondary_opts[-1])
-        if option.name == "download" or value in (None, False, ()) or value == option.default:
+        if option.name == "download" or value in (None, False) or value == option.default:
             continue
         name = option.opts[-1]
         if value is True:
             words.append(name)
         else:
-            for item in value if isinstance(value, (tuple, list)) else (value,):
-                words += [name, str(item)]
+            words += [name, str(value)]
     return words
 
 

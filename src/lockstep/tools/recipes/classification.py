@@ -25,7 +25,6 @@ from lockstep.messages import log
 from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import accuracy
 from lockstep.pipeline.partitioner import PipelineConfig
-from lockstep.record.loggers import create_logger
 from lockstep.record.program import describe_program
 from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
@@ -56,7 +55,6 @@ class Options:
     stages: int = 1
     schedule: str | None = None
     activation_checkpointing: bool = False
-    logger: tuple[str, ...] = ()
     checkpoint_every: int | None = None  # steps
     portable: bool | None = False  # None: where the machine can
 
@@ -179,9 +177,8 @@ def _join(options: Options) -> Options:
 def _make_loggers(options: Options, folder: str, steps: int, samples: int) -> list[Any]:
     """Return the loggers of this rank, for epochs of `steps` steps and `samples` samples."""
     world = current_world()
-    dashboards = [create_logger(name, Path(folder)) for name in options.logger]
     if world.rank != 0:
-        return [Path(folder), *dashboards]
+        return [Path(folder)]
     title = f"{options.recipe}, {_layout(world.world_size, options)}, {world.backend}"
     shown = [] if options.quiet else [Progress(epochs=options.epochs, steps=steps, title=title)]
     metadata = {
@@ -192,7 +189,7 @@ def _make_loggers(options: Options, folder: str, steps: int, samples: int) -> li
         "steps_per_epoch": steps,
         "samples": samples,
     }
-    return [Recorder(Path(folder), metadata), *shown, *dashboards]
+    return [Recorder(Path(folder), metadata), *shown]
 
 
 def _summarize(options: Options, evaluation: Evaluation) -> dict[str, Any]:

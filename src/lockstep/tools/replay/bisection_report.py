@@ -125,7 +125,7 @@ def list_sentences(result: Bisection) -> list[str]:
         *_end_sentence(a),
         *_end_sentence(b),
         *([exact] if all(result.is_exact) else []),
-        *settings_sentences(a.run, b.run, is_same=result.equal),
+        *([] if result.equal else settings_sentences(a.run, b.run)),
         *_sources_sentence(result),
         *_advice(result),
         *(f"{remark}." for remark in result.remarks),

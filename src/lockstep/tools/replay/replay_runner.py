@@ -197,7 +197,7 @@ def _run_recipe(recorded: Mapping[str, Any], folder: Path) -> None:
 
     known = {field.name for field in fields(Options)}
     options = Options(**{name: value for name, value in recorded.items() if name in known})
-    quiet = replace(options, quiet=True, download=False, logger=())
+    quiet = replace(options, quiet=True, download=False)
     train(quiet, find_recipe(options.recipe), str(folder / "run"))
 
 

@@ -1,1 +1,1 @@
-"""Reports, comparisons, timelines and the doctor: everything that is displayed after a run."""
+"""Reports, comparisons and the doctor: everything that is displayed after a run."""

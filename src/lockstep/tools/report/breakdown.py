@@ -6,7 +6,6 @@ If a run was resumed in another layout, breakdowns by rank cover only the last l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +18,9 @@ from lockstep.formatting import (
     format_number,
     format_percent,
 )
-from lockstep.record.columns import as_dict
+from lockstep.record.columns import Column, as_dict
 from lockstep.record.format import TIME_CATEGORIES
 from lockstep.record.reader import Run
-from lockstep.tools.report.rank_spread import ListedRank, list_slow_ranks, mean_times
 from lockstep.tools.report.summary import (
     as_text,
     describe_layout,
@@ -31,46 +29,29 @@ from lockstep.tools.report.summary import (
     numbers_of,
 )
 
-__all__ = ["MAX_EPOCHS", "MAX_RANKS", "RESUME_COLUMNS", "EpochTable", "RankMemory", "RankTime"]
-__all__ += ["epoch_table", "peak_memory", "resume_table", "time_by_rank", "time_shares"]
+__all__ = ["RESUME_COLUMNS", "EpochTable", "RankMemory", "RankTime", "epoch_table"]
+__all__ += ["peak_memory", "resume_table", "time_by_rank", "time_shares"]
 
-MAX_RANKS = 32  # ranks that are shown
 MAX_EPOCHS = 60  # epochs that are listed
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """The time of one rank by category; `length` is its time relative to the longest one.
-
-    `rank` is -1 for the mean of all ranks, and `note` says how often a rank was the slowest: both
-    only if the record has summaries of the ranks. The times are then means per step.
-    """
+    """The time of one rank by category; `length` is its time relative to the longest one."""
 
     rank: int
     seconds: float
     length: float
     shares: dict[str, float]
-    note: str = ""
-
-    @property
-    def name(self) -> str:
-        """The name of the rank, or of the mean."""
-        return "mean" if self.rank < 0 else f"rank {self.rank}"
 
     @property
     def description(self) -> str:
         """The shares as a phrase."""
-        parts = [f"{name} {format_percent(share)}" for name, share in self.shares.items()]
-        return ", ".join([*parts, *([self.note] if self.note else [])])
+        return ", ".join(f"{name} {format_percent(share)}" for name, share in self.shares.items())
 
 
 def time_by_rank(run: Run) -> list[RankTime]:
-    """Return the time of each rank by category; of more than 32 ranks, the busiest comes first.
-
-    If the record has summaries, these are the mean of the ranks, and the slowest ranks.
-    """
-    if times := mean_times(run):
-        return _summarized_times(run, times)
+    """Return the time of each rank by category."""
     totals = np.nansum(run.layout_steps.ranks, axis=0)
     longest = totals.sum(axis=1).max(initial=0.0)
     if not longest > 0:
@@ -78,44 +59,18 @@ def time_by_rank(run: Run) -> list[RankTime]:
     rows = []
     for rank, row in enumerate(totals):
         total = float(row.sum())
-        shares = (row / total if total else row).tolist()
-        by_name = dict(zip(TIME_CATEGORIES, shares, strict=True))
-        rows.append(RankTime(rank, total, total / float(longest), by_name))
-    if len(rows) > MAX_RANKS:
-        rows.sort(key=lambda one: -one.seconds * one.shares["compute"])
+        rows.append(RankTime(rank, total, total / float(longest), _shares(row)))
     return rows
 
 
-def _summarized_times(run: Run, times: list[float]) -> list[RankTime]:
-    slow = list_slow_ranks(run)
-    rows = [
-        (-1, times, ""),
-        *((slow_rank.rank, slow_rank.times, _describe_listed(slow_rank)) for slow_rank in slow),
-    ]
-    longest = max(sum(row) for _, row, _ in rows)
-    times_by_rank = []
-    for rank, row, note in rows:
-        total = sum(row)
-        shares = dict(zip(TIME_CATEGORIES, (part / (total or 1.0) for part in row), strict=True))
-        times_by_rank.append(RankTime(rank, total, total / (longest or 1.0), shares, note))
-    return times_by_rank
-
-
-def _describe_listed(slow_rank: ListedRank) -> str:
-    return (
-        f"slowest in {format_percent(slow_rank.first)} of the steps, among the slowest in "
-        f"{format_percent(slow_rank.listed)}"
-    )
-
-
 def time_shares(run: Run) -> dict[str, float]:
-    """Return the fraction of all ranks' time per category; empty if no times were recorded."""
-    means = mean_times(run)
-    totals = np.array(means) if means else np.nansum(run.layout_steps.ranks, axis=(0, 1))
-    total = totals.sum()
-    if not total > 0:
-        return {}
-    return dict(zip(TIME_CATEGORIES, (totals / total).tolist(), strict=True))
+    """Return the fraction of all ranks' time per category."""
+    return _shares(np.nansum(run.layout_steps.ranks, axis=(0, 1)))
+
+
+def _shares(seconds: Column) -> dict[str, float]:
+    shares = seconds / (float(seconds.sum()) or 1.0)
+    return dict(zip(TIME_CATEGORIES, shares.tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -128,27 +83,14 @@ class RankMemory:
 
 
 def peak_memory(run: Run) -> list[RankMemory]:
-    """Return the peak memory of each rank over the epochs; if they are many, of the largest."""
+    """Return the peak memory of each rank over the epochs."""
     peaks: dict[int, float] = {}
     for line in run.layout_epochs:
-        for rank, value in _list_memory(line):
-            peaks[rank] = max(peaks.get(rank, 0.0), value)
+        values = line.get("memory_bytes")
+        for rank, value in enumerate(values if isinstance(values, list) else []):
+            peaks[rank] = max(peaks.get(rank, 0.0), number_or(value, 0.0))
     highest = max(peaks.values(), default=0.0)
-    memory = [RankMemory(rank, peak, peak / highest) for rank, peak in peaks.items() if highest]
-    if len(memory) <= MAX_RANKS:
-        return memory
-    return sorted(memory, key=lambda one: -one.num_bytes)[:MAX_RANKS]
-
-
-def _list_memory(line: dict[str, Any]) -> Iterator[tuple[int, float]]:
-    """Yield the ranks of the line of an epoch, and their memory in bytes."""
-    values = line.get("memory_bytes")
-    for rank, value in enumerate(values if isinstance(values, list) else []):
-        yield rank, number_or(value, 0.0)
-    largest = as_dict(line.get("memory_summary")).get("largest")
-    for pair in largest if isinstance(largest, list) else []:
-        if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int):
-            yield pair[0], number_or(pair[1], 0.0)
+    return [RankMemory(rank, peak, peak / highest) for rank, peak in peaks.items() if highest]
 
 
 @dataclass(frozen=True)

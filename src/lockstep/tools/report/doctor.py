@@ -9,7 +9,7 @@ A check that raises an exception is reported as a bad result.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,54 +22,32 @@ from lockstep.tools.report.checks import (
     bad,
     communication,
     machine,
-    software,
 )
 from lockstep.version import VERSION
 
-__all__ = ["CHECKS", "clean", "issue_block", "run_checks"]
+__all__ = ["CHECKS", "issue_block", "run_checks"]
 
 Check = Callable[[Requirements], Iterable[CheckResult]]
 
-# The checks in order, with the name that is shown while a check runs.
-CHECKS: dict[str, Check] = {
-    "python": software.check_python,
-    "torch": software.check_torch,
-    "cores": machine.check_cores,
-    "memory": machine.check_memory,
-    "shared memory": machine.check_shared_memory,
-    "disk": machine.check_disk,
-    "interface": communication.check_interfaces,
-    "compiler": software.check_compiler,
-    "gpu": software.check_gpus,
-    "backend": communication.check_native,
-    "backends": communication.check_backends,
-}
+CHECKS: tuple[Check, ...] = (
+    machine.check_python,
+    machine.check_torch,
+    machine.check_cores,
+    machine.check_memory,
+    machine.check_accelerators,
+    communication.check_native,
+    communication.check_backends,
+)
 
 
-def run_checks(
-    requirements: Requirements,
-    checks: Mapping[str, Check] | None = None,
-    before_check: Callable[[str], None] = lambda name: None,
-) -> Iterator[CheckResult]:
-    """Yield the results of all checks.
-
-    Args:
-        requirements: The run that the machine is checked for.
-        checks: The checks by name. None: `CHECKS`.
-        before_check: Called with the name of each check before it runs.
-    """
-    for name, check in (CHECKS if checks is None else checks).items():
-        before_check(name)
+def run_checks(requirements: Requirements) -> Iterator[CheckResult]:
+    """Yield the results of all checks, for a run with these requirements."""
+    for check in CHECKS:
         try:
             yield from map(_clean, check(requirements))
         except Exception as error:
             what = f"the check failed with {type(error).__name__}: {error}"
-            yield _clean(bad(name, what, "report this with the block below"))
-
-
-def clean(results: Iterable[CheckResult]) -> Iterator[CheckResult]:
-    """Yield results without secrets and control characters."""
-    return map(_clean, results)
+            yield _clean(bad(check.__name__, what, "report this with the block below"))
 
 
 def _clean(result: CheckResult) -> CheckResult:

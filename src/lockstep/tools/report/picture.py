@@ -44,6 +44,7 @@ class Area:
 
     points: Sequence[Point]
     fill: str
+    opacity: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,9 @@ def _svg_element(shape: Shape) -> str:
                 f'<polyline points="{_svg_points(points)}" fill="none" stroke="{stroke}" '
                 f'stroke-width="{width:g}" stroke-linejoin="round"/>'
             )
-        case Area(points, fill):
-            return f'<polygon points="{_svg_points(points)}" fill="{fill}"/>'
+        case Area(points, fill, opacity):
+            style = f'fill="{fill}"' + (f' fill-opacity="{opacity:g}"' if opacity < 1 else "")
+            return f'<polygon points="{_svg_points(points)}" {style}/>'
         case Dot(x, y, radius, fill):
             return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" fill="{fill}"/>'
         case Label():

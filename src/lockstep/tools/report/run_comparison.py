@@ -1,7 +1,6 @@
 """Comparison of runs: speed, digests, losses and settings.
 
-Each run is compared with the first one. If one run is faster, the sentence about it also names
-other possible reasons: different machines, a busy machine.
+Each run is compared with the first one.
 """
 
 from __future__ import annotations
@@ -19,15 +18,13 @@ from lockstep.formatting import (
     format_loss,
     format_metric_value,
     format_number,
-    format_percent,
 )
-from lockstep.record.columns import Column, as_dict
+from lockstep.record.columns import as_dict
 from lockstep.record.reader import Run
 from lockstep.record.run_environment import describe_other_arithmetic
 from lockstep.tools.report.breakdown import resume_table
-from lockstep.tools.report.summary import Summary, number_or, summarize
+from lockstep.tools.report.summary import Summary, summarize
 from lockstep.tools.report.summary_text import (
-    BUSY,
     STATE_NAMES,
     command_line,
     flatten_settings,
@@ -36,7 +33,6 @@ from lockstep.tools.report.summary_text import (
 )
 
 __all__ = [
-    "LossDifference",
     "PairComparison",
     "RunComparison",
     "compare_runs",
@@ -49,51 +45,26 @@ __all__ = [
 
 RATE = "learning rate"
 MAX_NAMED = 6  # settings in a sentence
-WARMUP_FRACTION = 0.05  # fraction of the steps that does not count for the speed
-NUM_BLOCKS, MIN_BLOCKS = 20, 6  # blocks of steps; fewer allow no conclusion
-NUM_RESAMPLES = 4000
-
-
-@dataclass(frozen=True)
-class SpeedRatio:
-    """The ratio of the second run's speed to the first one's, with its 95% interval, or NaN."""
-
-    ratio: float = math.nan
-    low: float = math.nan
-    high: float = math.nan
-
-    @property
-    def is_known(self) -> bool:
-        """Whether the runs have enough steps for a conclusion."""
-        return math.isfinite(self.ratio)
-
-    @property
-    def is_significant(self) -> bool:
-        """Whether the variation of the steps does not explain the difference."""
-        return self.is_known and not self.low <= 1 <= self.high
-
-
-@dataclass(frozen=True)
-class LossDifference:
-    """The first step at which the losses of two runs differ, with both losses.
-
-    `step` is None if the losses of all `num_compared` steps are bit-identical.
-    """
-
-    num_compared: int
-    step: int | None = None
-    first: float = math.nan
-    second: float = math.nan
 
 
 @dataclass(frozen=True)
 class PairComparison:
-    """The comparison of one run with the first one; `sentences` describe it."""
+    """The comparison of one run with the first one.
+
+    Attributes:
+        name: The name of the run.
+        speed_ratio: Its speed relative to the first one; NaN if a run has no steps.
+        same_digest: Whether both have the same final weights; None if a digest is missing.
+        num_compared: The number of steps that both have.
+        first_difference: The first of these steps whose losses differ; None if all are equal.
+        sentences: The comparison in words.
+    """
 
     name: str
-    speed: SpeedRatio
+    speed_ratio: float
     same_digest: bool | None
-    losses: LossDifference
+    num_compared: int
+    first_difference: int | None
     sentences: list[str]
 
 
@@ -104,7 +75,6 @@ class RunComparison:
     runs: list[Run]
     names: list[str]
     summaries: list[Summary]
-    speeds: list[float]
     pairs: list[PairComparison]
     settings: dict[str, list[str]]
 
@@ -112,69 +82,29 @@ class RunComparison:
 def compare_runs(runs: list[Run]) -> RunComparison:
     """Compare two or more runs with the first of them."""
     names = _unique_names(runs)
-    costs = [_sample_seconds(run) for run in runs]
+    summaries = list(map(summarize, runs))
     pairs = []
-    for run, name, cost in list(zip(runs, names, costs, strict=True))[1:]:
-        speed = compare_speeds(costs[0], cost)
-        losses = _compare_losses(runs[0], run)
+    for run, name, summary in list(zip(runs, names, summaries, strict=True))[1:]:
+        ratio = summary.speed / (summaries[0].speed or math.nan)
+        count, step, ours, theirs = _first_difference(runs[0], run, "loss")
         same = _same_digest(runs[0], run)
         sentences = [
-            _speed_sentence((runs[0], run), (names[0], name), speed),
+            *_speed_sentences(ratio, names[0], name),
             _digest_sentence(names[0], name, same),
             *_optimizer_sentences(runs[0], run),
-            *_loss_sentences(losses, names[0], name),
-            *settings_sentences(runs[0], run, is_same=same is not False and losses.step is None),
-            *_bisect_sentences(runs[0], run, is_same=same is not False and losses.step is None),
+            _loss_sentence(count, step, f"{theirs!r} in {name} and {ours!r} in {names[0]}"),
         ]
-        pairs.append(PairComparison(name, speed, same, losses, sentences))
-    return RunComparison(
-        runs=runs,
-        names=names,
-        summaries=list(map(summarize, runs)),
-        speeds=[1 / float(np.median(cost)) if len(cost) else math.nan for cost in costs],
-        pairs=pairs,
-        settings=find_setting_differences(runs),
-    )
-
-
-def _sample_seconds(run: Run) -> Column:
-    """Return the seconds per sample of each step in the last layout, without the first steps."""
-    steps = run.layout_steps
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        cost = steps.seconds / np.where(np.isfinite(steps.samples), steps.samples, 1.0)
-    cost = cost[math.ceil(WARMUP_FRACTION * len(cost)) :]
-    return cost[np.isfinite(cost) & (cost > 0)]
-
-
-def compare_speeds(first: Column, second: Column) -> SpeedRatio:
-    """Compare two runs by the seconds per sample of their steps.
-
-    Consecutive steps are correlated, because a busy machine stays busy for a while. The interval is
-    therefore bootstrapped from the medians of blocks of steps. The resampling is seeded, so the
-    result is reproducible.
-    """
-    if min(len(first), len(second)) < MIN_BLOCKS:
-        return SpeedRatio()
-    generator = np.random.default_rng(0)
-    resampled = []
-    for cost in (first, second):
-        blocks = np.array_split(cost, min(NUM_BLOCKS, len(cost)))
-        medians = np.array([np.median(block) for block in blocks])
-        drawn = generator.integers(0, len(medians), (NUM_RESAMPLES, len(medians)))
-        resampled.append(np.median(medians[drawn], axis=1))
-    low, high = np.quantile(resampled[0] / resampled[1], [0.025, 0.975])
-    return SpeedRatio(float(np.median(first) / np.median(second)), float(low), float(high))
+        if same is False or step is not None:
+            sentences += settings_sentences(runs[0], run)
+            sentences += _bisect_sentences(runs[0], run)
+        pairs.append(PairComparison(name, ratio, same, count, step, sentences))
+    return RunComparison(runs, names, summaries, pairs, find_setting_differences(runs))
 
 
 def _unique_names(runs: list[Run]) -> list[str]:
     """Return the names of the runs, or their folders if several have the same name."""
     names = [run.name for run in runs]
     return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
-
-
-def _compare_losses(first: Run, second: Run) -> LossDifference:
-    """Find the first step at which the losses of two runs differ."""
-    return LossDifference(*_first_difference(first, second, "loss"))
 
 
 def _first_difference(first: Run, second: Run, name: str) -> tuple[int, int | None, float, float]:
@@ -199,43 +129,13 @@ def _same_digest(first: Run, second: Run) -> bool | None:
     return digests[0] == digests[1] if all(digests) else None
 
 
-def _speed_sentence(runs: tuple[Run, Run], names: tuple[str, str], speed: SpeedRatio) -> str:
-    """Return the sentence about the difference in speed and its other possible reasons."""
-    first, second = names
-    busy = " and ".join(_busy_phrases(runs, names))
-    caveat = f"; the machine was busy: {busy}" if busy else ""
-    if not speed.is_known:
-        return f"{second} and {first} have too few steps to decide which is faster{caveat}."
-    span = f"95% interval {_format_factor(speed.low)} to {_format_factor(speed.high)}"
-    if not speed.is_significant:
-        return f"{second} and {first} do not differ significantly in speed ({span}){caveat}."
-    much = speed.ratio if speed.ratio > 1 else 1 / speed.ratio
-    faster, slower = (second, first) if speed.ratio > 1 else (first, second)
-    if speed.ratio < 1:
-        span = f"95% interval {_format_factor(1 / speed.high)} to {_format_factor(1 / speed.low)}"
-    hosts = [run.environment.get("hostname") or "?" for run in runs]
-    if hosts[0] != hosts[1]:
-        caveat = f"but they ran on different machines ({hosts[0]} and {hosts[1]})"
-    elif busy:
-        caveat = f"but the machine was busy: {busy}"
-    else:
-        caveat = "but they ran once each: the load of the machine may be the reason"
-    return f"{faster} is {_format_factor(much)} times as fast as {slower} ({span}), {caveat}."
-
-
-def _busy_phrases(runs: tuple[Run, Run], names: tuple[str, str]) -> list[str]:
-    """Return a phrase for each run whose rank 0 often waited for a core."""
-    waits = [number_or((run.end or {}).get("core_wait"), 0.0) for run in runs]
+def _speed_sentences(ratio: float, first: str, second: str) -> list[str]:
+    """Return the sentence about the speeds, if they are known."""
+    if not math.isfinite(ratio):
+        return []
     return [
-        f"rank 0 of {name} waited for a core {format_percent(wait)} of the time"
-        for name, wait in zip(names, waits, strict=True)
-        if wait > BUSY
+        f"{second} trained {ratio:.2f} times as many samples per second as {first}, during steps."
     ]
-
-
-def _format_factor(value: float) -> str:
-    """Format a ratio with two decimals, or as an integer from 10 on."""
-    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
 
 
 def _digest_sentence(first: str, second: str, same: bool | None) -> str:
@@ -259,15 +159,13 @@ def _optimizer_sentences(first: Run, second: Run) -> list[str]:
 DECISIVE = ("optimizer.", "options.", "model.", "layout.microbatches", "layout.threads")
 INDECISIVE = {
     "options.activation_checkpointing", "options.checkpoint_every", "options.download",
-    "options.logger", "options.lr", "options.quiet", "options.schedule", "options.stages",
+    "options.lr", "options.quiet", "options.schedule", "options.stages",
     "options.workers",
 }  # fmt: skip
 
 
-def settings_sentences(first: Run, second: Run, *, is_same: bool) -> list[str]:
+def settings_sentences(first: Run, second: Run) -> list[str]:
     """Return sentences about settings and processors that may explain different results."""
-    if is_same:
-        return []
     differences = [
         f"{name} ({' and '.join(values)})"
         for name, values in find_setting_differences([first, second]).items()
@@ -283,22 +181,20 @@ def settings_sentences(first: Run, second: Run, *, is_same: bool) -> list[str]:
     return [*sentences, f"These settings differ and can change results: {named}{hidden}."]
 
 
-def _loss_sentences(losses: LossDifference, first: str, second: str) -> list[str]:
+def _loss_sentence(num_compared: int, step: int | None, values: str) -> str:
     """Return the sentence about the losses."""
-    if not losses.num_compared:
-        return ["They have no steps in common, so their losses cannot be compared."]
-    if losses.step is None:
-        return [f"Their losses are bit-identical at all {losses.num_compared:,} common steps."]
-    return [
-        f"Their losses first differ at step {losses.step:,}: {losses.second!r} in {second} and "
-        f"{losses.first!r} in {first} ({losses.num_compared:,} steps compared)."
-    ]
+    if not num_compared:
+        return "They have no steps in common, so their losses cannot be compared."
+    if step is None:
+        return f"Their losses are bit-identical at all {num_compared:,} common steps."
+    return (
+        f"Their losses first differ at step {step:,}: {values} ({num_compared:,} steps compared)."
+    )
 
 
-def _bisect_sentences(first: Run, second: Run, *, is_same: bool) -> list[str]:
+def _bisect_sentences(first: Run, second: Run) -> list[str]:
     """Return the sentence about the command that finds the first difference, if there is one."""
-    counts = {run.layout.get("microbatches") for run in (first, second)}
-    if is_same or len(counts) > 1:
+    if first.layout.get("microbatches") != second.layout.get("microbatches"):
         return []
     words = ["lockstep", "bisect", *(os.path.relpath(run.folder) for run in (first, second))]
     return [f"To find the first operator that computes other bits: {shlex.join(words)}"]
@@ -353,16 +249,14 @@ def comparison_table(comparison: RunComparison) -> tuple[list[str], list[list[st
         "digest of weights",
     ]
     rows = []
-    for name, one, speed in zip(
-        comparison.names, comparison.summaries, comparison.speeds, strict=True
-    ):
+    for name, one in zip(comparison.names, comparison.summaries, strict=True):
         cells = [
             format_metric_value(metric, one.metrics.get(metric, math.nan)) for metric in metrics
         ]
         figures = [
             *cells,
             format_loss(one.loss),
-            format_number(speed),
+            format_number(one.speed),
             format_duration(one.step_seconds),
         ]
         rows.append([name, STATE_NAMES[one.state], one.layout, *figures, one.digest[:12]])
@@ -372,20 +266,16 @@ def comparison_table(comparison: RunComparison) -> tuple[list[str], list[list[st
 def comparison_json(comparison: RunComparison) -> dict[str, Any]:
     """Return the comparison as plain values for JSON."""
     runs = [
-        {"name": name, "samples_per_second": _finite(speed), "digest": one.digest}
-        for name, one, speed in zip(
-            comparison.names, comparison.summaries, comparison.speeds, strict=True
-        )
+        {"name": name, "samples_per_second": _finite(one.speed), "digest": one.digest}
+        for name, one in zip(comparison.names, comparison.summaries, strict=True)
     ]
     against = [
         {
             "name": pair.name,
-            "speed_ratio": _finite(pair.speed.ratio),
-            "interval": [_finite(pair.speed.low), _finite(pair.speed.high)],
-            "significant": pair.speed.is_significant,
+            "speed_ratio": _finite(pair.speed_ratio),
             "same_digest": pair.same_digest,
-            "steps_compared": pair.losses.num_compared,
-            "losses_part_at": pair.losses.step,
+            "steps_compared": pair.num_compared,
+            "losses_part_at": pair.first_difference,
             "sentences": pair.sentences,
         }
         for pair in comparison.pairs

@@ -15,15 +15,12 @@ import numpy as np
 from lockstep.formatting import format_quantity
 from lockstep.launcher.run_folder import read_description
 from lockstep.messages import escape_control
-from lockstep.record.columns import Column, Line, as_dict
+from lockstep.record.columns import Line, as_dict
 from lockstep.record.format import TIME_CATEGORIES
-from lockstep.record.rank_summary import STATISTICS
 from lockstep.record.reader import Run
-from lockstep.tools.report.rank_spread import list_slow_ranks, mean_times
 
-__all__ = ["SlowRank", "SlowStep", "Summary", "as_text", "describe_layout", "find_slowest_rank"]
-__all__ += ["find_slowest_step", "last_time", "name_weights", "number_or", "numbers_of"]
-__all__ += ["summarize"]
+__all__ = ["Summary", "as_text", "describe_layout", "find_slowest_rank", "last_time"]
+__all__ += ["name_weights", "number_or", "numbers_of", "summarize"]
 
 MIN_EXCESS = 0.02  # fraction above the mean working time from which a rank is called slow
 
@@ -152,31 +149,13 @@ def describe_layout(layout: Line) -> str:
     return ", ".join(parts)
 
 
-@dataclass(frozen=True)
-class SlowRank:
-    """The rank that the others wait for.
-
-    `seconds` is its mean working time per step, and `excess` the fraction by which it exceeds the
-    mean of all ranks. `share` is the fraction of the steps in which it is the slowest; None if the
-    record has a row per rank.
-    """
-
-    rank: int
-    seconds: float
-    excess: float
-    share: float | None = None
-
-
-def find_slowest_rank(run: Run) -> SlowRank | None:
+def find_slowest_rank(run: Run) -> tuple[int, float, float] | None:
     """Return the rank that works longest (compute and data) if it is clearly above the mean.
 
-    If the record has summaries of the ranks, it must be the slowest in half of the steps.
+    Returns:
+        The rank, its mean working time per step in seconds, and the fraction by which this exceeds
+        the mean of all ranks.
     """
-    if listed := list_slow_ranks(run):
-        first = listed[0]
-        is_slow = first.first >= 0.5 and first.excess > MIN_EXCESS
-        slowest = SlowRank(first.rank, first.busy, first.excess, first.first)
-        return slowest if is_slow else None
     rows = run.layout_steps.ranks
     if rows.shape[1] < 2:
         return None
@@ -186,71 +165,7 @@ def find_slowest_rank(run: Run) -> SlowRank | None:
         return None
     rank = int(np.nanargmax(means))
     excess = float(means[rank] / np.nanmean(means) - 1)
-    return SlowRank(rank, float(means[rank]), excess) if excess > MIN_EXCESS else None
-
-
-@dataclass(frozen=True)
-class SlowStep:
-    """The longest step.
-
-    `medians` is its duration divided by the median duration. `part` and `rank` name the
-    category and the rank that account for most of the excess; `part` is "" if none does.
-    """
-
-    step: int
-    epoch: int
-    seconds: float
-    medians: float
-    part: str
-    rank: int
-
-
-def find_slowest_step(run: Run) -> SlowStep | None:
-    """Return the longest step of the last layout, with the cause of its duration."""
-    steps = run.layout_steps
-    seconds = steps.seconds
-    if not np.isfinite(seconds).any():
-        return None
-    at = int(np.nanargmax(seconds))
-    usual = _finite_median(seconds)
-    excess = float(seconds[at]) - usual
-    near = slice(max(0, at - 500), at + 500)
-    if mean_times(run):  # the record lists some ranks, and has the median of all
-        ranks, times = np.split(steps.slowest[at], [1], axis=1)
-        usual_times = steps.spread[near, STATISTICS.index("median")]
-    else:
-        times, usual_times = steps.ranks[at], steps.ranks[near]
-        ranks = np.arange(len(times))
-    part, rank = _find_cause(ranks, times, usual_times, excess)
-    return SlowStep(
-        step=int(np.nan_to_num(steps.step[at])),
-        epoch=int(np.nan_to_num(steps.epoch[at])),
-        seconds=float(seconds[at]),
-        medians=float(seconds[at]) / usual if usual > 0 else math.nan,
-        part=part,
-        rank=rank,
-    )
-
-
-def _find_cause(ranks: Column, times: Column, usual: Column, excess: float) -> tuple[str, int]:
-    """Return the category and rank that account for most of a step's excess, or ("", 0).
-
-    Waiting is never the cause, because a waiting rank waits for the work of another one.
-
-    Args:
-        ranks: The ranks of the rows of `times`.
-        times: The seconds of the step, by rank and category.
-        usual: Those of steps around it, of all ranks or of the median rank.
-        excess: The seconds by which the step is longer than others.
-    """
-    if not np.isfinite(times).any():
-        return "", 0
-    above = np.nan_to_num(times - np.median(np.nan_to_num(usual), axis=0))
-    above[:, TIME_CATEGORIES.index("waiting")] = 0.0
-    row, part = (int(index) for index in np.unravel_index(np.argmax(above), above.shape))
-    rank = float(ranks.ravel()[row])
-    is_cause = above[row, part] > excess / 2 and math.isfinite(rank)
-    return (TIME_CATEGORIES[part], int(rank)) if is_cause else ("", 0)
+    return (rank, float(means[rank]), excess) if excess > MIN_EXCESS else None
 
 
 def last_time(run: Run) -> float:

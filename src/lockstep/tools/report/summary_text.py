@@ -23,19 +23,16 @@ from lockstep.formatting import (
 )
 from lockstep.record.columns import as_dict
 from lockstep.record.reader import Run
-from lockstep.record.timeline import Timeline
 from lockstep.tools.report.summary import (
     Summary,
     as_text,
     find_slowest_rank,
-    find_slowest_step,
     last_time,
     name_weights,
     number_or,
 )
 
 __all__ = [
-    "BUSY",
     "STATE_NAMES",
     "SettingsGroup",
     "command_line",
@@ -47,12 +44,10 @@ __all__ += [
     "headline",
     "settings_groups",
     "state_sentence",
-    "timeline_sentences",
 ]
-__all__ += ["learning_rate_sentence", "learning_rate_text", "resume_sentence", "timing_sentences"]
+__all__ += ["learning_rate_text", "resume_sentence", "timing_sentences"]
 __all__ += ["warning_sentence"]
 
-BUSY = 0.05  # fraction of the time that rank 0 waits for a core, above which it is reported
 STATE_NAMES = {"done": "done", "failed": "failed", "running": "still running", "died": "died"}
 STATE_NAMES |= {"stopped": "stopped"}
 
@@ -121,16 +116,11 @@ def checkpoint_sentence(run: Run) -> str:
     """Return the sentence about the checkpoints that were saved; "" if there are none."""
     if not run.checkpoints:
         return ""
-    last = run.checkpoints[-1]
-    step, size = number_or(last.get("step")), number_or(last.get("bytes"))
-    stalls = np.array([number_or(line.get("stall")) for line in run.checkpoints])
-    stalls = stalls[np.isfinite(stalls)]
+    step = number_or(run.checkpoints[-1].get("step"))
+    size = number_or(run.checkpoints[-1].get("bytes"))
     where = f" after {format_quantity(step, 'step')}" if math.isfinite(step) else ""
     much = f" ({format_bytes(size)})" if math.isfinite(size) else ""
-    sentence = f"{format_quantity(len(run.checkpoints), 'checkpoint')}, the last one{where}{much}"
-    if len(stalls):
-        sentence += f"; saving one stalled training for {format_duration(float(np.median(stalls)))}"
-    return sentence + " (median)." if len(stalls) > 1 else sentence + "."
+    return f"{format_quantity(len(run.checkpoints), 'checkpoint')}, the last one{where}{much}."
 
 
 def resume_sentence(run: Run) -> str:
@@ -140,78 +130,34 @@ def resume_sentence(run: Run) -> str:
 
 
 def timing_sentences(run: Run) -> list[str]:
-    """Return sentences on the slowest rank and the slowest step, in the last layout."""
+    """Return sentences on the layout and the slowest rank."""
     sentences = []
     if len(run.layout_steps) < len(run.steps):
         first = run.layout_steps.step[0]
         sentences.append(
             f"The layout changed at step {first:,.0f}; times and speeds are those since."
         )
-    rank, step = find_slowest_rank(run), find_slowest_step(run)
-    if rank is not None:
-        often = "" if rank.share is None else f" in {format_percent(rank.share)} of the steps"
+    if (slowest := find_slowest_rank(run)) is not None:
+        rank, seconds, excess = slowest
         sentences.append(
-            f"Rank {rank.rank} is the slowest{often}: it works {format_duration(rank.seconds)} per "
-            f"step, {format_percent(rank.excess)} more than the mean of the ranks, and the "
-            "others wait for it."
-        )
-    elif run.layout_steps.ranks.shape[1] > 1 or run.layout_steps.spread.shape[1]:
-        sentences.append("No rank is slower than the others.")
-    wait = number_or((run.end or {}).get("core_wait"), 0.0)
-    if wait > BUSY:
-        sentences.append(
-            f"Rank 0 waited for a core {format_percent(wait)} of the time: other programs, or more "
-            "ranks than cores, made the run slower."
-        )
-    if step is not None and len(run.layout_steps) > 1:
-        much = f", {format_number(step.medians)} times the median" if step.medians > 1.5 else ""
-        cause = (
-            f"; most of the excess is {step.part} on rank {step.rank}" if much and step.part else ""
-        )
-        sentences.append(
-            f"The slowest step is {step.step:,} (epoch {step.epoch + 1}): "
-            f"{format_duration(step.seconds)}{much}{cause}."
+            f"Rank {rank} is the slowest: it works {format_duration(seconds)} per step, "
+            f"{format_percent(excess)} more than the mean of the ranks, and the others wait for it."
         )
     return sentences
 
 
-def timeline_sentences(recorded: Timeline | None) -> list[str]:
-    """Return a sentence on how busy the ranks were; an empty list without a timeline."""
-    if recorded is None:
-        return []
-    took = f"{recorded.title} took {format_duration(recorded.duration)}".capitalize()
-    idle = f"the ranks were idle for {format_percent(recorded.bubble_fraction)} of it"
-    balance = f"their load balance is {format_percent(recorded.load_balance)} (mean over maximum)"
-    return [f"{took}; {idle}, and {balance}."]
+def learning_rate_text(run: Run) -> str:
+    """Return the learning rate of a run: "0.05", "0.1 to 0.001", "" if it was not recorded.
 
-
-def _learning_rates(run: Run) -> list[str]:
-    """Return the only learning rate, or the first, the maximum (if between them) and the last."""
+    Between the first and the last one is the maximum, if it is higher.
+    """
     rates = run.steps.lr[np.isfinite(run.steps.lr)]
     if not len(rates):
-        return []
+        return ""
     first, last, top = f"{rates[0]:.4g}", f"{rates[-1]:.4g}", f"{rates.max():.4g}"
     if rates.min() == rates.max():
-        return [first]
-    return [first, last] if top in (first, last) else [first, top, last]
-
-
-def learning_rate_text(run: Run) -> str:
-    """Return the learning rate of a run: "0.05", "0.1 to 0.001", "" if it was not recorded."""
-    return " to ".join(_learning_rates(run))
-
-
-def learning_rate_sentence(run: Run) -> str:
-    """Return the sentence about the learning rate; "" if it was not recorded."""
-    rates = _learning_rates(run)
-    if not rates:
-        return ""
-    first, *others = rates
-    if not others:
-        return f"The learning rate is {first} in all steps."
-    *top, last = others
-    maximum = f", with a maximum of {top[0]}" if top else ""
-    return f"The learning rate goes from {first} to {last}{maximum}."
+        return first
+    return " to ".join([first, last] if top in (first, last) else [first, top, last])
 
 
 def warning_sentence(line: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Checks of communication: environment, interfaces, backends."""
+"""Checks of the backends: which one runs use, and whether each of them works."""
 
 from __future__ import annotations
 
@@ -25,35 +25,8 @@ __all__ = [
     "available_backends",
     "check_backend",
     "check_backends",
-    "check_interfaces",
     "check_native",
 ]
-
-
-def check_interfaces(requirements: Requirements) -> Iterator[CheckResult]:
-    """List the interfaces that are up, and check the variables that select one."""
-    import psutil
-
-    up = [name for name, state in psutil.net_if_stats().items() if state.isup]
-    wrong = False
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = os.environ.get(variable)
-        asked = [name.lstrip("=") for name in (value or "").split(",")]
-        exact = variable.startswith("GLOO") or (value or "").startswith("=")
-        if not value or value.startswith("^"):
-            continue
-        if any(
-            not any(have == name or (not exact and have.startswith(name)) for have in up)
-            for name in asked
-        ):
-            wrong = True
-            yield bad(
-                "interface",
-                f"{variable} is {value}, but only {', '.join(up)} are up",
-                f"set {variable} to one of these, or unset it",
-            )
-    if not wrong:
-        yield good("interface", f"up: {', '.join(up) or 'none'}")
 
 
 RANKS_TIMEOUT = 60.0  # seconds for two ranks to start, reduce and end

@@ -1,29 +1,49 @@
-"""Checks of the machine: cores, memory, shared memory, disk, open files."""
+"""Checks of the machine: Python, torch, cores, memory, accelerators."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import platform
+import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.formatting import (
-    format_bytes,
-    format_quantity,
-)
+from lockstep.formatting import format_bytes, format_quantity
 from lockstep.record.run_environment import count_usable_cores, processor_name
 from lockstep.tools.report.checks import CheckResult, Requirements, bad, good, note
 
-__all__ = ["check_cores", "check_disk", "check_memory"]
-__all__ += ["check_shared_memory"]
+__all__ = ["check_accelerators", "check_cores", "check_memory", "check_python", "check_torch"]
 
 RANK_BYTES = 400e6  # memory of a rank that has imported torch, without a model
 CGROUP = Path("/sys/fs/cgroup")
-SHM = Path("/dev/shm")
-MIN_SHM_BYTES = 1 << 30
-MIN_DISK_BYTES = 100e6
+MIN_TORCH = (2, 11)
+
+
+def check_python(requirements: Requirements) -> Iterator[CheckResult]:
+    """Name the version of Python and the platform."""
+    what = f"{platform.python_version()} at {sys.executable}, {platform.platform()}"
+    if sys.platform == "linux":
+        yield good("python", what)
+    else:
+        yield note("python", what, "Lockstep is made for Linux; here it uses gloo")
+
+
+def check_torch(requirements: Requirements) -> Iterator[CheckResult]:
+    """Check that torch can be imported, is new enough and has torch.distributed."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        yield bad("torch", f"cannot be imported: {error}", "install torch 2.11 or later")
+        return
+    version = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2]))
+    if version < MIN_TORCH:
+        yield bad("torch", torch.__version__, "Lockstep needs torch 2.11 or later: upgrade it")
+    elif not torch.distributed.is_available():
+        advice = "install a build with torch.distributed"
+        yield bad("torch", "built without torch.distributed", advice)
+    else:
+        yield good("torch", f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()}")
 
 
 def check_cores(requirements: Requirements) -> Iterator[CheckResult]:
@@ -71,10 +91,7 @@ def check_memory(requirements: Requirements) -> Iterator[CheckResult]:
             "start fewer ranks, or stop other programs",
         )
     else:
-        yield good(
-            "memory",
-            f"{what}; {wanted}",
-        )
+        yield good("memory", f"{what}; {wanted}")
 
 
 def memory_limit() -> float | None:
@@ -85,62 +102,26 @@ def memory_limit() -> float | None:
     return None
 
 
-def check_shared_memory(requirements: Requirements) -> Iterator[CheckResult]:
-    """Check that shared memory can be allocated, and the size of /dev/shm."""
-    if refusal := segment_refusal():
-        advice = "ranks on one host will communicate through sockets, which is slower"
-        yield note("shared memory", f"a segment cannot be created ({refusal})", advice)
-    if sys.platform != "linux":
-        return
-    if not SHM.is_dir():
-        yield note("shared memory", f"there is no {SHM}", "data loader workers need it: mount it")
-        return
-    status = os.statvfs(SHM)
-    total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    what = f"{SHM} has {format_bytes(free)} of {format_bytes(total)} free"
-    if free < min(MIN_SHM_BYTES, total // 2) or total < MIN_SHM_BYTES // 2:
-        advice = "data loader workers may run out of it; in Docker start with --shm-size=1g"
-        yield note("shared memory", what, advice)
+def check_accelerators(requirements: Requirements) -> Iterator[CheckResult]:
+    """Name the accelerators, or say why torch cannot use an NVIDIA GPU."""
+    import torch
+
+    from lockstep.devices import device_names
+
+    cuda = torch.version.cuda
+    if names := device_names():
+        yield good("gpu", ", ".join(names))
+    elif not shutil.which("nvidia-smi"):
+        yield good("gpu", "none; training runs on the CPU")
+    elif cuda is not None:
+        yield note(
+            "gpu",
+            f"torch {torch.__version__} supports CUDA {cuda} and finds no GPU",
+            "look whether nvidia-smi lists one, and at the variable CUDA_VISIBLE_DEVICES",
+        )
     else:
-        yield good("shared memory", what)
-
-
-def segment_refusal() -> str:
-    """Create a shared segment of 1 MiB; return the reason if that fails, else ""."""
-    if sys.platform != "linux":
-        return ""
-    try:
-        descriptor = os.memfd_create("lockstep-doctor")
-        try:
-            os.posix_fallocate(descriptor, 0, 1 << 20)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        return str(error.strerror)
-    return ""
-
-
-def check_disk(requirements: Requirements) -> Iterator[CheckResult]:
-    """Check that files can be written to the current folder and the folder of temporary files."""
-    for folder, use in ((Path.cwd(), "runs are recorded here"), (None, "temporary files")):
-        name = "disk" if folder else "temporary files"
-        try:
-            with tempfile.NamedTemporaryFile(dir=folder, prefix=".lockstep-doctor-") as file:
-                file.write(b"0" * 4096)
-                file.flush()
-                where = Path(file.name).parent
-                status = os.statvfs(where)
-        except OSError as error:
-            where = folder or Path(tempfile.gettempdir())
-            yield bad(
-                name,
-                f"{where} cannot be written ({error.strerror})",
-                "start in a writable folder, or use --runs" if folder else "set TMPDIR",
-            )
-            continue
-        free = status.f_bavail * status.f_frsize
-        what = f"{where} can be written, {format_bytes(free)} free ({use})"
-        if free < MIN_DISK_BYTES:
-            yield bad(name, what, "free some space: a record or a checkpoint will not fit")
-        else:
-            yield good(name, what)
+        yield note(
+            "gpu",
+            f"there is an NVIDIA driver, but torch {torch.__version__} does not support CUDA",
+            "install a torch build for CUDA if you want to train on the GPU",
+        )

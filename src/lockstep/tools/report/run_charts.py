@@ -1,0 +1,153 @@
+"""The charts of a run: loss, metrics, duration of a step, gradient norm, own values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lockstep.formatting import (
+    format_count,
+    format_duration,
+    format_number,
+    format_percent,
+    is_ratio,
+)
+from lockstep.record.columns import Column, as_dict
+from lockstep.record.reader import Run
+from lockstep.tools.report.chart import (
+    Curve,
+    Format,
+    downsample,
+    draw_chart,
+    linear_axis,
+    log_axis,
+)
+from lockstep.tools.report.picture import Picture
+from lockstep.tools.report.summary import name_weights, number_or, numbers_of
+
+__all__ = ["RunChart", "draw_run_charts"]
+
+WIDTH, HEIGHT = 520, 230  # points
+COLORS = ("var(--c0)", "var(--c1)")
+MAX_POINTS = 400  # points of a curve
+MAX_METRICS = 6  # metrics with a chart
+MAX_VALUE = 1e300  # limit of an axis: a longer range overflows
+LOG_RANGE = 100  # the ratio of losses from which their axis is logarithmic
+
+
+@dataclass(frozen=True)
+class RunChart:
+    """A chart as an SVG element, with the names of its curves."""
+
+    key: str
+    title: str
+    names: list[str]
+    svg: str
+
+
+def draw_run_charts(run: Run) -> list[RunChart]:
+    """Return the charts of a run that have values."""
+    return list(_draw(run))
+
+
+def _draw(run: Run) -> Iterator[RunChart]:
+    steps, numbers = run.steps, _step_numbers(run)
+    yield from _chart("loss", "Loss", [_steps("training", numbers, steps.loss),
+                                       _evaluations(run, None)], may_be_log=True)  # fmt: skip
+    for name in _metric_names(run):
+        values = steps.metrics.get(name, np.full(len(steps), np.nan))
+        curves = [_steps("training", numbers, values), _evaluations(run, name)]
+        label = format_percent if is_ratio(name) else format_number
+        yield from _chart(f"metric-{name}", _title(name), curves, label)
+    seconds = [_steps("per step", numbers, steps.seconds)]
+    yield from _chart("seconds", "Duration of a step", seconds, format_duration)
+    norms = [_steps("before clipping", numbers, steps.norm)]
+    yield from _chart("norm", "Gradient norm", norms, may_be_log=True)
+    rates = steps.lr[np.isfinite(steps.lr)]
+    if len(rates) and rates.min() < rates.max():
+        yield from _chart("lr", "Learning rate", [_steps("of the step", numbers, steps.lr)])
+    for name, points in list(_logged_numbers(run).items())[:MAX_METRICS]:
+        x, y = np.array(sorted(points.items()), np.float64).T
+        yield from _chart(f"log-{name}", _title(name), [_steps("logged", x, y)])
+
+
+def _chart(
+    key: str,
+    title: str,
+    given: Sequence[Curve | None],
+    label: Format = format_number,
+    *,
+    may_be_log: bool = False,
+) -> Iterator[RunChart]:
+    """Yield the chart of the curves that have values, if there are any."""
+    curves = [one for one in given if one is not None and np.isfinite(one.y).any()]
+    if not curves:
+        return
+    lows, highs = (
+        np.clip(np.concatenate(parts), -MAX_VALUE, MAX_VALUE)
+        for parts in ([one.low for one in curves], [one.high for one in curves])
+    )
+    low, high = float(np.nanmin(lows)), float(np.nanmax(highs))
+    is_log = may_be_log and 0 < low < high / LOG_RANGE
+    y = log_axis(low, high, label) if is_log else linear_axis(low, high, label)
+    first, last = (float(end(one.x[at] for one in curves)) for end, at in ((min, 0), (max, -1)))
+    x = linear_axis(first, last if last > first else first + 1, format_count)
+    picture = Picture(WIDTH, HEIGHT, "none", f"{title} over the steps")
+    box = (0, 12, WIDTH - 20, HEIGHT)
+    draw_chart(picture, curves, (x, y), box, COLORS[: len(curves)], "currentColor", "var(--faint)")
+    yield RunChart(key, title, [one.name for one in curves], picture.svg())
+
+
+def _steps(name: str, x: Column, y: Column) -> Curve | None:
+    return downsample(name, x, y, MAX_POINTS) if len(x) else None
+
+
+def _evaluations(run: Run, metric: str | None) -> Curve | None:
+    """Return the evaluations of a run, each at the last step of its epoch."""
+    epochs, numbers = run.steps.epoch, _step_numbers(run)
+    ends = np.flatnonzero(np.append(np.diff(epochs) != 0, len(epochs) > 0))
+    last_steps = dict(zip(epochs[ends].tolist(), numbers[ends].tolist(), strict=True))
+    points = []
+    for line in run.epochs:
+        evaluation = as_dict(line.get("evaluation"))
+        values = numbers_of(evaluation.get("metrics")) | {None: number_or(evaluation.get("loss"))}
+        point = last_steps.get(number_or(line.get("epoch")), np.nan), values.get(metric, np.nan)
+        points += [point] if np.isfinite(point).all() else []
+    if not points:
+        return None
+    x, y = np.array(points, np.float64).T
+    curve = downsample(f"held out{name_weights(run)}", x, y, MAX_POINTS)
+    return replace(curve, is_dotted=True)
+
+
+def _step_numbers(run: Run) -> Column:
+    """Return the numbers of the steps, or their positions if the numbers do not ascend."""
+    steps = run.steps.step
+    is_numbered = np.isfinite(steps).all() and np.all(np.diff(steps) > 0)
+    return steps if is_numbered else np.arange(len(steps), dtype=np.float64)
+
+
+def _logged_numbers(run: Run) -> dict[str, dict[float, float]]:
+    """Return the numbers that the script logged, by name and step."""
+    values: dict[str, dict[float, float]] = {}
+    for line in run.logged:
+        step, value = number_or(line.get("step")), number_or(line.get("value"))
+        if math.isfinite(step) and math.isfinite(value):
+            values.setdefault(line["name"], {})[step] = value
+    return values
+
+
+def _metric_names(run: Run) -> list[str]:
+    """Return the names of the metrics of a run, in order of appearance."""
+    names = dict.fromkeys(run.steps.metrics)
+    for line in run.epochs:
+        names |= dict.fromkeys(numbers_of(as_dict(line.get("evaluation")).get("metrics")))
+    return list(names)[:MAX_METRICS]
+
+
+def _title(name: str) -> str:
+    """Return the name of a metric as a title."""
+    return name[:1].upper() + name[1:].replace("_", " ")
