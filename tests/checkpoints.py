@@ -17,7 +17,7 @@ def complete(steps: int, **state: Any) -> dict[str, Any]:
     return {
         "model": {}, "optimizer": {}, "parameter_groups": [{"lr": 0.1, "params": []}],
         "scheduler": None, "ema": None, "ema_updates": None, "generators": {}, "stateful": {},
-        "history": {"open": sums}, "known_samplers": {}, "script": {"entries": [], "digests": {}},
+        "history": {"open": sums}, "script": {"entries": [], "digests": {}},
         "steps": steps, "epoch": 0, "seed": 0, "microbatches": 1, "settings": {},
         "environment": {}, "sources": {}, "trainer": 0,
     } | state  # fmt: skip

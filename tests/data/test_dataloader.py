@@ -85,11 +85,6 @@ REVERSED = list(range(20, -1, -1))
             {"batch_size": 8, "shuffle": False, "num_workers": 1},
         ),
         (
-            lambda: DataLoader(NOISY, 8, shuffle=True, generator=generator()),
-            NOISY,
-            {"batch_size": 8, "sampler": lambda: RandomSampler(NOISY, generator=generator())},
-        ),
-        (
             lambda: DataLoader(NOISY, 8, sampler=SequentialSampler(range(5))),
             NOISY,
             {"batch_size": 8, "sampler": lambda: range(5)},
@@ -113,7 +108,7 @@ REVERSED = list(range(20, -1, -1))
         (lambda: DataLoader(STREAM, 4, drop_last=True), STREAM, {"batch_size": 4, "drop_last": 1}),
     ],
     ids=[
-        "in order", "shuffled", "tensors", "drop_last", "collate_fn", "workers", "generator",
+        "in order", "shuffled", "tensors", "drop_last", "collate_fn", "workers",
         "part", "weighted", "few", "batch_sampler", "stream", "short stream",
     ],
 )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import interpolate
 from torch.utils.data import TensorDataset
 
+from lockstep.data import datasets
 from lockstep.data.datasets import (
     DIGITS_FOLDER,
     DIGITS_MEAN,
@@ -93,29 +94,43 @@ def test_missing_files_are_named_with_the_way_to_get_them(tmp_path: Path) -> Non
     assert "--download" in message
 
 
-def test_mnist_is_downloaded_where_it_is_missing(tmp_path: Path) -> None:
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
-            pass
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
-    source, folder = tmp_path / "mirror", tmp_path / "data"
-    source.mkdir()
+
+def test_mnist_is_downloaded_where_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first mirror that has it; another file is not kept."""
+    source, folder = tmp_path / "mirror/good", tmp_path / "data"
+    other = tmp_path / "mirror/other"
+    source.mkdir(parents=True)
+    other.mkdir()
     hashes = write_mnist(source, "train", 5, ".gz")
-    names: set[str] = set()
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(source))) as server:
+    write_mnist(other, "train", 6, ".gz")
+    monkeypatch.setattr(datasets, "SHA256", hashes)
+    monkeypatch.setattr(torch.hub.tqdm, "monitor_interval", 0, raising=False)  # starts no thread
+    handler = partial(Quiet, directory=str(tmp_path / "mirror"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            dataset = mnist(
-                folder,
-                download=True,
-                progress=lambda name, size, total: names.add(name),
-                mirrors=[f"http://127.0.0.1:{server.server_address[1]}/"],
-                sha256=hashes,
-            )
+            host = f"http://127.0.0.1:{server.server_address[1]}"
+            bad = (f"{host}/missing/", f"{host}/other/")
+            monkeypatch.setattr(datasets, "MIRRORS", bad)
+            with pytest.raises(FileError, match=r"cannot .*missing/ .*404.*other/ .*invalid hash"):
+                mnist(folder, download=True)
+            assert list(folder.iterdir()) == []
+            monkeypatch.setattr(datasets, "MIRRORS", (*bad, f"{host}/good/"))
+            assert len(mnist(folder, download=True)) == 5
         finally:
             server.shutdown()
             thread.join()
-    assert len(dataset) == 5
-    assert names == {f"train-{IMAGES}.gz", f"train-{LABELS}.gz"}
-    assert len(mnist(folder, download=True, mirrors=[])) == 5  # nothing is fetched again
+    assert len(mnist(folder, download=True)) == 5  # nothing is fetched again
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(FileError, match=r"cannot write .*file/data: Not a directory"):
+        mnist(tmp_path / "file/data", download=True)

@@ -73,7 +73,7 @@ def test_a_stream_changes_with_the_epoch() -> None:
 
 def test_what_a_stream_draws_at_its_beginning_is_the_same_everywhere() -> None:
     class Shuffled(IterableDataset[Any]):
-        """SamplerStates its order before its first sample, as a shuffling stream does."""
+        """Draws its order before its first sample, as a shuffling stream does."""
 
         def __iter__(self) -> Iterator[Any]:
             return iter([torch.tensor([index]) for index in random.sample(range(20), 20)])

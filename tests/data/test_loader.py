@@ -329,8 +329,12 @@ def test_ranks_exchange_what_they_are_about_to_do() -> None:
 
 def test_a_sampler_that_draws_from_elsewhere_is_noticed() -> None:
     generator = torch.Generator()
-    sampler = WeightedRandomSampler([1.0] * 10, 10, generator=generator)
-    agree = Ranks()
+
+    class Elsewhere:
+        def __iter__(self) -> Iterator[int]:
+            return iter(torch.randperm(10, generator=generator).tolist())
+
+    sampler, agree = Elsewhere(), Ranks()
     list(Batches(Numbers(10), 4, sampler=sampler, agree=agree))
     with pytest.raises(DisagreementError, match="rank 1 has a different order of the samples"):
         list(Batches(Numbers(10), 4, sampler=sampler, agree=agree))

@@ -1,5 +1,7 @@
+import json
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy
 import pytest
@@ -8,15 +10,17 @@ from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
     RandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 
-from lockstep.data.samplers import KnownSamplers, draw_batches, draw_indices, validate_sampler
+from lockstep.data.loader import Batches
+from lockstep.data.samplers import draw_batches, draw_indices, validate_sampler
 from lockstep.kernel.errors import DatasetError
 
 
 class Mixed:
-    """SamplerStates from all three generators, and knows of epochs."""
+    """Draws from all three generators, and knows of epochs."""
 
     epoch = -1
 
@@ -92,46 +96,66 @@ def test_a_sampler_of_one_ranks_part_is_refused() -> None:
     validate_sampler(DistributedSampler(range(8), num_replicas=1, rank=0))
 
 
+@pytest.mark.parametrize(
+    "generator",
+    [torch.Generator(), numpy.random.default_rng(1), numpy.random.RandomState(1), random.Random(1)],
+    ids=lambda generator: type(generator).__name__,
+)
+def test_a_sampler_with_a_generator_of_its_own_is_refused(generator: Any) -> None:
+    sampler = RandomSampler(range(8), generator=generator)
+    for given in (sampler, BatchSampler(sampler, 2, drop_last=False)):
+        with pytest.raises(
+            DatasetError, match=r"RandomSampler has a random generator .*\(generator"
+        ):
+            validate_sampler(given)
+    validate_sampler(RandomSampler(range(8), generator=torch.default_generator))
+
+
 class Counting:
-    """A sampler with a private generator."""
+    """A sampler whose order depends on how often it was drawn."""
 
-    def __init__(self, seed, generator=None):
-        self.generator = generator or torch.Generator().manual_seed(seed)
+    count = 0
 
-    def __iter__(self):
-        return iter(torch.randperm(9, generator=self.generator).tolist())
+    def __len__(self) -> int:
+        return 40
 
-
-def test_samplers_are_restored_by_the_order_of_their_first_use():
-    known, first, second = KnownSamplers(), Counting(1), Counting(2)
-    for sampler in (first, None, range(9), second, first):
-        known.use(sampler)
-    list(first), list(second), list(first)
-    state = known.state_dict()
-    expected = [list(first), list(second)]
-    again = KnownSamplers()
-    again.load_state_dict(state)
-    others = [Counting(7), Counting(8), Counting(9)]
-    again.use(others[0])
-    assert again.state_dict() == state  # also before the second one is used
-    for sampler in (range(9), others[1], others[0], others[2]):
-        again.use(sampler)
-    assert [list(each) for each in others] == [*expected, list(Counting(9))]
+    def __iter__(self) -> Iterator[int]:
+        self.count += 1
+        yield from random.Random(self.count).sample(range(40), 40)
 
 
-def test_a_generator_that_samplers_share_continues():
-    """A sampler per epoch, with one generator; those that no longer exist are not saved."""
-    generator, known = torch.Generator().manual_seed(1), KnownSamplers()
-    for _ in range(3):
-        sampler = Counting(0, generator)
-        known.use(sampler)
-        list(sampler)
-    state = known.state_dict()
-    assert list(state) == [2]
-    expected = list(sampler)
-    other, again = torch.Generator().manual_seed(5), KnownSamplers()
-    again.load_state_dict(state)
-    for _ in range(3):
-        sampler = Counting(0, other)
-        again.use(sampler)
-    assert list(sampler) == expected
+DATA = TensorDataset(torch.arange(40))
+
+
+def saved_state(batches: Batches) -> Any:
+    """Return the state after three batches, as it is read from a file."""
+    for number, _ in enumerate(batches, start=1):
+        if number == 3:
+            break
+    return json.loads(json.dumps(batches.state_dict()))
+
+
+def test_an_order_that_cannot_be_drawn_again_is_an_error() -> None:
+    sampler = Counting()
+    list(Batches(DATA, 6, epoch=0, sampler=sampler))
+    state = saved_state(Batches(DATA, 6, epoch=1, sampler=sampler))
+    resumed = Batches(DATA, 6, epoch=1, sampler=Counting())
+    resumed.load_state_dict(state)
+    with pytest.raises(
+        DatasetError, match=r"order of epoch 1 differs .* batch 3: the sampler Counting, which"
+    ):
+        list(resumed)
+
+
+def test_a_rank_whose_order_is_another_one_tells_the_others() -> None:
+    sent: list[bytes] = []
+
+    def agree(data: bytes, doing: str) -> list[bytes]:
+        sent.append(data)
+        return sent
+
+    resumed = Batches(DATA, 6, agree=agree)
+    resumed.load_state_dict(saved_state(Batches(DATA, 6)) | {"order": "0" * 32})
+    with pytest.raises(DatasetError, match="the dataset or the version of torch has changed"):
+        list(resumed)
+    assert len(sent) == 1

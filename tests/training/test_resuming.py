@@ -236,9 +236,8 @@ def with_everything(lab):
 
 
 def with_a_plateau(lab):
-    """A schedule of epochs, a DataLoader with a generator of its own, and a stream."""
-    generator = torch.Generator().manual_seed(3)
-    loader = DataLoader(Pairs(), BATCH, shuffle=True, generator=generator)
+    """A schedule of epochs, a DataLoader, and a stream."""
+    loader = DataLoader(Pairs(), BATCH, shuffle=True)
     plateau = partial(lr_scheduler.ReduceLROnPlateau, patience=0, threshold=0.5)
     trainer = lab.trainer(network(), None, ls.OptimizerConfig(SGD, scheduler=plateau))
     for epoch in range(EPOCHS):

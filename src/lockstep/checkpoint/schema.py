@@ -21,7 +21,7 @@ COUNT = range(1 << 53)  # of steps, samples or bytes; more is damage
 STATE: dict[str, Any] = {
     "model": dict, "optimizer": dict, "parameter_groups": list, "scheduler": (dict, type(None)),
     "ema": (dict, type(None)), "ema_updates": (torch.Tensor, type(None)), "generators": dict,
-    "stateful": dict, "history": dict, "known_samplers": dict, "script": dict, "seed": int,
+    "stateful": dict, "history": dict, "script": dict, "seed": int,
     "settings": dict, "environment": dict, "sources": dict,
 }  # fmt: skip
 COUNTS = ("steps", "epoch", "microbatches", "trainer")

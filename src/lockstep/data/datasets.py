@@ -18,15 +18,17 @@ from __future__ import annotations
 
 import gzip
 import math
+import socket
 import struct
+import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
+from urllib.error import URLError
 
 import torch
 from torch.utils.data import TensorDataset
 
-from lockstep.data.download import Progress, download
 from lockstep.kernel.errors import FileError
 
 __all__ = ["digits", "find_idx", "mnist", "read_idx", "read_images_and_labels"]
@@ -36,6 +38,7 @@ DIGITS_FOLDER = Path(__file__).parent / "digits"
 DIGITS_MEAN, DIGITS_STD = 0.3053, 0.3247  # of the scaled pixels, in 0..1
 MNIST_MEAN, MNIST_STD = 0.1307, 0.3081
 
+STALL = 30.0  # seconds of the longest wait for data from the network
 MIRRORS = (
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
@@ -62,47 +65,54 @@ def digits() -> TensorDataset:
     return _normalize(pixels, labels, DIGITS_MEAN, DIGITS_STD)
 
 
-def mnist(
-    folder: str | Path,
-    train: bool = True,
-    download: bool = False,
-    *,
-    progress: Progress | None = None,
-    mirrors: Sequence[str] = MIRRORS,
-    sha256: Mapping[str, str] = SHA256,
-) -> TensorDataset:
+def mnist(folder: str | Path, train: bool = True, download: bool = False) -> TensorDataset:
     """Return MNIST from its IDX files, images [n, 1, 28, 28].
 
     Args:
         folder: The folder of the files, plain or gzipped.
         train: Whether to return the training set; otherwise the test set.
-        download: Whether to download missing files.
-        progress: A function that is called during a download with the file name, the bytes so
-            far and the total bytes (None if unknown).
-        mirrors: The base URLs to download from, tried in order.
-        sha256: The SHA-256 of each gzipped file, by its name without suffix.
+        download: Whether to download missing files, with a progress bar on a terminal.
 
     Raises:
         FileError: A file is missing, damaged, inconsistent, or cannot be downloaded.
     """
     folder, part = Path(folder), "train" if train else "t10k"
     names = (f"{part}-{IMAGES}", f"{part}-{LABELS}")
-    if download:
-        _download_missing(folder, names, mirrors, sha256, progress)
+    for name in names if download else ():
+        if find_idx(folder, name) is None:
+            _download(folder, name)
     images, labels = read_images_and_labels(*_find_files(folder, names))
     return _normalize(images.float() / 255, labels, MNIST_MEAN, MNIST_STD)
 
 
-def _download_missing(
-    folder: Path,
-    names: tuple[str, str],
-    mirrors: Sequence[str],
-    sha256: Mapping[str, str],
-    progress: Progress | None,
-) -> None:
-    for name in names:
-        if find_idx(folder, name) is None:
-            download(f"{name}.gz", folder, sha256[name], mirrors, progress)
+def _download(folder: Path, name: str) -> None:
+    """Download a file from the first mirror that has it; its SHA-256 is checked.
+
+    Raises:
+        FileError: No mirror delivered the file (the message has the answer of each), or the folder
+            cannot be written.
+    """
+    answers = []
+    timeout = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(STALL)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = str(folder / f"{name}.gz")
+        for mirror in MIRRORS:
+            try:
+                url, is_shown = f"{mirror}{name}.gz", sys.stderr.isatty()
+                torch.hub.download_url_to_file(url, path, SHA256[name], is_shown)
+                return
+            except (URLError, HTTPException, RuntimeError, TimeoutError) as error:
+                answers.append(f"{mirror} failed ({error})")
+    except OSError as error:
+        raise FileError(f"cannot write {folder}: {error.strerror or error}") from None
+    finally:
+        socket.setdefaulttimeout(timeout)
+    raise FileError(
+        f"cannot download {name}.gz: {'; '.join(answers)}; "
+        f"check the network, or put the file into {folder} yourself"
+    )
 
 
 def _find_files(folder: Path, names: tuple[str, str]) -> tuple[Path, Path]:

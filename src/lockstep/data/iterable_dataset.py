@@ -114,7 +114,7 @@ class IterableSource(IterableDataset[Item]):
         else:
             again = partial(self._collate, batch, kept)
             try:
-                parts = collate_and_check(collate, again, pieces, self.collate)
+                parts = collate_and_check(collate, again, pieces)
             except DatasetError as error:
                 parts = LoadFailure(str(error), DatasetError)
         if isinstance(parts, LoadFailure):

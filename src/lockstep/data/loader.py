@@ -9,7 +9,7 @@ The contents of a batch depend neither on the layout nor on the number of worker
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,6 @@ from lockstep.data.map_dataset import (
     is_own,
 )
 from lockstep.data.microbatch import Batch, Microbatch
-from lockstep.data.samplers import SamplerStates, restore_sampler_state, sampler_state
 from lockstep.data.workers import Items, load_in_process, load_in_workers, load_isolated
 from lockstep.devices import find_accelerator
 from lockstep.kernel.errors import DatasetError
@@ -73,7 +72,6 @@ class Batches:
         epoch: The epoch, from 0.
         agree: A function that exchanges a few bytes with all ranks, so that they can compare
             their data; None for no comparison.
-        sampler_states: The states of samplers from epoch to epoch.
         options: The other fields of `LoaderOptions`.
 
     Raises:
@@ -97,14 +95,14 @@ class Batches:
         is_interleaved: bool = False,
         epoch: int = 0,
         agree: GatherFn | None = None,
-        sampler_states: SamplerStates | None = None,
         **options: Any,
     ) -> None:
         self._options = LoaderOptions(dataset, batch_size, **options)
-        self._order = ResumableOrder(self._options, sampler_states or SamplerStates())
         self.epoch, self.agree = epoch, agree
         self.position = 0
         self._start = 0
+        self._digest = ""  # of the order, hexadecimal; "" before it is drawn
+        self._saved_digest = ""  # of the order of a loaded position
         on_hosts = hosts or on_one_host(replicas)
         self._share = ReplicaShare(microbatches, on_hosts, replica, is_interleaved)
         self._who = f"rank {rank}" if rank is not None else f"replica {replica}"
@@ -137,11 +135,10 @@ class Batches:
         """Return the position in the epoch as JSON values, valid for any layout.
 
         `position` counts the batches that were returned; batches that workers have prepared ahead
-        are prepared again. `order` is a digest of the order of the epoch. `sampler` is the state
-        of the sampler before the order was drawn: its private generators and `state_dict`.
+        are prepared again. `order` is a digest of the order of the epoch.
         """
-        position = {"position": self.position, **self._options.describe(self.epoch)}
-        return position | self._order.state_dict()
+        settings = self._options.describe(self.epoch)
+        return {"position": self.position, **settings, "order": self._digest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume the next iteration from a saved position.
@@ -158,11 +155,7 @@ class Batches:
                     f"but these batches have {here}"
                 )
         self.position = self._start = int(state["position"])
-        self._order.load_state_dict(state)
-
-    def user_sampler(self) -> Any:
-        """Return the user's sampler or batch sampler; None if there is none."""
-        return self._options.given_sampler
+        self._digest = self._saved_digest = state.get("order", "")
 
     def enter_share(self, share: ReplicaShare, rank: int) -> None:
         """Load the micro-batches of another share from now on; the order does not change."""
@@ -281,7 +274,7 @@ class Batches:
     def _plan_epoch(self, start: int) -> EpochOrder:
         """Determine the order of the epoch, and check that it is the same on all ranks."""
         try:
-            epoch = self._order.draw(self.epoch, start)
+            epoch = self._draw_order(start)
         except BaseException:
             if self.agree is not None:
                 # The other ranks wait for this message.
@@ -289,6 +282,23 @@ class Batches:
             raise
         self._compare_epoch(start, epoch)
         return epoch
+
+    def _draw_order(self, start: int) -> EpochOrder:
+        """Draw the order of the epoch; DatasetError if it differs from that of a saved position."""
+        order = self._options.make_order(self.epoch)
+        self._digest, saved, self._saved_digest = order.digest().hex(), self._saved_digest, ""
+        if saved in ("", self._digest):
+            return order
+        sampler, cause = self._options.given_sampler, "the dataset or the version of torch"
+        if sampler is not None:
+            cause = (
+                f"the sampler {type(sampler).__name__}, which must draw from the global generators "
+                "of torch, Python or numpy and may depend on nothing else but set_epoch(epoch),"
+            )
+        raise DatasetError(
+            f"the order of epoch {self.epoch} differs from that of the saved position before batch "
+            f"{start}: {cause} has changed"
+        )
 
     def _compare_epoch(self, start: int, epoch: EpochOrder | None) -> None:
         if self.agree is None:
@@ -304,7 +314,7 @@ class Batches:
             epoch=self.epoch,
             position=start,
             batches=None if epoch is None else len(epoch),
-            order="" if epoch is None else self._order.digest,
+            order="" if epoch is None else self._digest,
         )
         require_same_epoch(self.agree(description.pack(), "beginning"))
 
@@ -326,75 +336,8 @@ class Batches:
             ),
             epoch=self.epoch,
             seconds=seconds,
-            identity=BatchIdentity(self.epoch, self.position, self._order.digest, samples=samples),
+            identity=BatchIdentity(self.epoch, self.position, self._digest, samples=samples),
             indices=indices,
             share=share,
             load=partial(self._load_again, source, self.position),
         )
-
-
-class ResumableOrder:
-    """The order of an epoch, and the state of the sampler from which it was drawn.
-
-    Args:
-        options: The options of the loader.
-        states: The states of samplers from epoch to epoch.
-
-    Attributes:
-        digest: A digest of the order, hexadecimal; "" before it is drawn.
-    """
-
-    def __init__(self, options: LoaderOptions, states: SamplerStates) -> None:
-        self._options, self._states = options, states
-        self.digest = ""
-        self._drawn_from: Mapping[str, Any] | None = None
-        self._saved: Mapping[str, Any] | None = None  # loaded, and not drawn again yet
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the digest, and the state of the sampler before the order was drawn."""
-        sampler, drawn_from = self._options.given_sampler, self._drawn_from
-        if drawn_from is None:
-            drawn_from = {} if sampler is None else sampler_state(sampler)
-        return {"order": self.digest, "sampler": drawn_from}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Draw the order of a saved state next."""
-        self._saved = {"order": state.get("order", ""), "sampler": state.get("sampler", {})}
-        self.digest, self._drawn_from = self._saved["order"], self._saved["sampler"]
-
-    def draw(self, epoch: int, start: int) -> EpochOrder:
-        """Draw the order of an epoch, after restoring the saved state of the sampler, if any.
-
-        Args:
-            epoch: The epoch.
-            start: The batch at which the epoch is resumed, for messages.
-
-        Raises:
-            DatasetError: The order differs from the saved one.
-        """
-        saved, self._saved = self._saved, None
-        sampler = self._options.given_sampler
-        if sampler is None:
-            order = self._options.make_order(epoch)
-        else:
-            if saved is not None:
-                restore_sampler_state(sampler, saved["sampler"])
-            else:
-                self._states.resume(sampler, epoch)
-            self._drawn_from = sampler_state(sampler)
-            order = self._options.make_order(epoch)
-            self._states.record(epoch, dict(self._drawn_from), sampler_state(sampler))
-        self.digest = order.digest().hex()
-        if saved is not None and saved["order"] not in ("", self.digest):
-            cause = (
-                "the dataset or the version of torch has changed"
-                if sampler is None
-                else f"the sampler {type(sampler).__name__} has changed, or has state that cannot "
-                "be restored: let it draw from the global generators of torch, Python or numpy, "
-                "which are seeded for each epoch, or implement state_dict() and load_state_dict()"
-            )
-            raise DatasetError(
-                f"the order of epoch {epoch} differs from that of the saved position before batch "
-                f"{start}; {cause}"
-            )
-        return order

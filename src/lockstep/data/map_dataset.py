@@ -180,7 +180,7 @@ class MapSource(Dataset[Item]):
             collate = partial(self._microbatches, loaded=loaded)
             if is_due and is_own(self.collate):
                 again = partial(self._microbatches, loaded={})
-                parts = collate_and_check(collate, again, pieces, self.collate)
+                parts = collate_and_check(collate, again, pieces)
             else:
                 parts = collate(pieces)
         except DatasetError as error:

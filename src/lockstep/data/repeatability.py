@@ -2,7 +2,7 @@
 
 A collate function of the user is checked in the same way, with one micro-batch.
 
-    each rank    sample i with seed key(seed, epoch, i) ──> content, states of private generators
+    each rank    sample i with seed key(seed, epoch, i) ──> content
                  sample i with the same seed            ──> must be equal, or the dataset uses
                                                             random numbers that are not seeded
     all ranks    content of sample i                    ──> must be equal, or the datasets differ
@@ -22,7 +22,6 @@ from time import perf_counter
 from typing import Any
 
 from lockstep.data.content_hash import hash_content, hash_sample
-from lockstep.data.generators import generator_state, private_generators
 from lockstep.kernel.errors import DatasetError
 from lockstep.processor_core import on_another_core
 
@@ -74,7 +73,7 @@ def check_samples(
             this sample.
         positions: The positions of the samples in the order of the epoch.
         names: The indices of the samples, for messages.
-        dataset: The dataset, which is searched for private generators.
+        dataset: The dataset, for messages.
 
     Returns:
         Descriptions of the samples, which must be equal on all ranks. Their number depends on
@@ -87,19 +86,17 @@ def check_samples(
     start = perf_counter()
     descriptions: list[str] = []
     for position, name in zip(positions, names, strict=True):
-        contents, states = [], []
+        contents = []
         try:
             for place in (nullcontext(), on_another_core()):
                 with place:
                     sample = load(position)
                     contents.append(hash_content(sample))
-                states.append(_states(dataset))
         except Exception:
             break
         require_repeatable(
             f"sample {name} of {type(dataset).__name__}, loaded twice with the same random seed, ",
             contents,
-            states,
         )
         descriptions.append(describe_sample(name, sample))
         if perf_counter() - start > BUDGET:
@@ -111,7 +108,6 @@ def collate_and_check(
     collate: Callable[[Sequence[Any]], Any],
     again: Callable[[Sequence[Any]], Any],
     pieces: Sequence[Any],
-    function: Any,
 ) -> Any:
     """Collate micro-batches, the first of them twice, and compare its results.
 
@@ -120,23 +116,21 @@ def collate_and_check(
             seeded for each. It returns a list; anything else is a failure.
         again: The same, from samples that are loaded anew.
         pieces: The micro-batches.
-        function: The collate function of the user, which is searched for private generators.
 
     Returns:
         All micro-batches, or a failure.
 
     Raises:
-        DatasetError: The results, or the states of a private generator, differ.
+        DatasetError: The results differ.
     """
     first = collate(pieces[:1])
     if not isinstance(first, list):
         return first
-    contents, states = [hash_content(first)], [_states(function)]
+    contents = [hash_content(first)]
     others = collate(pieces[1:])  # the function may keep something, such as the longest length
     with on_another_core():
         contents.append(hash_content(again(pieces[:1])))
-    states.append(_states(function))
-    require_repeatable("collate_fn, called twice with the same random seed, ", contents, states)
+    require_repeatable("collate_fn, called twice with the same random seed, ", contents)
     return [*first, *others] if isinstance(others, list) else others
 
 
@@ -145,26 +139,11 @@ def describe_sample(name: int, sample: Any) -> str:
     return f"{name}:{hash_sample(sample)}"
 
 
-def require_repeatable(
-    what: str, contents: Sequence[str], states: Sequence[dict[str, Any]]
-) -> None:
-    """Raise DatasetError unless the contents and generator states of two loads are equal."""
-    first, second = states
-    names = [path for path in {**first, **second} if first.get(path) != second.get(path)]
-    if names:
-        raise DatasetError(
-            f"{what}draws from a private generator ({names[0]}), so its random numbers depend on "
-            f"which rank loads which samples: {ADVICE}"
-        )
+def require_repeatable(what: str, contents: Sequence[str]) -> None:
+    """Raise DatasetError unless the contents of two loads are equal."""
     if contents[0] != contents[1]:
         raise DatasetError(
             f"{what}gives different results, because it depends on something that is not seeded, "
             f"such as a private generator, a counter or the time, or a processor core is faulty: "
             f"{ADVICE}"
         )
-
-
-def _states(owner: Any) -> dict[str, Any]:
-    return {
-        path: generator_state(generator) for path, generator in private_generators(owner).items()
-    }

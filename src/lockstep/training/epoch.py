@@ -57,7 +57,6 @@ class Epoch(Batches):
             if not (self._is_given or self._is_loaded):
                 self.epoch = self._position.next_epoch
             self._position.epoch, self._position.next_epoch = self.epoch, self.epoch + 1
-            self._run.use_sampler(self)
             epoch = self._run.begin_epoch(self)
             self._is_loaded = False
             if epoch is None:

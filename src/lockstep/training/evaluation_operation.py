@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lockstep.data.loader import Batches
-from lockstep.data.samplers import keep_sampler
 from lockstep.elastic.membership import exchange, run_transaction
 from lockstep.model.evaluation import Evaluation, EvaluationTask, Scoring
 from lockstep.model.parallel_context import ParallelContext
@@ -73,7 +72,7 @@ class EvaluationOperation:
 
     def predict(self, options: Mapping[str, Any], *, ema: bool) -> Any:
         """Return the outputs for a dataset; the arguments are those of `evaluate`."""
-        self._run.begin_prediction(self._make_batches(options, "a prediction"))
+        self._run.begin_prediction()
         return self._perform(
             options, ema, lambda: Predictions(self._parallel), lambda task, outputs: outputs
         )
@@ -99,6 +98,4 @@ class EvaluationOperation:
             batches = self._make_batches(options, task.about)
             return task, self._executor.evaluate(copy, task.prepare(batches), task)
 
-        return run_transaction(
-            prepare, lambda done: commit(*done), keep_sampler(options.get("sampler"))
-        )
+        return run_transaction(prepare, lambda done: commit(*done))

@@ -283,11 +283,10 @@ class ResumableRun:
     def evaluate(self, batches: Batches, call: Callable[[], Any], *, ema: bool) -> Any:
         """Evaluate, or return the result of the interrupted run."""
         self.begin()
-        self.use_sampler(batches)
         samples = batches.state_dict()["samples"]
         return self.call("evaluation", call, ask=True, samples=samples, ema=ema)
 
-    def begin_prediction(self, batches: Batches) -> None:
+    def begin_prediction(self) -> None:
         """Begin a prediction; UsageError if the script is not where the weights belong."""
         self.begin()
         if self._position.is_replaying:
@@ -295,12 +294,6 @@ class ResumableRun:
                 "trainer.predict() before the place where the run was interrupted: the weights of "
                 "that time are not kept; write `if not trainer.is_replaying:` before the call"
             )
-        self.use_sampler(batches)
-
-    def use_sampler(self, batches: Batches) -> None:
-        """Restore the state of the batches' sampler if this is its first use."""
-        if self.safe_points.is_logged or self._position.resumed_from is not None:
-            self._position.samplers.use(batches.user_sampler())
 
     def call_step(self, batch: Any, step: Callable[[Any], float]) -> float:
         """Take a step, or return its loss in the interrupted run; `batch` may be of any origin."""

@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import Any
 
 from lockstep.checkpoint.folder import refusing_misfits
-from lockstep.data.samplers import KnownSamplers
 from lockstep.kernel.step_context import Attempt
 from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.training.call_journal import CallJournal, OpenEpoch
@@ -41,7 +40,6 @@ class ScriptPosition:
 
     Attributes:
         log: The calls of the script.
-        samplers: The samplers of its batches.
         has_joined: Whether this process has joined a running elastic run.
         resumed_from: The number of steps that the training was resumed after; None if it was not.
         saved: The steps and the size of the log in the latest checkpoint.
@@ -61,7 +59,7 @@ class ScriptPosition:
     ) -> None:
         self.state, self._history, self._settings = state, history, settings
         self._checkpoints = checkpoints
-        self.log, self.samplers = CallJournal(), KnownSamplers()
+        self.log = CallJournal()
         self.has_joined = self.is_state_transferred = False
         self.resumed_from: int | None = None
         self.saved = (-1, -1)
@@ -103,7 +101,6 @@ class ScriptPosition:
         require_same_training(state, here)
         with refusing_misfits("the state of the checkpoint"):
             self.log.load_state_dict(state["script"])
-            self.samplers.load_state_dict(state["known_samplers"])
             self.state.load_local(state)
         self._restored = state
         return find_differences(state, here, self.state.describe_optimization())
@@ -125,8 +122,7 @@ class ScriptPosition:
             with refusing_misfits("the state of the checkpoint"):
                 self.state.load_local(state)
                 self.state.load_settings(state)
-                # Samplers have been restored already, or are when they are first used.
-                self.state.load_position({**state, "samplers": []})
+                self.state.load_position(state)
             if self._checkpoints is not None:
                 self._checkpoints.restore(state, state["steps"])
             elif self.restore_objects is not None:
@@ -146,5 +142,4 @@ class ScriptPosition:
         """Return the state that is equal on all ranks: the positions of training and script."""
         position = self.state.position_state()
         position |= {"script": self.log.state_dict(position["steps"]), **self.training}
-        position |= {"trainer": self.state.position.attempt.trainer, "time": time.time()}
-        return position | {"known_samplers": self.samplers.state_dict()}
+        return position | {"trainer": self.state.position.attempt.trainer, "time": time.time()}

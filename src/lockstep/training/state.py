@@ -12,7 +12,6 @@ from torch import nn
 from lockstep.checkpoint.schema import is_alike
 from lockstep.checkpoint.shards import Rows, split_shards
 from lockstep.checksum import digest
-from lockstep.data.samplers import SamplerStates
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.kernel.step_context import Attempt
 from lockstep.model.parallel_context import ParallelContext
@@ -74,7 +73,7 @@ class TrainingState:
     ) -> None:
         self._module, self._optimization, self._parallel = module, optimization, parallel
         self._executor, self._history = executor, history
-        self.position, self.samplers = position, SamplerStates()
+        self.position = position
         self._device = parallel.device
         self._names: dict[torch.Tensor, str] = {
             tensor: name for name, tensor in module.named_parameters()
@@ -243,7 +242,6 @@ class TrainingState:
         scale = self._parallel.loss_scale
         return {
             "history": self._history.state_dict(),
-            "samplers": self.samplers.state_dict(),
             "steps": self.position.steps,
             "epoch": self.position.epoch,
             "seed": self.position.seed,
@@ -254,7 +252,6 @@ class TrainingState:
     def load_position(self, state: Mapping[str, Any]) -> None:
         """Load a position that `position_state` returned; older states lack some entries."""
         self._history.load_state_dict(state.get("history") or {"open": state["open_epoch"]})
-        self.samplers.load_state_dict(state.get("samplers", []))
         position, steps = self.position, state["steps"]
         position.steps, position.epoch = steps, state["epoch"]
         position.attempt = Attempt(position.attempt.trainer, steps, steps - 1)

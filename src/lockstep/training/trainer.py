@@ -367,7 +367,6 @@ class Trainer:
             seed=self.seed if seed is None else seed,
             epoch=epoch,
             agree=self._make_agree(lambda: f"epoch {self._position.epoch}"),
-            sampler_states=self._state.samplers,
         )
         if self._rounds is not None:
             self._rounds.follow(batches)

@@ -316,11 +316,4 @@ def _download(recipe: str, data: str | None) -> None:
     from lockstep.tools.recipes.mnist import FOLDER
 
     for part in (True, False):
-        mnist(data or FOLDER, train=part, download=True, progress=_show_download)
-
-
-def _show_download(name: str, received: int, total: int | None) -> None:
-    """Show the progress of a download on one line."""
-    share = f"{received / total:4.0%}" if total else f"{received / 1e6:.1f} MB"
-    end = "\n" if received == total else ""
-    click.echo(f"\r{name}  {share}{end}", nl=False, err=True)
+        mnist(data or FOLDER, train=part, download=True)
