@@ -38,9 +38,9 @@ class BatchIdentity:
         return f"{self.epoch} {self.position} {self.order or '-'} {self.checksum or '-'}"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Microbatch:
-    """One micro-batch: leaf `index` of the batch's tree, with `size` samples."""
+    """One micro-batch: leaf `index` of the batch's tree, with `size` samples; do not change it."""
 
     index: int
     size: int

@@ -187,7 +187,7 @@ class StatusSummary(NamedTuple):
         Micro-batches that were not computed add 0.
         """
         known = {(lo, hi): value for lo, hi, value in self.nodes}
-        if sum([hi - lo for lo, hi in known]) < self.leaves:
+        if len(known) < self.leaves > sum([hi - lo for lo, hi in known]):
             missing = {*range(self.leaves)}.difference(*(range(*node) for node in known))
             known |= {(leaf, leaf + 1): 0.0 for leaf in missing}
         return total(known, self.leaves, add)
@@ -237,24 +237,23 @@ def make_status(step: StepContext, parts: Sequence[Part], values: Mapping[str, A
 
 def _read_result(computed: ComputedMicrobatch) -> MicrobatchResult:
     """Return the results of a micro-batch as numbers; waits for the device."""
-    loss = 0.0
+    microbatch, loss = computed.microbatch, 0.0
     for part in computed.losses:
         loss += float(part)
+    result = MicrobatchResult(microbatch.index, microbatch.size, computed.share, loss)
+    if not computed.metrics:
+        return result
     metrics = {name: float(value) for name, value in computed.metrics.items()}
-    index, size = computed.microbatch.index, computed.microbatch.size
-    return MicrobatchResult(index, size, computed.share, loss, metrics)
+    return result._replace(metrics=metrics)
 
 
 def summarize(status: RankStatus, parallel: StepLayout, leaves: int) -> StatusSummary:
     """Return the summary of the status of this rank, for a batch of `leaves` micro-batches."""
     results, rank, position = status.microbatches, parallel.rank, str(parallel.position)
     ranks = parallel.replicas * parallel.stages
-    lost = [
-        NonFiniteLoss(result.leaf, rank, result.loss)
-        for result in results
-        if not math.isfinite(result.loss)
-    ]
-    terms = [(result.leaf, result.leaf + 1, result.loss * result.share) for result in results]
+    losses = [(leaf, loss) for leaf, _, _, loss, _ in results]
+    lost = [NonFiniteLoss(leaf, rank, loss) for leaf, loss in losses if not math.isfinite(loss)]
+    terms = [(leaf, leaf + 1, loss * share) for leaf, _, share, loss, _ in results]
     terms += [(leaf, leaf + 1, 0.0) for leaf in status.skipped]
     warnings = {_sentence(message): (rank, message) for message in reversed(status.warnings)}
     return StatusSummary(
@@ -271,8 +270,8 @@ def summarize(status: RankStatus, parallel: StepLayout, leaves: int) -> StatusSu
             ]
         },
         nodes=terms if ranks == 1 else _add_nodes((), terms, leaves),
-        losses=[(result.leaf, result.loss) for result in results if ranks <= DETAILED_RANKS],
-        metrics=_sum_metrics(results),
+        losses=losses if ranks <= DETAILED_RANKS else [],
+        metrics=_sum_metrics([result for result in results if result.metrics]),
         warnings=list(reversed(warnings.values())),
         hooks=status.hooks,
     )

@@ -22,7 +22,7 @@ import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -55,14 +55,13 @@ def find_scopes(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
     return list(dict.fromkeys(model.get_submodule(name) for name in names)) or [model]
 
 
-@dataclass
+@dataclass(slots=True)
 class ScopeCalls:
     """The calls of the scopes in a micro-batch so far."""
 
     prefix: bytes  # the parts of every key that come before the scope
-    last: int = 0  # the number of the last call of the first scope, so of the model
-    # For each scope, the generator's state at each call.
-    states: dict[int, list[bytes]] = field(default_factory=dict)
+    last: int  # the number of the last call of the first scope, so of the model
+    states: dict[int, list[bytes]]  # for each scope, the generator's state at each call
 
 
 WatchedModule = tuple[nn.Module, Callable[[], None] | None, Callable[[], None] | None]
@@ -186,7 +185,7 @@ class RngScopes:
             last_call: The number of the last call of the first scope in earlier stages.
         """
         prefix = self._pack_prefix(step, microbatch)
-        self._now = ScopeCalls(prefix, last_call)
+        self._now = ScopeCalls(prefix, last_call, {})
         about = f"step {step}" if step >= 0 else f"evaluation {-1 - step}"
         self._announce(f"micro-batch {microbatch} of {about}")
         self._seeder.seed_others(self._seed_call(prefix, BEFORE, 0))

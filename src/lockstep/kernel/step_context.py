@@ -128,14 +128,14 @@ class MicrobatchResult(NamedTuple):
     metrics: Mapping[str, float] = MappingProxyType({})
 
 
-@dataclass
+@dataclass(slots=True)
 class ComputedMicrobatch:
     """A micro-batch whose losses and metrics are still tensors."""
 
     microbatch: Microbatch
     share: float
-    losses: list[torch.Tensor] = field(default_factory=list)
-    metrics: dict[str, Any] = field(default_factory=dict)
+    losses: list[torch.Tensor]
+    metrics: dict[str, Any]
 
 
 class StepObserver:

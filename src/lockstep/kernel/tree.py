@@ -106,8 +106,14 @@ class TreeAccumulator(Generic[Value]):
 
 def total(values: Mapping[Node, Value], leaves: int, add: Callable[[Value, Value], Value]) -> Value:
     """Return the sum, along the tree, of nodes that together cover all leaves."""
-    sums = TreeAccumulator(leaves, add)
-    for node in sorted(values):
-        sums.put(node, values[node])
-    (result,) = sums.nodes.values()
+    terms = [values[node] for node in sorted(values)]
+    if len(terms) == leaves:  # all are leaves: add one level of the tree after the other
+        while len(terms) > 1:
+            sums = [*map(add, terms[::2], terms[1::2])]
+            terms = sums + terms[2 * len(sums) :]
+        return terms[0]
+    accumulator = TreeAccumulator(leaves, add)
+    for node, term in zip(sorted(values), terms, strict=True):
+        accumulator.put(node, term)
+    (result,) = accumulator.nodes.values()
     return result

@@ -159,15 +159,14 @@ def compute_loss(
         ) from error
     if not isinstance(value, torch.Tensor):
         value = _find_loss(value, where)
-    is_tensor = isinstance(value, torch.Tensor)  # asked first: it is by far the fastest question
-    if not is_tensor and (value is None or isinstance(value, (tuple, list, Mapping))):
-        advice = "return the loss first, or alone"
-        if isinstance(value, Mapping):
-            advice = 'return the loss alone, or under the key "loss"'
-        returned = "None: end it with `return loss`"
-        if value is not None:
-            returned = f"{_describe_output(value)}: {advice}"
-        raise LossError(f"{where}: the loss {loss_name(loss)} returned {returned}")
+        if value is None or isinstance(value, (tuple, list, Mapping)):
+            advice = "return the loss first, or alone"
+            if isinstance(value, Mapping):
+                advice = 'return the loss alone, or under the key "loss"'
+            returned = "None: end it with `return loss`"
+            if value is not None:
+                returned = f"{_describe_output(value)}: {advice}"
+            raise LossError(f"{where}: the loss {loss_name(loss)} returned {returned}")
     return value, compute_metrics(metrics, outputs, targets, where) if metrics else {}
 
 

@@ -193,7 +193,7 @@ class MicrobatchLoop:
             if index not in step.shares:
                 sums.skip(index)
                 continue
-            self.current = ComputedMicrobatch(microbatch, step.shares[index])
+            self.current = ComputedMicrobatch(microbatch, step.shares[index], [], {})
             self.place = f"{step.where}, micro-batch {index}"
             if has_buffers:
                 self.buffers.install_copies()
@@ -201,8 +201,11 @@ class MicrobatchLoop:
                 observer.begin_microbatch()
             self.scopes.begin_microbatch(step.number, index)
             data = microbatch.data if is_on_cpu else parallel.move_to_device(microbatch.data)
-            with autocast:
+            if autocast is NOTHING:
                 yield data
+            else:
+                with autocast:
+                    yield data
             if not self.current.losses:
                 raise UsageError(
                     f"{self.place}: step.backward(loss) was not called: write it instead of "
@@ -210,16 +213,22 @@ class MicrobatchLoop:
                 )
             if step.observers:
                 step.observe_microbatch(index, self.gradients.hash_current, self.buffers.current)
-            with step.in_phase("reduction") if step.observers else NOTHING:
-                if has_buffers:
-                    self.buffers.collect(index, microbatch.size / step.samples)
-                sums.accumulate(index)
+                with step.in_phase("reduction"):
+                    self._collect(microbatch, sums)
+            else:
+                self._collect(microbatch, sums)
             step.computed.append(self.current)
             self.current, self.place = None, first
         if sums.failure:
             step.failure = StepFailure("failure", sums.failure)
         if has_peers:
             self.gradients.launch_remaining()
+
+    def _collect(self, microbatch: Microbatch, sums: MicrobatchSums) -> None:
+        """Add the results of a micro-batch to those of the others."""
+        if self.buffers.slots:
+            self.buffers.collect(microbatch.index, microbatch.size / self.step.samples)
+        sums.accumulate(microbatch.index)
 
     def backward(
         self,
@@ -246,19 +255,20 @@ class MicrobatchLoop:
                 )
             share = current.share
         # The report multiplies by the micro-batch's own share.
-        noted = record_loss(step, loss, self.place, share / current.share)
-        current.losses.append(noted)
+        factor = 1.0 if share is current.share else share / current.share
+        current.losses.append(record_loss(step, loss, self.place, factor))
         for observer in step.observers:
             observer.record_graph(loss, (step.number, index))
         if metrics:
             current.metrics.update(metrics)
-        is_autocast = torch.is_autocast_enabled(self.parallel.device_type)
-        with self.parallel.without_autocast() if is_autocast else NOTHING:
+        is_watched = final and index == self._watched
+        if not is_watched and not torch.is_autocast_enabled(self.parallel.device_type):
             root, gradient = self.roots.find(loss, share)
-            watched = NOTHING
-            if final and index == self._watched:
-                watched = self.gradients.watch_backward(root, index)
-            with watched:
+            run_backward(root, gradient, retain_graph)
+            return
+        with self.parallel.without_autocast():
+            root, gradient = self.roots.find(loss, share)
+            with self.gradients.watch_backward(root, index) if is_watched else NOTHING:
                 run_backward(root, gradient, retain_graph)
 
     def record_mean(self, loss: torch.Tensor) -> None:
