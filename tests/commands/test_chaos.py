@@ -3,14 +3,13 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from lockstep.cli import cli
 from lockstep.kernel.errors import UsageError
 from lockstep.record.reader import read_run
-from lockstep.tools.check.chaos_result import Baseline
+from lockstep.tools.check.chaos import Baseline
 
 SCRIPT = """
 from functools import partial
@@ -73,7 +72,7 @@ def test_ranks_are_killed_and_the_bits_stay(chaos, tmp_path):
 @pytest.mark.timeout(240)
 def test_another_training_is_found_to_differ(chaos, monkeypatch):
     """A reference with as many steps and another digest: exit status 1, and the way to bisect."""
-    other = Baseline(Path("runs/other"), "ab" * 32, np.full(40, 0.01), 1.0)
+    other = Baseline(Path("runs/other"), "ab" * 32, 40, 0.01, 1.0)
     monkeypatch.setattr("lockstep.tools.check.chaos.train_undisturbed", lambda *arguments: other)
     status, output = chaos("train.py", "-n", 3, "--kills", 1)
     assert status == 1

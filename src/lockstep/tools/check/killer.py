@@ -1,4 +1,7 @@
-"""A thread that kills the ranks of an elastic run as planned.
+"""The kills of `lockstep chaos`: their plan, and the thread that carries them out.
+
+A plan depends only on the seed and on the numbers of kills, steps and ranks. It names positions in
+the training, not times: the same plan kills in the same steps on every machine.
 
 The ranks run unchanged code, and the kills come from outside: a thread of the launching process
 reads the lines of the record as they are written, and sends a signal when the planned part of a
@@ -7,116 +10,185 @@ step has passed. A rank is killed only while another rank has the state of the t
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import orjson
 
 from lockstep.elastic.coordinator import ElasticCoordinator
+from lockstep.launcher.run_folder import find_linked_runs
 from lockstep.launcher.supervisor import RankSupervisor
-from lockstep.record.columns import Column
-from lockstep.tools.check.chaos_result import Kill
-from lockstep.tools.check.kill_plan import PlannedKill
-from lockstep.tools.check.record_follower import POLL, RecordFollower, Report
+from lockstep.record.format import RECORD_FILE
 
-__all__ = ["Killer"]
+__all__ = ["Kill", "Killer", "PlannedKill", "plan_kills"]
 
-
-@dataclass
-class _Watched:
-    """The state of the launch, as the thread observes it."""
-
-    ranks: RankSupervisor
-    rounds: ElasticCoordinator
-    killed: set[int] = field(default_factory=set)
-    trained: frozenset[int] = frozenset()  # the members of the latest recorded round
-
-    def note_round(self, recorded: int) -> None:
-        """Store the members if the current round is the latest one in the record."""
-        if recorded == self.rounds.number:
-            self.trained = frozenset(self.rounds.members)
-
-    def find_ranks(self) -> list[tuple[int, int]]:
-        """Return (rank, member) for each running member."""
-        return [
-            (rank, member)
-            for rank, member in enumerate(self.rounds.members)
-            if member in self.ranks.pids and member not in self.killed and self._runs(member)
-        ]
-
-    def _runs(self, member: int) -> bool:
-        outcome = self.ranks.outcomes.get(member)
-        return outcome is not None and outcome.status is None
+POLL = 0.001  # seconds between two looks at the record
 
 
-class Killer(RecordFollower):
-    """A thread that kills ranks as planned.
+@dataclass(frozen=True, order=True)
+class PlannedKill:
+    """One kill.
+
+    Attributes:
+        step: The step that is interrupted, from 0.
+        part: The position within that step, from 0 to 1.
+        rank: The rank; modulo n if only n ranks are left.
+    """
+
+    step: int
+    part: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A kill that was carried out.
+
+    Attributes:
+        member: The number of the killed member.
+        rank: The rank of the member at that time.
+        step: The interrupted step.
+    """
+
+    member: int
+    rank: int
+    step: int
+
+
+def plan_kills(kills: int, steps: int, nprocs: int, seed: int) -> list[PlannedKill]:
+    """Return kills in the order of their positions; several may be in the same step.
+
+    Args:
+        kills: The number of kills.
+        steps: The number of steps of the training.
+        nprocs: The number of ranks.
+        seed: The random seed.
+    """
+    draw = random.Random(seed)
+    return sorted(
+        PlannedKill(draw.randrange(steps), draw.random(), draw.randrange(nprocs))
+        for _ in range(kills)
+    )
+
+
+class Killer:
+    """A thread that kills ranks as planned, until the `with` block ends.
 
     Args:
         planned: The planned kills, in the order of their positions.
-        intervals: The seconds that each step took in an undisturbed run.
+        step_seconds: The duration of a step in an undisturbed run.
         report: Called with each line about the progress.
 
     Attributes:
         kills: The kills that were carried out.
     """
 
-    def __init__(self, planned: Sequence[PlannedKill], intervals: Column, report: Report) -> None:
-        super().__init__(report)
+    def __init__(
+        self, planned: Sequence[PlannedKill], step_seconds: float, report: Callable[[str], None]
+    ) -> None:
         self.kills: list[Kill] = []
-        self._planned, self._intervals = planned, intervals
-        self._watched: _Watched | None = None
+        self._planned, self._step_seconds, self._report = planned, step_seconds, report
+        self._file: BinaryIO | None = None
+        self._rest = b""
+        self._steps = -1  # number of recorded steps; -1 before the first line
+        self._round = 0  # the latest recorded round
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
 
-    def watch(self, ranks: RankSupervisor, rounds: ElasticCoordinator) -> None:
-        """Set the supervisor and the rounds to observe; call it before the thread begins."""
-        self._watched = _Watched(ranks, rounds)
+    def begin(self, ranks: RankSupervisor, rounds: ElasticCoordinator, launch: Path) -> None:
+        """Start to follow the record of a launch, in its folder or in one that it links to."""
+        run = (ranks, rounds, launch)
+        self._thread = threading.Thread(target=self._run, args=run, name="chaos", daemon=True)
+        self._thread.start()
 
-    def count_rounds(self) -> int:
-        """Return the number of rounds."""
-        return 0 if self._watched is None else self._watched.rounds.number + 1
+    def __enter__(self) -> Killer:
+        """Return itself."""
+        return self
 
-    def _run(self) -> None:
-        assert self._watched is not None
+    def __exit__(self, *exception: object) -> None:
+        """End the thread."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._file is not None:
+            self._file.close()
+
+    def _run(self, ranks: RankSupervisor, rounds: ElasticCoordinator, launch: Path) -> None:
+        trained: frozenset[int] = frozenset()  # the members of the latest recorded round
         for planned in self._planned:
-            if not self._wait_for_moment(planned) or not self._kill(planned, self._watched):
-                return
-        super()._run()
+            while self._steps < planned.step and not self._ended.wait(POLL):
+                self._read(launch)
+            until = time.monotonic() + planned.part * self._step_seconds
+            while self._steps == planned.step and time.monotonic() < until:
+                self._ended.wait(POLL)
+                self._read(launch)
+            is_killed = False
+            while not is_killed and not self._ended.wait(POLL):
+                self._read(launch)
+                if self._round == rounds.number:
+                    trained = frozenset(rounds.members)
+                is_killed = self._kill(planned, ranks, rounds.members, trained)
 
-    def _wait_for_moment(self, planned: PlannedKill) -> bool:
-        if not self._wait(lambda: self._has_begun and self._steps >= planned.step):
+    def _kill(
+        self,
+        planned: PlannedKill,
+        ranks: RankSupervisor,
+        members: Sequence[int],
+        trained: frozenset[int],
+    ) -> bool:
+        """Kill a rank if another one can continue; return whether it was killed."""
+        dead = {kill.member for kill in self.kills}
+        running = [
+            (rank, member)
+            for rank, member in enumerate(members)
+            if member in ranks.pids and member not in dead and _runs(ranks, member)
+        ]
+        if not running:
             return False
-        if self._steps > planned.step:  # an earlier kill came late
-            return True
-        seconds = planned.part * float(self._intervals[planned.step])
-        return self._wait(lambda: self._steps > planned.step, time.monotonic() + seconds)
-
-    def _kill(self, planned: PlannedKill, watched: _Watched) -> bool:
-        """Kill a rank once another one can continue; return False if the run ends before."""
-        while (chosen := self._choose(planned, watched)) is None:
-            if self._ended.wait(POLL):
-                return False
-            self._read()
-        rank, member = chosen
-        step, now = self._steps, time.time()
+        rank, member = running[planned.rank % len(running)]
+        if not trained.intersection(other for _, other in running) - {member}:
+            return False
         try:
-            os.kill(watched.ranks.pids[member], signal.SIGKILL)
+            os.kill(ranks.pids[member], signal.SIGKILL)
         except ProcessLookupError:
-            return self._kill(planned, watched)
-        watched.killed.add(member)
-        self.kills.append(Kill(planned, member, rank, step, now))
+            return False
+        self.kills.append(Kill(member, rank, self._steps))
         self._report(
             f"kill {len(self.kills)} of {len(self._planned)}: member {member} (rank {rank}) in "
-            f"step {step:,}"
+            f"step {self._steps:,}"
         )
         return True
 
-    def _choose(self, planned: PlannedKill, watched: _Watched) -> tuple[int, int] | None:
-        """Return (rank, member) to kill; None while no other member could continue."""
-        watched.note_round(self._round)
-        ranks = watched.find_ranks()
-        if not ranks:
-            return None
-        rank, member = ranks[planned.rank % len(ranks)]
-        others = watched.trained.intersection(running for _, running in ranks) - {member}
-        return (rank, member) if others else None
+    def _read(self, launch: Path) -> None:
+        """Read the lines that were written since the last call."""
+        for folder in (launch, *find_linked_runs(launch)) if self._file is None else ():
+            with contextlib.suppress(OSError):
+                self._file = (folder / RECORD_FILE).open("rb")
+                break
+        if self._file is None:
+            return
+        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        for text in lines:
+            try:
+                line = orjson.loads(text)
+            except orjson.JSONDecodeError:  # the line that a killed rank was writing
+                continue
+            if line["kind"] == "step":
+                self._steps = line["step"] + 1
+            elif line["kind"] == "round":
+                self._steps, self._round = line["step"], line["round"]
+            else:
+                self._steps = max(self._steps, 0)
+
+
+def _runs(ranks: RankSupervisor, member: int) -> bool:
+    outcome = ranks.outcomes.get(member)
+    return outcome is not None and outcome.status is None

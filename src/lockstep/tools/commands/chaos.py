@@ -18,11 +18,11 @@ from lockstep.messages import JSON_HELP, escape_control, log
 
 if TYPE_CHECKING:
     from lockstep.launcher.launch_config import LaunchConfig
-    from lockstep.tools.check.chaos_result import ChaosResult, Kill
+    from lockstep.tools.check.chaos import ChaosResult
 
 __all__ = ["command"]
 
-COLUMNS = ("kill", "member", "rank", "step", "round", "to repeated step", "repeated", "lost")
+COLUMNS = ("kill", "member", "rank", "step")
 
 
 @click.command(
@@ -57,9 +57,8 @@ def command(
 
     No rank is killed in the first run. In the second one, an elastic run as started by
     `lockstep run --min 1 --max N`, ranks are killed with SIGKILL at random moments; the others
-    continue and new ranks join. Both digests must be equal. The table shows for each kill how
-    long it took until the step was repeated, and how much work was repeated. A rank is never
-    killed while no other one has the state of the training.
+    continue and new ranks join. Both digests must be equal. A rank is never killed while no
+    other one has the state of the training.
 
     ARGUMENTS are those of `lockstep train RECIPE` or of the script. Options of this command may
     be placed before or after RECIPE_OR_SCRIPT; after "--", all options are passed on.
@@ -69,15 +68,17 @@ def command(
     """
     from lockstep.launcher.launch_script import Interrupted
     from lockstep.tools.check.chaos import disturb, train_undisturbed
-    from lockstep.tools.check.chaos_result import describe_baseline
 
     if nprocs < 2:
         raise UsageError("-n 1: no rank is left when the only one is killed; use -n 2 or more")
     config = make_config(target, arguments, nprocs, runs)
     try:
         log(f"training {target} undisturbed on {nprocs} ranks")
-        baseline = train_undisturbed(_name_run(config, "undisturbed"), log)
-        log(describe_baseline(baseline))
+        baseline = train_undisturbed(_name_run(config, "undisturbed"))
+        log(
+            f"undisturbed: {format_quantity(baseline.steps, 'step')} in "
+            f"{format_duration(baseline.seconds)}, digest {baseline.digest}, in {baseline.folder}"
+        )
         result = disturb(_name_run(config, "chaos"), baseline, kills, seed, log)
     except Interrupted as interruption:
         sys.exit(interruption.exit_status)
@@ -127,22 +128,12 @@ def print_result(result: ChaosResult) -> None:
     """Print a table of the kills and their cost, and the verdict."""
     from lockstep.tools.report.terminal import print_table, wrap
 
-    print_table(COLUMNS, [_row(number, kill) for number, kill in enumerate(result.kills, 1)])
+    kills = enumerate(result.kills, 1)
+    rows = [(number, kill.member, kill.rank, kill.step) for number, kill in kills]
+    print_table(COLUMNS, [tuple(map(str, row)) for row in rows])
     click.echo()
     for sentence in describe_result(result):
         click.echo("\n".join(wrap(escape_control(sentence))))
-
-
-def _row(number: int, kill: Kill) -> list[str]:
-    seconds = (kill.seconds_to_repeat, kill.repeated_seconds, kill.seconds_lost)
-    return [
-        f"{number}",
-        f"{kill.member}",
-        f"{kill.rank}",
-        f"{kill.step:,}",
-        "" if kill.round is None else f"{kill.round}",
-        *("" if value is None else format_duration(value) for value in seconds),
-    ]
 
 
 def describe_result(result: ChaosResult) -> list[str]:
