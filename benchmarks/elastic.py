@@ -198,7 +198,7 @@ class Torchrun:
 
 def torchrun(options, folder):
     """Kill ranks under torchrun in the moments in which `lockstep chaos` does."""
-    from lockstep.tools.check.kill_plan import plan_kills
+    from lockstep.tools.check.killer import plan_kills
 
     begun = time.monotonic()
     undisturbed = Torchrun(options, folder / "undisturbed")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,9 +22,9 @@ __all__ = [
     "resolve_options",
 ]
 
-CHANGEABLE = {"stages", "schedule", "activation_checkpointing", "workers"}
-CHANGEABLE |= {"checkpoint_every", "quiet", "download"}  # on resuming, because they change no bits
-NOT_RECALLED = {"quiet", "download"}  # apply to one process, not to the run
+CHANGEABLE = {"resume", "runs", "nprocs", "least", "most", "stages", "workers", "checkpoint_every"}
+CHANGEABLE |= {"quiet", "download", "as_json"}
+"""Options that may be given to continue a run, because they change no bits."""
 
 
 def _is_given(option: str) -> bool:
@@ -72,54 +71,30 @@ def resolve_options(recipe: str, given: Mapping[str, Any]) -> Options:
     return Options(recipe=recipe, **{**defaults, **chosen})
 
 
-def recall_options(
-    run: Run, recipe: str | None, name: str | None, nprocs: int, given: dict[str, Any]
-) -> tuple[str, int]:
-    """Add the recorded options of a run to `given`, unless they were given.
+def recall_options(run: Run, nprocs: int, given: dict[str, Any]) -> tuple[str, int]:
+    """Set the options in `given` to those of a run, unless they were given and change no bits.
 
     Returns:
         The recipe and the number of ranks.
 
     Raises:
-        UsageError: An option that decides the results was given with another value.
+        UsageError: Another option was given, or the record lacks one.
     """
+    for parameter in click.get_current_context().command.params:
+        if _is_given(parameter.name or "") and parameter.name not in CHANGEABLE:
+            option = parameter.opts[-1] if isinstance(parameter, click.Option) else "RECIPE"
+            raise UsageError(
+                f"{option}: the run {run.folder} keeps its recipe and options when it is resumed; "
+                "omit it, or start a new run"
+            )
     recorded: dict[str, Any] = {"portable": False} | run.latest("options")
     for option in given.keys() - CHANGEABLE - recorded.keys():
         raise UsageError(
             f"{run.folder} cannot be resumed: its record has no option {option}, which decides "
             f"the results; start a new run"
         )
-    asked = {"recipe": recipe, "name": name, **given}
-    for parameter in click.get_current_context().command.params:
-        option = parameter.name or ""
-        if option == "name":
-            recorded = recorded | {"name": run.folder.resolve().name}
-        if _is_given(option) and option in asked and option not in CHANGEABLE:
-            _require_same(run, parameter, asked[option], recorded.get(option))
-    for option in given.keys() & recorded.keys() - NOT_RECALLED:
+    for option in given.keys() & recorded.keys() - {"quiet", "download"}:
         if not _is_given(option):
             given[option] = recorded[option]
-    if given["stages"] == 1 and not _is_given("schedule"):
-        given["schedule"] = None
     ranks = nprocs if _is_given("nprocs") else int(run.layout.get("world_size") or nprocs)
     return recorded["recipe"], ranks
-
-
-def _require_same(run: Run, parameter: click.Parameter, value: Any, recorded: Any) -> None:
-    """Raise UsageError unless an option of a resumed run has its recorded value."""
-    if parameter.name == "data" and None not in (value, recorded):
-        value, recorded = os.path.abspath(value), os.path.abspath(recorded)
-    if value == recorded:
-        return
-    option = parameter.opts[-1] if isinstance(parameter, click.Option) else "RECIPE"
-    if value is True:
-        asked, had = option, f"without {option}"
-    elif value is False:
-        asked, had = parameter.secondary_opts[-1], f"with {option}"
-    else:
-        asked = f"{option} {value}"
-        had = f"with {option} {recorded}" if recorded is not None else f"without {option}"
-    raise UsageError(
-        f"{asked}: the run {run.folder} was started {had}, which a resumed run keeps; omit it, "
-        f"or start a new run"
-    )

@@ -18,7 +18,6 @@ from lockstep.launcher.environment import read_rank_info
 from lockstep.launcher.kernel_variables import PORTABLE, find_of_numpy, is_portable_requested
 from lockstep.launcher.rank_process import get_task
 from lockstep.messages import JSON_HELP, log
-from lockstep.pipeline.schedules import NAMES as SCHEDULES
 from lockstep.tools.commands.recorded_options import (
     open_resumed,
     recall_options,
@@ -55,14 +54,6 @@ SUMMARY_FILE = "summary.json"  # the summary of a run whose ranks are processes 
 @click.option(
     "--stages", default=1, show_default=True, type=POSITIVE,
     help="Pipeline stages; -n must be a multiple of it.",
-)  # fmt: skip
-@click.option(
-    "--schedule", type=click.Choice(SCHEDULES),
-    help="Pipeline schedule.  [default: the fastest, by measured costs]",
-)  # fmt: skip
-@click.option(
-    "--activation-checkpointing", is_flag=True,
-    help="Recompute activations in backward: less memory, more time, the same bits.",
 )  # fmt: skip
 @click.option("--epochs", type=POSITIVE, help="Number of epochs.  [default: digits 30, mnist 10]")
 @click.option(
@@ -125,7 +116,7 @@ def command(
 
     --resume RUN continues a run from its latest checkpoint, with the results of an
     uninterrupted one. RECIPE and options are then those of the run; -n, --stages,
-    --schedule, --activation-checkpointing, --workers and --checkpoint-every may differ.
+    --workers and --checkpoint-every may differ.
 
     --min A --max B makes an elastic run: when a rank is killed, the run continues, with the same
     bits.
@@ -151,7 +142,7 @@ def command(
                 "train RECIPE ..."
             )
         resumed = open_resumed(resume, runs)
-        recipe, nprocs = recall_options(resumed, recipe, name, nprocs, given)
+        recipe, nprocs = recall_options(resumed, nprocs, given)
     if given["portable"] is None and PORTABLE in os.environ:
         given["portable"] = is_portable_requested(os.environ)
     if recipe is None:
@@ -160,7 +151,7 @@ def command(
         nprocs = read_rank_info(os.environ).world_size
     elif most is not None:
         nprocs = most
-    _check_layout(nprocs, given["stages"], given["microbatches"], given["schedule"])
+    _check_layout(nprocs, given["stages"], given["microbatches"])
     if given["data"] is not None:
         given["data"] = os.path.abspath(given["data"])  # valid in any directory
     if is_rank:
@@ -223,11 +214,7 @@ def _list_words(recipe: str, given: Mapping[str, Any]) -> list[str]:
             words.append(option.secondary_opts[-1])
         if option.name == "download" or value in (None, False) or value == option.default:
             continue
-        name = option.opts[-1]
-        if value is True:
-            words.append(name)
-        else:
-            words += [name, str(value)]
+        words += [option.opts[-1], *([] if value is True else [str(value)])]
     return words
 
 
@@ -274,14 +261,10 @@ def _train_elastic(
     return summary
 
 
-def _check_layout(nprocs: int, stages: int, microbatches: int, schedule: str | None) -> None:
+def _check_layout(nprocs: int, stages: int, microbatches: int) -> None:
     """Raise LayoutError unless the ranks form whole replicas with a micro-batch each."""
     if nprocs % stages:
         raise LayoutError(f"-n {nprocs} must be a multiple of --stages {stages}")
-    if schedule and stages == 1:
-        raise LayoutError(
-            f"--schedule {schedule} needs pipeline stages: add --stages 2 and -n 2, or omit it"
-        )
     replicas = nprocs // stages
     if replicas > microbatches:
         ranks = (

@@ -53,8 +53,6 @@ class Options:
     download: bool
     quiet: bool
     stages: int = 1
-    schedule: str | None = None
-    activation_checkpointing: bool = False
     checkpoint_every: int | None = None  # steps
     portable: bool | None = False  # None: where the machine can
 
@@ -115,8 +113,7 @@ def train(options: Options, recipe: Recipe, folder: str) -> dict[str, Any]:
             scheduler=partial(_decay, options.epochs * steps) if recipe.has_decay else None,
         ),
         microbatches=options.microbatches,
-        pipeline=PipelineConfig(stages=options.stages, schedule=options.schedule),
-        activation_checkpointing=options.activation_checkpointing,
+        pipeline=PipelineConfig(stages=options.stages),
         seed=options.seed,
         metrics={"accuracy": accuracy},
         autocast_dtype=torch.bfloat16 if options.bf16 else None,
