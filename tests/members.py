@@ -162,7 +162,7 @@ class Member:
             self.at("transfer_state")
             with open(os.path.join(message["folder"], "sums"), "w") as file:
                 json.dump(self.sums, file)
-            report_to_launcher({"kind": "transferred", "checkpoints": ""})
+            report_to_launcher({"kind": "transferred"})
             os._exit(0)
         return message
 

@@ -96,7 +96,6 @@ def run_until(ranks: HostSupervisor, condition: object) -> None:
         ({"version": "2"}, "host 0 runs 1, this host 2: install the same", True),
         ({"nnodes": 2}, "--nnodes is 2 here and 3 on host 0", True),
         ({"host": 0}, "--node-rank is 0, which is not that of another host", True),
-        ({"host": "1"}, "it sent a message that cannot be processed", True),
         ({}, "host 1 (node7) takes part in the run already", False),
     ],
 )
@@ -152,6 +151,27 @@ def test_an_agent_that_reports_about_members_of_others_is_lost(ranks, connect, c
     run_until(ranks, lambda: ranks.present == [0, 2])
     assert ranks.outcomes[3].status is None
     assert "reported about member 3, which is not on it" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"kind": "exit", "member": 3, "status": "0", "hint": None, "more": 1},
+        {"kind": "exit", "member": 3},
+        {"kind": "begun", "members": [{}]},
+        {"kind": "report", "member": 3, "message": {"kind": "value"}, "age": 0},
+        {"kind": "report", "member": 3, "message": "ready", "age": 0},
+        {"member": 3},
+    ],
+)
+def test_an_agent_that_sends_something_else_is_lost(ranks, connect, capfd, message):
+    agent = connect().join()
+    ranks.start_remote(1, 3, 0, {})
+    agent.connection.send(message)
+    agent.connection.send({"kind": "exit", "member": 3, "status": "x", "hint": ""})
+    run_until(ranks, lambda: ranks.present == [0])
+    assert ranks.outcomes[3].status in (0, -signal.SIGKILL)
+    assert "host 1 (node7) sent a message that cannot be processed (" in capfd.readouterr().err
 
 
 def test_a_host_that_is_asked_to_stop_is_dismissed(ranks, connect, capfd):

@@ -173,25 +173,6 @@ def test_another_number_of_ranks_costs_no_step(
         assert {path.name for path in tmp_path.glob("made-*")} == {f"made-{n}" for n in trained}
 
 
-@pytest.mark.parametrize("point", ["forward:5:1", "stepped:5:1"])
-def test_a_state_that_nobody_reads_because_the_run_stops_is_a_checkpoint(
-    tmp_path, undisturbed, point
-):
-    """The members that are left cannot save one themselves: it takes all of them."""
-    layout = {"stages": 2, "every": 1000}
-    begin = ["--min", "1", "--max", "4", "train.py"]
-    status, _, errors = run(tmp_path, begin, point, "one", layout, STOPS="yes")
-    assert status in (75, 143), errors  # 143: new processes had begun
-    (saved,) = (tmp_path / "recorded/checkpoints").glob("step-*")
-    assert saved.name == ("step-5" if point.startswith("forward") else "step-6")
-    name = saved.name.replace("-", " ")
-    assert f"the state after {name} is saved: {saved.relative_to(tmp_path)}\n" in errors
-    status, output, errors = run(tmp_path, ["--resume", "recorded"], point, "one", layout)
-    assert status == 0, errors
-    assert f"resumed after {name} from" in errors
-    require_same(read_training(tmp_path, output, errors), undisturbed["one"])
-
-
 @pytest.mark.stress
 @pytest.mark.parametrize(
     ("ranks", "layout"),

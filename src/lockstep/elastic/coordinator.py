@@ -15,8 +15,7 @@ After `Continue`, newcomers are started for the members that are missing. A newc
 
     to the launcher   round_over      the fields of `round_plan.Report`, with "round" and "reason"
                       ready           a newcomer can join
-                      transferred     its part of the state is written; the trainer's checkpoints
-                                      are in the folder "checkpoints" ("" for a trainer without)
+                      transferred     its part of the state is written
                       resumed         a new process has read the state that was handed over
                       backend         on several hosts: the backend of rank 0, for newcomers
     to a member       newcomers       {round, count}: let all ranks report at the next safe point;
@@ -117,7 +116,6 @@ class ElasticCoordinator:
         self._error: RankError | None = None
         self._has_ended = False
         ranks.after_events, ranks.before_end = self.advance, self.dismiss_waiting
-        ranks.before_close = states.keep_unread
         ranks.on_report = self._on_report
 
     @property
@@ -190,7 +188,7 @@ class ElasticCoordinator:
             case "backend":
                 self._starter.common = {"LOCKSTEP_BACKEND": message["name"]}
             case "transferred" if self._transfer is not None:
-                self._transfer.note_written(member, message["checkpoints"])
+                self._transfer.note_written(member)
             case "resumed":
                 is_busy = self._restarts.next is not None or self._transfer is not None
                 self._restarts.note_resumed(member, self.members, is_busy=is_busy)
@@ -363,7 +361,7 @@ class ElasticCoordinator:
         self._transfer = None
         self._round.writers.clear()
         if is_complete:
-            self._restarts.states.complete_transfer(transfer.writers, transfer.checkpoints)
+            self._restarts.states.complete_transfer(transfer.writers)
         else:
             self._restarts.states.discard()
         self._restart()

@@ -2,8 +2,7 @@
 
 It starts and ends the members of this host as the launcher of host 0 orders, and passes on what
 they and that launcher say (`host_messages.py`). It decides nothing. If it loses the launcher of
-host 0, it lets its members save their state and ends them: the run has ended for this host, and
-can be resumed.
+host 0, it ends its members: the run has ended for this host, and can be resumed.
 """
 
 from __future__ import annotations
@@ -12,9 +11,7 @@ import time
 from collections.abc import Callable
 
 from lockstep.comm.transport.message_connection import connect_to
-from lockstep.elastic.host_connection import PURPOSE, ConnectionLost, HostConnection
-from lockstep.elastic.host_messages import TO_AGENT, is_well_formed
-from lockstep.elastic.last_state import LastState
+from lockstep.elastic.host_connection import PURPOSE, ConnectionLost, HostConnection, reading
 from lockstep.kernel.errors import RankError, RendezvousError, UsageError
 from lockstep.launcher.channel import Channel, Message
 from lockstep.launcher.failure_attribution import STOPPED, signal_name
@@ -74,7 +71,6 @@ class HostAgent(RankSupervisor):
         self._lost = ""
         self._has_asked_to_leave = False
         self._told: set[tuple[str, int]] = set()  # what host 0 knows of which member
-        self._last_state = LastState(self)
 
     def wait(
         self,
@@ -105,8 +101,6 @@ class HostAgent(RankSupervisor):
             self.process_events(TICK)
             if not self.has_fork_server:
                 self._lost = "the fork server of this host has exited"
-        if self._end is None and self.has_fork_server:
-            self._last_state.save()
         self.terminate()
         return self._conclude()
 
@@ -167,18 +161,16 @@ class HostAgent(RankSupervisor):
             if not answers:
                 raise ConnectionLost("it did not answer")
             answer = answers[0]
-            is_answer = answer.get("kind") in ("welcome", "refuse")
-            if not (is_answer and is_well_formed(answer, TO_AGENT)):
-                raise ConnectionLost("it sent a message that cannot be processed")
-            if answer["kind"] == "refuse":
-                said = escape_control(answer["reason"])
-                if answer["is_final"]:
-                    raise UsageError(f"host 0 does not let this host join: {said}")
-                raise ConnectionLost(said)
-            connection.silence = float(answer["silence"])
-            self._folder = answer["folder"]
-            for message in answers[1:]:
-                self.obey(message)
+            with reading():
+                if answer["kind"] == "refuse":
+                    said = escape_control(answer["reason"])
+                    if answer["is_final"]:
+                        raise UsageError(f"host 0 does not let this host join: {said}")
+                    raise ConnectionLost(said)
+                connection.silence = float(answer["silence"])
+                self._folder = answer["folder"]
+                for message in answers[1:]:
+                    self.obey(message)
         except BaseException:
             connection.close()
             raise
@@ -192,16 +184,14 @@ class HostAgent(RankSupervisor):
             return False
         try:
             for message in self._connection.receive():
-                self.obey(message)
+                with reading():
+                    self.obey(message)
         except ConnectionLost as lost:
             self._lose(str(lost))
         return True  # it is unregistered already if it is lost
 
     def obey(self, message: Message) -> None:
-        """Carry an order of the launcher of host 0 out; one of another form ends the connection."""
-        if not is_well_formed(message, TO_AGENT):
-            self._lose("sent a message that cannot be processed")
-            return
+        """Carry an order of the launcher of host 0 out."""
         member = message.get("member", -1)
         if message["kind"] not in ("start", "end") and member not in self.outcomes:
             return  # it was a member of this host before the host was lost
@@ -210,8 +200,6 @@ class HostAgent(RankSupervisor):
                 self.start(member, message["local_rank"], message["variables"])
                 self.outcomes[member].is_replaced = True  # host 0 judges how it ends
             case "send":
-                if message["message"].get("kind") == "round":
-                    self._last_state.note_round(member)
                 self.send(member, message["message"])
             case "signal":
                 self.send_signal(member, message["number"], group=message["group"])
@@ -248,7 +236,6 @@ class HostAgent(RankSupervisor):
             return False
         age = time.monotonic() - float(message["time"]) if "time" in message else 0.0
         self._post({"kind": "report", "member": member, "message": message, "age": age})
-        self._last_state.note_report(member, message)
         return bool(kind != "error")
 
     def _report_changes(self) -> None:

@@ -2,18 +2,39 @@
 
 A host that fails may not close its connections: no packet says that its power is gone or its
 cable is cut. If nothing arrives from an end for the agreed number of seconds, it counts as lost.
-The messages are in `host_messages.py`.
+
+    launcher of host 0                                    agent of another host
+      <─ join         asks to take part
+      ── welcome      the seconds of silence after which a host is lost, and the run's folder
+      ── refuse       it cannot take part, or not yet
+      ── start        start a process
+      ── send         pass the message to a member
+      ── signal       send a signal to a member
+      ── release      nothing more is needed from a member that has exited
+      ── end          the run has ended
+      <─ started      a member has a process
+      <─ begun        these members have published an operation
+      <─ report       a member has sent this message, `age` seconds ago
+      <─ exit         a member has exited
+      <─ leave        the host was asked to stop
+      <> heartbeat    nothing else was sent for a while
+
+The other end has the secret of the run, or the run has none, and has the same version. A message
+that cannot be read ends the connection, and not the launcher.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from lockstep.comm.transport.message_codec import ForgedMessage
 from lockstep.comm.transport.message_connection import MessageConnection
+from lockstep.kernel.errors import LockstepError
 from lockstep.launcher.channel import Message
 
-__all__ = ["PURPOSE", "ConnectionLost", "HostConnection"]
+__all__ = ["PURPOSE", "ConnectionLost", "HostConnection", "reading"]
 
 PURPOSE = "elastic run"
 HEARTBEATS = 5  # within the seconds of silence after which a host is lost
@@ -21,6 +42,18 @@ HEARTBEATS = 5  # within the seconds of silence after which a host is lost
 
 class ConnectionLost(Exception):
     """The other end is gone; the message is the predicate of a sentence about it."""
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Raise ConnectionLost if a field of a message, read in the body, is missing or wrong."""
+    try:
+        yield
+    except LockstepError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ConnectionLost(f"sent a message that cannot be processed ({what})") from error
 
 
 class HostConnection:

@@ -21,8 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.comm.transport.listener import MessageListener
-from lockstep.elastic.host_connection import ConnectionLost, HostConnection
-from lockstep.elastic.host_messages import FROM_AGENT, FROM_MEMBER, is_well_formed
+from lockstep.elastic.host_connection import ConnectionLost, HostConnection, reading
 from lockstep.formatting import format_numbered
 from lockstep.kernel.errors import RankError, RendezvousError
 from lockstep.launcher.channel import Channel, Message
@@ -257,8 +256,9 @@ class HostSupervisor(RankSupervisor):
 
     def _admit(self, connection: HostConnection, message: Message) -> None:
         """Let a host take part, or refuse it."""
-        reason, is_final = self._find_obstacle(message)
         try:
+            with reading():
+                reason, is_final = self._find_obstacle(message)
             if reason:
                 connection.send({"kind": "refuse", "reason": reason, "is_final": is_final})
                 connection.close()
@@ -269,15 +269,13 @@ class HostSupervisor(RankSupervisor):
             connection.close()
             return
         index = message["host"]
-        name = f"host {index} ({escape_control(message['name'])[:255]})"
+        name = f"host {index} ({escape_control(str(message.get('name')))[:255]})"
         self._hosts[index] = host = AgentHost(index, name, connection)
         self.readers.add(connection.fileno(), partial(self._on_agent, host))
         log(f"{name} joined")
 
     def _find_obstacle(self, message: Message) -> tuple[str, bool]:
         """Return why a host cannot take part, and whether that cannot change; ("", _) if it can."""
-        if not is_well_formed(message, FROM_AGENT) or message["kind"] != "join":
-            return "it sent a message that cannot be processed", True
         index, nnodes, version = (message[key] for key in ("host", "nnodes", "version"))
         if version != self._version:
             return f"host 0 runs {self._version}, this host {version}: install the same", True
@@ -296,43 +294,34 @@ class HostSupervisor(RankSupervisor):
         try:
             for message in host.connection.receive():
                 if host.index in self._hosts:
-                    self.take_agent_message(host, message)
+                    with reading():
+                        self.take_agent_message(host, message)
         except ConnectionLost as lost:
             self._lose_host(host, str(lost))
             return True  # it is unregistered already
         return True
 
     def take_agent_message(self, host: AgentHost, message: Message) -> None:
-        """Process a message of an agent; one of another form ends its connection."""
-        if not is_well_formed(message, FROM_AGENT):
-            self._lose_host(host, "sent a message that cannot be processed")
-            return
+        """Process a message of an agent."""
         kind, member = message["kind"], message.get("member", -1)
         if kind == "leave":
             self._dismiss_host(host)
         elif kind == "begun":
-            host.begun.update(message["members"])
+            host.begun.update(map(int, message["members"]))
         elif self.host_of(member) != host.index:
             self._lose_host(host, f"reported about member {member}, which is not on it")
         elif kind == "started":
-            host.pids[member] = message["pid"]
+            host.pids[member] = int(message["pid"])
         elif kind == "report":
-            self._take_member_report(host, member, message["message"], message["age"])
+            report = message["message"]
+            if "time" in report:  # in seconds of that host's clock
+                report["time"] = time.monotonic() - float(message["age"])
+            self.take_report(member, report)
         elif kind == "exit":
             outcome = self.outcomes[member]
-            outcome.status, outcome.when = message["status"], time.monotonic()
-            outcome.hint = "" if outcome.was_terminated else message["hint"]
+            outcome.status, outcome.when = int(message["status"]), time.monotonic()
+            outcome.hint = "" if outcome.was_terminated else str(message["hint"])
             host.pids.pop(member, None)
-
-    def _take_member_report(
-        self, host: AgentHost, member: int, report: Message, age: float
-    ) -> None:
-        if not is_well_formed(report, FROM_MEMBER):
-            self._lose_host(host, "sent a message that cannot be processed")
-            return
-        if "time" in report:  # in seconds of that host's clock
-            report["time"] = time.monotonic() - age
-        self.take_report(member, report)
 
     def _dismiss_host(self, host: AgentHost) -> None:
         """Continue without a host that was asked to stop."""

@@ -24,10 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.files import make_folder, remove_tree
 from lockstep.launcher.environment import HANDOVER, ROUND
 from lockstep.launcher.run_folder import CHECKPOINTS
-from lockstep.messages import log
 
 __all__ = ["RestartSource", "StateFolder", "find_restart_source"]
 
@@ -96,7 +94,6 @@ class StateFolder:
         self.path = Path(tempfile.mkdtemp(prefix=f"lockstep-{os.getpid()}-", dir=parent))
         self.transferred: Path | None = None
         self.writers: list[int] = []
-        self._checkpoints: Path | None = None  # of the trainer whose state was handed over
         self._run, self._number, self._written = run, 0, self.path / "none"
         self._known, self._fruitless = self._list_states(), 0
 
@@ -108,36 +105,9 @@ class StateFolder:
         self._written.mkdir(mode=0o700)
         return self._written
 
-    def complete_transfer(self, writers: list[int], checkpoints: Path | None) -> None:
-        """Take what members have written as the state that was handed over.
-
-        Args:
-            writers: The members.
-            checkpoints: The folder of their trainer's checkpoints; None for a trainer without.
-        """
+    def complete_transfer(self, writers: list[int]) -> None:
+        """Take what these members have written as the state that was handed over."""
         self.transferred, self.writers = self._written, writers
-        self._checkpoints = checkpoints
-
-    def keep_unread(self) -> None:
-        """Keep a state that was handed over, and that no process has read yet, as a checkpoint.
-
-        The launch ends before new processes could continue from it.
-        """
-        if self.transferred is None or self._checkpoints is None:
-            return
-        for state in self.transferred.glob("step-*"):
-            path, copy = self._checkpoints / state.name, self._checkpoints / f".{state.name}.0"
-            try:
-                make_folder(self._checkpoints)
-                shutil.copytree(state, copy)
-                copy.rename(path)  # fails if there is a checkpoint of this step
-            except OSError as error:
-                remove_tree(copy)
-                if not path.exists():
-                    log(f"{path} cannot be written: {error.strerror or error}")
-            else:
-                steps = state.name.removeprefix("step-")
-                log(f"the state after step {steps} is saved: {os.path.relpath(path)}")
 
     def discard(self) -> None:
         """Remove the state that was handed over, once it was read or is given up."""

@@ -30,14 +30,12 @@ class StateTransfer:
 
     Attributes:
         folder: The folder that is written to.
-        checkpoints: The folder of the trainer's checkpoints; None for a trainer without.
     """
 
     def __init__(
         self, plan: RestartTransfer, folder: Path, send: Callable[[int, Message], None]
     ) -> None:
         self.folder = folder
-        self.checkpoints: Path | None = None
         self._plan, self._send = plan, send
         self._deadline = time.monotonic() + TIMEOUT
         self._writing: dict[int, int] = {}  # for each part, the member that writes it
@@ -60,10 +58,9 @@ class StateTransfer:
         """The members that are writing the state."""
         return sorted(self._writing.values())
 
-    def note_written(self, member: int, checkpoints: str) -> None:
-        """Record that a member has written its part, and the folder of its checkpoints, or ""."""
+    def note_written(self, member: int) -> None:
+        """Record that a member has written its part."""
         self._written.add(member)
-        self.checkpoints = Path(checkpoints) if checkpoints else None
 
     def follow(self, alive: Sequence[int]) -> bool | None:
         """Ask another member for each part whose writer was killed.

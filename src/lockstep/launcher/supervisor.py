@@ -65,7 +65,6 @@ class RankSupervisor(RankProcesses):
         after_events: Called while ranks are waited for, before failures are looked for; returns
             the error that ends the launch, or None.
         before_end: Called before all ranks are ended.
-        before_close: Called before folders that belong to the launch are removed.
         hang_monitor: The monitor of ranks that hang.
     """
 
@@ -80,7 +79,6 @@ class RankSupervisor(RankProcesses):
         self.was_asked_to_stop = False
         self.after_events: Callable[[], RankError | None] = lambda: None
         self.before_end: Callable[[], None] = lambda: None
-        self.before_close: Callable[[], None] = lambda: None
         self.hang_monitor = HangMonitor(self, self.probes, hang_policy)
 
     @property
@@ -206,7 +204,6 @@ class RankSupervisor(RankProcesses):
         """Release everything; ranks that still run are killed."""
         if self.is_closed:
             return
-        self.before_close()
         groups = set(self.pids.values())
         self.end_launch()
         self._wait_for_groups(groups, time.monotonic() + EXIT_TIMEOUT)

@@ -227,9 +227,7 @@ class SafePoints:
         except (FileError, UsageError) as error:
             log(f"the state cannot be handed over: {error}")
         else:
-            checkpoints = self._checkpoints
-            own_folder = str(checkpoints.folder) if checkpoints and checkpoints.is_open else ""
-            report_to_launcher({"kind": "transferred", "checkpoints": own_folder})
+            report_to_launcher({"kind": "transferred"})
 
     def _transfer_if_wanted(self, epoch: OpenEpoch | None) -> None:
         """Hand over the state and leave, if the script can be continued from here."""
