@@ -55,6 +55,7 @@ class Hidden(nn.Module):
         self.linear, self.act = nn.Linear(6, 6), act
         self.calls, self.mean, self.box = 0, torch.zeros(6), {"rows": [0.0]}
         self.generators = [np.random.RandomState(3), random.Random(3)]
+        self.generator = torch.Generator().manual_seed(3)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.act(self, self.linear(inputs))
@@ -103,6 +104,10 @@ def make_closure() -> Callable[[Any, torch.Tensor], torch.Tensor]:
     return act
 
 
+def draw_torch(module: Any, outputs: torch.Tensor) -> torch.Tensor:
+    return outputs + torch.rand(1, generator=module.generator)
+
+
 STATE = {
     "a counter": (count, "Hidden.calls changed"),
     "a tensor that is replaced": (replace, "Hidden.mean changed"),
@@ -110,6 +115,7 @@ STATE = {
     "a container": (nest, "Hidden.box['rows']["),
     "a global": (use_global, "CALLS[0] changed"),
     "a closure": (make_closure(), "seen[0] changed"),
+    "a torch generator": (draw_torch, "Hidden.generator changed"),
     "a numpy generator in a list": (draw_numpy, "Hidden.generators[0] changed"),
     "a Python generator in a list": (draw_python, "Hidden.generators[1] changed"),
 }

@@ -177,16 +177,18 @@ def test_state_in_python_names_its_module(check, source):
 
 
 def test_what_training_refuses_is_compared_all_the_same(check):
-    """A trainer stops where a module draws from its own generator; a check says where to."""
-    result, found = check(OWN_GENERATOR + TRAIN)
+    """A trainer stops where forward writes a parameter; a check says where that leads to."""
+    draw = "return self.inner(x * (torch.rand(x.shape, generator=self.generator) > 0.3))"
+    write = "self.inner.weight.data.mul_(0.9)\n        return self.inner(x)"
+    result, found = check(OWN_GENERATOR.replace(draw, write) + TRAIN)
     assert result.exit_code == 1
     assert [each["verdict"] for each in found["layouts"]] == ["failed", "different"]
     assert [each["equal"] for each in found["layouts"]] == [False, False]
-    assert "the generator 1.generator was used" in found["layouts"][0]["failure"]
-    assert result.stderr.count("the generator 1.generator was used") == 1
+    assert "parameter 1.inner.weight was written" in found["layouts"][0]["failure"]
+    assert result.stderr.count("parameter 1.inner.weight was written") == 1
     assert len(found["layouts"][0]["digest"]) == 64
     first = found["first_difference"]
-    assert (first["step"], first["module"], first["parameter"]) == (0, "1", None)
+    assert (first["step"], first["module"], first["parameter"]) == (0, "1.inner", None)
 
 
 LOOP = """

@@ -1,9 +1,7 @@
 """Side effects: writes of a step to more than gradients and buffers are named, in every layout."""
 
-import random
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,7 @@ from torch.nn import functional as F
 
 import lockstep as ls
 from lockstep.kernel.errors import DisagreementError, LayoutError, StateError
-from lockstep.model.state_mutation_check import StateMutationCheck
+from lockstep.model.held_parameters import HeldParameters
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 LAYOUTS = [
@@ -58,27 +56,6 @@ class Bag(nn.Module):
         return F.embedding(rows, self.embedding.weight, max_norm=0.5).mean(dim=1)
 
 
-class Drawing(nn.Module):
-    def __init__(self, generator):
-        super().__init__()
-        self.linear, self.generator = nn.Linear(6, 4), generator
-
-    def forward(self, inputs):
-        if isinstance(self.generator, torch.Generator):
-            kept = torch.rand(1, generator=self.generator)
-        else:
-            kept = torch.tensor(self.generator.random())
-        return self.linear(inputs * kept)
-
-
-GENERATORS = [
-    torch.Generator().manual_seed(3),
-    np.random.default_rng(3),
-    np.random.RandomState(3),
-    random.Random(3),
-]
-
-
 def batch():
     return torch.randn(16, 6), torch.randint(0, 4, (16,))
 
@@ -94,7 +71,7 @@ def train(make, over, steps=3):
 def refusals(over):
     """Return what each kind of side effect leads to, on this rank."""
     found = []
-    for make in (Teacher, Codebook, Bag, *(partial(Drawing, each) for each in GENERATORS)):
+    for make in (Teacher, Codebook, Bag):
         try:
             found.append(train(make, over))
         except StateError as error:
@@ -103,12 +80,12 @@ def refusals(over):
 
 
 @pytest.mark.parametrize(("n", "over"), LAYOUTS)
-def test_parameters_that_forward_writes_and_generators_it_draws_from_are_named(ranks, n, over):
+def test_parameters_that_forward_writes_are_named(ranks, n, over):
     found = ranks(refusals, n, over)
     assert all(each == found[0] for each in found)
     rank = n - 1 if "pipeline" in over else 0
     written = ["parameter 1.teacher.weight", "parameter 1.codes", "parameter 1.embedding.weight"]
-    for said, subject in zip(found[0], written + ["the generator 1.generator"] * 4, strict=True):
+    for said, subject in zip(found[0], written, strict=True):
         assert said.startswith(f"rank {rank}, step 0: {subject} was "), said
 
 
@@ -140,25 +117,13 @@ def test_a_parameter_that_forward_writes_is_named_when_blocks_are_checked(ranks)
         assert "parameter teacher.teacher.weight was written during forward" in said
 
 
-def test_generators_without_a_state_of_their_own_are_no_state():
-    """Asking a SystemRandom for its state raised NotImplementedError in the first step."""
-    module = nn.Linear(2, 2)
-    module.system, module.common = random.SystemRandom(), torch.default_generator
-    effects = StateMutationCheck({"": module})
-    effects.compare_before(0)
-    module.system.random()
-    torch.rand(1)
-    effects.compare_after()
-    assert not effects.failure
-
-
 class Late(nn.Module):
     """Begins to do something in its fifth step."""
 
     def __init__(self, act):
         super().__init__()
         self.linear, self.codes = nn.Linear(6, 4), nn.Parameter(torch.ones(7, 50))
-        self.generator, self.act, self.is_late = torch.Generator().manual_seed(0), act, False
+        self.act, self.is_late = act, False
 
     def forward(self, inputs):
         if self.is_late:
@@ -179,23 +144,18 @@ def replace_memory(module):
     module.codes.data = module.codes.data * 0.9
 
 
-def draw(module):
-    torch.rand(1, generator=module.generator)
-
-
-@pytest.mark.parametrize("act", [write_one_element, write_by_data, replace_memory, draw])
+@pytest.mark.parametrize("act", [write_one_element, write_by_data, replace_memory])
 def test_what_begins_in_a_later_step_is_found_in_that_step(act):
     """It was found in the next hundredth step."""
     module = Late(act)
-    effects = StateMutationCheck({"": module})
+    held = HeldParameters({"": module})
     for step in range(6):
         module.is_late = step == 5
-        effects.compare_before(step)
+        assert not held.begin()
         module(torch.randn(2, 6))
-        effects.compare_after()
-        assert bool(effects.failure) == module.is_late
-    name = "the generator generator" if act is draw else "parameter codes"
-    assert effects.failure.startswith(f"{name} was ")
+        failure = held.finish()
+        assert bool(failure) == module.is_late
+    assert failure.startswith("parameter codes was ")
 
 
 @pytest.mark.parametrize("over", [{}, {"pipeline": ls.PipelineConfig(stages=2, balance=[1, 1])}])

@@ -6,51 +6,43 @@ gradients and buffers. Therefore the state before and after the micro-batches is
 
     start of a step                                end of its micro-batches
     parameters ───────────────────── same? ──────> if written in forward:     StateError
-    states of private generators ─── same? ──────> if drawn from:             StateError
 
-Generators, and what `lockstep.model.held_parameters` compares of parameters, are compared in every
-step. The ranks also compare checksums of all weights, in the first three and in every hundredth
-step, to verify that they train the same ones. State in attributes, globals and closures is found by
-the audit (`lockstep.audit`), if the results depend on it.
+The ranks also compare a hash of samples of their parameters (`lockstep.model.held_parameters`), and
+all tensors if it differs. State in attributes, globals, closures and generators is found by the
+audit (`lockstep.audit`), if the results depend on it.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import nn
 
 from lockstep.checksum import checksum
 from lockstep.comm.collectives import all_gather_bytes
-from lockstep.data.generators import generator_state, is_private_generator
 from lockstep.kernel.errors import DisagreementError, LockstepError, StateError
 from lockstep.kernel.rank_status import StatusSummary, merge_by_name
 from lockstep.kernel.step_context import StepContext, StepObserver
 from lockstep.kernel.step_hooks import StepHook
-from lockstep.model.description import MACHINERY
 from lockstep.model.held_parameters import HeldParameters
 from lockstep.sharded_tensors import is_sharded
 
 __all__ = ["StateMutationCheck", "require_same_weights"]
 
-FIRST, EVERY = 3, 100
-"""The steps that are checked: the first FIRST steps, and each multiple of EVERY."""
-
-GRAPHS_EVERY = 20
-"""The graphs of losses are also read in each multiple of this step."""
+FIRST, GRAPHS_EVERY = 3, 20
+"""The steps whose graphs are read: the first FIRST steps, and each multiple of GRAPHS_EVERY."""
 
 Findings = tuple[dict[str, str | None], list[tuple[int, str]]]
 """What ranks compare of their state.
 
-For each position in a replica, the hash of the parameters and buffers before the step, "" if they
-are not compared. Then the last two ranks that wrote shared parameters since the last step, with the
+For each position in a replica, the hash of the parameters before the step, "" if they are not
+compared. Then the last two ranks that wrote shared parameters since the last step, with the
 name of one; the rank is -1 where the writer is unknown.
 """
 
@@ -58,36 +50,18 @@ name of one; the rank is -1 where the writer is unknown.
 class StateMutationCheck(StepHook):
     """The hook that compares the state of modules before and after a step's micro-batches.
 
-    `compare_before` and `compare_after` are called in every step; `failure`, `warnings` and
-    `summary` are the results of the last one.
-
     Args:
         modules: The model, or its blocks on this rank, and the other modules that a step
             calls, by their names in messages.
-        held: What the trainer holds; None: these modules.
+        held: What the trainer holds.
     """
 
     name = "state"
 
-    def __init__(
-        self, modules: Mapping[str, nn.Module], held: HeldParameters | None = None
-    ) -> None:
-        self._modules = dict(modules)
-        self.held = held or HeldParameters(modules)
-        self._generators: dict[str, Any] = {}  # those that the last checked step found
-        self._states: dict[str, Any] = {}  # and their states at the beginning of the step
-        self._checksums: dict[str, int] = {}
+    def __init__(self, modules: Mapping[str, nn.Module], held: HeldParameters) -> None:
+        self._modules, self.held = dict(modules), held
         self._stranger = ""  # the failure of `check_graph` in this step
-        self.is_checked = False
-        """Whether the current step is one of those whose whole state is compared."""
-        self.reads_graphs = False
-        """Whether the graphs of the current step are given to `check_graph`."""
-        self.failure = ""
-        """The reason why the results depend on the layout; "" if there is none."""
-        self.warnings: list[str] = []
-        """The reasons why the results may depend on the layout."""
-        self.summary = ""
-        """A hash of all parameters and buffers before the step; "" if the step is not checked."""
+        self._failure = ""  # why the results of this step depend on the layout
 
     def watch(self, modules: Mapping[str, nn.Module]) -> None:
         """Compare these modules from now on."""
@@ -97,10 +71,10 @@ class StateMutationCheck(StepHook):
 
     def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[None] | None:
         """Record the state before the first micro-batch, and watch the micro-batches."""
-        self.compare_before(step.number)
-        if self.reads_graphs:
+        self._stranger, self._failure = "", self.held.begin()
+        if step.number < FIRST or step.number % GRAPHS_EVERY == 0:
             step.observers.append(_GraphWatch(self))
-        return self._explaining(step) if self.is_checked or self.failure else None
+        return self._explaining(step) if self._failure else None
 
     @contextmanager
     def _explaining(self, step: StepContext) -> Iterator[None]:
@@ -108,8 +82,8 @@ class StateMutationCheck(StepHook):
         try:
             yield
         except Exception as error:
-            if self.failure and not isinstance(error, LockstepError):
-                raise StateError(f"{step.where}: {self.failure}") from error
+            if not isinstance(error, LockstepError):
+                raise StateError(f"{step.where}: {self._failure}") from error
             raise
 
     def status(self, step: StepContext) -> Findings:
@@ -117,18 +91,18 @@ class StateMutationCheck(StepHook):
         position = str(step.parallel.position)
         is_stopped = step.failure is not None and step.is_stopped
         if not is_stopped:
-            self.compare_after()
-            step.warnings += [f"{step.where}: {sentence}" for sentence in self.warnings]
-        if self.failure:
-            step.refuse(self.failure)
+            self._compare()
+            step.warnings += [f"{step.where}: {sentence}" for sentence in self.held.warnings]
+            self.held.warnings = []
+        if self._failure:
+            step.refuse(self._failure)
         if is_stopped:
             return {position: ""}, []
         writer = self.held.writer
         writers = [] if writer is None else [(step.parallel.rank if writer[0] else -1, writer[1])]
         # A step that continues despite refusals is compared by the observer that takes them.
-        return {
-            position: "" if step.observers and step.tolerates_refusals else self.summary
-        }, writers
+        is_observed = bool(step.observers) and step.tolerates_refusals
+        return {position: "" if is_observed else self.held.hash}, writers
 
     def decode(self, value: Any) -> Findings:
         """Return the value from its JSON."""
@@ -160,24 +134,13 @@ class StateMutationCheck(StepHook):
                 "trainer.load_state_dict() on every rank, or train with replicated storage"
             )
         if summary.failure is None and None in weights.values():
-            require_same_weights(self.checksums(), step.label.about, step.parallel.group)
-
-    # --- before and after ----------------------------------------------------------------------
-
-    def compare_before(self, step: int) -> None:
-        """Record the state before the first micro-batch."""
-        self.warnings, self._checksums, self._stranger = [], {}, ""
-        self.failure = self.held.begin()
-        self.summary = self.held.hash
-        self.is_checked = step < FIRST or step % EVERY == 0
-        self.reads_graphs = self.is_checked or step % GRAPHS_EVERY == 0
-        if self.is_checked:
-            attributes = self._iterate_attributes()
-            self._generators = {n: value for n, value in attributes if is_private_generator(value)}
-            self._checksums = self._checked(nn.Module.named_parameters)
-            self._checksums |= self._checked(nn.Module.named_buffers)
-            self.summary = xxhash.xxh3_64_hexdigest(repr(self._checksums).encode())
-        self._states = {n: generator_state(value) for n, value in self._generators.items()}
+            hashes = {
+                ".".join(filter(None, (root, name))): checksum(tensor)
+                for root, module in self._modules.items()
+                for name, tensor in module.named_parameters()
+                if not is_sharded(tensor)  # each rank has another part
+            }
+            require_same_weights(hashes, step.label.about, step.parallel.group)
 
     def check_graph(self, root: torch.Tensor, place: tuple[int, int]) -> None:
         """Compare the leaves of a graph with the parameters that trainers hold.
@@ -188,37 +151,11 @@ class StateMutationCheck(StepHook):
         """
         self._stranger = self._stranger or self.held.check_graph(root, place)
 
-    def compare_after(self) -> None:
+    def _compare(self) -> None:
         """Compare the state after the last micro-batch with the recorded one."""
-        self.failure = self.failure or self.held.finish()
-        if self._stranger and not self.failure:  # perhaps forward has added it to the model
-            self.failure = self.held.explain_structure() or self._stranger
-        self.warnings, self.held.warnings = self.held.warnings, []
-        for name, state in self._states.items():
-            if generator_state(self._generators[name]) != state:
-                self.failure = self.failure or _explain_draw(name)
-
-    def checksums(self) -> dict[str, int]:
-        """Return the checksums of parameters and buffers by name, of which `summary` is a hash."""
-        if not self._checksums:
-            self._checksums = self._checked(nn.Module.named_parameters)
-        return self._checksums
-
-    def _checked(self, named: Callable[[nn.Module], Iterable[tuple[str, Any]]]) -> dict[str, int]:
-        return {
-            ".".join(part for part in (root, name) if part): checksum(tensor)
-            for root, module in self._modules.items()
-            for name, tensor in named(module)
-            if not is_sharded(tensor)  # each rank has another part
-        }
-
-    def _iterate_attributes(self) -> Iterator[tuple[str, Any]]:
-        """Yield the attributes of all modules, with their names in messages."""
-        for root, module in self._modules.items():
-            for prefix, part in module.named_modules():
-                for name, value in vars(part).items():
-                    if name not in MACHINERY:
-                        yield ".".join(filter(None, (root, prefix, name))), value
+        self._failure = self._failure or self.held.finish()
+        if self._stranger and not self._failure:  # perhaps forward has added it to the model
+            self._failure = self.held.explain_structure() or self._stranger
 
 
 def require_same_weights(
@@ -226,7 +163,7 @@ def require_same_weights(
 ) -> None:
     """Find and report the first tensor in which ranks differ.
 
-    A collective call, for steps in which `StateMutationCheck.summary` differs between ranks.
+    A collective call, for steps in which a hash of the tensors differs between ranks.
 
     Args:
         mine: The checksums of this rank's tensors, by name.
@@ -249,14 +186,6 @@ def require_same_weights(
                 "although all ranks began with the same: something wrote into it on some ranks "
                 "only; make every change on all ranks"
             )
-
-
-def _explain_draw(name: str) -> str:
-    return (
-        f"the generator {name} was used; its state continues from one micro-batch to the next, so "
-        "its numbers depend on the number of ranks: draw from torch's default generator (leave "
-        "generator= out), which is seeded for each micro-batch"
-    )
 
 
 class _GraphWatch(StepObserver):
