@@ -148,7 +148,7 @@ def make_status(rank, ranks):
         buffers=[BufferReport([f"{number:016x}" for number in range(BUFFERS)])],
         gradients=[f"{(1 << PARAMETERS) - 1:x}"], batch="0 3 1f2e3d4c5b6a7988 -",
         hooks={
-            "hyperparameters": "b" * 32, "state": ({"0": "a" * 16}, []),
+            "hyperparameters": "b" * 32, "state": {"0": "a" * 16},
             "usage": RankUsage.of(
                 RankTimes(
                     rank, 0.05 + rank % 97 * 1e-5, 0.002 + rank % 13 * 1e-5, 0.0, 10**9 + rank

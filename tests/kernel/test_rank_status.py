@@ -156,18 +156,18 @@ def test_the_first_rank_that_stops_the_step_is_named():
 
 
 def test_values_that_differ_are_none():
-    hooks = {"hyperparameters": "s", "state": ({"0": "w"}, [])}
+    hooks = {"hyperparameters": "s", "state": {"0": "w"}}
     same = [status(batch="b", hooks=hooks)] * 3
     found = merged(same, 1)
     assert (found.batch, found.hooks) == ("b", hooks)
     assert merged([*same, status(batch="x", hooks=hooks), *same], 1).batch is None
     other = status(hooks=hooks | {"hyperparameters": "x"})
     assert merged([*same, other, *same], 1).hooks["hyperparameters"] is None
-    first, second = ({"0": "first"}, []), ({"1": "second"}, [])
+    first, second = {"0": "first"}, {"1": "second"}
     stages = [status(hooks={"state": each}) for each in (first, second)] * 3
-    assert merged(stages, 1, stages=2).hooks["state"][0] == first[0] | second[0]
-    stages.append(status(hooks={"state": ({"0": "x"}, [])}))
-    assert merged(stages, 1, stages=2).hooks["state"][0]["0"] is None
+    assert merged(stages, 1, stages=2).hooks["state"] == first | second
+    stages.append(status(hooks={"state": {"0": "x"}}))
+    assert merged(stages, 1, stages=2).hooks["state"]["0"] is None
 
 
 def test_warnings_are_listed_once_with_the_first_rank_that_has_them():
@@ -209,10 +209,9 @@ def trainings(draw):
         kinds = [None, None, None, "failure", "side_effect", "stopped"]
         kind = draw(st.sampled_from(kinds))
         times = RankTimes(rank, draw(st.integers(0, 999)) / 1000, 0.25, 0, draw(st.integers(0, 99)))
-        writers = draw(st.sampled_from([[], [(rank, "v")], [(-1, "w")]]))
         hooks = {
             "hyperparameters": draw(TEXTS),
-            "state": ({str(rank % stages): draw(TEXTS)}, writers),
+            "state": {str(rank % stages): draw(TEXTS)},
             "checkpoint": (draw(st.booleans()), draw(TEXTS)),
             "join_round": draw(st.integers(-1, 2)),
             "usage": RankUsage.of(times),

@@ -83,8 +83,6 @@ class HeldParameters:
         """Sentences about the current step."""
         self.hash = ""
         """A hash of samples of the parameters before the step; "" if ranks hold shards of them."""
-        self.writer: tuple[bool, str] | None = None
-        """Whether this rank wrote shared parameters since the last step, and the name of one."""
         self.take()
         HOLDERS.add(self)
 
@@ -133,9 +131,9 @@ class HeldParameters:
             failure = self.explain_structure() or self._explain_groups() or failure
             has_changed = True
         self._begun, self.hash = None, ""
+        if not failure and self._is_shared:
+            failure = self._explain_writes(has_changed)
         if not failure:
-            if self._is_shared:
-                self._note_writers(has_changed)
             if has_changed:
                 self.take()
                 pointers = self._pointers
@@ -158,20 +156,24 @@ class HeldParameters:
         if self._is_shared:
             self._committed = self._read()
 
-    def _note_writers(self, has_changed: bool) -> None:
-        """Note who wrote shared parameters since the last step.
+    def _explain_writes(self, has_changed: bool) -> str:
+        """Name a shared parameter that was written since the last step; "" for none.
 
         Args:
             has_changed: Whether the model has changed. A parametrization counts as a write of its
                 parameter, whose values remain.
         """
-        before, self._committed, self.writer = self._committed, None, None
+        before, self._committed = self._committed, None
         if before is None or (now := self._read()) == before:
-            return
+            return ""
         if has_changed:
             before = before._replace(versions=now.versions)
-        if written := self._find_written(before, now, self._own):
-            self.writer = before.versions != now.versions, written
+        written = self._find_written(before, now, self._own)
+        return written and (
+            f"the parameter {written} was written after the step before, and with storage="
+            '"shared" the ranks have one copy of it, which each of them would write: call '
+            'trainer.load_state_dict() on every rank, or train with storage="replicated"'
+        )
 
     def _read(self) -> Moment:
         pointers = [*map(torch.Tensor.data_ptr, self._tensors)]

@@ -38,12 +38,10 @@ __all__ = ["StateMutationCheck", "require_same_weights"]
 FIRST, GRAPHS_EVERY = 3, 20
 """The steps whose graphs are read: the first FIRST steps, and each multiple of GRAPHS_EVERY."""
 
-Findings = tuple[dict[str, str | None], list[tuple[int, str]]]
-"""What ranks compare of their state.
+Weights = dict[str, str | None]
+"""For each position in a replica, the hash of the parameters before the step.
 
-For each position in a replica, the hash of the parameters before the step, "" if they are not
-compared. Then the last two ranks that wrote shared parameters since the last step, with the
-name of one; the rank is -1 where the writer is unknown.
+It is "" if they are not compared, and None if ranks differ.
 """
 
 
@@ -86,7 +84,7 @@ class StateMutationCheck(StepHook):
                 raise StateError(f"{step.where}: {self._failure}") from error
             raise
 
-    def status(self, step: StepContext) -> Findings:
+    def status(self, step: StepContext) -> Weights:
         """Compare the state after the last micro-batch with the recorded one."""
         position = str(step.parallel.position)
         is_stopped = step.failure is not None and step.is_stopped
@@ -97,43 +95,18 @@ class StateMutationCheck(StepHook):
         if self._failure:
             step.refuse(self._failure)
         if is_stopped:
-            return {position: ""}, []
-        writer = self.held.writer
-        writers = [] if writer is None else [(step.parallel.rank if writer[0] else -1, writer[1])]
+            return {position: ""}
         # A step that continues despite refusals is compared by the observer that takes them.
         is_observed = bool(step.observers) and step.tolerates_refusals
-        return {position: "" if is_observed else self.held.hash}, writers
+        return {position: "" if is_observed else self.held.hash}
 
-    def decode(self, value: Any) -> Findings:
-        """Return the value from its JSON."""
-        weights, writers = value
-        return weights, [(rank, name) for rank, name in writers]
-
-    def merge(self, left: Findings, right: Findings) -> Findings:
+    def merge(self, left: Weights, right: Weights) -> Weights:
         """Return the value of two ranges of ranks: a hash is None if it differs."""
-        weights = merge_by_name(left[0], right[0], lambda one, two: one if one == two else None)
-        both = left[1] and right[1]
-        return weights, sorted({*left[1], *right[1]})[-2:] if both else left[1] or right[1]
+        return merge_by_name(left, right, lambda one, two: one if one == two else None)
 
     def check(self, step: StepContext, summary: StatusSummary) -> None:
-        """Raise an error if ranks have other weights, or wrote shared ones.
-
-        Raises:
-            StateError: Shared parameters were written by several ranks, or by unknown ones. One
-                rank may write them. The others see new values without a write of their own.
-            DisagreementError: Ranks have other weights.
-        """
-        weights, writers = summary.hooks[self.name]
-        known = [writer for writer in writers if writer[0] >= 0]
-        if writers and len(known) != 1:
-            by = f"by ranks {known[0][0]} and {known[1][0]}" if known else "through .data"
-            raise StateError(
-                f"{step.where}: the parameter {writers[-1][1]} was written {by} after the "
-                'step before, and with storage="shared" the ranks have one copy of it: write it on '
-                "one rank, between two barriers and not through .data, call "
-                "trainer.load_state_dict() on every rank, or train with replicated storage"
-            )
-        if summary.failure is None and None in weights.values():
+        """Raise DisagreementError if ranks have other weights."""
+        if summary.failure is None and None in summary.hooks[self.name].values():
             hashes = {
                 ".".join(filter(None, (root, name))): checksum(tensor)
                 for root, module in self._modules.items()
