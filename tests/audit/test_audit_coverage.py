@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lockstep.audit.audit_plan import is_audited, plan_audit
+from lockstep.audit.audit_config import AuditConfig
+from lockstep.audit.audit_plan import plan_audit
 from lockstep.data.assignment import assign_microbatches, on_one_host
 
 PAGE = Path(__file__).parents[2] / "docs/concepts/audit.md"
@@ -31,7 +32,7 @@ def simulate(frequency, ranks, every, microbatches=MICROBATCHES):
     """
     spans = assign_microbatches(microbatches, on_one_host(ranks))
     longest = int(8 * formula(frequency, ranks, every)) + 100 * every
-    steps = [step for step in range(longest) if is_audited(step, every)]
+    steps = [step for step in range(longest) if AuditConfig(every).is_audited(step)]
     plans = [plan_audit(turn, spans) for turn in range(len(steps))]
     generator, found = np.random.default_rng(0), []
     for rank in range(ranks):
@@ -75,5 +76,5 @@ def test_every_rank_and_micro_batch_has_its_turn():
     assert {plan.microbatch for plan in plans} == set(range(MICROBATCHES))
     pairs = {(plan.owner, plan.repeater) for plan in plans}
     assert pairs == {(a, b) for a in range(3) for b in range(3) if a != b}
-    audited = (step for step in range(1000) if is_audited(step, 100))
+    audited = (step for step in range(1000) if AuditConfig(100).is_audited(step))
     assert list(islice(audited, 10)) == [0, 1, 2, 5, 10, 20, 50, 100, 200, 300]

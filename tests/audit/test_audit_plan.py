@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.audit.audit_config import AuditConfig, read_audit
-from lockstep.audit.audit_plan import count_audited, is_audited, plan_audit
+from lockstep.audit.audit_plan import plan_audit
 from lockstep.data.assignment import assign_microbatches, on_one_host
 from lockstep.kernel.errors import UsageError
 
 
 def test_the_first_steps_are_audited_and_then_one_in_a_hundred():
-    audited = [step for step in range(301) if is_audited(step, 100)]
+    audited = [step for step in range(301) if AuditConfig(100).is_audited(step)]
     assert audited == [0, 1, 2, 5, 10, 20, 50, 100, 200, 300]
 
 
 @given(st.integers(0, 500), st.integers(1, 120))
 def test_the_turn_counts_the_audited_steps_before(step, every_steps):
-    expected = sum(is_audited(number, every_steps) for number in range(step))
-    assert count_audited(step, every_steps) == expected
+    expected = sum(AuditConfig(every_steps).is_audited(number) for number in range(step))
+    assert AuditConfig(every_steps).count_audited(step) == expected
 
 
 @given(st.integers(0, 200), st.integers(1, 9), st.integers(0, 9), st.booleans())

@@ -9,6 +9,9 @@ from lockstep.kernel.errors import UsageError
 
 __all__ = ["AuditConfig", "read_audit"]
 
+SERIES = (0, 1, 2, 5, 10, 20, 50)
+"""The steps that are audited at the beginning of a run."""
+
 
 @dataclass(frozen=True)
 class AuditConfig:
@@ -37,6 +40,15 @@ class AuditConfig:
             if type(value) is not int or value < least:
                 kind = "positive whole number" if least else "whole number, at least 0"
                 raise UsageError(f"AuditConfig({name}={value!r}): expected a {kind}")
+
+    def is_audited(self, step: int) -> bool:
+        """Return whether a step is audited."""
+        return step in SERIES or step % self.every_steps == 0
+
+    def count_audited(self, step: int) -> int:
+        """Return the number of audited steps before a step."""
+        multiples = -(-step // self.every_steps)
+        return multiples + sum(n < step and n % self.every_steps != 0 for n in SERIES)
 
     def explain_excess(self, corrections: int) -> str:
         """Return why a rank with this number of wrong results cannot go on, after its name."""

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from lockstep.audit.audit_config import AuditConfig
-from lockstep.audit.audit_plan import AuditPlan, count_audited, is_audited, plan_audit
+from lockstep.audit.audit_plan import AuditPlan, plan_audit
 from lockstep.audit.microbatch_results import combine_hashes, find_damaged, hash_results
 from lockstep.audit.repetition_trace import (
     RepetitionTrace,
@@ -41,21 +41,17 @@ from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.errors import StateError, WorkError
 from lockstep.kernel.rank_status import StatusSummary
 from lockstep.kernel.step_context import StepContext, StepObserver
-from lockstep.kernel.step_hooks import CommittedStep, StepHook
+from lockstep.kernel.step_hooks import CommittedStep, RepeatStep, StepHook
 from lockstep.model.call_site import class_name
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.processor_core import find_core, on_another_core
 
-__all__ = ["Audit", "RepeatStep", "Repeater"]
+__all__ = ["Audit", "Repeater"]
 
 Mode = Literal["check", "vote", "trace"]
 
 Compared = tuple[int, Computation]
 """A computation, after the micro-batch that it computed."""
-
-
-class RepeatStep(Exception):
-    """Every rank undoes the current attempt and computes the step again."""
 
 
 class Repeater(Protocol):
@@ -132,7 +128,7 @@ class Audit(StepHook):
         if not self._is_repeating:  # such as after an error, with another batch
             self._begin_step()
         self._is_repeating = False
-        is_due = is_audited(step.number, self._config.every_steps)
+        is_due = self._config.is_audited(step.number)
         # A manual step is the script's own code, which cannot be called again.
         if not is_due or batch is None or step.parallel.stages > 1:
             return None
@@ -155,7 +151,7 @@ class Audit(StepHook):
             given: The batch of the step; not a `Batch` if every rank has the whole.
         """
         parallel = self._parallel
-        turn = count_audited(step.number, self._config.every_steps)
+        turn = self._config.count_audited(step.number)
         # Many ranks know the weights of their own micro-batches only.
         alone = parallel.loss_weight is not None and parallel.messages.are_many
         parallel.share.require_turns(batch.leaves, batch.leaves)

@@ -1,4 +1,4 @@
-"""The plan of the audit: which steps are audited, which micro-batch is repeated, and where.
+"""The plan of the audit: which micro-batch is repeated in an audited step, and where.
 
     step            0   1   2   5   10   20   50   100   200 ...
     turn            0   1   2   3    4    5    6     7     8
@@ -18,21 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["AuditPlan", "count_audited", "is_audited", "plan_audit"]
-
-SERIES = (0, 1, 2, 5, 10, 20, 50)
-"""The steps that are audited at the beginning of a run."""
-
-
-def is_audited(step: int, every_steps: int) -> bool:
-    """Return whether a step is audited."""
-    return step in SERIES or step % every_steps == 0
-
-
-def count_audited(step: int, every_steps: int) -> int:
-    """Return the number of audited steps before a step."""
-    multiples = -(-step // every_steps)
-    return multiples + sum(1 for number in SERIES if number < step and number % every_steps)
+__all__ = ["AuditPlan", "plan_audit"]
 
 
 @dataclass(frozen=True)

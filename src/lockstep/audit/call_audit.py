@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from lockstep.audit.audit_config import AuditConfig
-from lockstep.audit.audit_plan import count_audited, is_audited, plan_audit
+from lockstep.audit.audit_plan import plan_audit
 from lockstep.audit.microbatch_results import combine_hashes, find_damaged
 from lockstep.audit.recorded_call import CannotRepeatError, RecordedCall
 from lockstep.audit.repetition_trace import (
@@ -95,14 +95,14 @@ class CallAudit:
         """Choose one of this rank's micro-batches, if the step is audited."""
         self._step, self._chosen, self._recorded, self._own = number, -1, None, None
         if self._config is not None and self.is_due and microbatches:
-            turn = count_audited(number, self._config.every_steps)
+            turn = self._config.count_audited(number)
             span = range(len(microbatches))
             self._chosen = microbatches[plan_audit(turn, [span], alone=True).microbatch]
 
     @property
     def is_due(self) -> bool:
         """Whether the current step is audited."""
-        return self._config is not None and is_audited(self._step, self._config.every_steps)
+        return self._config is not None and self._config.is_audited(self._step)
 
     def _log(self, message: str, finding: object) -> None:
         if self._rank == 0 or finding is not None:

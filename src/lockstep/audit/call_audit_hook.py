@@ -14,12 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from lockstep.audit.audit_config import AuditConfig
-from lockstep.audit.audit_hook import RepeatStep
-from lockstep.audit.audit_plan import is_audited
 from lockstep.audit.call_audit import CallAudit, raise_failure
 from lockstep.kernel.rank_status import StatusSummary
 from lockstep.kernel.step_context import StepContext, StepObserver
-from lockstep.kernel.step_hooks import CommittedStep, StepHook
+from lockstep.kernel.step_hooks import CommittedStep, RepeatStep, StepHook
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import WatchedCalls
 
@@ -64,7 +62,7 @@ class CallAuditHook(StepHook):
     def begin(self, step: StepContext, batch: Any) -> AbstractContextManager[None] | None:
         """Watch the calls of an audited step, and repeat one of them at the end."""
         self._found = []
-        is_due = is_audited(step.number, self._config.every_steps)
+        is_due = self._config.is_audited(step.number)
         is_due = is_due and (batch is None or self._parallel.stages > 1)
         return self._auditing(step) if is_due else None
 

@@ -23,13 +23,11 @@ import xxhash
 from torch import nn
 
 from lockstep.audit.audit_config import AuditConfig
-from lockstep.audit.audit_hook import RepeatStep
-from lockstep.audit.audit_plan import is_audited
 from lockstep.audit.microbatch_results import combine_hashes
 from lockstep.checksum import checksum
 from lockstep.kernel.rank_status import StatusSummary, merge_by_name
 from lockstep.kernel.step_context import StepContext
-from lockstep.kernel.step_hooks import CommittedStep, StepHook
+from lockstep.kernel.step_hooks import CommittedStep, RepeatStep, StepHook
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.state_mutation_check import require_same_weights
 from lockstep.sharded_tensors import is_sharded, local_part
@@ -103,7 +101,7 @@ class ReplicaCheck(StepHook):
 
         What only the ranks with the same shard hold has another hash.
         """
-        if step.is_stopped or not is_audited(step.number, self._config.every_steps):
+        if step.is_stopped or not self._config.is_audited(step.number):
             return {}
         values, self._shards = self._find_values(), dict[str, int]()
         self._hashes = {name: _hash(one) for name, one in values.items() if not is_sharded(one)}

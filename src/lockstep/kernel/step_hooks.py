@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 from lockstep.kernel.rank_status import StatusSummary
 from lockstep.kernel.step_context import StepContext
 
-__all__ = ["CommittedStep", "StepHook", "StepResult"]
+__all__ = ["CommittedStep", "RepeatStep", "StepHook", "StepResult"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,10 @@ class CommittedStep:
     summary: StatusSummary
     result: StepResult
     is_manual: bool = False
+
+
+class RepeatStep(Exception):
+    """Every rank undoes the current attempt and computes the step again."""
 
 
 class StepHook:

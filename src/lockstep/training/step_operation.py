@@ -16,12 +16,11 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.audit.audit_hook import RepeatStep
 from lockstep.elastic.membership import Membership
 from lockstep.kernel.errors import GradientError, LossError, UsageError
 from lockstep.kernel.step import OptimizerStep, PreparedStep
 from lockstep.kernel.step_context import Attempt, StepContext
-from lockstep.kernel.step_hooks import CommittedStep
+from lockstep.kernel.step_hooks import CommittedStep, RepeatStep
 from lockstep.launcher.failure_attribution import is_lost_peer
 from lockstep.model.collective_calls import CollectiveCallGuard
 from lockstep.model.parallel_context import ParallelContext
