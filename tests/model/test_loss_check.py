@@ -97,10 +97,10 @@ def said(loss, samples=21, model=None, **options):
     ("loss", "words"),
     [
         (total, 'total .* set the attribute reduction = "sum"'),
-        (Disobedient(), 'Disobedient .* leave out reduction="sum"'),
+        (Disobedient(), "Disobedient .* return a mean over the samples"),
         (over_positives, "over_positives .* pass loss_weight="),
         (weighted(nn.CrossEntropyLoss(CLASS_WEIGHTS)), "<lambda> .* pass loss_weight="),
-        (Focal(CLASS_WEIGHTS), "Focal .* pass another loss_weight="),
+        (Focal(CLASS_WEIGHTS), "Focal .* pass loss_weight="),
         (contrast, 'contrast .* "Losses over the whole batch"'),
     ],
     ids=lambda each: getattr(each, "__name__", None),
@@ -228,7 +228,7 @@ def test_a_weight_that_does_not_fit_the_loss_is_named():
         return float((data[1] != 0).sum())
 
     (sentence,) = said(F.cross_entropy, loss_weight=count)
-    assert "pass another loss_weight=" in sentence
+    assert "pass loss_weight=" in sentence
     assert not said(nn.CrossEntropyLoss(ignore_index=0), loss_weight=count)
 
 

@@ -132,8 +132,15 @@ class LossCheck(StepObserver):
         # A half has no finite mean if all of its targets are ignored.
         if not all(map(math.isfinite, losses)) or abs(loss - mean) > limit:
             self._has_warned = True
-            is_added = all(losses) and abs(loss - sum(losses)) <= limit
-            self._warn(microbatch.index, self._explain(is_added=is_added))
+            self._warn(
+                microbatch.index,
+                f"the loss {loss_name(self._parallel.loss)} of a micro-batch {NOT_ADDITIVE}, so "
+                "the gradient is not that of the whole batch: return a mean over the samples, set "
+                'the attribute reduction = "sum" of a loss that adds them up, or pass loss_weight= '
+                "a function that returns what the loss of a micro-batch divides by; for a loss "
+                "that compares samples with each other or divides by several numbers, see "
+                '"Losses over the whole batch" in the guide to training',
+            )
 
     def _weigh(self, part: Part, size: int) -> float:
         if is_sum(self._parallel.loss):
@@ -196,22 +203,3 @@ class LossCheck(StepObserver):
         largest = max((float(tensor.abs().max()) for tensor in floats), default=0.0)
         # Parts are rounded in proportion to themselves, and may cancel in the loss.
         return max(TOLERANCE, epsilon) * max(map(abs, losses)) + max(1e-6, epsilon / 4) * largest
-
-    def _explain(self, *, is_added: bool) -> str:
-        loss, weight = self._parallel.loss, self._parallel.loss_weight
-        advice = (
-            "pass loss_weight= a function that returns what the loss of a micro-batch divides by, "
-            "such as the number of its targets or the sum of their weights"
-        )
-        if is_sum(loss):
-            advice = 'leave out reduction="sum", which the loss does not obey'
-        elif weight is not None:
-            advice = "pass another loss_weight=, such as lambda data: len(data[-1]) for a mean"
-        elif is_added:
-            advice = 'return a mean, or set the attribute reduction = "sum" of the loss'
-        return (
-            f"the loss {loss_name(loss)} of a micro-batch {NOT_ADDITIVE}, so the gradient is not "
-            f"that of the whole batch: {advice}; for a loss that compares samples with each other "
-            'or divides by several numbers, see "Losses over the whole batch" in the guide to '
-            "training"
-        )
