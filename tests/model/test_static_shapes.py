@@ -6,20 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.comm.activity import publish, read_own_activity
 from lockstep.kernel.errors import UsageError
 from lockstep.model.static_shapes import StaticShapes
 
 
 class Backend:
-    """A compiler that notes which sizes of its graphs are symbolic, and what is published."""
+    """A compiler that notes which sizes of its graphs are symbolic."""
 
     def __init__(self):
-        self.symbolic, self.published = [], []
+        self.symbolic = []
 
     def __call__(self, graph, inputs):
         self.symbolic.append(any(isinstance(each, torch.SymInt) for each in inputs))
-        self.published.append(read_own_activity().text)
         return graph
 
 
@@ -176,18 +174,6 @@ def test_the_settings_hold_in_the_body_only(is_late):
         assert torch.is_autocast_cache_enabled()
         assert kind.create_symbol is create
     torch.compiler.reset()
-
-
-def test_a_compilation_is_published_as_the_activity(backend):
-    """A hang report would otherwise not say why a rank is late."""
-    function = torch.compile(double, backend=backend)
-    with StaticShapes(nn.Identity()):
-        publish("micro-batch 3 of step 0")
-        function(torch.ones(2))
-        assert read_own_activity().text == "micro-batch 3 of step 0"
-    assert backend.published == ["torch.compile in micro-batch 3 of step 0"]
-    function(torch.ones(3))
-    assert backend.published[1] == "micro-batch 3 of step 0"
 
 
 def test_an_autocast_of_the_model_has_the_same_bits_before_the_compiler_is_imported(monkeypatch):

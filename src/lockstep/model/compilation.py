@@ -9,7 +9,6 @@ their own, and no stage can begin inside of it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,9 +26,6 @@ __all__ = [
     "is_compiled",
     "is_compiled_in_place",
 ]
-
-LOCAL_SETTINGS = ("compile_threads", "trace.", "worker_")
-"""The beginnings of the names of inductor's settings that do not affect the compiled code."""
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -104,15 +100,14 @@ def check_blocks_of(model: nn.Module, blocks: Sequence[str]) -> None:
 
 
 def describe_compilation(model: nn.Module) -> dict[str, str]:
-    """Describe how the parts of a model are compiled: backend, options, changed settings."""
-    entries, names = {}, set()
+    """Describe how the parts of a model are compiled: backend and options."""
+    entries = {}
     for name, module in find_compiled(model):
         context = _find_context(module)
         backend = _find_backend(context)
         kind = getattr(backend, "compiler_name", None)
         if kind not in ("inductor", "aotinductor"):
             kind = describe_value(getattr(backend, "compiler_fn", backend))
-        names.add(kind)
         options = getattr(backend, "config", None) or getattr(backend, "kwargs", {})
         entries[f"torch.compile({name or 'model'})"] = ", ".join(
             [
@@ -121,22 +116,7 @@ def describe_compilation(model: nn.Module) -> dict[str, str]:
                 f"fullgraph={getattr(context, 'fullgraph', False)}",
             ]
         )
-    return entries | _describe_settings(is_inductor="inductor" in names) if entries else {}
-
-
-def _describe_settings(*, is_inductor: bool) -> dict[str, str]:
-    """Describe the settings of torch's compiler that differ from its defaults."""
-    if is_inductor:
-        import torch._inductor.config  # noqa: F401  (it is imported by the first compilation)
-    changed = {}
-    for module in ("torch._dynamo.config", "torch._inductor.config"):
-        config: Any = sys.modules.get(module)
-        if config is None:
-            continue
-        for name, value in config.get_config_copy().items():
-            if not name.startswith(LOCAL_SETTINGS) and not config._is_default(name):
-                changed[f"{module}.{name}"] = describe_value(value)
-    return changed
+    return entries
 
 
 def _plain(name: str) -> str:

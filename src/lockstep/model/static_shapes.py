@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.comm.activity import publish, read_own_activity
 from lockstep.kernel.errors import UsageError
 from lockstep.model.compilation import count_compiled
 
@@ -114,17 +113,6 @@ class StaticShapes:
 
 
 @contextmanager
-def _registered(callbacks: list[Any], callback: Callable[[Any], None]) -> Iterator[None]:
-    """Have a callback of the compiler in its list while the body runs."""
-    callbacks.append(callback)
-    try:
-        yield
-    finally:
-        if callback in callbacks:  # torch.compiler.reset() removes it
-            callbacks.remove(callback)
-
-
-@contextmanager
 def _specialize(config: Any, modules: int) -> Iterator[None]:
     """Change the settings of the compiler for some compiled modules, and watch it, in the body."""
     _undo_fall_backs()
@@ -142,7 +130,6 @@ def _specialize(config: Any, modules: int) -> Iterator[None]:
         stack.callback(_change(config, changes))
         stack.enter_context(_deterministic_kernels())
         stack.enter_context(_collect_symbols(symbols))
-        stack.enter_context(_publish_compilations())
         try:
             yield
         except Exception as error:
@@ -182,6 +169,7 @@ def _deterministic_kernels() -> Iterator[None]:
     """Let inductor choose no kernels by their speed while the body runs."""
     from torch._dynamo.callback import callback_handler
 
+    callbacks = callback_handler.start_callbacks
     with ExitStack() as stack:
 
         def choose(_: Any = None) -> None:
@@ -190,8 +178,12 @@ def _deterministic_kernels() -> Iterator[None]:
 
         choose()
         # Each compilation ends with torch.use_deterministic_algorithms, which changes this, too.
-        stack.enter_context(_registered(callback_handler.start_callbacks, choose))
-        yield
+        callbacks.append(choose)
+        try:
+            yield
+        finally:
+            if choose in callbacks:  # torch.compiler.reset() removes it
+                callbacks.remove(choose)
 
 
 def _has_graphs() -> bool:
@@ -259,25 +251,3 @@ def _is_outside_of_graphs(source: str) -> bool:
     and the value of a tensor with one integer, such as the number of batches of a batch norm.
     """
     return "._base." in source or ".grad." in source or source.endswith(".item()")
-
-
-@contextmanager
-def _publish_compilations() -> Iterator[None]:
-    """Publish the compilations of the body, which may take minutes, as this rank's activity."""
-    from torch._dynamo.callback import callback_handler
-
-    before = ""
-
-    def start(_: Any) -> None:
-        nonlocal before
-        before = read_own_activity().text
-        publish(f"torch.compile in {before}" if before else "torch.compile")
-
-    def end(_: Any) -> None:
-        publish(before)
-
-    with (
-        _registered(callback_handler.start_callbacks, start),
-        _registered(callback_handler.end_callbacks, end),
-    ):
-        yield
