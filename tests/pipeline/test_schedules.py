@@ -1,5 +1,7 @@
 """Schedules: valid for any numbers, with the bubble and the memory of their papers."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +19,6 @@ from lockstep.pipeline.schedules import (
     interleaved,
     iterate_in_order,
     one_f_one_b,
-    validate,
     zero_bubble,
 )
 from lockstep.pipeline.simulation import simulate
@@ -47,17 +48,32 @@ def test_schedules_are_plain_data() -> None:
     ]
 
 
+def require_complete(schedule, microbatches: int) -> None:
+    """Check that stages are on their ranks, and compute each micro-batch once in each direction."""
+    ranks = len(schedule)
+    assert all(action.stage % ranks == rank for rank, own in enumerate(schedule) for action in own)
+    counts = Counter(action for _, action in iterate_in_order(schedule))  # without a deadlock
+    for stage in range(count_stages(schedule)):
+        for number in range(microbatches):
+            forward, whole, *parts = (
+                counts.pop(Action(kind, stage, number), 0)
+                for kind in ("forward", "backward", "input", "weight")
+            )
+            assert (forward, whole, parts) in ((1, 1, [0, 0]), (1, 0, [1, 1]))
+    assert not counts
+
+
 @given(EVERY, RANKS, MICROBATCHES)
-def test_every_schedule_is_valid(name: str, ranks: int, microbatches: int) -> None:
-    validate(build_schedule(name, ranks, microbatches))
+def test_every_schedule_is_complete(name: str, ranks: int, microbatches: int) -> None:
+    require_complete(build_schedule(name, ranks, microbatches), microbatches)
 
 
 @given(RANKS, MICROBATCHES, CHUNKS)
-def test_interleaved_is_valid_for_any_chunks(
+def test_interleaved_is_complete_for_any_chunks(
     ranks: int, microbatches: int, stages_per_rank: int
 ) -> None:
     made_so = interleaved(ranks, microbatches, stages_per_rank)
-    validate(made_so)
+    require_complete(made_so, microbatches)
     assert count_stages(made_so) == ranks * stages_per_rank
 
 
@@ -91,45 +107,11 @@ def test_the_first_stage_splits_no_backward() -> None:
     assert kinds == [{"forward", "backward"}, *[{"forward", "input", "weight"}] * 2]
 
 
-def broken(actions, *without, **swapped):
-    """Return one rank's actions without some, as a schedule of one rank."""
-    return tuple(action for action in actions if action not in without)
-
-
-def test_a_missing_action_is_named() -> None:
-    first, second = one_f_one_b(2, 3)
-    with pytest.raises(LayoutError, match=r"micro-batch 1 on stage 1 .* backward 0 times as a"):
-        validate((first, broken(second, Action("backward", 1, 1))))
-
-
-def test_an_action_done_twice_is_named() -> None:
-    first, second = one_f_one_b(2, 3)
-    with pytest.raises(LayoutError, match="micro-batch 0 on stage 0 forward 2 times"):
-        validate(((first[0], *first), second))
-
-
 def test_ranks_that_wait_for_each_other_are_named() -> None:
     first, second = one_f_one_b(2, 2)
+    schedule = (tuple(sorted(first, key=lambda action: action.kind)), second)
     with pytest.raises(LayoutError, match="deadlocks: rank 0 waits at its action 0, the backward"):
-        validate((tuple(sorted(first, key=lambda action: action.kind)), second))
-
-
-def test_gradients_out_of_order_are_named() -> None:
-    forwards = tuple(Action("forward", 0, j) for j in range(2))
-    backwards = tuple(Action("backward", 0, j) for j in (1, 0))
-    with pytest.raises(LayoutError, match="micro-batch 0 on stage 0 after that of micro-batch 1"):
-        validate((forwards + backwards,))
-
-
-def test_a_stage_on_the_wrong_rank_is_named() -> None:
-    first, second = gpipe(2, 1)
-    with pytest.raises(LayoutError, match="stage 1 on rank 0"):
-        validate((second, first))
-
-
-def test_a_schedule_without_actions_is_refused() -> None:
-    with pytest.raises(LayoutError, match="no actions"):
-        validate(())
+        list(iterate_in_order(schedule))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ world must call the public functions.
 
 from __future__ import annotations
 
-import json
+import io
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from lockstep.comm.collectives import all_gather_bytes, broadcast_tensors
+from lockstep.comm.collectives import all_gather_bytes, broadcast_tensors, message_device
 
 __all__ = ["gather_model_state", "gather_optimizer_state"]
 
@@ -59,87 +59,46 @@ def gather_optimizer_state(
     """
     packed = optimizer.state_dict()
     parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    order = [names[tensor] for tensor in parameters]
-    rank = dist.get_rank()
+    sources = [source(names[tensor]) for tensor in parameters]
     # Ignore the local state of parameters on other ranks: it may hold a stale step counter.
     here = {n: state for n, state in packed["state"].items() if not parameters[n].is_meta}
-    mine = {
-        index: {entry: _describe(value) for entry, value in state.items()}
-        for index, state in packed["state"].items()
-        if source(order[index]) == rank
-    }
-    message = json.dumps(mine).encode()
-    everyone = all_gather_bytes(message, "gathering the state of the optimizer")
     states: dict[int, dict[str, Any]] = {}
-    for described in map(json.loads, everyone):
-        for text, entries in described.items():
-            ours = here.get(int(text), {})
-            states[int(text)] = {
-                entry: _allocate(
-                    description, ours.get(entry), device, source(order[int(text)]) == rank
-                )
-                for entry, description in entries.items()
-            }
-    tensors = {
-        f"{index}/{entry}{part}": tensor
-        for index in sorted(states)
-        for entry, value in states[index].items()
+    for sender in sorted(set(sources)):
+        mine = {n: _to_cpu(state) for n, state in here.items() if sources[n] == sender}
+        received = _broadcast_object(mine if dist.get_rank() == sender else None, sender)
+        states |= {n: _to_device(state, device) for n, state in received.items()}
+    states = {n: here.get(n, state) for n, state in states.items()}
+    return {**packed, "state": {n: states[n] for n in sorted(states)}}
+
+
+def _to_cpu(state: Mapping[str, Any]) -> dict[str, tuple[Any, bool]]:
+    """Return entries with tensors on the CPU, and whether each is on a device."""
+    return {
+        entry: (value.cpu(), value.device.type != "cpu")
         if isinstance(value, torch.Tensor)
-        for part, tensor in _parts(value).items()
+        else (value, False)
+        for entry, value in state.items()
     }
-    held = {f"{index}/{entry}" for index, state in here.items() for entry in state}
-    _broadcast(tensors, lambda name: source(order[int(name.partition("/")[0])]), held)
-    return {**packed, "state": {index: states[index] for index in sorted(states)}}
 
 
-def _parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the dense tensors that represent a tensor, by the suffix of their names."""
-    if tensor.is_sparse:
-        return {"/indices": tensor._indices(), "/values": tensor._values()}
-    return {"": tensor}
-
-
-def _describe(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return {"value": value}
-    if value.is_sparse:
-        parts = [_describe(part) for part in _parts(value).values()]
-        return {"parts": parts, "shape": list(value.shape), "coalesced": value.is_coalesced()}
-    dtype = str(value.dtype).removeprefix("torch.")
-    layout = {"dtype": dtype, "shape": list(value.shape), "strides": list(value.stride())}
+def _to_device(state: Mapping[str, tuple[Any, bool]], device: torch.device) -> dict[str, Any]:
     # Counters of steps are on the CPU, beside moments on the device.
-    return layout | {"is_on_cpu": value.device.type == "cpu"}
+    return {entry: value.to(device) if moves else value for entry, (value, moves) in state.items()}
 
 
-def _allocate(
-    description: Mapping[str, Any], here: Any, device: torch.device, is_source: bool
-) -> Any:
-    """Return a value; for a tensor, the local one or a new one to receive it.
-
-    A sparse tensor is received into a new one, because the local one may have another number of
-    rows.
-    """
-    if "parts" in description:
-        if is_source:
-            return here
-        indices, values = (
-            _allocate(part, None, device, is_source=False) for part in description["parts"]
-        )
-        return torch.sparse_coo_tensor(
-            indices.zero_(),  # valid indices, until the real ones are received
-            values,
-            description["shape"],
-            check_invariants=False,
-            is_coalesced=description["coalesced"],
-        )
-    if "dtype" not in description:
-        return description["value"]
-    if isinstance(here, torch.Tensor) and not here.is_meta:
-        return here
-    dtype = getattr(torch, description["dtype"])
-    shape, strides = description["shape"], description["strides"]
-    device = torch.device("cpu") if description["is_on_cpu"] else device
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+def _broadcast_object(value: Any, sender: int) -> Any:
+    """Return the object of a rank, which consists of tensors and plain values."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    about = "gathering the state of the optimizer"
+    sizes = all_gather_bytes(str(file.tell()).encode(), about)
+    if dist.get_rank() == sender:
+        packed = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+    else:
+        packed = torch.empty(int(sizes[sender]), dtype=torch.uint8)
+    message = packed.to(message_device())
+    broadcast_tensors([message], None, sender)
+    return torch.load(io.BytesIO(message.cpu().numpy().tobytes()))
 
 
 def _broadcast(tensors: Mapping[str, torch.Tensor], source: Source, held: Set[str]) -> None:

@@ -1,14 +1,13 @@
 """Point-to-point transfer of values between neighboring stages, in one direction per link.
 
-    page      | length of metadata | state | begin of tensors | micro-batch | attempt | RNG state |
-              | metadata (pickle), if new       | small tensors, with their alignment to 64 bytes |
-    beyond    metadata or tensors that do not fit into the page: one message each
+    page      | length of metadata | state | micro-batch | attempt | RNG state |
+              | metadata (pickle), if new and if it fits                        |
+    beyond    longer metadata, and each tensor: one message each
 
 The schedule determines the order of the messages, and each page names its micro-batch. The
-metadata of the tensors is sent only when it changes, so most pages hold a header of 32 bytes
-and small tensors, which the receiver views in the page. Larger tensors follow as separate
-messages, without an intermediate copy if they are dense; those of an accelerator are copied to
-pinned memory if the backend is Gloo.
+metadata of the tensors is sent only when it changes, so most pages hold a header. The tensors
+follow as separate messages, without an intermediate copy if they are dense; those of an accelerator
+are copied to pinned memory if the backend is Gloo.
 
 A send never blocks: its buffers are kept until it is complete. A stage that failed sends its
 failure on all its links, in place of the messages that others wait for.
@@ -41,7 +40,7 @@ from lockstep.pipeline.boundary import (
 __all__ = ["INITIAL_RNG_STATE", "Receiver", "RngState", "Sender"]
 
 PAGE = 1024
-HEADER = struct.Struct("<IIIIQII")
+HEADER = struct.Struct("<IIIQII")
 OK, FAILED = 0, 1
 OTHERS, STATE = 1, 2
 """Flags: OTHERS if blocks have drawn from Python's or numpy's generators, STATE if the last
@@ -73,40 +72,8 @@ class RngState:
 INITIAL_RNG_STATE = RngState()
 
 
-def _round_up(size: int) -> int:
-    return -(-size // 64) * 64
-
-
-BARE = _round_up(HEADER.size)  # where tensors begin in a page without metadata
-
-
-def _find_positions(metas: Sequence[TensorMeta], begin: int) -> list[int] | None:
-    """Return the position of each tensor in the page, or None if they do not fit."""
-    positions = []
-    for meta in metas:
-        positions.append(begin + meta.padding)
-        begin += _round_up(meta.padding + meta.nbytes)
-        if begin > PAGE:
-            return None
-    return positions
-
-
-@dataclass
-class Metadata:
-    """The metadata of the last value; sender and receiver reuse it for pages without metadata.
-
-    Attributes:
-        structure: The structure of the value.
-        metas: The layouts of its tensors.
-        positions: The positions of the tensors in a page without metadata.
-    """
-
-    structure: Structure
-    metas: list[TensorMeta]
-
-    def __post_init__(self) -> None:
-        """Compute the positions."""
-        self.positions = _find_positions(self.metas, BARE)
+Metadata = tuple[Structure, list[TensorMeta]]
+"""The structure of the last value and the layouts of its tensors, for pages without metadata."""
 
 
 @dataclass
@@ -139,36 +106,25 @@ class Sender:
             ]
         metas = [describe_tensor(tensor) for tensor in tensors]
         text = b""
-        if self.known is None or self.known.metas != metas or self.known.structure != structure:
-            self.known = Metadata(structure, metas)
-            text = pickle.dumps((structure, metas))
+        if self.known != (structure, metas):
+            self.known = structure, metas
+            text = pickle.dumps(self.known)
         fits = HEADER.size + len(text) <= PAGE
-        begin, positions = BARE, self.known.positions
-        if text:
-            begin = _round_up(HEADER.size + len(text))
-            positions = _find_positions(metas, begin) if fits else None
         page = torch.empty(PAGE, dtype=torch.uint8)
         written = memoryview(page.numpy())  # type: ignore[arg-type]
-        begin = begin if positions else 0
-        HEADER.pack_into(
-            written, 0, len(text), OK, begin, index, attempt, rng_state.last_call, flags
-        )
+        HEADER.pack_into(written, 0, len(text), OK, index, attempt, rng_state.last_call, flags)
         if text and fits:
             written[HEADER.size : HEADER.size + len(text)] = text
         vectors = [view_bytes(*pair) for pair in zip(tensors, metas, strict=True)]
         messages = [page]
         if not fits:
             messages.append(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        if positions:
-            for vector, position in zip(vectors, positions, strict=True):
-                page[position : position + len(vector)].copy_(vector)
-        else:
-            staged = is_staged(self.device, self.group)
-            messages += [
-                to_pinned(vector) if staged and is_accelerator(vector.device) else vector
-                for vector in vectors
-                if len(vector)
-            ]
+        staged = is_staged(self.device, self.group)
+        messages += [
+            to_pinned(vector) if staged and is_accelerator(vector.device) else vector
+            for vector in vectors
+            if len(vector)
+        ]
         works = [self.group.send([message], self.peer, self.tag) for message in messages]
         self.waiting.append((works, [*messages, *tensors]))
 
@@ -176,7 +132,7 @@ class Sender:
         """Send the reason why no further values will be sent in this attempt."""
         text = reason.encode()[: PAGE - HEADER.size]
         page = bytearray(PAGE)
-        HEADER.pack_into(page, 0, len(text), FAILED, 0, 0, attempt, 0, 0)
+        HEADER.pack_into(page, 0, len(text), FAILED, 0, attempt, 0, 0)
         page[HEADER.size : HEADER.size + len(text)] = text
         cover = torch.frombuffer(page, dtype=torch.uint8)
         self.waiting.append(([self.group.send([cover], self.peer, self.tag)], [cover]))
@@ -219,7 +175,7 @@ class Receiver:
     def metas(self) -> list[TensorMeta]:
         """The layouts that the last received tensors had on the sender."""
         assert self.known is not None
-        return self.known.metas
+        return self.known[1]
 
     def receive(
         self, attempt: int, index: int, more: bool = False
@@ -242,7 +198,7 @@ class Receiver:
         self._wait(work)
         self._posted = None
         page = memoryview(cover.numpy())  # type: ignore[arg-type]
-        length, state, begin, index_sent, attempt_sent, call, flags = HEADER.unpack_from(page)
+        length, state, index_sent, attempt_sent, call, flags = HEADER.unpack_from(page)
         if state == FAILED:
             raise StoppedError(bytes(page[HEADER.size : HEADER.size + length]).decode())
         if (attempt_sent, index_sent) != (attempt, index):
@@ -252,17 +208,15 @@ class Receiver:
                 "same calls of the trainer"
             )
         if length:
-            self.known = Metadata(*pickle.loads(self._receive_text(page, length)))
+            self.known = pickle.loads(self._receive_text(page, length))
         assert self.known is not None
-        if begin:
-            tensors = self._view_inside(cover, self.known, begin)
-        else:
-            tensors = self._receive_tensors(self.known.metas, has_state=bool(flags & STATE))
+        structure, metas = self.known
+        tensors = self._receive_tensors(metas, has_state=bool(flags & STATE))
         if more:
             self.post()
         generators = tensors.pop().cpu().numpy().tobytes() if flags & STATE else None
         self.rng_state = RngState(call, bool(flags & OTHERS), generators)
-        return self.known.structure, tensors
+        return structure, tensors
 
     def _wait(self, work: Any) -> None:
         try:
@@ -278,15 +232,6 @@ class Receiver:
         text = torch.empty(length, dtype=torch.uint8)
         self._wait(self.group.recv([text], self.peer, self.tag))
         return text.numpy().tobytes()
-
-    def _view_inside(self, cover: torch.Tensor, known: Metadata, begin: int) -> list[torch.Tensor]:
-        """Return the tensors in the page, which use its memory."""
-        first = begin == BARE
-        positions = known.positions if first else _find_positions(known.metas, begin)
-        assert positions is not None
-        if self.device.type != "cpu":
-            cover = cover.to(self.device)
-        return [view_received(cover, *pair) for pair in zip(positions, known.metas, strict=True)]
 
     def _receive_tensors(
         self, metas: Sequence[TensorMeta], *, has_state: bool

@@ -6,9 +6,8 @@ The best partition is the one whose slowest stage is fastest:
     two stages  [ 3   1   4 ] [ 1   5 ]    8 + 1 and 6 + 1: the slowest takes 9
 
 The cost of a stage is the sum of its blocks plus the boundaries on both of its sides, because
-a transfer keeps both neighbors busy. Dynamic programming finds the exact optimum. Among the
-partitions whose slowest stage is equally fast, it takes the most even one (the smallest sum of
-squared costs).
+a transfer keeps both neighbors busy. Dynamic programming finds the optimum. Among partitions whose
+slowest stage is equally fast, it prefers the more even one, with the smaller sum of squared costs.
 
 The best schedule is found by simulation. This module does not import torch: the command
 `lockstep schedule` uses it.
@@ -16,8 +15,7 @@ The best schedule is found by simulation. This module does not import torch: the
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -34,8 +32,8 @@ __all__ = [
     "plan_schedule",
 ]
 
-Cost = Callable[[int, int], float]
-"""A function (lo, hi) that returns the cost of a stage with the blocks lo to hi - 1."""
+Part = tuple[float, float, tuple[int, ...]]
+"""A partition: the cost of its slowest stage, the sum of the squared costs, the stops."""
 
 TOLERANCE = 0.01
 """The share of 1F1B's time by which another schedule must be faster to be preferred."""
@@ -130,71 +128,33 @@ def partition_blocks(
         stages: The number of stages.
 
     Raises:
-        LayoutError: There are fewer blocks than stages, or a cost is negative or not finite.
+        LayoutError: There are fewer blocks than stages.
     """
-    _check_costs(blocks, boundaries, stages)
-    cost = _make_cost(blocks, boundaries)
-    fastest = _minimize(len(blocks), stages, cost, max)
-    limit = max(cost(stage.start, stage.stop) for stage in fastest)
+    if stages > len(blocks):
+        raise LayoutError(
+            f"{len(blocks)} blocks cannot be split into {stages} stages: each stage needs at least "
+            "one block"
+        )
+    sums = [0.0, *accumulate(blocks)]
+    crossing = [0.0, *(boundaries or [0.0] * (len(blocks) - 1)), 0.0]
 
-    def square(lo: int, hi: int) -> float:
-        return cost(lo, hi) ** 2 if cost(lo, hi) <= limit else math.inf
+    def add_stage(part: Part, hi: int) -> Part:
+        slowest, squares, stops = part
+        lo = stops[-1] if stops else 0
+        cost = sums[hi] - sums[lo] + crossing[lo] + crossing[hi]
+        return max(slowest, cost), squares + cost**2, (*stops, hi)
 
-    return _minimize(len(blocks), stages, square, lambda left, right: left + right)
+    best: dict[int, Part] = {0: (0.0, 0.0, ())}  # of the first `hi` blocks, by `hi`
+    for _ in range(stages):
+        best = {
+            hi: min(add_stage(part, hi) for lo, part in best.items() if lo < hi)
+            for hi in range(min(best) + 1, len(blocks) + 1)
+        }
+    stops = best[len(blocks)][-1]
+    return make_ranges([hi - lo for lo, hi in pairwise((0, *stops))])
 
 
 def make_ranges(sizes: Sequence[int]) -> list[range]:
     """Return the contiguous ranges with the given sizes."""
     stops = accumulate(sizes)
     return [range(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
-
-
-def _make_cost(blocks: Sequence[float], boundaries: Sequence[float]) -> Cost:
-    """Return the function that computes the cost of a stage, including transfers."""
-    sums = [0.0, *accumulate(blocks)]
-    crossing = [0.0, *(boundaries or [0.0] * (len(blocks) - 1)), 0.0]
-    return lambda lo, hi: sums[hi] - sums[lo] + crossing[lo] + crossing[hi]
-
-
-def _minimize(
-    blocks: int, stages: int, cost: Cost, combine: Callable[[float, float], float]
-) -> list[range]:
-    """Return the partition with the least combined cost; on ties, earlier stages are larger.
-
-    best[hi] is the least cost of the first hi blocks in the stages so far. `starts` holds, for
-    each number of stages, the first block of the last stage.
-    """
-    best = [math.inf, *(cost(0, hi) for hi in range(1, blocks + 1))]
-    starts: list[list[int]] = []
-    for stage in range(1, stages):
-        wider = [math.inf] * (blocks + 1)
-        begin = [stage] * (blocks + 1)
-        for hi in range(stage + 1, blocks + 1):
-            for lo in range(stage, hi):
-                combined = combine(best[lo], cost(lo, hi))
-                if combined <= wider[hi]:
-                    wider[hi], begin[hi] = combined, lo
-        best = wider
-        starts.append(begin)
-    bounds = [blocks]
-    for begin in reversed(starts):
-        bounds.append(begin[bounds[-1]])
-    bounds.append(0)
-    return [range(lo, hi) for hi, lo in pairwise(bounds)][::-1]
-
-
-def _check_costs(blocks: Sequence[float], boundaries: Sequence[float], stages: int) -> None:
-    if not 1 <= stages <= len(blocks):
-        raise LayoutError(
-            f"{len(blocks)} blocks cannot be split into {stages} stages: each stage needs at least "
-            "one block"
-        )
-    if boundaries and len(boundaries) != len(blocks) - 1:
-        raise LayoutError(
-            f"{len(blocks)} blocks have {len(blocks) - 1} boundaries, not {len(boundaries)}"
-        )
-    for number in (*blocks, *boundaries):
-        if not (math.isfinite(number) and number >= 0):
-            raise LayoutError(
-                f"a block or boundary costs {number}; a cost must be finite and not negative"
-            )

@@ -15,7 +15,6 @@ Symbols: p ranks, m micro-batches, v stages per rank; r a rank, s a stage, j a m
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -37,7 +36,6 @@ __all__ = [
     "interleaved",
     "iterate_in_order",
     "one_f_one_b",
-    "validate",
     "zero_bubble",
 ]
 
@@ -245,69 +243,6 @@ def iterate_in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
                 f"the schedule deadlocks: rank {rank} waits at its action {at[rank]}, the {stuck} "
                 f"on stage {stuck.stage}, for a result that is computed later or never"
             )
-
-
-def validate(schedule: Schedule) -> None:
-    """Check that a schedule computes everything once and does not deadlock.
-
-    Stage s must be on rank s % ranks. Every stage must compute each micro-batch forward once
-    and backward once (whole, or in two parts), with gradients in the order of micro-batches.
-
-    Raises:
-        LayoutError: The schedule is not valid.
-    """
-    ranks, stages = len(schedule), count_stages(schedule)
-    if stages == 0:
-        raise LayoutError("the schedule has no actions")
-    if stages % ranks:
-        raise LayoutError(
-            f"the schedule has {stages} stages on {ranks} ranks; give each rank the same number"
-        )
-    for rank, actions in enumerate(schedule):
-        for action in actions:
-            if action.stage % ranks != rank:
-                raise LayoutError(
-                    f"the schedule has stage {action.stage} on rank {rank}, which does not hold it"
-                )
-    _check_counts(schedule, stages)
-    for rank, actions in enumerate(schedule):
-        _check_order(rank, actions)
-    for _ in iterate_in_order(schedule):
-        pass
-
-
-def _check_counts(schedule: Schedule, stages: int) -> None:
-    """Check that each micro-batch is computed once on each stage."""
-    counts = Counter(action for actions in schedule for action in actions)
-    microbatches = 1 + max(action.microbatch for action in counts)
-    for s in range(stages):
-        for j in range(microbatches):
-            forward, whole, inputs, weights = (
-                counts[Action(kind, s, j)] for kind in ("forward", "backward", "input", "weight")
-            )
-            if forward != 1 or (whole, inputs, weights) not in ((1, 0, 0), (0, 1, 1)):
-                raise LayoutError(
-                    f"the schedule computes micro-batch {j} on stage {s} forward {forward} times "
-                    f"and backward {whole} times as a whole, {inputs} times for the inputs and "
-                    f"{weights} times for the weights; it must compute one forward, and one whole "
-                    "backward or one of each part"
-                )
-
-
-def _check_order(rank: int, actions: Sequence[Action]) -> None:
-    """Check that each stage computes gradients in the order of the micro-batches."""
-    last: dict[tuple[int, Kind], int] = {}
-    for action in actions:
-        if action.kind == "forward":
-            continue
-        before = last.get((action.stage, action.kind), -1)
-        if action.microbatch < before:
-            raise LayoutError(
-                f"the schedule computes, on rank {rank}, the {action} on stage {action.stage} "
-                f"after that of micro-batch {before}; gradients must be computed in the order of "
-                "the micro-batches"
-            )
-        last[action.stage, action.kind] = action.microbatch
 
 
 def _check(ranks: int, microbatches: int) -> None:

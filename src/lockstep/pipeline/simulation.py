@@ -52,9 +52,6 @@ class Costs:
         backward: The time of a whole backward; by default the sum of its parts.
         held: The memory that a forward keeps until the backward, in any unit; 1 per piece by
             default.
-
-    Raises:
-        LayoutError: The lengths differ, or a number is negative or not finite.
     """
 
     forward: tuple[float, ...]
@@ -65,7 +62,7 @@ class Costs:
     held: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Fill in the defaults, and check the numbers."""
+        """Fill in the defaults."""
         pieces = len(self.forward)
         parts = zip(self.input, self.weight, strict=False)
         defaults = {
@@ -76,21 +73,6 @@ class Costs:
         for name, default in defaults.items():
             if not getattr(self, name):
                 object.__setattr__(self, name, default)
-        for name in ("forward", "input", "weight", "backward", "held", "transfer"):
-            self._check(name, pieces - (name == "transfer"))
-
-    def _check(self, name: str, expected: int) -> None:
-        values: Sequence[float] = getattr(self, name)
-        if len(values) != expected or not len(self.forward):
-            raise LayoutError(
-                f"costs: {name} has {len(values)} numbers, but {len(self.forward)} blocks (as many "
-                f"as forward has) need {expected}"
-            )
-        for number in values:
-            if not (math.isfinite(number) and number >= 0):
-                raise LayoutError(
-                    f"costs: {name} holds {number}; a cost must be finite and not negative"
-                )
 
     @classmethod
     def unit(cls, ranks: int, stages_per_rank: int = 1) -> Costs:
