@@ -119,7 +119,7 @@ def _create(options: Any, _given: Any = None) -> Any:
 
     ranks = list(options.global_ranks_in_group)
     store = _open_store(options, ranks)
-    hosts = find_hosts(store, options.group_rank, options.group_size, ranks, options.timeout)
+    hosts = find_hosts(store, options.group_rank, options.group_size, options.timeout)
     if hosts is not None and len({host.identity for host in hosts}) > 1:
         from lockstep.comm.hosts.creation import create_across_hosts
 

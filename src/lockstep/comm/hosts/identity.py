@@ -1,8 +1,7 @@
 """Which host a rank is on, and the hosts of the other ranks.
 
 Ranks are on one host if they can share memory: the same machine, process numbers and network. The
-first group of a world whose ranks may be on several hosts exchanges this through its store; the
-groups that follow use what is known.
+groups of a world whose ranks may be on several hosts exchange this through their stores.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import ipaddress
 import json
 import os
 import socket
-import weakref
-from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -48,9 +45,6 @@ class HostIdentity:
 
 
 _declared: tuple[bool, str] | None = None  # see `declare_world`
-
-_known: dict[int, HostIdentity] = {}  # by rank of the default group
-_known_in: Any = None  # a weak reference to that group; None while it is being created
 
 
 def declare_world(is_single_host: bool, address: str) -> None:
@@ -131,47 +125,22 @@ def is_surely_one_host(size: int) -> bool:
     return size == 1 or (local is None and (not master or is_loopback(master)))
 
 
-def find_hosts(
-    store: Any, rank: int, size: int, global_ranks: Sequence[int], timeout: timedelta
-) -> list[HostIdentity] | None:
+def find_hosts(store: Any, rank: int, size: int, timeout: timedelta) -> list[HostIdentity] | None:
     """Return the hosts of the ranks of a new group, or None if they are surely on one.
 
     Args:
         store: The store of the group.
         rank: This rank in the group.
         size: The number of ranks of the group.
-        global_ranks: Their ranks in the world; empty for the default group.
         timeout: The time to wait for the other ranks.
 
     Raises:
         RuntimeError: Another rank did not come before the timeout.
     """
-    global _known_in
     if is_surely_one_host(size):
         return None
-    is_default = not global_ranks
-    if not is_default and (known := _lookup(global_ranks)) is not None:
-        return known
     own = own_identity()
     store.set(f"lockstep/host/{rank}", json.dumps([own.identity, own.name, own.address]))
     keys = [f"lockstep/host/{member}" for member in range(size)]
     store.wait(keys, timeout)
-    hosts = [HostIdentity(*json.loads(value)) for value in store.multi_get(keys)]
-    if is_default:
-        _known.clear()
-        _known.update(enumerate(hosts))
-        _known_in = None
-    return hosts
-
-
-def _lookup(global_ranks: Sequence[int]) -> list[HostIdentity] | None:
-    """Return what is known of ranks of the current world."""
-    global _known_in
-    import torch.distributed as dist
-
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if _known and world is not None and _known_in is None:
-        _known_in = weakref.ref(world)
-    if world is None or _known_in is None or _known_in() is not world:
-        return None
-    return [_known[rank] for rank in global_ranks]
+    return [HostIdentity(*json.loads(value)) for value in store.multi_get(keys)]
