@@ -24,7 +24,7 @@ def test_parts_join_to_the_whole_and_gradients_split_like_it(samples, parts, dim
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     assert count_samples((whole,), {}, dim) == samples
     spans = split_evenly(samples, count_microbatches(samples, parts))
-    taken = {n: take_part(whole, span, dim, CPU, [])[0] for n, span in enumerate(spans)}
+    taken = {n: take_part(whole, span, dim, CPU) for n, span in enumerate(spans)}
     shares = {index: len(span) / samples for index, span in enumerate(spans)}
     joined, split = gather(taken, shares, len(spans), dim, CPU)
     assert torch.equal(joined, whole)
@@ -43,7 +43,7 @@ def test_parts_are_copies_and_a_tensor_given_twice_is_one():
     whole, shared = torch.zeros(4), torch.tensor(1.0)
     data = {"x": whole, "again": [whole], "s": shared, "n": 3}
     for span in split_evenly(4, 2):
-        part, _ = take_part(data, span, 0, CPU, [])
+        part = take_part(data, span, 0, CPU)
         assert part["x"] is part["again"][0]
         assert part["n"] == 3
         for tensor in list_tensors(part):

@@ -256,8 +256,8 @@ class Nested(nn.Module):
 
 def test_arguments_and_outputs_may_be_nested():
     module = build(Nested)
-    inputs, positions = torch.randn(7, 3, requires_grad=True), torch.arange(7)
-    scale = torch.tensor(2.0, requires_grad=True)
+    inputs, positions = torch.randn(7, 3), torch.arange(7)
+    scale = torch.tensor(2.0)
     call = {"pair": {"a": (inputs,), "b": positions}, "scale": scale, "name": "x"}
     found = ls.DataParallel(module, ["cpu"] * 3, microbatches=3)(**call)
     expected = module(**call)
@@ -268,11 +268,17 @@ def test_arguments_and_outputs_may_be_nested():
     assert (found["name"], found["sizes"]) == ("x", [2, 3])
     torch.testing.assert_close(found["mean"], expected["mean"])
     assert not found["outputs"].second[0].requires_grad
-    weights = [*module.parameters(), inputs, scale]
+    weights = [*module.parameters()]
     one = torch.autograd.grad(found["mean"] + found["outputs"].first.sum(), weights)
     two = torch.autograd.grad(expected["mean"] + expected["outputs"].first.sum(), weights)
     for left, right in zip(one, two, strict=True):
         torch.testing.assert_close(left, right)
+
+
+def test_an_argument_that_requires_a_gradient_is_refused():
+    wrapped = ls.DataParallel(build(lambda: nn.Linear(3, 2)), ["cpu"] * 2)
+    with pytest.raises(UsageError, match=r"an argument requires one: pass argument\.detach\(\)"):
+        wrapped(torch.randn(8, 3, requires_grad=True))
 
 
 def test_samples_may_be_in_another_dimension():
@@ -372,6 +378,7 @@ class Checkpointed(nn.Module):
         self.is_reentrant = is_reentrant
 
     def forward(self, inputs):
+        inputs = inputs.detach().requires_grad_()  # which the first layer needs if it is reentrant
         for layer in self.layers:
             inputs = checkpoint(layer, inputs, use_reentrant=self.is_reentrant)
         return inputs
@@ -381,7 +388,7 @@ class Checkpointed(nn.Module):
 def test_layers_may_be_recomputed(is_reentrant):
     module = build(lambda: Checkpointed(is_reentrant))
     wrapped = ls.DataParallel(module, ["cpu"] * 2)
-    inputs = torch.randn(64, 6, requires_grad=True)
+    inputs = torch.randn(64, 6)
     found = []
     for _ in range(2):
         module.zero_grad()

@@ -65,7 +65,6 @@ class Replica:
         device: Its device.
         label: The micro-batch and its device, for messages.
         data: Its arguments, positional and by name.
-        sources: The leaves that get the gradients of arguments.
         module: The replica of the module.
         parameters: The parameters of the replica that get gradients.
         scopes: The RNG scopes of the replica, whose random numbers are seeded.
@@ -81,7 +80,6 @@ class Replica:
     device: torch.device
     label: str
     data: tuple[Sequence[Any], Mapping[str, Any]]
-    sources: Sequence[torch.Tensor]
     module: nn.Module
     parameters: Sequence[torch.Tensor]
     scopes: RngScopes

@@ -8,8 +8,8 @@ state of its own runs in the same order on any number of devices. Accelerators c
 were given while the next ones get theirs. The generators of random numbers, which belong to the
 process, are seeded for each micro-batch and scope as in the trainer (`lockstep.kernel.rng_scopes`).
 
-A pass is connected to autograd by one function, whose inputs are the parameters of the module and
-the arguments that need a gradient. Its backward returns their sums.
+A pass is connected to autograd by one function, whose inputs are the parameters of the module. Its
+backward returns their sums.
 """
 
 from __future__ import annotations
@@ -91,8 +91,12 @@ class ReplicaPass:
         self._spans = split_evenly(samples, count_microbatches(samples, call.microbatches))
         has_gradient = torch.is_grad_enabled()
         self._trained = [p for p in call.module.parameters() if p.requires_grad and has_gradient]
-        tensors = {id(tensor): tensor for tensor in list_tensors((call.args, call.kwargs))}
-        self._sources = [t for t in tensors.values() if t.requires_grad and has_gradient]
+        tensors = list_tensors((call.args, call.kwargs))
+        if has_gradient and any(tensor.requires_grad for tensor in tensors):
+            raise UsageError(
+                "ls.DataParallel computes gradients of parameters only, and an argument requires "
+                "one: pass argument.detach(), or call the module itself"
+            )
         self._shares = self._compute_shares()
         self._splits: list[SplitGradient] = []
         self._queues = self._make_queues()
@@ -120,11 +124,10 @@ class ReplicaPass:
                 scopes = make_rng_scopes(
                     find_scopes(module, call.scope_names), module, call.seed, device
                 )
-                data = (call.args, call.kwargs)
-                data, sources = take_part(data, span, call.dim, device, self._sources)
+                data = take_part((call.args, call.kwargs), span, call.dim, device)
                 label = f"micro-batch {index} on {device} (device {number} of {len(call.devices)})"
                 replica = Replica(
-                    index, len(span), device, label, data, sources, module, leaves, scopes, loss
+                    index, len(span), device, label, data, module, leaves, scopes, loss
                 )
                 queue.append(replica)
             queues.append(queue)
@@ -137,7 +140,7 @@ class ReplicaPass:
             return dict.fromkeys(range(len(spans)), 1.0)
         if call.weight is None:
             return {index: len(span) / spans[-1].stop for index, span in enumerate(spans)}
-        parts = (take_part(call.args, span, call.dim, self._first, [])[0] for span in spans)
+        parts = (take_part(call.args, span, call.dim, self._first) for span in spans)
         weights = {index: float(call.weight(part)) for index, part in enumerate(parts)}
         if not sum(weights.values()) > 0:
             raise LossError(
@@ -155,11 +158,11 @@ class ReplicaPass:
                 replica.forward(self._call.step)
         self._merge_buffers()
         values = self._join_outputs()
-        if self._trained or self._sources:
+        if self._trained:
             columns = zip(*(replica.tensors for replica in self._replicas), strict=True)
             flags = [any(tensor.requires_grad for tensor in column) for column in columns]
             apply: Any = _ReplicaFunction.apply  # torch does not annotate it
-            values = list(apply(self, values, flags, *self._trained, *self._sources))
+            values = list(apply(self, values, flags, *self._trained))
         remaining = iter(values)
         return map_tensors(lambda _: next(remaining), self._replicas[0].outputs)
 
@@ -201,7 +204,7 @@ class ReplicaPass:
     # --- backward -------------------------------------------------------------------------------
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> Gradients:
-        """Return the gradients of the parameters, and then of the arguments that need one.
+        """Return the gradients of the parameters.
 
         Args:
             gradients: The gradients of the joined tensors.
@@ -232,23 +235,9 @@ class ReplicaPass:
                 sums.put((replica.index, replica.index + 1), taken)
             for node, values in sums.nodes.items():
                 nodes[node] = [_move(value, self._first) for value in values]
-        columns = zip(*(replica.sources for replica in self._replicas), strict=True)
-        inputs = [self._join_input_gradients(column) for column in columns]
         if not keeps_graph:
             self._queues, self._replicas = [], []  # free their memory
-        return [*total(nodes, leaves, _add_gradients), *inputs]
-
-    def _join_input_gradients(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return the gradient of an argument from its leaves in all micro-batches."""
-        gradients = [_take_gradient(leaf) for leaf in leaves]
-        if all(gradient is None for gradient in gradients):
-            return None
-        if leaves[0].dim() <= self._call.dim:
-            nodes = {(index, index + 1): gradient for index, gradient in enumerate(gradients)}
-            return total(nodes, len(gradients), add_present)
-        pairs = zip(leaves, gradients, strict=True)
-        parts = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in pairs]
-        return torch.cat(parts, self._call.dim)
+        return total(nodes, leaves, _add_gradients)
 
     @contextmanager
     def _isolated(self) -> Iterator[None]:
@@ -273,10 +262,10 @@ class ReplicaPass:
 
 
 class _ReplicaFunction(torch.autograd.Function):
-    """Connects a pass with the graph of the parameters and the arguments that need a gradient."""
+    """Connects a pass with the graph of the parameters."""
 
     @staticmethod
-    def forward(ctx: Any, computed: ReplicaPass, values: Any, flags: Any, *sources: Any) -> Any:
+    def forward(ctx: Any, computed: ReplicaPass, values: Any, flags: Any, *trained: Any) -> Any:
         """Return the joined outputs, which have been computed."""
         ctx.computed = computed
         ctx.set_materialize_grads(False)
@@ -286,7 +275,7 @@ class _ReplicaFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        """Return the gradients of the sources."""
+        """Return the gradients of the parameters."""
         return (None, None, None, *ctx.computed.backward(gradients))
 
 

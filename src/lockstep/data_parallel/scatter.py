@@ -63,9 +63,7 @@ def list_tensors(data: Any) -> list[torch.Tensor]:
     return [tensor for _, tensor in _walk(data, "")]
 
 
-def take_part(
-    data: Any, span: range, dim: int, device: torch.device, sources: Sequence[torch.Tensor]
-) -> tuple[Any, list[torch.Tensor]]:
+def take_part(data: Any, span: range, dim: int, device: torch.device) -> Any:
     """Return the arguments of one micro-batch on its device.
 
     Tensors without the dimension are copied whole; other values are shared. A tensor that occurs
@@ -76,22 +74,15 @@ def take_part(
         span: The samples of the micro-batch.
         dim: The dimension of the samples.
         device: The device of the micro-batch.
-        sources: The tensors among the arguments that need a gradient.
-
-    Returns:
-        The arguments, and for each source the leaf that gets its gradient.
     """
-    leaves = {id(source): _samples(source, span, dim).requires_grad_() for source in sources}
     copies: dict[int, torch.Tensor] = {}
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in copies:
-            leaf = leaves.get(id(tensor))
-            samples = _samples(tensor, span, dim) if leaf is None else leaf
-            copies[id(tensor)] = samples.to(device, copy=True)
+            copies[id(tensor)] = _samples(tensor, span, dim).to(device, copy=True)
         return copies[id(tensor)]
 
-    return map_tensors(copy, data), list(leaves.values())
+    return map_tensors(copy, data)
 
 
 def gather(

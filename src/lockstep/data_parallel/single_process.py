@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from lockstep.data_parallel.replica_pass import Call, ReplicaPass
-from lockstep.data_parallel.state_prefix import hide_prefix
 from lockstep.devices import count_devices, find_accelerator, is_accelerator
 from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.loss_weights import WeightFunction
@@ -58,6 +57,8 @@ class DataParallel(nn.Module):
       Otherwise they differ by rounding: the trainer divides by the samples of a micro-batch and
       multiplies by its share of the batch, such a loss divides by the samples of the batch.
     - `lockstep.exact` has the gradients of the trainer, too.
+
+    **Arguments** get no gradients: one that requires a gradient is refused.
 
     **Outputs.** Tensors are joined in nested tuples, lists and mappings: along `dim`, or, for
     0-dimensional floating-point tensors, as the mean over the batch (torch's class returns one
@@ -116,7 +117,14 @@ class DataParallel(nn.Module):
         self._evaluations = 0  # calls in evaluation mode since the last step
         names = find_block_names(module, None)
         self._scope_names = list({module.get_submodule(name): name for name in names}.values())
-        hide_prefix(self, "module.")
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state dict of the module."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state dict of the module."""
+        return self.module.load_state_dict(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module on all micro-batches, and return the joined outputs.
