@@ -6,16 +6,14 @@
     bucket 1 = {w5, b5}                       complete, and so is bucket 0: may be launched
 
 Buckets are launched in a fixed order, the same on every rank, so each rank may launch a bucket at
-a different time. These rules decide whether a gradient is complete when its hook runs:
+a different time. A gradient is complete when its hook runs, except in these passes:
 
-- The first backward pass only shows how gradients arrive; none counts as complete.
-- Reentrant activation checkpointing runs a backward pass inside the outer one for each
-  segment. Gradients that an inner pass accumulates are complete only at the end of the outer one.
-- If the gradient of a parameter arrived in several parts in some pass, it is never complete before
-  the end of a pass.
-- Inside `watch`, the caller moves complete gradients out of `.grad`. None counts as complete if
-  user code could read it there: if a module has backward hooks, if a parameter has post-accumulate
-  hooks of other code, or once a callback has been queued for the end of a backward pass.
+- The first one only shows how gradients arrive.
+- Reentrant activation checkpointing runs a backward pass inside the outer one for each segment, so
+  that a gradient may arrive in parts. After the first such pass, none is complete before the end.
+- Inside `watch`, the caller moves complete gradients out of `.grad`. None is complete if user code
+  could read it there: if a module has backward hooks, if a parameter has post-accumulate hooks of
+  other code, or once a callback has been queued for the end of a backward pass.
 """
 
 from __future__ import annotations
@@ -23,8 +21,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
@@ -32,20 +28,7 @@ from torch import nn
 from torch.autograd import Variable
 from torch.nn.modules import module as global_hooks
 
-__all__ = ["BucketReadyTracker", "GradientState"]
-
-
-class GradientState(Enum):
-    """The state of a gradient after autograd has added to it."""
-
-    COMPLETE = "complete"
-    """No further part is expected in this backward pass."""
-
-    INCOMPLETE = "incomplete"
-    """More parts may follow: the gradient is complete at the end of the backward pass."""
-
-    LATE = "late"
-    """A further part arrived after the gradient was reported as complete."""
+__all__ = ["BucketReadyTracker"]
 
 
 class BucketReadyTracker:
@@ -58,6 +41,11 @@ class BucketReadyTracker:
         on_gradient: A bound method, called with a parameter's index each time autograd has added
             to its `.grad` inside `watch`. Its object is referenced weakly.
         modules: Modules whose backward hooks could read `.grad`.
+
+    Attributes:
+        complete_buckets: The number of leading buckets that may be launched in this pass.
+        has_late_callback: Whether a callback was queued, for the first time, in the last watched
+            pass after gradients had been complete.
     """
 
     def __init__(
@@ -69,31 +57,17 @@ class BucketReadyTracker:
         self._parameters, self._modules = list(parameters), list(modules)
         self._on_gradient = weakref.WeakMethod(on_gradient)
         self._hooked: set[int] = set()
-        # Observed in the passes so far.
-        self._has_watched = False
-        self._has_callbacks = False
-        self._split: set[int] = set()  # arrived in several parts
-        # The current pass.
-        self._is_watching = False
-        self._arrivals = _Arrivals(counts_complete=False)
-        self.has_late_callback = False
-        """Whether a callback was queued, for the first time, in the last watched pass after
-        gradients had been counted as complete."""
         self._buckets: list[frozenset[int]] = []
-
-    def register_hooks(self) -> None:
-        """Register a hook on every parameter that requires a gradient, once per parameter."""
-        this = weakref.ref(self)
-        for index, parameter in enumerate(self._parameters):
-            if parameter.requires_grad and index not in self._hooked:
-                parameter.register_post_accumulate_grad_hook(_Hook(this, index))
-                self._hooked.add(index)
+        self._has_watched = self._has_inner_passes = self._has_callbacks = False
+        # The current pass: autograd's number of the outermost one, and what is complete.
+        self._is_watching = self._counts = False
+        self._outermost = -1
+        self._complete: set[int] = set()
+        self.complete_buckets, self.has_late_callback = 0, False
 
     def set_buckets(self, members: Sequence[Collection[int]]) -> None:
         """Set the indices of the parameters in each bucket, in launch order."""
         self._buckets = [frozenset(bucket) for bucket in members]
-
-    # --- the backward pass to track ------------------------------------------------------------
 
     @contextmanager
     def watch(self, loss: torch.Tensor) -> Iterator[bool]:
@@ -102,61 +76,50 @@ class BucketReadyTracker:
         Yields:
             Whether gradients may become complete before the end of the pass.
         """
-        self.register_hooks()
-        self._arrivals = _Arrivals(self._has_watched and not self.is_observed())
-        self.has_late_callback = False
+        self._register_hooks()
+        self._complete, self.complete_buckets, self.has_late_callback = set(), 0, False
+        is_plain = not (self._has_inner_passes or self._has_callbacks or self.is_observed())
+        self._counts = self._has_watched and is_plain
         handle = loss.register_hook(self._enter)
         self._is_watching = True
         try:
             with _notice_callbacks(self._note_callback):
-                yield self._arrivals.counts_complete
+                yield self._counts
         finally:
             self._is_watching, self._has_watched = False, True
             handle.remove()
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether the body of `watch` runs."""
-        return self._is_watching
+    def mark(self, index: int) -> bool:
+        """Record that autograd has added to a gradient; call this from `on_gradient`.
 
-    def _enter(self, *_: torch.Tensor) -> None:
-        self._arrivals.outermost = torch._C._current_graph_task_id()
-
-    # --- decisions -----------------------------------------------------------------------------
-
-    def mark(self, index: int) -> GradientState:
-        """Record that autograd has added to a gradient; call this from `on_gradient`."""
-        arrivals = self._arrivals
-        if index in arrivals.indices:
-            self._split.add(index)
-        arrivals.indices.add(index)
-        if index in arrivals.complete:
-            return GradientState.LATE
+        Returns:
+            Whether no further part of it is expected in this pass.
+        """
         # An inner backward is detected here, by comparison with the id of the outermost one. A
         # callback at its end cannot be used: there torch still returns the id of that backward,
         # nested or not, and runs callbacks that are queued there immediately.
-        is_inner = torch._C._current_graph_task_id() != arrivals.outermost
-        if not arrivals.counts_complete or is_inner or index in self._split:
-            return GradientState.INCOMPLETE
-        arrivals.complete.add(index)
-        for bucket in self._buckets[arrivals.complete_buckets :]:
-            if not bucket <= arrivals.complete:
+        if torch._C._current_graph_task_id() != self._outermost:
+            self._has_inner_passes = True
+            self._counts = False
+        if not self._counts:
+            return False
+        self._complete.add(index)
+        for bucket in self._buckets[self.complete_buckets :]:
+            if not bucket <= self._complete:
                 break
-            arrivals.complete_buckets += 1
-        return GradientState.COMPLETE
+            self.complete_buckets += 1
+        return True
 
-    @property
-    def complete_buckets(self) -> int:
-        """The number of leading buckets that may be launched in this pass."""
-        return self._arrivals.complete_buckets
-
-    # --- user code that reads `.grad` ----------------------------------------------------------
+    def is_late(self, index: int) -> bool:
+        """Return whether a part of a gradient arrived after it was complete."""
+        if index in self._complete:
+            self._has_inner_passes = True
+        return index in self._complete
 
     def is_observed(self) -> bool:
         """Return whether user code may read `.grad` while a backward pass runs."""
         return (
-            self._has_callbacks
-            or bool(global_hooks._global_backward_hooks)
+            bool(global_hooks._global_backward_hooks)
             or bool(global_hooks._global_backward_pre_hooks)
             or any(
                 module._backward_hooks or module._backward_pre_hooks
@@ -168,26 +131,18 @@ class BucketReadyTracker:
 
     def _note_callback(self) -> None:
         self._has_callbacks = True
-        self.has_late_callback |= bool(self._arrivals.complete)
+        self.has_late_callback |= bool(self._complete)
 
+    def _enter(self, *_: torch.Tensor) -> None:
+        self._outermost = torch._C._current_graph_task_id()
 
-@dataclass
-class _Arrivals:
-    """The gradients that have arrived in a backward pass.
-
-    Attributes:
-        counts_complete: Whether gradients may count as complete before the end of the pass.
-        outermost: autograd's number of the outermost pass.
-        indices: The parameters whose gradients have arrived.
-        complete: Those that are complete.
-        complete_buckets: The number of leading buckets whose members are all complete.
-    """
-
-    counts_complete: bool
-    outermost: int = -1
-    indices: set[int] = field(default_factory=set)
-    complete: set[int] = field(default_factory=set)
-    complete_buckets: int = 0
+    def _register_hooks(self) -> None:
+        """Register a hook on every parameter that requires a gradient, once per parameter."""
+        this = weakref.ref(self)
+        for index, parameter in enumerate(self._parameters):
+            if parameter.requires_grad and index not in self._hooked:
+                parameter.register_post_accumulate_grad_hook(_Hook(this, index))
+                self._hooked.add(index)
 
 
 class _Hook:

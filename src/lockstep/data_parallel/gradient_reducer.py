@@ -41,7 +41,7 @@ from lockstep.comm.native_module import load_native, reason_unavailable
 from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce, reproducible_all_reduce
 from lockstep.comm.sparse_gradients import sum_sparse_gradients
 from lockstep.data.assignment import Hosts, assign_nodes
-from lockstep.data_parallel.bucket_ready_tracker import BucketReadyTracker, GradientState
+from lockstep.data_parallel.bucket_ready_tracker import BucketReadyTracker
 from lockstep.data_parallel.gradient_streams import GradientStreams
 from lockstep.data_parallel.local_sums import LocalSums
 from lockstep.data_parallel.planned_buckets import BucketPlanner, PlannedBuckets, StepTree
@@ -241,10 +241,9 @@ class GradientReducer:
     def _on_gradient(self, index: int) -> None:
         """Accumulate a complete gradient, and launch the buckets that it completes."""
         local = self._begun()
-        state = self._tracker.mark(index)
-        if state is GradientState.LATE:
+        if self._tracker.is_late(index):
             local.fail_late(index)
-        elif state is GradientState.COMPLETE:
+        elif self._tracker.mark(index):
             self._streams.note()
             local.accumulate_one(index)
             if self._exchange is not None:
