@@ -14,7 +14,7 @@ is tried once per group: containers and allocators may forbid it.
 from __future__ import annotations
 
 import ast
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,37 +23,24 @@ from lockstep.comm.collectives import all_gather_bytes
 from lockstep.comm.hosts.identity import identify_host
 from lockstep.messages import escape_control, log
 
-__all__ = ["BY_DEVICE_TYPE", "CudaIpc", "DeviceIpc", "identify_device", "shares_device"]
+__all__ = ["BY_DEVICE_TYPE", "CudaIpc", "identify_device", "shares_device"]
 
 PROBE_BYTES = 64
 """The size of the memory with which a group tries whether it can share some."""
-
-
-class DeviceIpc(Protocol):
-    """Shared memory of one type of device."""
-
-    def identify(self, device: torch.device) -> str:
-        """Return a text that processes of one host have in common if they see the same device."""
-
-    def allocate(self, size: int, device: torch.device) -> torch.Tensor:
-        """Return zeroed memory of `size` bytes that can be exported."""
-
-    def export(self, memory: torch.Tensor) -> bytes:
-        """Return a handle of allocated memory for one other process."""
-
-    def open(self, handle: bytes, device: torch.device) -> torch.Tensor:
-        """Return the memory of another process, as bytes."""
 
 
 class CudaIpc:
     """Shared memory of CUDA devices. Torch counts the peers and keeps the memory for them."""
 
     def identify(self, device: torch.device) -> str:
-        """Return the UUID of a device, or of its partition."""
+        """Return a text that processes of one host have in common if they see the same device.
+
+        It is the UUID of the device, or of its partition.
+        """
         return str(torch.cuda.get_device_properties(device).uuid)
 
     def allocate(self, size: int, device: torch.device) -> torch.Tensor:
-        """Return zeroed memory of torch's allocator."""
+        """Return zeroed memory of `size` bytes that can be exported."""
         return torch.zeros(size, dtype=torch.uint8, device=device)
 
     def export(self, memory: torch.Tensor) -> bytes:
@@ -69,7 +56,8 @@ class CudaIpc:
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
-BY_DEVICE_TYPE: dict[str, DeviceIpc] = {"cuda": CudaIpc()}
+BY_DEVICE_TYPE: dict[str, Any] = {"cuda": CudaIpc()}
+"""The methods of `CudaIpc` for each type of device."""
 
 
 def identify_device(device: torch.device) -> str:

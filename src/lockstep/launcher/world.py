@@ -166,7 +166,7 @@ def init(
             is_requested = backend is not None or "LOCKSTEP_BACKEND" in os.environ
             name = _agree_on_backend(store, rank_info, is_requested)
         is_single_host = rank_info.is_single_host and not is_elastic_on_hosts(os.environ)
-        declare_world(is_single_host, rank_info.master_addr or "")
+        declare_world(is_single_host)
         try:
             if os.environ.get(JOIN):
                 _wait_alone(rank_info, name, timeout, chosen)

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 from lockstep.comm.hosts.group import GLOO_MARGIN, HostGroup
-from lockstep.comm.hosts.identity import HostIdentity, address_towards, is_loopback
+from lockstep.comm.hosts.identity import HostIdentity
 from lockstep.comm.hosts.map import HostMap
 from lockstep.comm.hosts.process_group import HostProcessGroup
 from lockstep.comm.native_module import load_native
@@ -16,6 +16,7 @@ from lockstep.comm.native_module import load_native
 __all__ = ["create_across_hosts"]
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
+"""A variable of torch, which `lockstep.init` sets to the interface of the route to other hosts."""
 
 
 def create_across_hosts(
@@ -55,7 +56,7 @@ def create_across_hosts(
         ranks=[ranks[member] for member in local_ranks],
     )
     try:
-        gloo = _connect(PrefixStore("lockstep/gloo/", store), rank, hosts, timeout)
+        gloo = _connect(PrefixStore("lockstep/gloo/", store), rank, len(hosts), timeout)
     except RuntimeError as error:
         others = ", ".join(sorted({host.name for host in hosts} - {hosts[rank].name}))
         said = str(error).partition("\n")[0].rpartition("] ")[2]
@@ -74,31 +75,15 @@ def create_across_hosts(
     return HostProcessGroup(group, group_store)
 
 
-def _connect(store: Any, rank: int, hosts: Sequence[HostIdentity], timeout: timedelta) -> Any:
+def _connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     """Connect this rank to all others; return the `ProcessGroupGloo`."""
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout + GLOO_MARGIN
     # Not lazily: a lazy connection that is closed makes the next message wait for 100 s.
-    if os.environ.get(INTERFACE):
-        names = os.environ[INTERFACE].split(",")
-        options._devices = [
-            ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in names
-        ]
-    else:
-        address = _own_address(rank, hosts)
-        options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=False)]
-    return ProcessGroupGloo(store, rank, len(hosts), options)
-
-
-def _own_address(rank: int, hosts: Sequence[HostIdentity]) -> str:
-    """Return the address of this host that the others can reach."""
-    own = hosts[rank].address
-    if own and not is_loopback(own):
-        return own
-    for other in hosts:  # this host serves the store, and reaches it through the loopback
-        reachable = other.identity != hosts[rank].identity and other.address
-        if reachable and not is_loopback(other.address):
-            return address_towards(other.address) or own
-    return own or "127.0.0.1"
+    names = [name for name in os.environ.get(INTERFACE, "").split(",") if name]
+    options._devices = [
+        ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in names
+    ] or [ProcessGroupGloo.create_default_device(lazy_init=False)]
+    return ProcessGroupGloo(store, rank, size, options)

@@ -13,7 +13,7 @@ import socket
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = [
     "IDENTITY",
@@ -31,40 +31,23 @@ IDENTITY = "LOCKSTEP_HOST_IDENTITY"
 LOOPBACK_NAMES = ("localhost", "ip6-localhost")
 
 
-class HostIdentity:
-    """A rank's host.
+class HostIdentity(NamedTuple):
+    """A rank's host: an identity, equal for ranks that can share memory, and the host name."""
 
-    Args:
-        identity: Equal for ranks that can share memory.
-        name: The host name.
-        address: The address from which this rank reaches the store.
-    """
-
-    def __init__(self, identity: str, name: str, address: str) -> None:
-        self.identity, self.name, self.address = identity, name, address
+    identity: str
+    name: str
 
 
-_declared: tuple[bool, str] | None = None  # see `declare_world`
+_declared: bool | None = None  # see `declare_world`
 
 
-def declare_world(is_single_host: bool, address: str) -> None:
-    """State what the launcher knows about the hosts of the world that is joined next.
+def declare_world(is_single_host: bool) -> None:
+    """State whether all ranks of the world that is joined next are known to be on one host.
 
     Without this, the environment variables of torchrun are read.
-
-    Args:
-        is_single_host: Whether all ranks are known to be on one host.
-        address: The address of the store.
     """
     global _declared
-    _declared = is_single_host, address
-
-
-def own_identity() -> HostIdentity:
-    """Return the host of this process."""
-    address = find_address()
-    name = os.environ.get(IDENTITY) or socket.gethostname() or address or "without a name"
-    return HostIdentity(identify_host(), name, address)
+    _declared = is_single_host
 
 
 def identify_host() -> str:
@@ -85,12 +68,6 @@ def describe_namespaces(*kinds: str) -> str:
         with suppress(OSError):
             parts.append(os.readlink(f"/proc/thread-self/ns/{kind}"))
     return " ".join(parts)
-
-
-def find_address() -> str:
-    """Return this host's address on the route to the store, or "" if there is none."""
-    master = os.environ.get("MASTER_ADDR", "") if _declared is None else _declared[1]
-    return address_towards(master) if master else ""
 
 
 def address_towards(host: str) -> str:
@@ -117,7 +94,7 @@ def is_surely_one_host(size: int) -> bool:
     if os.environ.get(IDENTITY):
         return False
     if _declared is not None:
-        return _declared[0]
+        return _declared
     local, world = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
     if local is not None and local == world:
         return True
@@ -139,8 +116,8 @@ def find_hosts(store: Any, rank: int, size: int, timeout: timedelta) -> list[Hos
     """
     if is_surely_one_host(size):
         return None
-    own = own_identity()
-    store.set(f"lockstep/host/{rank}", json.dumps([own.identity, own.name, own.address]))
+    name = os.environ.get(IDENTITY) or socket.gethostname() or "without a name"
+    store.set(f"lockstep/host/{rank}", json.dumps([identify_host(), name]))
     keys = [f"lockstep/host/{member}" for member in range(size)]
     store.wait(keys, timeout)
     return [HostIdentity(*json.loads(value)) for value in store.multi_get(keys)]
