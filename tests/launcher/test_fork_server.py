@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 
 import lockstep as ls
 import warm
@@ -123,18 +122,6 @@ def test_ranks_find_the_backend_loaded_unless_they_may_need_another_one(monkeypa
     assert ls.launch(count) == [1]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert ls.launch(count) == [0]
-
-
-def test_the_process_of_the_store_starts_with_the_first_connection():
-    def connect() -> tuple[int, int, bytes]:
-        server = psutil.Process(os.getppid())
-        before = len(server.children())
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        first, second = (dist.TCPStore(*address, is_master=False) for _ in range(2))
-        first.set("key", "value")
-        return before, len(server.children()), second.get("key")
-
-    assert ls.launch(connect) == [(1, 2, b"value")]
 
 
 def test_a_fork_server_that_has_launched_nothing_is_not_waited_for():

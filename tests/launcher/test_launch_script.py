@@ -85,7 +85,7 @@ def test_variables_of_torchrun_are_set(run):
     )
     source = f"import os; print(*[os.environ[n] for n in {names.split()!r}])"
     printed = run(source, flags="-n 2 --rdzv_id job").out
-    expected = "{0} {0} 0 {0} default 2 2 1 2 127.0.0.1 0 0 job True 1"
+    expected = "{0} {0} 0 {0} default 2 2 1 2 127.0.0.1 0 0 job False 1"
     lines = sorted(printed.decode().splitlines())
     assert lines == [f"[{rank}] " + expected.format(rank) for rank in range(2)]
 

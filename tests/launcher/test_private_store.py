@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 
 import pytest
 import torch
@@ -81,11 +82,9 @@ POISON = ("\x1b[31m", "{}", "[1]", '{"rank": "0"}')
 
 
 def poison(values):
-    """Write into the store at MASTER_ADDR:MASTER_PORT, as any user of this host can."""
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False,
-        wait_for_workers=False,
-    )  # fmt: skip
+    """Write into a store at MASTER_ADDR:MASTER_PORT, as any user of this host can."""
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*address, None, ls.rank() == 0, wait_for_workers=False)
     for key in ("size", "complete", "rank/0", "rank/1", "arrived"):
         for prefix in ("lockstep/1/", "/lockstep/1/", ""):
             store.set(f"{prefix}{key}", values)
@@ -102,7 +101,9 @@ def test_ranks_of_one_host_do_not_use_the_store_on_a_port(value):
         tensor = torch.ones(1)
         dist.all_reduce(tensor)
         dist.new_group([0, 1])
-        return tensor.item(), store.num_keys() - keys
+        more = store.num_keys() - keys
+        dist.barrier()  # the store ends with rank 0
+        return tensor.item(), more
 
     assert ls.launch(join, nprocs=2, timeout=60) == [(2.0, 0)] * 2
 
@@ -112,10 +113,14 @@ def test_ranks_of_one_host_do_not_use_the_store_on_a_port(value):
 def test_without_a_private_store_foreign_values_are_an_error(value):
     def join():
         os.environ.pop("LOCKSTEP_STORE")
-        poison(value)
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        store = poison(value)
         try:
             ls.init(timeout=30)
         except LockstepError as error:
+            store.add("told", 1)
+            while ls.rank() == 0 and store.add("told", 0) < 2:  # the store ends with this rank
+                time.sleep(0.01)
             return str(error)
         return "joined"
 

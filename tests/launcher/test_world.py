@@ -270,7 +270,8 @@ def test_a_master_that_does_not_answer_is_reported_while_waiting_and_at_the_time
     with socket.socket() as unused:  # bound and not listening: nobody else gets this port
         unused.bind(("127.0.0.1", 0))
         port = str(unused.getsockname()[1])
-        told = attempts(2, lambda rank: {"MASTER_PORT": port}, timeout=1.5)
+        change = {"MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        told = attempts(2, lambda rank: change, timeout=1.5)
     assert {kind for kind, _ in told} == {"RendezvousError"}
     assert all(f"no answer from 127.0.0.1:{port}" in sentence for _, sentence in told)
     assert all("connection refused" in sentence for _, sentence in told)

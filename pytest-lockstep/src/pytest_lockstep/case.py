@@ -21,8 +21,9 @@ from lockstep.launcher.environment import RankEnvironment
 from lockstep.launcher.failure_attribution import find_first_failure, is_consequence
 from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.launch import function_task
-from lockstep.launcher.listening_socket import LOOPBACK, listen
+from lockstep.launcher.listening_socket import LOOPBACK
 from lockstep.launcher.output import RankOutput
+from lockstep.launcher.rank_stores import choose_port
 from lockstep.launcher.supervisor import RankSupervisor
 from pytest_lockstep import leaks
 from pytest_lockstep.failure import Failure, describe_failure, drop_outer_frames, summarize
@@ -104,16 +105,13 @@ def run_case(
 
 
 def _start(ranks: RankSupervisor, order: Order, output: _Output) -> None:
-    with listen(LOOPBACK, 0, is_single_host=True) as listening:
-        port = int(listening.getsockname()[1])
-        run_id, store = secrets.token_hex(4), ranks.stores.create()
-        environment = RankEnvironment(order.width, LOOPBACK, port, run_id, store=store)
-        for rank in range(order.width):
-            work = write_memfd(pickle.dumps((run_order, (replace(order, rank=rank),))))
-            task = function_task(environment.variables(rank))
-            ranks.start_rank(rank, task, work, output.shown.get(rank), output.streams.get(rank))
-            os.close(work)
-        ranks.stores.start(listening)  # last: the ranks themselves have a store without a process
+    port, store = choose_port(LOOPBACK), ranks.stores.create()
+    environment = RankEnvironment(order.width, LOOPBACK, port, secrets.token_hex(4), store=store)
+    for rank in range(order.width):
+        work = write_memfd(pickle.dumps((run_order, (replace(order, rank=rank),))))
+        task = function_task(environment.variables(rank))
+        ranks.start_rank(rank, task, work, output.shown.get(rank), output.streams.get(rank))
+        os.close(work)
 
 
 class _Output:

@@ -400,9 +400,9 @@ class RankEnvironment:
         LOCAL_RANK  0    1         0    1
         RANK        0    1         2    3      = GROUP_RANK * LOCAL_WORLD_SIZE + LOCAL_RANK
 
-    TORCHELASTIC_USE_AGENT_STORE tells torch that the launcher serves the store, so no rank
-    binds a port that another program may have taken in the meantime. LOCKSTEP_STORE makes
-    `lockstep.init()` use a store that other users cannot reach, if all ranks are on one host.
+    TORCHELASTIC_USE_AGENT_STORE tells torch whether the launcher serves the store, or rank 0.
+    LOCKSTEP_STORE makes `lockstep.init()` use a store that other users cannot reach, if all ranks
+    are on one host.
 
     Attributes:
         nprocs: Number of ranks on each host.
@@ -412,6 +412,7 @@ class RankEnvironment:
         nnodes: Number of hosts.
         node_rank: Index of this host, from 0.
         store: Address of the private store; empty if there is none.
+        is_served: Whether the launcher serves the store at `master_addr`, instead of rank 0.
     """
 
     nprocs: int
@@ -421,6 +422,7 @@ class RankEnvironment:
     nnodes: int = 1
     node_rank: int = 0
     store: str = ""
+    is_served: bool = False
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """Return the variables to add to the environment of this host's rank `local_rank`."""
@@ -442,7 +444,7 @@ class RankEnvironment:
             "TORCHELASTIC_RESTART_COUNT": "0",
             "TORCHELASTIC_MAX_RESTARTS": "0",
             "TORCHELASTIC_RUN_ID": self.run_id,
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.is_served),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             LAUNCHER: self.run_id,
             **store,

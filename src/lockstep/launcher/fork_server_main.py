@@ -3,7 +3,7 @@
     launcher                          fork server                     rank
        │ ── launch {} + socket ───────> │
        │ ══ on the launch's socket ════ │
-       │ ── store {} + listening ─────> │ on the first connection, fork: serves the ranks' store
+       │ ── store {} + listening ─────> │ fork: serves the store of ranks on several hosts
        │ ── rank {...} + descriptors ─> │ fork ────────────────────────> │ runs; reports directly
        │ <─ started {rank, pid} ─────── │ (or failed {rank, reason})     │ to the launcher
        │ ── signal {rank, number} ────> │ to the rank's process group ─> │
@@ -64,14 +64,11 @@ class Launch:
         channel: The launcher's socket for this launch.
         ranks: The rank (-1: the store) of each process id.
         folders: Folders to remove after the ranks have been killed.
-        stores: The messages of stores whose process starts with the first connection, by the
-            descriptor of the socket that listens.
     """
 
     channel: Channel
     ranks: dict[int, int] = field(default_factory=dict)
     folders: list[str] = field(default_factory=list)
-    stores: dict[int, Message] = field(default_factory=dict)
 
 
 class Server:
@@ -122,9 +119,6 @@ class Server:
                     self._is_retired |= not self._accept_launch()
                 elif key.fileobj is self._wake[0]:
                     self._drain_wakeups()
-                elif key.data is not None and key.fd in key.data.stores:
-                    if process := self._start_store(key.data, key.fd):
-                        return process
                 elif process := self._serve_launch(self._launches.get(key.fd)):
                     return process
             self._reap()
@@ -174,16 +168,7 @@ class Server:
         if message["kind"] == "signal":
             self._send_signal(launch, message)
             return None
-        if message["kind"] == "store" and message["is_on_demand"]:
-            launch.stores[descriptors[0]] = message
-            self._selector.register(descriptors[0], selectors.EVENT_READ, launch)
-            return None
         return self._fork(launch, message, descriptors)
-
-    def _start_store(self, launch: Launch, listening: int) -> ForkedProcess | None:
-        """Start the process of a store, to which somebody connects."""
-        self._selector.unregister(listening)
-        return self._fork(launch, launch.stores.pop(listening), [listening])
 
     def _fork(
         self, launch: Launch, message: Message, descriptors: list[int]
@@ -227,8 +212,6 @@ class Server:
         self._main.close()
         for launch in self._launches.values():
             launch.channel.close()
-            for descriptor in launch.stores:
-                os.close(descriptor)
         for end in self._wake:
             end.close()
         if self._launcher is not None:
@@ -285,10 +268,6 @@ class Server:
         self._selector.unregister(launch.channel)
         del self._launches[launch.channel.fileno()]
         launch.channel.close()
-        for listening in launch.stores:
-            self._selector.unregister(listening)
-            os.close(listening)
-        launch.stores.clear()
         for pid in launch.ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)

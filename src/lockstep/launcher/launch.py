@@ -26,6 +26,7 @@ from lockstep.launcher.fork_server import (
 )
 from lockstep.launcher.listening_socket import LOOPBACK
 from lockstep.launcher.rank_process import get_launch_number, set_launch_number
+from lockstep.launcher.rank_stores import choose_port
 from lockstep.launcher.signals import receiving
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.launcher.target import check_working_directory
@@ -252,9 +253,8 @@ def start(
     pickled = _pickle(fn, args)
     server = get_fork_server(for_training=looks_like_training(pickled))
     ranks = RankSupervisor(server.open_launch(), range(nprocs))
-    port = ranks.stores.serve(LOOPBACK, 0)
-    run_id, store = secrets.token_hex(4), ranks.stores.create()
-    environment = RankEnvironment(nprocs, LOOPBACK, port, run_id, store=store)
+    port, store = choose_port(LOOPBACK), ranks.stores.create()
+    environment = RankEnvironment(nprocs, LOOPBACK, port, secrets.token_hex(4), store=store)
     number = next(_launches)
     work = write_memfd(pickled)
     for rank in range(nprocs):

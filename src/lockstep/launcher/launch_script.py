@@ -41,6 +41,7 @@ from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.listening_socket import warn_of_strangers
 from lockstep.launcher.output import RankOutput
+from lockstep.launcher.rank_stores import choose_port
 from lockstep.launcher.run_folder import (
     RESUME,
     RUN,
@@ -321,9 +322,11 @@ def make_hang_policy(config: LaunchConfig) -> HangPolicy:
 def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:
     """Serve the ranks' stores; return the variables that tell this host's ranks where they are."""
     port, is_single_host = config.master_port, config.nnodes == 1
-    if config.node_rank == 0:
-        port = ranks.stores.serve(config.master_addr, port, is_single_host=is_single_host)
-        if not is_single_host and not config.is_elastic:
+    if is_single_host:
+        port = choose_port(config.master_addr, port)
+    elif config.node_rank == 0:
+        port = ranks.stores.serve(config.master_addr, port)
+        if not config.is_elastic:
             warn_of_strangers(config.master_addr, port)
     return RankEnvironment(
         nprocs=config.nprocs,
@@ -333,6 +336,7 @@ def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:
         nnodes=config.nnodes,
         node_rank=config.node_rank,
         store=ranks.stores.create() if is_single_host else "",
+        is_served=not is_single_host,
     )
 
 

@@ -113,23 +113,14 @@ def warn_of_strangers(address: str, port: int) -> None:
         )
 
 
-def find_obstacle(listening: socket.socket, *, is_accepted: bool = False) -> str:
+def find_obstacle(listening: socket.socket) -> str:
     """Return why this host cannot connect to its own listening socket; "" if it can.
 
     A TCPStore connects to itself first, and repeats that for minutes if it fails.
-
-    Args:
-        listening: The socket.
-        is_accepted: Whether to accept the connection that this makes, so that the socket is
-            readable only after another one. Connections that came before are closed.
     """
     host, port = get_connectable_address(listening), listening.getsockname()[1]
     try:
-        with socket.create_connection((host, port), timeout=CONNECT_TIMEOUT) as probe:
-            own, peer = probe.getsockname()[1], None
-            while is_accepted and own != peer:
-                accepted, (_, peer, *_) = listening.accept()
-                accepted.close()
+        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT).close()
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         advice = ""

@@ -1,16 +1,24 @@
-"""The stores through which the ranks of one launch find each other, served by their launcher."""
+"""The stores through which the ranks of one launch find each other."""
 
 from __future__ import annotations
 
 import os
-import socket
 
-from lockstep.launcher.channel import Channel, Message
+from lockstep.kernel.errors import RendezvousError
+from lockstep.launcher.channel import Channel
 from lockstep.launcher.listening_socket import find_obstacle, get_connectable_address, listen
 from lockstep.launcher.private_store import create_store
-from lockstep.messages import log
 
-__all__ = ["RankStores"]
+__all__ = ["RankStores", "choose_port"]
+
+
+def choose_port(address: str, port: int = 0) -> int:
+    """Return a port at which rank 0 can serve a store for ranks that are all on this host.
+
+    Only scripts that call `torch.distributed.init_process_group` themselves use that store.
+    """
+    with listen(address, port) as listening:
+        return int(listening.getsockname()[1])
 
 
 class RankStores:
@@ -24,30 +32,16 @@ class RankStores:
         self._channel = channel
         self._private: dict[str, int] = {}  # descriptors, by address
 
-    def serve(self, address: str, port: int, *, is_single_host: bool = True) -> int:
-        """Serve a TCPStore at `address`:`port` (0: a free port); return the port.
-
-        Without a loopback interface nothing is served. On a single host, only scripts that call
-        `torch.distributed.init_process_group` themselves need this store.
-        """
-        with listen(address, port, is_single_host=is_single_host) as listening:
-            self.start(listening, is_single_host=is_single_host)
-            return int(listening.getsockname()[1])
-
-    def start(self, listening: socket.socket, *, is_single_host: bool = True) -> None:
-        """Serve the ranks' store as `serve` does, on a socket that already listens."""
-        if reason := find_obstacle(listening, is_accepted=is_single_host):
-            log(f"{reason}; torch.distributed.init_process_group cannot connect the ranks")
-            return
-        message: Message = {
-            "kind": "store",
-            "rank": -1,
-            # The ranks of one host have a private store: most of them never connect to this one.
-            "is_on_demand": is_single_host,
-            "host": get_connectable_address(listening),
-            "port": int(listening.getsockname()[1]),
-        }
-        self._channel.send(message, [listening.fileno()])
+    def serve(self, address: str, port: int) -> int:
+        """Serve a TCPStore for ranks on several hosts; return the port (0: a free one)."""
+        with listen(address, port, is_single_host=False) as listening:
+            if reason := find_obstacle(listening):
+                raise RendezvousError(f"the store of the ranks cannot be served: {reason}")
+            port = int(listening.getsockname()[1])
+            host = get_connectable_address(listening)
+            message = {"kind": "store", "rank": -1, "host": host, "port": port}
+            self._channel.send(message, [listening.fileno()])
+        return port
 
     def create(self) -> str:
         """Create the private store of ranks that are all on this host.

@@ -187,10 +187,10 @@ def _announce_leaving(store: Store, rank_info: RankInfo, has_failed: bool) -> No
 
 def _may_close_early(rank_info: RankInfo) -> bool:
     """Return whether the store ends with rank 0 or its launcher, while other ranks use it."""
-    if rank_info.launcher == "lockstep":
-        # In an elastic run, the launcher that serves it waits for the ranks of all hosts.
-        return not rank_info.is_single_host and ELASTIC not in os.environ
-    return not _launcher_serves()
+    if not _launcher_serves():
+        return True
+    # In an elastic run, the launcher that serves it waits for the ranks of all hosts.
+    return rank_info.launcher == "lockstep" and ELASTIC not in os.environ
 
 
 def _launcher_serves() -> bool:

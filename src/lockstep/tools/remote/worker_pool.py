@@ -26,6 +26,7 @@ from lockstep.comm.transport.listener import MessageListener
 from lockstep.comm.transport.message_connection import MessageConnection
 from lockstep.kernel.errors import LockstepError, RankError, RendezvousError, UsageError
 from lockstep.launcher.listening_socket import listen
+from lockstep.launcher.rank_stores import choose_port
 from lockstep.tools.remote.calls import Calls, make_lost_outcome
 from lockstep.tools.remote.connection import MAX_PAYLOAD, PURPOSE, Connection, Message
 from lockstep.tools.remote.future import SETTLE, Future, gather
@@ -76,7 +77,7 @@ class WorkerPool:
         self.address = address, self._listener.port
         supervisor = self._local.supervisor
         supervisor.show_progress = self.output.show_progress
-        store_port = supervisor.stores.serve(address, 0, is_single_host=not remote)
+        store_port = supervisor.stores.serve(address, 0) if remote else choose_port(address)
         store = "" if remote else supervisor.stores.create()
         self._world = {"world": world, "store": store, "store_port": store_port}
         for index in range(nprocs):
@@ -104,6 +105,7 @@ class WorkerPool:
             "master_port": self._world["store_port"],
             "run_id": secrets.token_hex(4),
             "store": self._world["store"],
+            "is_served": self.remote > 0,
         }
         for worker in self.workers:
             variables = worker.variables(self.workers, **environment)
