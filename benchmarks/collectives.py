@@ -83,7 +83,7 @@ def page(records: list[Record], load: float) -> str:
         "",
         "Values are microseconds, **median** (10th to 90th percentile) over calls, of the slowest "
         "rank. Inputs are rewritten before each call, ranks start together, and backends alternate "
-        "in blocks of calls. `memcpy` copies as many bytes on all ranks at once. "
+        "in blocks of calls. "
         "`send_recv` is half a round trip. Calls are timed in `torch.distributed`, or in mpi4py "
         f"for MPI. Wrong elements in all checked calls: {wrong}.",
     ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lockstep.tools.bench.workload import StartBarrier
+from lockstep.tools.bench.start_barrier import StartBarrier
 
 __all__ = ["Feed"]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lockstep.tools.bench.results import TimingResult
-from lockstep.tools.bench.runners import TorchRunner
+from benchmarks.rank_processes import TimingResult, TorchRunner
 
 __all__ = ["Participant"]
 

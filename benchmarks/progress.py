@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
-from lockstep.tools.commands.bench import status
+import click
 
-__all__ = ["Progress", "about"]
+__all__ = ["Progress", "about", "status"]
+
+
+def status(text: str) -> None:
+    """Show the current activity on a terminal, on a line that the next status replaces."""
+    if sys.stderr.isatty():
+        click.echo(f"\r\x1b[K{text}", nl=False, err=True)
 
 
 def about(seconds: float) -> str:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from benchmarks.progress import Progress, about
+from benchmarks.progress import Progress, about, status
 from lockstep.cli import run
 from lockstep.files import write_output
 from lockstep.kernel.errors import UsageError, WorkError
-from lockstep.tools.commands.bench import command_line, describe_machine, status
+from lockstep.tools.commands.bench import command_line, describe_machine
 
 if TYPE_CHECKING:
     from benchmarks.pipeline.case import Case
@@ -83,10 +83,8 @@ def checked(flags: dict[str, Any]) -> list[int]:
             )
     if flags["timeout"] <= 0:
         raise UsageError("--timeout is a positive number of seconds")
-    if flags["plot"]:
-        from lockstep.tools.bench.plot import check_format
-
-        check_format(flags["plot"])
+    if flags["plot"] and flags["plot"].suffix != ".svg":
+        raise UsageError(f"--plot {flags['plot']}: the suffix must be .svg")
     for file in (flags["file"], flags["plot"]):
         if file and not file.absolute().parent.is_dir():
             raise UsageError(f"{file} cannot be written: there is no folder {file.parent}")

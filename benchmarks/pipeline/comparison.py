@@ -18,9 +18,8 @@ from benchmarks.participant import Participant
 from benchmarks.pipeline.case import Case
 from benchmarks.pipeline.contenders import ALONE, CONTENDERS, COPIES, STAGES, Contender
 from benchmarks.pipeline.worker import main
-from lockstep.tools.bench.interleaved import rotate
-from lockstep.tools.bench.results import TimingResult
-from lockstep.tools.bench.runners import Rendezvous, TorchRunner
+from benchmarks.rank_processes import Rendezvous, TimingResult, TorchRunner
+from lockstep.tools.bench.ranks import rotate
 
 __all__ = [
     "CHECKED",

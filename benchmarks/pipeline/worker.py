@@ -21,9 +21,9 @@ import lockstep
 from benchmarks.feed import Feed
 from benchmarks.pipeline.case import Case
 from benchmarks.pipeline.contenders import CONTENDERS, Contender, Driven, Training, driver
+from benchmarks.rank_processes import START_BARRIER, answer_requests
 from examples.rpc_pipeline import joined
-from lockstep.tools.bench.bench_worker import START_BARRIER, answer_requests
-from lockstep.tools.bench.workload import StartBarrier
+from lockstep.tools.bench.start_barrier import StartBarrier
 
 __all__ = ["main"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from benchmarks.progress import Progress, about
+from benchmarks.progress import Progress, about, status
 from lockstep.cli import run
 from lockstep.files import write_output
 from lockstep.formatting import format_size
@@ -19,7 +19,6 @@ from lockstep.tools.commands.bench import (
     command_line,
     describe_machine,
     parse_rank_counts,
-    status,
 )
 
 if TYPE_CHECKING:
@@ -98,10 +97,8 @@ def check(flags: dict[str, Any]) -> None:
             f"--batch {batch} --microbatches {count}: a rank's samples are cut into micro-batches "
             "of one size, so take a number that divides them"
         )
-    if flags["plot"]:
-        from lockstep.tools.bench.plot import check_format
-
-        check_format(flags["plot"])
+    if flags["plot"] and flags["plot"].suffix != ".svg":
+        raise UsageError(f"--plot {flags['plot']}: the suffix must be .svg")
     for file in (flags["file"], flags["plot"]):
         if file and not file.absolute().parent.is_dir():
             raise UsageError(f"{file} cannot be written: there is no folder {file.parent}")

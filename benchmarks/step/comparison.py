@@ -16,13 +16,12 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 
 from benchmarks.participant import Participant
+from benchmarks.rank_processes import Rendezvous, TimingResult, TorchRunner
 from benchmarks.step.answers import Answer, Expected
 from benchmarks.step.contenders import CONTENDERS, Case, Contender
 from benchmarks.step.memory import Watch, proportional
 from benchmarks.step.worker import main
-from lockstep.tools.bench.interleaved import rotate
-from lockstep.tools.bench.results import TimingResult
-from lockstep.tools.bench.runners import Rendezvous, TorchRunner
+from lockstep.tools.bench.ranks import rotate
 
 __all__ = ["ALONE", "BLOCK", "COPIES", "MEMCPY", "MIN_ROUNDS", "Outcome", "measure_case"]
 

@@ -6,13 +6,13 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
+from benchmarks.rank_processes import quantile
 from benchmarks.step.answers import LIMIT
 from benchmarks.step.comparison import ALONE, COPIES, MEMCPY, Outcome
 from benchmarks.step.contenders import CONTENDERS
 from benchmarks.step.exactness import Exactness
 from benchmarks.step.networks import count
 from benchmarks.step.widths import Digests
-from lockstep.tools.bench.results import quantile
 
 __all__ = [
     "beyond", "caption", "exactness_line", "heading", "records", "rows", "widths_lines", "wrong",

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 import lockstep
 from benchmarks.feed import Feed
+from benchmarks.rank_processes import START_BARRIER, answer_requests
 from benchmarks.step.answers import CHECKED, write
 from benchmarks.step.contenders import CONTENDERS, Case, Contender, Training
-from lockstep.tools.bench.bench_worker import START_BARRIER, answer_requests
-from lockstep.tools.bench.workload import StartBarrier
+from lockstep.tools.bench.start_barrier import StartBarrier
 
 __all__ = ["main"]
 

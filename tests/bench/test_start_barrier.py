@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lockstep.tools.bench.workload import StartBarrier
+from lockstep.tools.bench.start_barrier import StartBarrier
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])

@@ -1,72 +1,57 @@
-"""Measurement loop of a rank: inputs rewritten, one call timed, results checked."""
+"""The buffers of a rank: inputs rewritten, one call timed, results checked."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
-from lockstep.tools.bench.measured_collectives import Part
-from lockstep.tools.bench.torch_library import TorchLibrary
-from lockstep.tools.bench.workload import (
-    PERIOD,
-    PreparedWorkload,
-    Workload,
-    expected_block,
-)
+from lockstep.tools.bench.measured_collectives import COLLECTIVES, Part
+from lockstep.tools.bench.workload import PERIOD, Buffers, make_pattern
 
 COUNT = 2 * PERIOD + 5
 
 
-class Alone(TorchLibrary):
-    """Pretends to be rank 0 of two: it knows what the other rank would send."""
+def as_rank_0_of_two(
+    forgets: bool = False, misplaces: bool = False
+) -> tuple[Buffers, Callable[[], None]]:
+    """Return the buffers of an all_reduce, and a call that knows what the other rank would send."""
+    pattern = make_pattern(COUNT)
+    buffers, calls = Buffers(COLLECTIVES["all_reduce"], pattern, 0, 2), []
 
-    def __init__(self, forgets: bool = False, misplaces: bool = False) -> None:
-        self.calls = 0
-        self.forgets = forgets
-        self.misplaces = misplaces
+    def reduce() -> None:
+        other = pattern + 5 + 3 * (len(calls) % 2)  # rank 1
+        calls.append(None)
+        if not (forgets and len(calls) == 4):
+            buffers.receive.add_(other.roll(1024) if misplaces else other)
 
-    def call(
-        self, workload: Workload, send: torch.Tensor, receive: torch.Tensor
-    ) -> Callable[[], None]:
-        assert workload.collective == "all_reduce"
-
-        def reduce() -> None:
-            other = expected_block(Part(1), 2, self.calls % 2)
-            self.calls += 1
-            if self.forgets and self.calls == 4:
-                return
-            mine = np.resize(other, len(receive)).astype(np.float32)
-            receive.numpy()[:] += np.roll(mine, 1024) if self.misplaces else mine
-
-        return reduce
+    return buffers, reduce
 
 
-def task(library: Alone) -> PreparedWorkload:
-    return PreparedWorkload(library, Workload("all_reduce", COUNT), 0, 2)
-
-
-def test_correct_results_count_no_errors():
-    times, wrong = task(Alone()).time_block(3, lambda: None)
+def test_correct_results_count_no_errors() -> None:
+    buffers, call = as_rank_0_of_two()
+    times, wrong = buffers.time_block(call, 3, lambda: None)
     assert len(times) == 3
     assert min(times) > 0
     assert wrong == 0
 
 
-def test_call_that_does_nothing_is_detected():
-    assert task(Alone(forgets=True)).time_block(3, lambda: None)[1] > COUNT // 2
+def test_call_that_does_nothing_is_detected() -> None:
+    buffers, call = as_rank_0_of_two(forgets=True)
+    assert buffers.time_block(call, 3, lambda: None)[1] > COUNT // 2
 
 
-def test_misplaced_piece_is_detected():
-    assert task(Alone(misplaces=True)).time_block(3, lambda: None)[1] > COUNT // 2
+def test_misplaced_piece_is_detected() -> None:
+    buffers, call = as_rank_0_of_two(misplaces=True)
+    assert buffers.time_block(call, 3, lambda: None)[1] > COUNT // 2
 
 
-def test_ranks_synchronize_between_fill_and_call():
-    library = Alone()
-    made = task(library)
-    seen = []
-    made.time_block(
-        2, lambda: seen.append((library.calls, made.count_wrong(library.calls % 2) > 0))
-    )
-    assert seen == [(0, True), (1, True), (2, True)]
+def test_parts_have_different_contents() -> None:
+    collective = COLLECTIVES["all_to_all"]
+    buffers = Buffers(collective, make_pattern(4), 1, 3)
+    buffers.fill(0)
+    assert [part.part for part in collective.before(1, 3)] == [0, 1, 2]
+    assert len({int(value) for value in buffers.send[::4]}) == 3
+    assert collective.after(1, 3)[2] == Part(2, 1)
+    assert torch.equal(buffers.receive, torch.zeros(12))
+    assert buffers.count_wrong(0) > 0

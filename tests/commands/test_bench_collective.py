@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from lockstep.comm import backend
 from lockstep.kernel.errors import UsageError, WorkError
-from lockstep.tools.bench.interleaved import Contender, Result
 from lockstep.tools.bench.measured_collectives import COLLECTIVES
-from lockstep.tools.bench.workload import Workload
+from lockstep.tools.bench.results import Measurement
 from lockstep.tools.commands import bench
 
 FIELDS = {"backend", "collective", "size_bytes", "dtype", "nprocs", "median_us", "p10_us", "p90_us",
@@ -32,7 +34,7 @@ def test_a_measurement_from_flags_to_files(tmp_path):
     records = json.loads(file.read_text())
     found = [(each["nprocs"], each["size_bytes"], each["backend"]) for each in records]
     sizes = (4, 8, 4096)
-    assert found == [(n, s, name) for n in (1, 2) for s in sizes for name in ("gloo", "memcpy")]
+    assert found == [(n, s, name) for n in (1, 2) for s in sizes for name in ("gloo",)]
     for each in records:
         assert each.keys() >= FIELDS
         assert each["wrong"] == 0
@@ -54,7 +56,7 @@ def test_every_collective_is_a_command_with_its_description():
         (["all_reduce", "-n", "0"], "-n 0: expected a number of ranks"),
         (["all_reduce", "-n", "2,x"], "-n 2,x: expected a number of ranks"),
         (["all_reduce", "--sizes", "4,4x"], "'4x' is not a size"),
-        (["all_reduce", "--seconds", "0"], "--seconds and --timeout"),
+        (["all_reduce", "--backend", "mpi"], "MPI is only compared with"),
         (["all_reduce", "--plot", "a.pdf"], "the suffix must be .svg"),
         (["all_reduce", "--json", "nowhere/a.json"], "no such folder: nowhere"),
         (["all_reduce", "--backend", "gloo", "--sizes", "900G"], "of memory"),
@@ -72,19 +74,14 @@ def test_recorded_command_has_no_paths(monkeypatch):
     assert bench.command_line() == "lockstep bench barrier -n 2 --vs gloo"
 
 
-class Nobody:
-    name, library = "nobody", ""
-
-
 def result(**more):
-    workload = Workload("all_reduce", 1)
-    return Result(Contender("memcpy", Nobody(), is_copy=True), workload, 2, 4, **more)
+    return Measurement("gloo", "", "all_reduce", 2, 4, 1, **{"times": [], **more})
 
 
 def test_wrong_results_raise():
-    bench.check_results([result(times=(1.0,))])
-    with pytest.raises(WorkError, match="wrong results of memcpy"):
-        bench.check_results([result(times=(1.0,), wrong=1)])
+    bench.check_results([result(times=[1.0])])
+    with pytest.raises(WorkError, match="wrong results of gloo"):
+        bench.check_results([result(times=[1.0], wrong=1)])
 
 
 def test_nothing_measured_raises():
@@ -102,3 +99,56 @@ def test_a_reference_other_than_lockstep_is_explained_unless_it_was_chosen(monke
     monkeypatch.setenv("LOCKSTEP_BACKEND", "gloo")
     assert bench.default_backend() == "gloo"
     assert capsys.readouterr().err == ""
+
+
+needs_mpi = pytest.mark.skipif(
+    not importlib.util.find_spec("mpi4py")
+    or not Path(sys.executable).with_name("mpiexec").exists(),
+    reason="mpi4py and MPICH are not installed",
+)
+
+
+@needs_mpi
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_mpi_is_correct_for_every_collective(collective, tmp_path):
+    file = tmp_path / "a.json"
+    flags = ["--backend", "gloo", "--vs", "mpi", "-n", "3", "--seconds", "0.001"]
+    sizes = [] if collective == "barrier" else ["--sizes", "6000"]
+    done = run(collective, *flags, *sizes, "--json", str(file))
+    assert done.exit_code == 0, done.output
+    gloo, mpi = json.loads(file.read_text())
+    assert (gloo["wrong"], mpi["backend"], mpi["wrong"]) == (0, "mpi", 0)
+
+
+def script(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@needs_mpi
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("echo started; echo 'no slots available' >&2; exit 1", "output: no slots available"),
+        ('shift 2\nexec "$@"', "each of the 2 ranks is alone in MPICH"),
+    ],
+)
+def test_a_failing_mpiexec_is_quoted(tmp_path, monkeypatch, text, sentence):
+    program = script(tmp_path / "mpiexec", text)
+    monkeypatch.setattr(bench, "find_mpiexec", lambda: str(program))
+    error = run("all_reduce", "--backend", "gloo", "--vs", "mpi", "--sizes", "4").exception
+    assert isinstance(error, WorkError)
+    assert sentence in str(error)
+
+
+def test_mpiexec_beside_python_is_preferred_and_a_missing_one_named(tmp_path, monkeypatch):
+    program = script(tmp_path / "mpiexec", "exit 0")
+    (tmp_path / "mpi4py.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert bench.find_mpiexec() == str(program)
+    program.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="pip install mpi4py mpich"):
+        bench.find_mpiexec()

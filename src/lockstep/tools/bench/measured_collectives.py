@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["COLLECTIVES", "COPY", "Collective", "Contents", "Part", "find"]
+__all__ = ["COLLECTIVES", "ROOT", "Collective", "Part", "partner"]
 
 ROOT = 0
 
@@ -162,11 +162,3 @@ _ALL = (
 )  # fmt: skip
 
 COLLECTIVES = {collective.name: collective for collective in _ALL}
-
-COPY = Collective("memcpy", "a copy of each rank's own tensor, on all ranks at once", own, own, one)
-"""What the collectives are compared with. It is not a collective: no rank waits for another."""
-
-
-def find(name: str) -> Collective:
-    """Return the collective of this name, or the copy."""
-    return COPY if name == COPY.name else COLLECTIVES[name]

@@ -1,149 +1,104 @@
-"""The measurement loop of one rank, the same for torch's backends and MPI.
+"""The buffers of one contender on one rank, and its measurement loop.
 
     write the input ──> start barrier ──> clock ──> call ──> clock ──> next
                                                                 last ──> check the output
 
 Only the call itself is timed.
 
-Input data are small integers in blocks of PERIOD elements that repeat over the buffer. A
-block depends on the rank, on the part of the buffer and on the *variant*, which alternates
-from call to call. So a call that does nothing is detected: it leaves the previous result.
-The period is prime, so that a misplaced piece is wrong too. Sums are exact in any order.
+Inputs are small integers: a pattern that repeats after PERIOD elements, plus a number that depends
+on the rank, on the part of the buffer and on the *variant*, which alternates from call to call. So
+a call that does nothing is detected: it leaves the previous result. The period is prime, so that a
+misplaced piece is wrong too. Sums are exact in any order.
 """
 
 from __future__ import annotations
 
 import gc
-import mmap
-import os
 import time
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
 
-import numpy as np
-import numpy.typing as npt
+import torch
 
-from lockstep.record.run_environment import count_usable_cores
-from lockstep.tools.bench.measured_collectives import Contents, Part, find
+from lockstep.tools.bench.measured_collectives import Collective, Part
 
-__all__ = [
-    "DTYPE",
-    "ITEM_BYTES",
-    "PERIOD",
-    "VARIANTS",
-    "Library",
-    "PreparedWorkload",
-    "StartBarrier",
-    "UnsupportedError",
-    "Values",
-    "Workload",
-    "expected_block",
-]
+__all__ = ["PERIOD", "Buffers", "make_pattern"]
 
 PERIOD = 1009
 VARIANTS = 2
 
-Values = npt.NDArray[Any]
 
-DTYPE, ITEM_BYTES = "float32", 4
-"""The data type of all elements, and its size."""
-
-
-def input_block(rank: int, part: int, variant: int) -> Values:
-    """Return the block of values that `rank` writes into its part `part`."""
-    index = np.arange(PERIOD)
-    return (index * (3 + variant) + index // 7 + rank * 5 + part * 11) % 4
+def make_pattern(count: int) -> torch.Tensor:
+    """Return the pattern of a part of `count` elements."""
+    return torch.arange(count, dtype=torch.int32).remainder_(PERIOD).remainder_(4).float()
 
 
-def expected_block(part: Part, ranks: int, variant: int) -> Values:
-    """Return the block of values of `part`, which is a sum over the ranks if it has no rank."""
-    if part.rank is not None:
-        return input_block(part.rank, part.part, variant)
-    blocks = [input_block(rank, part.part, variant) for rank in range(ranks)]
-    total: Values = np.sum(blocks, axis=0)
-    return total
+class Buffers:
+    """The buffers of one collective.
 
-
-class UnsupportedError(Exception):
-    """A backend that cannot do what was requested; the message says why."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A collective on parts of `count` elements; reductions add.
-
-    `shared_memory` puts the buffers in memory that the ranks share.
+    Args:
+        collective: The collective.
+        pattern: The pattern of a part, on which the contents are based.
+        rank: This rank.
+        ranks: The number of ranks.
+        is_shared: Whether the buffers are in memory that the ranks share.
     """
 
-    collective: str
-    count: int
-    shared_memory: bool = False
-
-
-class Library(Protocol):
-    """The tensors and calls of one library: torch, or MPI with numpy."""
-
-    def new(self, count: int, workload: Workload) -> Any:
-        """Return a buffer of `count` elements, or raise UnsupportedError."""
-
-    def convert(self, values: Values) -> Any:
-        """Return the values as float32."""
-
-    def copy(self, target: Any, source: Any) -> None:
-        """Copy `source` into `target`, broadcast as numpy does."""
-
-    def count_wrong(self, actual: Any, expected: Any) -> int:
-        """Count the elements that differ."""
-
-    def call(self, workload: Workload, send: Any, receive: Any) -> Callable[[], object]:
-        """Return the call to measure, or raise UnsupportedError."""
-
-
-class PreparedWorkload:
-    """A workload with its buffers on one rank; `call` is the call to measure."""
-
-    def __init__(self, library: Library, workload: Workload, rank: int, ranks: int) -> None:
-        collective = find(workload.collective)
-        before, after = collective.before(rank, ranks), collective.after(rank, ranks)
-        sent, received = len(before) * workload.count, len(after) * workload.count
+    def __init__(
+        self,
+        collective: Collective,
+        pattern: torch.Tensor,
+        rank: int,
+        ranks: int,
+        is_shared: bool = False,
+    ) -> None:
+        self._pattern, self._ranks = pattern, ranks
+        self.is_round_trip = collective.name == "send_recv"
+        """Whether a call sends the message back and forth."""
+        self._before, self._after = collective.before(rank, ranks), collective.after(rank, ranks)
+        sent, received = (len(parts) * len(pattern) for parts in (self._before, self._after))
         if collective.is_in_place:
-            send = receive = library.new(max(sent, received), workload)
+            self.send = self.receive = _make_buffer(max(sent, received), is_shared)
         else:
-            send, receive = library.new(sent, workload), library.new(received, workload)
-        self.workload = workload
-        self._library = library
-        self._inputs = [
-            split_blocks(library, send, before, workload, ranks, v) for v in range(VARIANTS)
-        ]
-        self._outputs = [
-            split_blocks(library, receive, after, workload, ranks, v) for v in range(VARIANTS)
-        ]
-        self.call = library.call(workload, send, receive)
+            self.send, self.receive = (_make_buffer(count, is_shared) for count in (sent, received))
 
-    def fill_inputs(self, variant: int) -> None:
+    def fill(self, variant: int) -> None:
         """Write the input of this rank."""
-        for target, block in self._inputs[variant]:
-            self._library.copy(target, block)
+        for part, view in self._parts(self._before, self.send):
+            torch.add(self._pattern, _number(part, variant), out=view)
 
     def count_wrong(self, variant: int) -> int:
         """Count the wrong elements of the output."""
-        count = self._library.count_wrong
-        return sum(count(actual, block) for actual, block in self._outputs[variant])
+        wrong = 0
+        for part, view in self._parts(self._after, self.receive):
+            expected = self._pattern + _number(part, variant)
+            if part.rank is None:
+                others = (_number(Part(rank, part.part), variant) for rank in range(self._ranks))
+                expected = self._pattern * self._ranks + sum(others)
+            wrong += int((view != expected).sum())
+        return wrong
 
-    def time_block(self, calls: int, wait_for_start: Callable[[], None]) -> tuple[list[int], int]:
+    def _parts(
+        self, contents: tuple[Part, ...], buffer: torch.Tensor
+    ) -> Iterator[tuple[Part, torch.Tensor]]:
+        count = len(self._pattern)
+        for number, part in enumerate(contents):
+            yield part, buffer[number * count : (number + 1) * count]
+
+    def time_block(
+        self, call: Callable[[], object], calls: int, wait_for_start: Callable[[], None]
+    ) -> tuple[list[int], int]:
         """Time a block of calls after one warm-up call.
 
         Returns:
             The nanoseconds of each call, and the number of wrong elements after the last.
         """
         times = array("q", bytes(8 * (calls + 1)))
-        clock, call, fill = time.perf_counter_ns, self.call, self.fill_inputs
+        clock = time.perf_counter_ns
         gc.disable()
         try:
             for turn in range(calls + 1):
-                fill(turn % VARIANTS)
+                self.fill(turn % VARIANTS)
                 wait_for_start()
                 begin = clock()
                 call()
@@ -153,86 +108,16 @@ class PreparedWorkload:
         return times.tolist()[1:], self.count_wrong(calls % VARIANTS)
 
 
-BlockViews = list[tuple[Any, Any]]
+def _make_buffer(count: int, is_shared: bool) -> torch.Tensor:
+    """Return a vector of zeros with its pages touched."""
+    if not is_shared:
+        return torch.zeros(count)
+    from lockstep.comm.shared_memory import empty_shared
+
+    tensor: torch.Tensor = empty_shared(count)
+    return tensor.zero_()
 
 
-def split_blocks(
-    library: Library, buffer: Any, contents: Contents, workload: Workload, ranks: int, variant: int
-) -> BlockViews:
-    """Return (view of the buffer, block) pairs that cover it: whole blocks, then the rest."""
-    views = []
-    for number, part in enumerate(contents):
-        block = library.convert(expected_block(part, ranks, variant))
-        here = buffer[number * workload.count : (number + 1) * workload.count]
-        whole = workload.count - workload.count % PERIOD
-        if whole:
-            views.append((here[:whole].reshape(-1, PERIOD), block))
-        if whole < workload.count:
-            views.append((here[whole:], block[: workload.count - whole]))
-    return views
-
-
-# --- the start barrier ---------------------------------------------------------------------------
-
-STRIDE = 16  # 64-bit words: two cache lines, because processors prefetch them in pairs
-SPINS = 2000  # polls before the core is yielded
-POLLS_PER_CLOCK = 20_000  # polls between two reads of the clock
-
-
-class StartBarrier:
-    """A barrier over shared memory, one instance per rank.
-
-    Args:
-        path: The file that `prepare` created.
-        rank: The rank of this process.
-        ranks: The number of ranks.
-        timeout: The longest wait in seconds, after which `wait` raises TimeoutError and names a
-            missing rank.
-    """
-
-    def __init__(self, path: str, rank: int, ranks: int, timeout: float) -> None:
-        with open(path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), ranks * STRIDE * 8)
-        self._arrivals = memoryview(self._memory).cast("Q")
-        self._rank = rank
-        self._others = [other * STRIDE for other in range(ranks) if other != rank]
-        self._timeout = timeout
-        self._spins = SPINS if ranks <= count_usable_cores() else 0
-        self._count = 0
-
-    @staticmethod
-    def prepare(path: str, ranks: int) -> None:
-        """Create the shared file for `ranks` ranks."""
-        with open(path, "xb") as file:
-            file.truncate(ranks * STRIDE * 8)
-
-    def wait(self) -> None:
-        """Wait until every rank has called this method as often as this rank."""
-        self._count = count = self._count + 1
-        arrivals = self._arrivals
-        arrivals[self._rank * STRIDE] = count
-        for other in self._others:
-            spins = self._spins
-            while arrivals[other] < count:
-                if spins > 0:
-                    spins -= 1
-                else:
-                    self._wait_yielding(other, count)
-                    break
-
-    def _wait_yielding(self, other: int, count: int) -> None:
-        """Wait for a rank, and yield the core to other processes between polls."""
-        arrivals, polls, deadline = self._arrivals, 0, time.monotonic() + self._timeout
-        while arrivals[other] < count:
-            os.sched_yield()
-            polls += 1
-            if polls % POLLS_PER_CLOCK == 0 and time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"rank {self._rank} waited {self._timeout:g} s at the start barrier for "
-                    f"rank {other // STRIDE}"
-                )
-
-    def close(self) -> None:
-        """Unmap the shared memory."""
-        self._arrivals.release()
-        self._memory.close()
+def _number(part: Part, variant: int) -> int:
+    """Return the number that is added to the pattern of a part."""
+    return (part.rank or 0) * 5 + part.part * 11 + variant * 3

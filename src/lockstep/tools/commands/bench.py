@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
 import os
 import shlex
+import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,194 +23,170 @@ from lockstep.formatting import format_size, parse_sizes
 from lockstep.kernel.errors import UsageError, WorkError
 from lockstep.launcher.signals import exiting_on_sigterm
 from lockstep.messages import log
-from lockstep.tools.bench.measured_collectives import COLLECTIVES, COPY, Collective
+from lockstep.tools.bench.measured_collectives import COLLECTIVES, Collective
 
 if TYPE_CHECKING:
-    from lockstep.tools.bench.results import Contender, Result
+    from lockstep.tools.bench.ranks import Plan
+    from lockstep.tools.bench.results import Measurement
 
-__all__ = ["RANKS_HELP", "command", "parse_rank_counts"]
+__all__ = ["RANKS_HELP", "command", "command_line", "describe_machine", "parse_rank_counts"]
 
-SIZES = "4,16,64,256,1K,4K,16K,64K,256K,1M,4M,16M,64M"
 RANKS_HELP = "Numbers of ranks, measured one after another: 2 or 2,4."
+SIZES = "4,16,64,256,1K,4K,16K,64K,256K,1M,4M,16M,64M"
+WAIT_TIMEOUT = 120.0  # seconds that a rank waits for another one
+START_TIMEOUT = 60.0  # seconds until all ranks have started
 PATH_OPTIONS = ("--json", "--plot")  # private, left out of recorded commands
+# Open MPI starts more ranks than cores only with these settings; others ignore them.
+OVERSUBSCRIBE = {
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMP_NUM_THREADS": "1",
+}
 
 
-def make(name: str) -> click.Command:
-    """Return the command that measures the collective `name`."""
-    collective = COLLECTIVES[name]
+def make_command(collective: Collective) -> click.Command:
+    """Return the command that measures a collective."""
 
     def measure(**flags: Any) -> None:
         run(collective, flags)
 
-    made = click.command(name, help=help_text(collective), short_help=collective.description)(
-        measure
-    )
-    for option in options(collective):
-        made = option(made)
-    return made
+    text = f"""Measure {collective.name}: {collective.description}.
 
-
-def help_text(collective: Collective) -> str:
-    """Return the help of the command."""
-    return f"""Measure {collective.name}: {collective.description}.
-
-    Each backend has its own ranks, and the backends take turns with one block of
-    calls each. Inputs are rewritten before each call, all ranks start together, and
-    the last result of each block is checked. The columns are those of nccl-tests,
-    except that the time is the median over calls of the slowest rank's time.
-    {COPY.name} copies as many bytes, on all ranks of the first backend at once.
+    The backends take turns with one block of calls each. Inputs are rewritten before
+    each call, all ranks start together, and the last result of each block is checked.
+    The columns are those of nccl-tests, except that the time is the median over calls
+    of the slowest rank's time.
     """
-
-
-def options(collective: Collective) -> list[Any]:
-    """Return the options of one collective."""
-    chosen = [
-        click.option("-n", "--nprocs", default="2", show_default=True, help=RANKS_HELP),
-        click.option(
-            "--backend",
+    options: list[click.Parameter] = [
+        click.Option(
+            ["-n", "--nprocs"], default="2", show_default=True,
+            help=RANKS_HELP,
+        ),
+        click.Option(
+            ["--backend"],
             help="The reference backend.  [default: lockstep if it is built, else gloo]",
         ),
-        click.option(
-            "--vs",
-            default="",
-            metavar="NAMES",
+        click.Option(
+            ["--vs"], default="", metavar="NAMES",
             help="Backends to compare with: gloo,mpi.  [default: none]",
         ),
-        click.option(
-            "--seconds",
-            default=0.4,
-            show_default=True,
-            metavar="SECONDS",
-            help="Seconds of measurement per backend and size.",
+        click.Option(
+            ["--seconds"], type=click.FloatRange(0, min_open=True), default=0.4, show_default=True,
+            metavar="SECONDS", help="Seconds of measurement per backend and size.",
         ),
-        click.option(
-            "--timeout",
-            default=120.0,
-            show_default=True,
-            metavar="SECONDS",
-            help="Longest wait for an answer of a rank, in seconds.",
+        click.Option(
+            ["--sizes"], default=SIZES, metavar="SIZES", hidden=collective.name == "barrier",
+            help="Sizes in bytes: 4,64K,1M.  [default: from 4 to 64M in steps of 4]",
         ),
-        click.option("--bind", is_flag=True, help="Bind each rank to one core, round-robin."),
-        click.option(
-            "--json",
-            "json_file",
-            type=click.Path(path_type=Path),
+        click.Option(["--bind"], is_flag=True, help="Bind each rank to one core, round-robin."),
+        click.Option(
+            ["--json", "json_file"], type=click.Path(path_type=Path),
             help="Write a list of the results to this file.",
         ),
-        click.option(
-            "--plot",
-            type=click.Path(path_type=Path),
-            help="Write a plot to this .svg file.",
+        click.Option(
+            ["--plot"], type=click.Path(path_type=Path), help="Write a plot to this .svg file."
         ),
-    ]
-    if collective.name != "barrier":
-        chosen += [
-            click.option(
-                "--sizes",
-                default=SIZES,
-                metavar="SIZES",
-                help="Sizes in bytes: 4,64K,1M.  [default: from 4 to 64M in steps of 4]",
-            ),
-        ]
-    return chosen
+    ]  # fmt: skip
+    return click.Command(
+        collective.name, callback=measure, params=options, help=text,
+        short_help=collective.description,
+    )  # fmt: skip
 
 
 def run(collective: Collective, flags: dict[str, Any]) -> None:
     """Measure with each number of ranks; print and write the results."""
     counts = parse_rank_counts(flags["nprocs"])
-    sizes = parse_sizes(flags.get("sizes", "0"))  # a barrier has no size
-    others = [name for name in flags["vs"].split(",") if name]
+    sizes = [0] if collective.name == "barrier" else parse_sizes(flags["sizes"])
     validate(flags)
-    from lockstep.tools.bench.results import record
-    from lockstep.tools.bench.runners import find_mpiexec
-
+    others = [name for name in flags["vs"].split(",") if name]
     names = list(dict.fromkeys([flags["backend"] or default_backend(), *others]))
-    if "mpi" in names:
-        find_mpiexec()  # its error comes before the other backends start
-    machine, command = describe_machine(), command_line()
-    everything: list[Result] = []
+    if names[0] == "mpi":
+        raise UsageError("--backend mpi: MPI is only compared with; write --vs mpi")
+    check_memory(max(sizes), max(counts), len(names))
+    from lockstep.tools.bench import results as tables
+    from lockstep.tools.bench.ranks import Plan
+
+    machine, typed = describe_machine(), command_line()
+    click.echo(f"# {machine}\n# {typed}")
+    everything: list[Measurement] = []
     records: list[dict[str, Any]] = []
-    click.echo(f"# {machine}\n# {command}")
-    for ranks in counts:
-        measured = measure_sizes(collective, ranks, sizes, names, flags)
-        for results in measured:
-            everything += results
-            records += [record(one, results[0], machine, command) for one in results if one.times]
+    for count in counts:
+        with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+            plan = Plan(
+                collective.name, count, names, sizes, flags["seconds"], flags["bind"],
+                f"{folder}/start-barrier", WAIT_TIMEOUT,
+            )  # fmt: skip
+            measured = measure_on_ranks(plan, folder)
+        click.echo(f"\n# {collective.name} on {count} ranks\n{tables.header()}")
+        for size in dict.fromkeys(one.size for one in measured):
+            results = [one for one in measured if one.size == size]
+            click.echo("\n".join(tables.rows(results)))
+            done = (one for one in results if one.times)
+            records += [tables.record(one, results[0], machine, typed) for one in done]
+        click.echo(tables.caption(measured[0]))
+        everything += measured
     if flags["json_file"]:
         write_output(flags["json_file"], json.dumps(records, indent=1) + "\n")
     if flags["plot"] and records:
         from lockstep.tools.bench.plot import draw
 
-        write_output(flags["plot"], draw(everything, machine, command).svg())
+        write_output(flags["plot"], draw(everything, machine, typed).svg())
     check_results(everything)
 
 
-def check_results(everything: list[Result]) -> None:
+def measure_on_ranks(plan: Plan, folder: str) -> list[Measurement]:
+    """Start the ranks, by mpiexec if MPI is measured; return the results of rank 0."""
+    from lockstep.launcher.launch import launch
+    from lockstep.tools.bench.ranks import measure
+    from lockstep.tools.bench.results import Measurement
+    from lockstep.tools.bench.start_barrier import StartBarrier
+
+    StartBarrier.prepare(plan.barrier, plan.ranks)
+    share = 10 * plan.seconds + 10  # of one backend at one size; its calls take but a part of it
+    limit = START_TIMEOUT + (1 + len(plan.backends)) * len(plan.sizes) * share
+    if "mpi" not in plan.backends:
+        return launch(measure, (plan,), plan.ranks, timeout=limit)[0]
+    path = Path(folder) / "results.json"
+    program = [sys.executable, "-m", "lockstep.tools.bench.ranks", json.dumps(asdict(plan))]
+    process = subprocess.Popen(
+        [find_mpiexec(), "-n", str(plan.ranks), *program, str(path)],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        errors="replace", env=os.environ | OVERSUBSCRIBE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise WorkError(f"mpi: the ranks have not ended within {limit:.0f} s") from None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if not path.exists():
+        last = [line.strip() for line in output.splitlines() if line.strip()][-1:]
+        raise WorkError(f"mpi: the ranks failed; last output: {''.join(last)}")
+    return [Measurement(**one) for one in json.loads(path.read_text())]
+
+
+def find_mpiexec() -> str:
+    """Return the `mpiexec` beside this Python, or else the first one on PATH.
+
+    Raises:
+        UsageError: mpi4py or mpiexec is not installed.
+    """
+    beside = Path(os.path.abspath(sys.executable)).parent / "mpiexec"
+    program = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if importlib.util.find_spec("mpi4py") is None or program is None:
+        raise UsageError("--vs mpi needs mpi4py and an MPI: pip install mpi4py mpich")
+    return program
+
+
+def check_results(everything: list[Measurement]) -> None:
     """Raise WorkError if a result is wrong, or if nothing could be measured."""
-    wrong = sorted({result.contender.name for result in everything if result.wrong})
+    wrong = sorted({result.backend for result in everything if result.wrong})
     if wrong:
         raise WorkError(f"wrong results of {', '.join(wrong)}: see the column 'wrong'")
     if not any(result.times for result in everything):
         raise WorkError(f"nothing could be measured: {everything[0].error}")
-
-
-def measure_sizes(
-    collective: Collective,
-    ranks: int,
-    sizes: list[int],
-    names: list[str],
-    flags: dict[str, Any],
-) -> Iterator[list[Result]]:
-    """Start the backends on `ranks` ranks; print and yield the results of each size."""
-    from lockstep.tools.bench import results as tables
-    from lockstep.tools.bench.interleaved import measure
-    from lockstep.tools.bench.workload import ITEM_BYTES, Workload
-
-    check_memory(max(sizes), ranks, len(names))
-    with start_contenders(collective, ranks, names, flags) as contenders:
-        click.echo(f"\n# {collective.name} on {ranks} ranks")
-        click.echo(tables.header())
-        done: set[int] = set()
-        results: list[Result] = []
-        for size in sizes:
-            count = collective.elements(size, ITEM_BYTES, ranks)
-            if count in done:
-                continue
-            done.add(count)
-            workload = Workload(collective.name, count)
-            actual = collective.bytes(count, ITEM_BYTES, ranks)
-            status(f"{collective.name}, {ranks} ranks, {format_size(actual)} ...")
-            results = measure(contenders, workload, ranks, actual, flags["seconds"])
-            status("")
-            click.echo("\n".join(tables.rows(results)))
-            yield results
-        click.echo(tables.caption(results[0], contenders[0].name))
-
-
-@contextmanager
-def start_contenders(
-    collective: Collective, ranks: int, names: list[str], flags: dict[str, Any]
-) -> Iterator[list[Contender]]:
-    """Start the ranks of each backend, and stop all of them in the end."""
-    from lockstep.tools.bench.results import Contender
-    from lockstep.tools.bench.runners import MpiRunner, Rendezvous, TorchRunner
-
-    with ExitStack() as opened:
-        rendezvous = opened.enter_context(closing(Rendezvous(ranks, flags["timeout"])))
-        contenders = []
-        for name in names:
-            status(f"starting {ranks} ranks of {name} ...")
-            runner = MpiRunner(rendezvous) if name == "mpi" else TorchRunner(name, rendezvous)
-            opened.callback(runner.end)
-            if flags["bind"]:
-                runner.ask({"bind": True})
-            contenders.append(Contender(name, runner))
-            if name == "lockstep" and collective.name != "barrier":
-                contenders.append(Contender("lockstep (segment)", runner, shared_memory=True))
-        if collective.name != "barrier":
-            contenders.append(Contender(COPY.name, contenders[0].runner, is_copy=True))
-        status("")
-        yield contenders
 
 
 def default_backend() -> str:
@@ -221,15 +202,13 @@ def default_backend() -> str:
 
 
 def validate(flags: dict[str, Any]) -> None:
-    """Raise UsageError for options that contradict each other."""
-    if flags["seconds"] <= 0 or flags["timeout"] <= 0:
-        raise UsageError("--seconds and --timeout must be positive")
+    """Raise UsageError for options that cannot be used."""
+    if "mpi" in flags["vs"].split(","):
+        find_mpiexec()
     if flags["bind"] and not hasattr(os, "sched_setaffinity"):
         raise UsageError("--bind: this system cannot bind a process to a core")
-    if flags["plot"]:
-        from lockstep.tools.bench.plot import check_format
-
-        check_format(flags["plot"])
+    if flags["plot"] and flags["plot"].suffix != ".svg":
+        raise UsageError(f"--plot {flags['plot']}: the suffix must be .svg")
     for file in (flags["json_file"], flags["plot"]):
         if file and not file.absolute().parent.is_dir():
             raise UsageError(f"{file} cannot be written: no such folder: {file.parent}")
@@ -239,7 +218,7 @@ def check_memory(size: int, ranks: int, backends: int) -> None:
     """Raise UsageError if the buffers of all ranks do not fit into memory."""
     import psutil
 
-    needed, free = size * 3 * ranks * (backends + 1), psutil.virtual_memory().available
+    needed, free = size * ranks * (2 * backends + 5), psutil.virtual_memory().available
     if needed > free:
         raise UsageError(
             f"{format_size(size)} on {ranks} ranks of {backends} backends needs about "
@@ -264,9 +243,8 @@ def describe_machine() -> str:
     from lockstep.record.run_environment import count_usable_cores, processor_name
 
     count, load = count_usable_cores(), os.getloadavg()[0]
-    return (
-        f"{processor_name()}, {count} core{'s' if count > 1 else ''}, load {load:.1f} at the start"
-    )
+    cores = f"{count} core{'s' if count > 1 else ''}"
+    return f"{processor_name()}, {cores}, load {load:.1f} at the start"
 
 
 def command_line() -> str:
@@ -281,12 +259,6 @@ def command_line() -> str:
     return shlex.join(["lockstep", *kept])
 
 
-def status(text: str) -> None:
-    """Show the current activity on a terminal, on a line that the next status replaces."""
-    if sys.stderr.isatty():
-        click.echo(f"\r\x1b[K{text}", nl=False, err=True)
-
-
 @click.group()
 @click.pass_context
 def command(ctx: click.Context) -> None:
@@ -294,5 +266,5 @@ def command(ctx: click.Context) -> None:
     ctx.with_resource(exiting_on_sigterm())
 
 
-for collective_name in COLLECTIVES:
-    command.add_command(make(collective_name))
+for each_collective in COLLECTIVES.values():
+    command.add_command(make_command(each_collective))
