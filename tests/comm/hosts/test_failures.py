@@ -80,7 +80,6 @@ class Run:
                 text=True,
                 env={
                     **os.environ,
-                    "LOCKSTEP_SECRET": "5e" * 32,
                     "STEPS": str(steps),
                     "OPERATION": operation,
                 },
