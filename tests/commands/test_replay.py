@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from lockstep.cli import cli
-from lockstep.kernel.errors import FileError, LayoutError, UsageError
+from lockstep.kernel.errors import FileError, UsageError
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +81,6 @@ def test_what_is_wrong_to_ask_for_is_one_sentence(run, tmp_path, monkeypatch):
             UsageError,
             "has 8 micro-batches; the last one is 7",
         ),
-        (["--step", "3", "--microbatch", "1", "--pdb", "--timeout", "9"], UsageError, "omit it"),
-        (["--step", "3", "-n", "3", "--stages", "2"], LayoutError, "must be a multiple of --stag"),
     ]
     for words, kind, said in cases:
         with pytest.raises(kind, match=said):

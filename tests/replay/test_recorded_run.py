@@ -4,11 +4,9 @@ import pytest
 
 import records
 from lockstep.kernel.errors import UsageError
-from lockstep.tools.replay.record_difference import first_record_difference
 from lockstep.tools.replay.recorded_run import (
     find_source_differences,
     read_recorded_run,
-    require_comparable,
 )
 
 
@@ -42,21 +40,6 @@ def test_a_record_without_steps_has_nothing_to_compare(tmp_path):
     place = records.write(tmp_path / "empty", [records.HEADER])
     with pytest.raises(UsageError, match="empty has no steps, so there is nothing to compare"):
         read_recorded_run(place)
-
-
-def require(a, b):
-    require_comparable(a, b, first_record_difference(a.steps, b.steps))
-
-
-def test_runs_that_differ_by_construction_are_refused(run):
-    other = run("b", model=records.HEADER["model"] | {"parameters": 7})
-    with pytest.raises(UsageError, match=r"b a \w+ with 7 parameters and .* runs of one model"):
-        require(run(), other)
-    with pytest.raises(UsageError, match="a and b have no step in common"):
-        require(run(), run("b", steps=range(20, 24)))
-    with pytest.raises(UsageError, match="a and b have no step in common"):
-        require(run(steps=range(0, 8, 2)), run("b", steps=range(1, 8, 2)))
-    require(run(), run("b", layout={}, model={}))
 
 
 def test_a_step_before_a_resumption_has_the_sources_of_its_time(tmp_path):

@@ -14,7 +14,6 @@ import click
 from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import JSON_HELP, escape_control, log
-from lockstep.tools.commands.replay import timeout_option
 from lockstep.tools.commands.report import find_run, runs_option
 
 if TYPE_CHECKING:
@@ -33,10 +32,9 @@ RANGE = re.compile(r"(\d+)(?:-(\d+))?")
     help="The steps to compute, from 0: 40-99, or a single one.  [default: the steps since the "
     "last checkpoint]",
 )  # fmt: skip
-@timeout_option
 @runs_option
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
-def command(run: str, steps: str | None, timeout: float | None, folder: str, as_json: bool) -> None:
+def command(run: str, steps: str | None, folder: str, as_json: bool) -> None:
     """Check whether this machine computes the recorded bits of RUN (name or folder).
 
     The recorded program is run with its own sources on one process, from the nearest
@@ -57,7 +55,7 @@ def command(run: str, steps: str | None, timeout: float | None, folder: str, as_
     first, last = _choose_steps(recorded, steps)
     what = f"steps {first} to {last}" if first < last else f"step {first}"
     click.echo(f"computing {what} of {escape_control(run)} again", err=True)
-    result = audit_record(recorded, first, last, log, timeout)
+    result = audit_record(recorded, first, last, log)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         _print(result, what)
     if as_json:

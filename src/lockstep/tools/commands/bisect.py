@@ -11,7 +11,6 @@ import click
 
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import JSON_HELP, escape_control, log
-from lockstep.tools.commands.replay import timeout_option
 from lockstep.tools.commands.report import find_run, runs_option
 
 if TYPE_CHECKING:
@@ -23,12 +22,10 @@ __all__ = ["command"]
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="A B")
 @runs_option
-@timeout_option
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def command(
     runs: tuple[str, ...],
     folder: str,
-    timeout: float | None,
     as_json: bool,
 ) -> None:
     """Find the first bit in which the runs A and B (names or folders) differ.
@@ -53,7 +50,7 @@ def command(
     from lockstep.tools.replay.recorded_run import read_recorded_run
 
     a, b = map(read_recorded_run, places, runs)
-    bisection = bisect_runs(a, b, log, timeout)
+    bisection = bisect_runs(a, b, log)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         print_text(bisection)
     if as_json:

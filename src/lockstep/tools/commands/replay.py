@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from lockstep.kernel.errors import LayoutError, UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.messages import JSON_HELP, escape_control, log
 from lockstep.tools.commands.report import find_run, runs_option
 
@@ -19,17 +18,12 @@ if TYPE_CHECKING:
     from lockstep.record.reader import Run
     from lockstep.tools.replay.replay_comparison import Recorded, ReplayComparison
 
-__all__ = ["command", "timeout_option"]
+__all__ = ["command"]
 
 POSITIVE = click.IntRange(min=1)
 SHORT = 24
 """The number of characters of a digest that are shown; no float is longer."""
 MOST_NAMED = 16  # the largest number of samples in a sentence
-timeout_option = click.option(
-    "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
-    help="End each replay after this many seconds.  [default: no limit]",
-)  # fmt: skip
-"""The option of a command that makes several replays."""
 
 
 @click.command()
@@ -45,10 +39,6 @@ timeout_option = click.option(
     "-n", "--nprocs", default=1, show_default=True, type=POSITIVE, help="Number of ranks."
 )
 @click.option(
-    "--stages", default=1, show_default=True, type=POSITIVE,
-    help="Pipeline stages; -n must be a multiple of it.",
-)  # fmt: skip
-@click.option(
     "--pdb", "debug", is_flag=True,
     help="Run the micro-batch under pdb, which stops where the model's forward begins.",
 )  # fmt: skip
@@ -57,10 +47,6 @@ timeout_option = click.option(
     help="Run the micro-batch in autograd's anomaly mode, which names the operation whose gradient "
     "is NaN.",
 )  # fmt: skip
-@click.option(
-    "--timeout", metavar="SECONDS", type=click.FloatRange(min=0, min_open=True),
-    help="End the replay after this many seconds; not with --pdb.  [default: no limit]",
-)  # fmt: skip
 @runs_option
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def command(
@@ -68,18 +54,16 @@ def command(
     step: int,
     microbatch: int | None,
     nprocs: int,
-    stages: int,
     debug: bool,
     anomaly: bool,
-    timeout: float | None,
     folder: str,
     as_json: bool,
 ) -> None:
     """Compute a step of RUN, the name or folder of a run, again and compare the bits.
 
     The recorded program is run with its own sources, from the nearest checkpoint to
-    the step, or from its beginning if there is none before it. The number of ranks and
-    stages may differ from the recorded ones. Nothing is recorded or saved by the
+    the step, or from its beginning if there is none before it. The number of ranks may
+    differ from the recorded one. Nothing is recorded or saved by the
     trainer; files that the program writes itself are written again.
 
     --microbatch compares the loss of that micro-batch. On one rank it is computed
@@ -96,10 +80,6 @@ def command(
     from lockstep.tools.replay.replay_runner import run_program
     from lockstep.tools.replay.result import ReplayRequest
 
-    if nprocs % stages:
-        raise LayoutError(f"-n {nprocs} must be a multiple of --stages {stages}")
-    if debug and timeout is not None:
-        raise UsageError("--timeout does not end a session of the debugger: omit it with --pdb")
     asked = {"--pdb": debug, "--anomaly": anomaly}
     _require_alone([name for name, given in asked.items() if given], microbatch, nprocs)
     recording = read_run(find_run(run, folder))
@@ -112,8 +92,7 @@ def command(
     program, base = read_program(recording, step), find_base(recording, step)
     for obstacle in find_obstacles(recording, step, program, base):
         log(obstacle)
-    schedule = "1f1b" if stages > 1 else None
-    layout = Layout(nprocs, stages=stages, schedule=schedule)
+    layout = Layout(nprocs)
     request = ReplayRequest(
         recording.folder,
         step,
@@ -122,17 +101,10 @@ def command(
         microbatch=microbatch,
         anomaly=anomaly,
         debug=debug,
-        timeout=timeout,
     )
     shown = escape_control(run)
     click.echo(f"replaying step {step} of {shown} on {layout}, from {base}", err=True)
     replay = run_program(program, base, request)
-    if replay.is_refused and not recorded.failure:
-        reason = re.sub(r"^rank \d+ failed: (\w+: )?", "", replay.failure).partition(": ")[0]
-        option, count = ("--stages", stages) if stages > 1 else ("-n", nprocs)
-        raise UsageError(
-            f"{run} cannot be replayed with {option} {count}: {reason}; replay it with {option} 1"
-        )
     result = compare(request, recorded, replay)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         _print(result, recording.state)

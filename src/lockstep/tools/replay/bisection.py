@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lockstep.audit.operator_difference import first_operator_difference
-from lockstep.kernel.errors import LockstepError
+from lockstep.kernel.errors import LockstepError, UsageError
 from lockstep.tools.replay.divergence import (
     Divergence,
     add_operator,
@@ -34,7 +34,7 @@ from lockstep.tools.replay.record_difference import (
     step_differences,
 )
 from lockstep.tools.replay.recorded_program import find_base, find_obstacles, read_program
-from lockstep.tools.replay.recorded_run import RecordedRun, require_comparable
+from lockstep.tools.replay.recorded_run import RecordedRun
 from lockstep.tools.replay.replay_runner import run_program
 from lockstep.tools.replay.result import Level, Replay, ReplayRequest
 
@@ -84,7 +84,6 @@ def bisect_runs(
     a: RecordedRun,
     b: RecordedRun,
     log: Log = lambda sentence: None,
-    timeout: float | None = None,
 ) -> Bisection:
     """Find the first difference between two runs.
 
@@ -92,21 +91,21 @@ def bisect_runs(
         a: The first run.
         b: The second run.
         log: Called before each replay.
-        timeout: Seconds after which each replay is ended; None for no limit.
 
     Raises:
-        UsageError: The runs differ by construction.
+        UsageError: The runs have no step in common.
     """
     begun = time.monotonic()
     recorded = first_record_difference(a.steps, b.steps)
-    require_comparable(a, b, recorded)
+    if not {step.step for step in a.steps} & {step.step for step in b.steps}:
+        raise UsageError(f"{a.name} and {b.name} have no step in common")
     window = find_window(a.run.digests, b.run.digests, recorded)
     result = Bisection(a, b, recorded)
     if None not in (a.microbatches, b.microbatches) and a.microbatches != b.microbatches:
         unequal = compare_microbatches(a.microbatches, b.microbatches, recorded)
         result = replace(result, divergence=unequal)
     elif window is not None:
-        search = Search(a, b, log, timeout)
+        search = Search(a, b, log)
         divergence = search.find(*window)
         first, second = search.is_exact
         result = replace(
@@ -127,11 +126,11 @@ class ReplayFailedError(Exception):
 class Search:
     """The replays of one bisection and their results; the arguments are those of `bisect_runs`."""
 
-    def __init__(self, a: RecordedRun, b: RecordedRun, log: Log, timeout: float | None) -> None:
+    def __init__(self, a: RecordedRun, b: RecordedRun, log: Log) -> None:
         self.remarks: list[str] = []
         self.model = ""
         self.is_exact: list[bool | None] = [None, None]
-        self._runs, self._log, self._timeout = (a, b), log, timeout
+        self._runs, self._log = (a, b), log
 
     def find(self, first: int, last: int) -> Divergence | None:
         """Return the first difference; None if only the records themselves show one.
@@ -246,9 +245,7 @@ class Search:
         self, side: int, what: str, first: int, last: int, level: Level, kept: int | None
     ) -> Replay:
         run = self._runs[side]
-        request = ReplayRequest(
-            run.folder, first, last, level=level, kept=kept, timeout=self._timeout
-        )
+        request = ReplayRequest(run.folder, first, last, level=level, kept=kept)
         try:
             program, base = read_program(run.run, first), find_base(run.run, first)
             for obstacle in find_obstacles(run.run, first, program, base):

@@ -91,13 +91,6 @@ def list_facts(result: Bisection) -> list[tuple[str, ...]]:
     if divergence.element is not None:
         index = ", ".join(map(str, divergence.element.index))
         rows.append((f"element [{index}]", repr(divergence.element.a), repr(divergence.element.b)))
-    steps = [
-        {step.step: step for step in run.steps}.get(divergence.step) for run in (result.a, result.b)
-    ]
-    for name in ("loss", "norm"):
-        values = [None if step is None else getattr(step, name) for step in steps]
-        texts = ["" if value is None else repr(value) for value in values]
-        rows.append((f"recorded {name} of the step", texts[0], texts[1]))
     return [row for row in rows if row[1] or row[2]]
 
 

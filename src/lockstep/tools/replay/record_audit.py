@@ -99,7 +99,6 @@ def audit_record(
     first: int,
     last: int,
     warn: Callable[[str], None],
-    timeout: float | None = None,
 ) -> RecordAudit:
     """Compute recorded steps again on one process, and compare them with the record.
 
@@ -108,7 +107,6 @@ def audit_record(
         first: The first step, from 0.
         last: The last step.
         warn: Called with sentences about what may keep the replay from computing the same bits.
-        timeout: Seconds after which each replay is ended; None for no limit.
 
     Raises:
         UsageError: The run cannot be replayed.
@@ -118,7 +116,7 @@ def audit_record(
         program, base = read_program(run.run, begin), find_base(run.run, begin)
         for obstacle in find_obstacles(run.run, begin, program, base):
             warn(obstacle)
-        request = ReplayRequest(run.folder, begin, end, timeout=timeout)
+        request = ReplayRequest(run.folder, begin, end)
         replay = run_program(program, base, request)
         finished = {step.step + 1: step for step in replay.steps}
         result = replace(

@@ -8,9 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import UsageError
-from lockstep.record.columns import as_dict
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.record.reader import Run, read_run
 from lockstep.tools.replay.record_difference import RecordDifference, replay_differences
@@ -20,7 +18,6 @@ __all__ = [
     "RecordedRun",
     "find_source_differences",
     "read_recorded_run",
-    "require_comparable",
 ]
 
 
@@ -96,46 +93,6 @@ def read_recorded_run(path: Path, name: str = "") -> RecordedRun:
     if not steps:
         raise UsageError(f"{path} has no steps, so there is nothing to compare")
     return RecordedRun(name or run.name, run, steps)
-
-
-def require_comparable(a: RecordedRun, b: RecordedRun, difference: RecordDifference | None) -> None:
-    """Raise UsageError where two runs differ by construction, so that no step can be equal.
-
-    Args:
-        a: The first run.
-        b: The second run.
-        difference: The first difference of their records.
-    """
-    ours, theirs = (_describe_model(step.run) for step in (a, b))
-    if ours and theirs and ours != theirs:
-        raise UsageError(
-            f"{a.name} trains {ours} and {b.name} {theirs}: bisect compares runs of one model; use "
-            "`lockstep compare` for these"
-        )
-    known = {step.step: step for step in b.steps}
-    pairs = [(step, known[step.step]) for step in a.steps if step.step in known]
-    if difference is not None:
-        return
-    if not pairs:
-        raise UsageError(f"{a.name} and {b.name} have no step in common")
-    names = ("batch", "losses", "loss", "norm")
-    values = ((getattr(step, name) for step in pair) for pair in pairs for name in names)
-    if not any(None not in (x, y) and () not in (x, y) for x, y in values):
-        raise UsageError(
-            f"{a.name} and {b.name} recorded nothing of a step that both have, so there is nothing "
-            "to compare"
-        )
-
-
-def _describe_model(run: Run) -> str:
-    """Return the size of the model in words; "" if the record does not say."""
-    model = as_dict(run.header.get("model"))
-    if not isinstance(model.get("parameters"), int):
-        return ""
-    return (
-        f"a {model.get('class')} with {model['parameters']:,} parameters and "
-        f"{format_quantity(model.get('buffers', 0), 'element')} in buffers"
-    )
 
 
 def find_source_differences(a: RecordedRun, b: RecordedRun, step: int) -> list[str]:

@@ -30,7 +30,6 @@ from lockstep.record.program import select_variables
 from lockstep.record.sources import find_named_variables
 from lockstep.tools.check.layout_runner import (
     describe_failure,
-    is_refusal,
     log_of,
     read_values,
     record_of,
@@ -59,13 +58,12 @@ def run_program(program: Program, base: Base, request: ReplayRequest) -> Replay:
         folder = Path(name)
         begun = time.monotonic()
         details = ""
-        is_refused = is_left = False
+        is_left = False
         try:
             _launch(program, base, request, folder)
             failure = ""
         except RankError as error:
             failure = str(error).removeprefix(f"{DEBUGGER_LEFT}: ")
-            is_refused = request.layout.ranks > 1 and is_refusal(request.layout, error)
             is_left = error.exception == DEBUGGER_LEFT
             details = describe_failure(error, log_of(folder, error.rank or 0))
         seconds = time.monotonic() - begun
@@ -73,7 +71,7 @@ def run_program(program: Program, base: Base, request: ReplayRequest) -> Replay:
         steps = _merge_steps(ranks)
         if not failure and len(steps) != request.last + 1 - request.first:
             failure = f"the program ended before step {request.last} was finished"
-        return Replay(steps, base.steps, seconds, failure, details, is_refused, is_left)
+        return Replay(steps, base.steps, seconds, failure, details, is_left)
 
 
 def _launch(program: Program, base: Base, request: ReplayRequest, folder: Path) -> None:
@@ -84,7 +82,7 @@ def _launch(program: Program, base: Base, request: ReplayRequest, folder: Path) 
         return
     with _environment(program):
         get_fork_server(for_training=True)
-        launch(_run_rank, order, request.layout.ranks, timeout=request.timeout, pass_rank=True)
+        launch(_run_rank, order, request.layout.ranks, pass_rank=True)
 
 
 def _run_in_terminal(order: tuple[Program, Base, ReplayRequest, str], folder: Path) -> None:

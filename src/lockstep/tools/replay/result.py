@@ -33,7 +33,6 @@ class ReplayRequest:
             "operators"; None for none.
         anomaly: Whether that micro-batch is computed in autograd's anomaly mode.
         debug: Whether that micro-batch is computed under pdb, in this terminal.
-        timeout: Seconds after which the ranks are ended; None for no limit.
     """
 
     run: Path
@@ -45,7 +44,6 @@ class ReplayRequest:
     kept: int | None = None
     anomaly: bool = False
     debug: bool = False
-    timeout: float | None = None
 
     @property
     def is_alone(self) -> bool:
@@ -99,7 +97,6 @@ class Replay:
         seconds: The time from the start of the ranks to their end, in seconds.
         failure: A sentence about why it ended too early; "" if it did not.
         details: The traceback and the last lines of output of the failed rank.
-        is_refused: Whether it failed because the program cannot run in the requested layout.
         is_left: Whether the user left the debugger before the micro-batch was computed.
     """
 
@@ -108,5 +105,4 @@ class Replay:
     seconds: float
     failure: str = ""
     details: str = ""
-    is_refused: bool = False
     is_left: bool = False
