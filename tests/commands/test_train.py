@@ -1,12 +1,10 @@
 """`lockstep train`: the main job, and one sentence for each mistake."""
 
 import functools
-import gzip
 import json
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -33,7 +31,7 @@ from lockstep.launcher.world import World
 from lockstep.record.reader import read_run
 from lockstep.tools.commands.recorded_options import resolve_options
 from lockstep.tools.commands.train import _list_words, command
-from lockstep.tools.recipes import classification
+from lockstep.tools.recipes import digits
 
 FIELDS = {
     "recipe", "world_size", "replicas", "stages", "microbatches", "epochs", "steps", "samples",
@@ -104,14 +102,13 @@ IN_THIS_PROCESS = """
 import json, sys
 from lockstep.launcher import arithmetic
 from lockstep.tools.commands.recorded_options import resolve_options
-from lockstep.tools.recipes.catalog import find_recipe
-from lockstep.tools.recipes.classification import train
+from lockstep.tools.recipes.digits import train
 given = json.loads(sys.argv[1])
-summary = train(resolve_options("digits", given), find_recipe("digits"), sys.argv[2])
+summary = train(resolve_options("digits", given), sys.argv[2])
 print(json.dumps([summary["digest"], arithmetic.compute()]))
 """
 OPTIONS = {"microbatches": 8, "seed": 0, "threads": 1, "workers": 0, "portable": None}
-OPTIONS |= dict.fromkeys(("bf16", "download", "quiet"), False)
+OPTIONS |= dict.fromkeys(("bf16", "quiet"), False)
 
 
 @pytest.mark.stress
@@ -155,15 +152,15 @@ def test_a_machine_without_portable_bits_trains_nevertheless(monkeypatch, capsys
             raise UsageError("it has no AVX2")
         return World(0, 1, 0, 1, 0, torch.device("cpu"), "gloo")
 
-    monkeypatch.setattr(classification, "init", init)
+    monkeypatch.setattr(digits, "init", init)
     options = resolve_options("digits", OPTIONS)
     assert options.portable is None
-    assert not classification._join(options).portable
+    assert not digits._join(options).portable
     assert capsys.readouterr().err == (
         "lockstep: the bits of this training are not portable to other processors: it has no AVX2\n"
     )
     with pytest.raises(UsageError):
-        classification._join(replace(options, portable=True))
+        digits._join(replace(options, portable=True))
 
 
 def test_the_digests_are_among_the_last_lines(tmp_path):
@@ -223,7 +220,7 @@ def test_an_elastic_run_prints_the_summary_last_and_can_be_resumed(tmp_path):
 def test_the_command_line_of_a_rank_has_the_same_options():
     typed = [
         *("digits", "--epochs", "3", "--lr", "0.1", "--bf16"),
-        *("--data", "/some place", "-q", "--no-portable"),
+        *("-q", "--no-portable"),
     ]
     given = command.make_context("train", list(typed)).params
     options = {name: value for name, value in given.items() if name != "recipe"}
@@ -236,48 +233,12 @@ def test_the_command_line_of_a_rank_has_the_same_options():
     ("arguments", "sentence"),
     [
         (("digits", "--resume", "night"), "--resume is an option of the launch here"),
-        (("mnist", "--download"), "run `lockstep train mnist --download` once without a launch"),
     ],
 )
 def test_what_ranks_cannot_do_is_refused(tmp_path, capfd, arguments, sentence):
     with pytest.raises(RankError, match="exited with status 2"):
         launched(tmp_path / "runs", *arguments)
     assert sentence in capfd.readouterr().err
-
-
-def idx(folder, part, count):
-    """Write small MNIST files."""
-    generator = torch.Generator().manual_seed(count)
-    images = torch.randint(0, 256, (count, 28, 28), generator=generator, dtype=torch.uint8)
-    labels = torch.arange(count, dtype=torch.uint8) % 10
-    folder.mkdir(exist_ok=True)
-    header = struct.pack(">IIII", 0x803, count, 28, 28)
-    (folder / f"{part}-images-idx3-ubyte").write_bytes(header + bytes(images.flatten().tolist()))
-    data = struct.pack(">II", 0x801, count) + bytes(labels.tolist())
-    (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(data))
-
-
-def test_mnist_trains_from_its_four_files_plain_or_gzipped(tmp_path):
-    idx(tmp_path / "mnist", "train", 50)
-    idx(tmp_path / "mnist", "t10k", 20)
-    status, output = train(
-        "mnist", "-n", 2, "--data", tmp_path / "mnist", "--epochs", 1, "--batch-size", 20,
-        "--json", "--runs", tmp_path / "runs",
-    )  # fmt: skip
-    assert status == 0
-    summary = json.loads(output)
-    assert (summary["samples"], summary["held_out"], summary["steps"]) == (50, 20, 3)
-
-
-def test_a_damaged_file_is_named_in_one_sentence(tmp_path):
-    idx(tmp_path / "mnist", "train", 50)
-    idx(tmp_path / "mnist", "t10k", 20)
-    path = tmp_path / "mnist" / "train-images-idx3-ubyte"
-    path.write_bytes(path.read_bytes()[:-100])
-    status, message = train("mnist", "--data", tmp_path / "mnist", "--runs", tmp_path / "runs")
-    assert status in (1, 2)
-    assert "\n" not in message
-    assert path.name in message
 
 
 @pytest.mark.parametrize(
@@ -287,9 +248,7 @@ def test_a_damaged_file_is_named_in_one_sentence(tmp_path):
         (["digits", "-n", 3, "--stages", 2], 2, "-n 3 must be a multiple of --stages 2"),
         (["digits", "-n", 6, "--stages", 2, "--microbatches", 2], 2, "3 replicas of 2 stages"),
         (["digits", "--epochs", 0], 2, "0 is not in the range"),
-        (["digits", "--download"], 2, "there is nothing to download"),
-        (["letters"], 2, "'letters' is not one of"),
-        (["mnist", "--data", "/nowhere"], 1, "--download"),
+        (["letters"], 2, "'letters' is not 'digits'"),
         (["digits", "--runs", "/dev/null/runs"], 1, "/dev/null/runs"),
         (["digits", "--lr", 1e30, "--epochs", 1], 1, "the loss is nan; training stopped"),
     ],
@@ -460,7 +419,7 @@ def test_a_run_that_is_asked_to_stop_says_how_to_go_on(tmp_path, undisturbed):
     ("arguments", "sentence"),
     [
         (["--lr", 0.5], "--lr: the run {} keeps its recipe and options"),
-        (["mnist"], "RECIPE: the run {} keeps its recipe and options"),
+        (["digits"], "RECIPE: the run {} keeps its recipe and options"),
         (["-n", 3, "--stages", 2], "-n 3 must be a multiple of --stages 2"),
     ],
     ids=str,

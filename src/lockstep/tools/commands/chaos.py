@@ -99,7 +99,7 @@ def make_config(target: str, arguments: tuple[str, ...], nprocs: int, runs: str)
     from lockstep.launcher.launch_config import LaunchConfig
     from lockstep.launcher.target import check_target
     from lockstep.tools.commands import train
-    from lockstep.tools.recipes.catalog import NAMES
+    from lockstep.tools.recipes import NAMES
 
     is_recipe = target in NAMES
     if is_recipe:

@@ -10,11 +10,11 @@ import click
 from click.core import ParameterSource
 
 from lockstep.kernel.errors import UsageError
-from lockstep.tools.recipes.catalog import NAMES
+from lockstep.tools.recipes import NAMES
 
 if TYPE_CHECKING:
     from lockstep.record.reader import Run
-    from lockstep.tools.recipes.classification import Options
+    from lockstep.tools.recipes.digits import Options
 
 __all__ = [
     "open_resumed",
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 CHANGEABLE = {"resume", "runs", "nprocs", "least", "most", "stages", "workers", "checkpoint_every"}
-CHANGEABLE |= {"quiet", "download", "as_json"}
+CHANGEABLE |= {"quiet", "as_json"}
 """Options that may be given to continue a run, because they change no bits."""
 
 
@@ -62,13 +62,11 @@ def _read_recorded(folder: Path) -> Run:
 
 
 def resolve_options(recipe: str, given: Mapping[str, Any]) -> Options:
-    """Return the options with the recipe's defaults; KeyError if there is no such recipe."""
-    from lockstep.tools.recipes.catalog import find_recipe
-    from lockstep.tools.recipes.classification import Options
+    """Return the options with their defaults."""
+    from lockstep.tools.recipes.digits import Options
 
     chosen = {name: value for name, value in given.items() if value is not None}
-    defaults = {"data": None, "portable": None, **find_recipe(recipe).defaults}
-    return Options(recipe=recipe, **{**defaults, **chosen})
+    return Options(recipe, **chosen)
 
 
 def recall_options(run: Run, nprocs: int, given: dict[str, Any]) -> tuple[str, int]:
@@ -93,7 +91,7 @@ def recall_options(run: Run, nprocs: int, given: dict[str, Any]) -> tuple[str, i
             f"{run.folder} cannot be resumed: its record has no option {option}, which decides "
             f"the results; start a new run"
         )
-    for option in given.keys() & recorded.keys() - {"quiet", "download"}:
+    for option in given.keys() & recorded.keys() - {"quiet"}:
         if not _is_given(option):
             given[option] = recorded[option]
     ranks = nprocs if _is_given("nprocs") else int(run.layout.get("world_size") or nprocs)

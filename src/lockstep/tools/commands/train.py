@@ -24,7 +24,7 @@ from lockstep.tools.commands.recorded_options import (
     resolve_options,
 )
 from lockstep.tools.commands.training_summary import print_summary
-from lockstep.tools.recipes.catalog import NAMES
+from lockstep.tools.recipes import NAMES
 
 __all__ = ["command"]
 
@@ -34,7 +34,7 @@ SUMMARY_FILE = "summary.json"  # the summary of a run whose ranks are processes 
 
 
 @click.command()
-@click.argument("recipe", type=click.Choice(NAMES), required=False)
+@click.argument("recipe", metavar="[RECIPE]", type=click.Choice(NAMES), required=False)
 @click.option(
     "-n", "--nprocs", default=1, show_default=True, type=POSITIVE, help="Number of ranks."
 )
@@ -55,14 +55,12 @@ SUMMARY_FILE = "summary.json"  # the summary of a run whose ranks are processes 
     "--stages", default=1, show_default=True, type=POSITIVE,
     help="Pipeline stages; -n must be a multiple of it.",
 )  # fmt: skip
-@click.option("--epochs", type=POSITIVE, help="Number of epochs.  [default: digits 30, mnist 10]")
+@click.option("--epochs", type=POSITIVE, help="Number of epochs.  [default: 30]")
 @click.option(
     "--batch-size", type=POSITIVE,
-    help="Samples per global batch, over all ranks.  [default: digits 32, mnist 128]",
+    help="Samples per global batch, over all ranks.  [default: 32]",
 )  # fmt: skip
-@click.option(
-    "--lr", type=NOT_NEGATIVE, help="Learning rate of SGD.  [default: digits 0.02, mnist 0.05]"
-)
+@click.option("--lr", type=NOT_NEGATIVE, help="Learning rate of SGD.  [default: 0.02]")
 @click.option(
     "--seed", default=0, show_default=True, type=click.IntRange(0, 2**63 - 1),
     help="Random seed for initialization, shuffling and dropout.",
@@ -78,8 +76,6 @@ SUMMARY_FILE = "summary.json"  # the summary of a run whose ranks are processes 
     "whether the variable LOCKSTEP_PORTABLE is 1; without it: on, where the machine can]",
 )  # fmt: skip
 @click.option("--bf16", is_flag=True, help="Mixed precision with bfloat16 autocast.")
-@click.option("--data", metavar="DIR", help="Folder of the data of mnist.  [default: data/mnist]")
-@click.option("--download", is_flag=True, help="Download missing data from a public mirror.")
 @click.option(
     "--checkpoint-every", metavar="N", type=POSITIVE,
     help="Steps between two checkpoints.  [default: as many as take 10 to 300 s, depending on the "
@@ -152,8 +148,6 @@ def command(
     elif most is not None:
         nprocs = most
     _check_layout(nprocs, given["stages"], given["microbatches"])
-    if given["data"] is not None:
-        given["data"] = os.path.abspath(given["data"])  # valid in any directory
     if is_rank:
         _train_in_rank(recipe, given, as_json)
         return
@@ -163,8 +157,6 @@ def command(
         folder = Path(runs) / (name or name_run(recipe))  # the launch creates the folder
     else:
         folder = Path(runs) / name if name else create_run_folder(Path(runs), recipe)
-    if given["download"]:
-        _download(recipe, given["data"])
     if given["portable"] is not False:
         os.environ |= find_of_numpy() | os.environ  # numpy reads them when the fork server loads it
     if is_elastic:
@@ -193,11 +185,6 @@ def _train_in_rank(recipe: str, given: dict[str, Any], as_json: bool) -> None:
             "the launch has no run folder for the record and the weights; give lockstep run a "
             "--log-dir that is writable"
         )
-    if given["download"]:
-        raise UsageError(
-            f"--download: the ranks would download the data at the same time; run `lockstep train "
-            f"{recipe} --download` once without a launch"
-        )
     summary = _rank(recipe, given, os.path.relpath(folder), is_resuming())
     if rank() == 0:
         with replace_file(folder / SUMMARY_FILE) as file:
@@ -212,7 +199,7 @@ def _list_words(recipe: str, given: Mapping[str, Any]) -> list[str]:
         value = given.get(option.name or "")
         if value is False and option.secondary_opts:
             words.append(option.secondary_opts[-1])
-        if option.name == "download" or value in (None, False) or value == option.default:
+        if value in (None, False) or value == option.default:
             continue
         words += [option.opts[-1], *([] if value is True else [str(value)])]
     return words
@@ -280,23 +267,9 @@ def _check_layout(nprocs: int, stages: int, microbatches: int) -> None:
 def _rank(recipe: str, given: dict[str, Any], folder: str, is_resumed: bool) -> dict[str, Any]:
     """Train on one rank."""
     from lockstep.launcher.run_folder import RESUME
-    from lockstep.tools.recipes.catalog import find_recipe
-    from lockstep.tools.recipes.classification import train
+    from lockstep.tools.recipes.digits import train
 
     os.environ.pop(RESUME, None)  # may be inherited from a script that starts this command
     if is_resumed:
         os.environ[RESUME] = "1"
-    return train(resolve_options(recipe, given), find_recipe(recipe), folder)
-
-
-def _download(recipe: str, data: str | None) -> None:
-    """Download missing data of the recipe once, before the ranks start."""
-    if recipe != "mnist":
-        raise UsageError(
-            f"--download: {recipe} is part of Lockstep, so there is nothing to download"
-        )
-    from lockstep.data.datasets import mnist
-    from lockstep.tools.recipes.mnist import FOLDER
-
-    for part in (True, False):
-        mnist(data or FOLDER, train=part, download=True)
+    return train(resolve_options(recipe, given), folder)

@@ -21,6 +21,7 @@ from lockstep.record.program import REPLAYABLE, select_variables
 from lockstep.record.reader import Run
 from lockstep.record.run_environment import describe_environment, find_environment_differences
 from lockstep.redaction import MARK
+from lockstep.tools.recipes import NAMES
 
 __all__ = ["Base", "Program", "find_base", "find_obstacles", "read_program"]
 
@@ -114,7 +115,7 @@ def read_program(run: Run, step: int) -> Program:
             f"{where} {NOT_STORED[kind]}, so it cannot be replayed: train in a script to replay "
             "its steps"
         )
-    if kind not in REPLAYABLE:
+    if kind not in REPLAYABLE or (kind == "recipe" and target not in NAMES):
         raise UsageError(
             f"{where} a {kind}, which this version of lockstep cannot run again: use the version "
             "that recorded it"

@@ -190,13 +190,11 @@ def _run_program(program: Program, folder: Path) -> None:
 
 
 def _run_recipe(recorded: Mapping[str, Any], folder: Path) -> None:
-    from lockstep.tools.recipes.catalog import find_recipe
-    from lockstep.tools.recipes.classification import Options, train
+    from lockstep.tools.recipes.digits import Options, train
 
     known = {field.name for field in fields(Options)}
     options = Options(**{name: value for name, value in recorded.items() if name in known})
-    quiet = replace(options, quiet=True, download=False)
-    train(quiet, find_recipe(options.recipe), str(folder / "run"))
+    train(replace(options, quiet=True), str(folder / "run"))
 
 
 def _merge_steps(ranks: Sequence[Sequence[ReplayedStep]]) -> list[ReplayedStep]:
