@@ -8,7 +8,14 @@ import torch.distributed as dist
 
 from lockstep.comm import backend as native
 from lockstep.comm import collectives
-from lockstep.comm.collectives import PAGE, all_gather_bytes, as_bytes, broadcast_tensors
+from lockstep.comm.collectives import (
+    PAGE,
+    all_gather_bytes,
+    as_bytes,
+    broadcast_bytes,
+    broadcast_tensors,
+    gather_unless_equal,
+)
 from lockstep.kernel.errors import DisagreementError
 from pytest_lockstep import assert_same_bits
 
@@ -30,6 +37,13 @@ def test_messages_of_any_length_reach_everybody(rank, world_size):
     ):
         found = all_gather_bytes(bytes([rank]) * size(rank), about)
         assert found == [bytes([each]) * size(each) for each in range(world_size)]
+
+
+@pytest.mark.ranks(3)
+def test_what_differs_between_ranks(rank):
+    assert gather_unless_equal(b"same", "equal") == []
+    assert gather_unless_equal(b"%d" % rank, "other") == [b"0", b"1", b"2"]
+    assert broadcast_bytes(b"%d" % rank * 9000, "first") == b"0" * 9000
 
 
 needs_native = pytest.mark.skipif(not native.available(), reason="not built")

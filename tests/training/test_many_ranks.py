@@ -1,11 +1,9 @@
-"""Trainings as on more than 64 ranks: a tree of messages, and rows of the first ranks only.
+"""Trainings as on more than 64 ranks: rows of the first ranks only.
 
 The thresholds are lowered, so that a few ranks are many.
 """
 
 import math
-import os
-import signal
 from contextlib import ExitStack
 from unittest import mock
 
@@ -15,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import lockstep as ls
-from lockstep.comm import collectives
 from lockstep.kernel import rank_status
-from lockstep.kernel.errors import DisagreementError, LossError, RankError
+from lockstep.kernel.errors import DisagreementError, LossError
 from lockstep.record.reader import read_run
 from lockstep.training import step_usage
 
@@ -25,7 +22,6 @@ SAMPLES = 36
 
 
 def lower_thresholds(stack):
-    stack.enter_context(mock.patch.object(collectives, "ALL_GATHER_RANKS", 1))
     for module in (step_usage, rank_status):
         stack.enter_context(mock.patch.object(module, "DETAILED_RANKS", 1))
 
@@ -74,7 +70,6 @@ def train(folder=None, class_weights=None, lowered=True, **options):
 
 @pytest.mark.parametrize("class_weights", [None, [0.1, 0.7, 1.3, 0.4]])
 def test_many_ranks_compute_what_one_does(ranks, class_weights):
-    """Weights of classes are no whole numbers, so the weights of micro-batches are gathered."""
     options = {"class_weights": class_weights}
     (expected,) = ranks(lambda: train(lowered=False, **options), 1)
     for world_size in (2, 3):
@@ -137,37 +132,3 @@ def test_the_culprits_are_named_on_all_ranks(ranks):
     for messages in ranks(lambda: [raised(kind, act) for kind, act, _ in faults], 3):
         for message, (_, _, expected) in zip(messages, faults, strict=True):
             assert expected in message
-
-
-def test_a_rank_that_dies_is_named(ranks):
-    """Only its neighbors in the tree wait for it; the others learn of it from those."""
-
-    def die():
-        with ExitStack() as stack:
-            lower_thresholds(stack)
-            for number in range(4):
-                if number == 2 and dist.get_rank() == 3:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                collectives.all_reduce_messages(
-                    number, max, lambda value: b"%d" % value, int, f"in step {number}"
-                )
-
-    with pytest.raises(RankError, match="rank 3 was killed by SIGKILL"):
-        ranks(die, 4)
-
-
-def test_all_gather_bytes_has_messages_of_any_length(ranks):
-    def gather():
-        with ExitStack() as stack:
-            lower_thresholds(stack)
-            rank = dist.get_rank()
-            long = collectives.all_gather_bytes(bytes([rank]) * 5000 * rank, "long")
-            assert long == [b"", b"\1" * 5000, b"\2" * 10_000]
-            assert collectives.gather_unless_equal(b"same", "equal") == []
-            assert collectives.gather_unless_equal(b"%d" % rank, "other") == [b"0", b"1", b"2"]
-            assert collectives.broadcast_bytes(b"%d" % rank * 9000, "first") == b"0" * 9000
-            with pytest.raises(DisagreementError, match="rank 1 is away while rank 0 is here"):
-                collectives.all_gather_bytes(b"", "here" if rank == 0 else "away")
-        return True
-
-    assert ranks(gather, 3) == [True] * 3

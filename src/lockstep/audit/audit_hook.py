@@ -152,11 +152,9 @@ class Audit(StepHook):
         """
         parallel = self._parallel
         turn = self._config.count_audited(step.number)
-        # Many ranks know the weights of their own micro-batches only.
-        alone = parallel.loss_weight is not None and parallel.messages.are_many
         parallel.share.require_turns(batch.leaves, batch.leaves)
         spans = parallel.share.spans(batch.leaves)
-        self._plans = self._make_plans(turn, spans, alone=alone)
+        self._plans = self._make_plans(turn, spans, alone=False)
         is_sent = self._plan.repeater != self._plan.owner and isinstance(given, Batch)
         own = next((plan for plan in self._plans if plan.owner == parallel.replica), None)
         if own is not None:

@@ -1,8 +1,6 @@
 """Collectives of small messages and of lists of tensors.
 
-Up to `ALL_GATHER_RANKS` ranks, one call gathers small messages, and every rank combines them.
-Above, they are combined along a tree (`lockstep.comm.message_tree`), so that what a rank sends and
-receives hardly grows with the number of ranks.
+One call gathers small messages, and every rank combines them.
 
 Data are sent as `uint8`, so that any dtype works on any backend, and in contiguous buffers:
 Gloo broadcasts non-contiguous tensors incorrectly, without an error. torch's object collectives
@@ -21,7 +19,6 @@ import torch.distributed as dist
 
 from lockstep.comm.activity import Waiting
 from lockstep.comm.backend import of_group
-from lockstep.comm.message_tree import Packet, Receive, Send, run_along_tree
 from lockstep.devices import is_accelerator
 from lockstep.kernel.errors import DisagreementError
 
@@ -33,7 +30,6 @@ __all__ = [
     "broadcast_bytes",
     "broadcast_tensors",
     "gather_unless_equal",
-    "has_many_ranks",
     "is_staged",
     "message_device",
     "send_tensors",
@@ -49,15 +45,6 @@ PAGE = 1024
 
 PIECE = 32 << 20
 """The size of the buffers of a broadcast, in bytes."""
-
-ALL_GATHER_RANKS = 8
-"""The largest number of ranks whose messages one call gathers; see `benchmarks/growth.md`."""
-
-FRAME = 4096
-"""The size of a message between two ranks of the tree, in bytes; the rest follows in a second."""
-
-TREE_TAG = 0x6D74
-"""The tag of messages along the tree, which a stage's messages to its neighbors do not have."""
 
 Value = TypeVar("Value")
 
@@ -95,11 +82,6 @@ def to_pinned(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
 
 
-def has_many_ranks(group: dist.ProcessGroup | None = None) -> bool:
-    """Return whether small messages of the group are combined along a tree."""
-    return dist.get_world_size(group) > ALL_GATHER_RANKS
-
-
 def all_gather_bytes(
     message: bytes, about: str, group: dist.ProcessGroup | None = None, remark: str = ""
 ) -> list[bytes]:
@@ -126,11 +108,6 @@ def all_gather_bytes(
     """
     if dist.get_world_size(group) == 1:
         return [message]
-    if has_many_ranks(group):
-        longest = _reduce_along_tree(len(message), max, _encode_int, int, about, group, remark)
-        with Waiting(f"all_gather of {longest} bytes, {about}"):
-            bodies = _gather_equal(_frame(message).ljust(8 + longest, b"\0"), group)
-        return [body[8 : 8 + int.from_bytes(body[:8], "little")] for body in bodies]
     topic = about.encode()[: PAGE // 2]
     if remark:
         topic += b"\0" + remark.encode()[: PAGE // 4]
@@ -164,9 +141,9 @@ def all_reduce_messages(
 
     Args:
         value: The value of this rank.
-        merge: An associative function of the combined values of two adjacent ranges of ranks, the
-            lower one first; it changes neither.
-        encode: Returns the bytes of a value. They should not become longer with every merge.
+        merge: A function of the combined value of the ranks below one, and the value of that rank;
+            it changes neither.
+        encode: Returns the bytes of a value.
         decode: Returns the value of these bytes, equal to the one that was encoded.
         about: A few words on the rank's activity, as for `all_gather_bytes`.
         group: The process group; None is the default group.
@@ -177,8 +154,6 @@ def all_reduce_messages(
     """
     if dist.get_world_size(group) == 1:
         return value
-    if has_many_ranks(group):
-        return _reduce_along_tree(value, merge, encode, decode, about, group, remark)
     messages = all_gather_bytes(encode(value), about, group, remark)
     return reduce(merge, map(decode, messages))
 
@@ -190,10 +165,6 @@ def gather_unless_equal(
 
     The arguments are those of `all_gather_bytes`.
     """
-    if has_many_ranks(group):
-        common = _reduce_along_tree(b"=" + message, _keep_equal, bytes, bytes, about, group, remark)
-        if common:
-            return []
     messages = all_gather_bytes(message, about, group, remark)
     return messages if messages.count(messages[0]) < len(messages) else []
 
@@ -203,77 +174,7 @@ def broadcast_bytes(
 ) -> bytes:
     """Return the message of rank 0 of the group; the arguments are those of `all_gather_bytes`."""
     mine = message if dist.get_rank(group) == 0 else b""
-    return all_reduce_messages(mine, _keep_left, bytes, bytes, about, group, remark)
-
-
-def _encode_int(value: int) -> bytes:
-    return str(value).encode()
-
-
-def _keep_left(left: bytes, _right: bytes) -> bytes:
-    return left
-
-
-def _keep_equal(left: bytes, right: bytes) -> bytes:
-    """Return the common message; an empty one if they differ."""
-    return left if left == right else b""
-
-
-def _reduce_along_tree(
-    value: Value,
-    merge: Callable[[Value, Value], Value],
-    encode: Callable[[Value], bytes],
-    decode: Callable[[bytes], Value],
-    about: str,
-    group: dist.ProcessGroup | None,
-    remark: str,
-) -> Value:
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    remarks = ((rank, remark[: PAGE // 4]),) if remark else ()
-    mine = Packet(about[: PAGE // 2], remarks=remarks)
-    exchange = run_along_tree(rank, ranks, mine, value, merge, encode, decode)
-    received: bytes | None = None
-    with Waiting(f"tree all_reduce, {about}"):
-        while True:
-            try:
-                action = exchange.send(received)
-            except StopIteration as end:
-                combined: Packet = end.value
-                break
-            received = None
-            if isinstance(action, Receive):
-                received = _receive(action.peer, group)
-            else:
-                _send(action, group)
-    if (conflict := combined.conflict) is not None:
-        raise _disagreement(conflict.rank, conflict.about, combined.about, combined.remarks)
-    return decode(combined.body)
-
-
-def _frame(message: bytes) -> bytes:
-    """Return a message after its length."""
-    return len(message).to_bytes(8, "little") + message
-
-
-def _send(action: Send, group: dist.ProcessGroup | None) -> None:
-    device, framed = message_device(group), _frame(action.message)
-    for part in (framed[:FRAME].ljust(FRAME, b"\0"), framed[FRAME:]):
-        if part:
-            data = torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device)
-            dist.send(data, group=group, group_dst=action.peer, tag=TREE_TAG)
-
-
-def _receive(peer: int, group: dist.ProcessGroup | None) -> bytes:
-    device = message_device(group)
-    data = torch.empty(FRAME, dtype=torch.uint8, device=device)
-    dist.recv(data, group=group, group_src=peer, tag=TREE_TAG)
-    framed = data.cpu().numpy().tobytes()
-    length = int.from_bytes(framed[:8], "little")
-    if (missing := 8 + length - FRAME) > 0:
-        data = torch.empty(missing, dtype=torch.uint8, device=device)
-        dist.recv(data, group=group, group_src=peer, tag=TREE_TAG)
-        framed += data.cpu().numpy().tobytes()
-    return framed[8 : 8 + length]
+    return all_gather_bytes(mine, about, group, remark)[0]
 
 
 def _require_one_topic(topics: Sequence[bytes]) -> None:

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from lockstep.comm.backend import host_group_of, of_group
 from lockstep.comm.bucket import Bucket
-from lockstep.comm.collectives import has_many_ranks
 from lockstep.comm.hosts.all_reduce import HostAllReduce
 from lockstep.comm.ipc_all_reduce import IpcAllReduce
 from lockstep.comm.native_all_reduce import NativeAllReduce, is_supported, native_backend
@@ -55,9 +54,7 @@ def make_all_reduce(
         made = NativeAllReduce(
             native, bucket, nodes_by_rank, leaves, dist.get_rank(group), cuts or None, bool(cuts)
         )
-        made.fits_messages = (
-            not cuts and not has_many_ranks(group) and made.fits(native.longest_message // 2)
-        )
+        made.fits_messages = not cuts and made.fits(native.longest_message // 2)
         return made
     assert not cuts
     hosts = host_group_of(group) if is_supported(device, bucket.dtype) else None

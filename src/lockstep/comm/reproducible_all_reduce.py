@@ -66,8 +66,7 @@ class ReproducibleAllReduce(ABC):
         bucket: The planned bucket; its members refer to tensors by index.
         sums: The sums of all members, as a vector; valid between `gather` and the next launch.
         fits_messages: Whether every rank may `pack` its nodes and send them with another message:
-            on the backend "lockstep", if half of its longest message can contain them, and if one
-            call gathers the messages of the ranks.
+            on the backend "lockstep", if half of its longest message can contain them.
     """
 
     bucket: Bucket

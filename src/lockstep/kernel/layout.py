@@ -28,10 +28,6 @@ class Messages(Protocol):
     that error.
     """
 
-    @property
-    def are_many(self) -> bool:
-        """Whether the ranks are so many that values are reduced along a tree, not gathered."""
-
     def gather(self, message: bytes, about: str, remark: str = "") -> list[bytes]:
         """Return the messages of all ranks."""
 

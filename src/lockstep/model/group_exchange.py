@@ -20,7 +20,6 @@ from lockstep.comm.collectives import (
     all_gather_bytes,
     all_reduce_messages,
     gather_unless_equal,
-    has_many_ranks,
 )
 from lockstep.data.consistency import require_same_batch
 from lockstep.kernel.buffers import BufferReport
@@ -98,11 +97,6 @@ class GroupMessages:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
 
-    @property
-    def are_many(self) -> bool:
-        """Whether the ranks are so many that values are reduced along a tree, not gathered."""
-        return has_many_ranks(self._group)
-
     def gather(self, message: bytes, about: str, remark: str = "") -> list[bytes]:
         """Return the messages of all ranks."""
         return all_gather_bytes(message, about, self._group, remark)
@@ -150,7 +144,5 @@ def exchange_statuses(
     """
     merge, read = partial(StatusSummary.merge, hooks=hooks), partial(unpack, hooks=hooks)
     about, remark = label.about, label.remark
-    if messages.are_many:
-        return messages.reduce(summary, merge, pack, read, about, remark), []
     packed = messages.gather(pack(summary) + END + gradients, about, remark)
     return reduce(merge, (read(message[: message.index(END)]) for message in packed)), packed

@@ -1,13 +1,11 @@
 """The shares of the micro-batches of a batch in its loss.
 
-The shares follow rule 2 (`loss_weights.py`), and all ranks compute them alike. Weights that are
-whole numbers have exact sums in any order, so many ranks only add them. Other weights are added in
+The shares follow rule 2 (`loss_weights.py`), and all ranks compute them alike. Weights are added in
 the order of the micro-batches.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,9 +16,6 @@ from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.step_context import IGNORED_TARGETS, StepContext
 
 __all__ = ["start_batch"]
-
-LARGEST = 1 << 53
-"""Whole numbers below this have an exact sum in float64."""
 
 
 def start_batch(
@@ -67,8 +62,6 @@ def _compute_weighted_shares(step: StepContext, batch: Batch) -> tuple[dict[int,
         for part in batch.microbatches
         if part.data is not None  # inner stages have no data
     }
-    if (known := _count_weights(step, mine, sizes)) is not None:
-        return known
     weights = _gather_weights(step, mine)
     if not sum(weights.values()) > 0:
         raise LossError(
@@ -78,37 +71,6 @@ def _compute_weighted_shares(step: StepContext, batch: Batch) -> tuple[dict[int,
         )
     shares = compute_shares(weights)
     return shares, sum(sizes[index] for index in shares)
-
-
-def _count_weights(
-    step: StepContext, mine: Mapping[int, float], sizes: Mapping[int, int]
-) -> tuple[dict[int, float], int] | None:
-    """Return the shares of this rank's micro-batches, and the samples of all, from their sums.
-
-    Sums of whole numbers are exact in any order. Other weights are added in the order of the
-    micro-batches, and an inner stage has to know those of others, so these are gathered.
-
-    Returns:
-        None if the ranks are few, if they form stages, if some weight is not a whole number,
-        or if the weights do not have a sum above 0.
-    """
-    parallel, label = step.parallel, step.label
-    if parallel.stages > 1 or not parallel.messages.are_many:
-        return None
-    is_whole = all(weight.is_integer() and 0 <= weight < LARGEST for weight in mine.values())
-    counted = [index for index, weight in mine.items() if weight]
-    whole = sum(map(int, mine.values())) if is_whole else 0
-    total, samples, are_whole = parallel.messages.reduce(
-        [whole, sum(sizes[index] for index in counted), is_whole],
-        lambda left, right: [left[0] + right[0], left[1] + right[1], left[2] and right[2]],
-        lambda value: json.dumps(value).encode(),
-        json.loads,
-        f"weighing {label.about}",
-        label.remark,
-    )
-    if not are_whole or not 0 < total < LARGEST:
-        return None
-    return {index: mine[index] / total for index in counted}, samples
 
 
 def _gather_weights(step: StepContext, mine: Mapping[int, float]) -> dict[int, float]:
