@@ -73,8 +73,7 @@ ENVIRONMENT = {
 }
 FILES = {
     "launch.json", "run.lock", "rank-0.log", "rank-1.log", "record.jsonl",
-    "weights.safetensors", "last-good.safetensors",
-    "report.html", "sources",
+    "weights.safetensors", "report.html", "sources",
 }  # fmt: skip
 
 

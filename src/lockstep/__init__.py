@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from lockstep.training.exact import exact as exact
     from lockstep.training.optimizer_config import OptimizerConfig as OptimizerConfig
     from lockstep.training.trainer import Trainer as Trainer
-    from lockstep.training.weight_parts import load_weights as load_weights
+    from lockstep.training.weights_file import load_weights as load_weights
 
 # name -> the module that defines it; loggers is a module itself
 PUBLIC = {
@@ -65,7 +65,7 @@ PUBLIC = {
     "DataParallel": "data_parallel.single_process",
     "Driver": "tools.remote.driver",
     "build": "model.deferred_init",
-    "load_weights": "training.weight_parts",
+    "load_weights": "training.weights_file",
     "LockstepError": "kernel.errors",
 }
 

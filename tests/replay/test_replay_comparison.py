@@ -106,8 +106,8 @@ def test_nothing_is_compared_after_the_debugger_was_left():
 
 
 LOSS = (
-    "LossError: rank 1, step 7, micro-batch 3: the loss is nan; training stopped, the weights "
-    "before this step are in runs/mine/last-good.safetensors"
+    "LossError: rank 1, step 7, micro-batch 3: the loss is nan; training stopped; compute "
+    "it again with: lockstep replay runs/mine --step 7"
 )
 
 

@@ -1,7 +1,6 @@
 """Regression tests: each one describes a fault that has been fixed."""
 
 import copy
-import math
 import random
 import warnings
 from functools import partial
@@ -11,14 +10,13 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import lockstep as ls
-from lockstep.kernel.errors import LossError, RankError, UsageError
+from lockstep.kernel.errors import RankError, UsageError
 from lockstep.kernel.loss_weights import is_sum
 from lockstep.model.target_weights import infer_weight_function
 from outcomes import Trainings
@@ -403,7 +401,7 @@ def test_trainers_in_a_different_order_are_reported(ranks):
         assert "construct the same objects in the same order on every rank" in message
 
 
-def test_weights_that_are_saved_as_good_are_good(ranks, tmp_path):
+def test_a_gradient_that_is_not_finite_changes_no_weight(ranks, tmp_path):
     """A gradient that is not finite used to reach the weights where nothing was clipped."""
 
     def train():
@@ -414,32 +412,13 @@ def test_weights_that_are_saved_as_good_are_good(ranks, tmp_path):
             trainer = classifier(model, loss, loggers=tmp_path / name, max_grad_norm=norm)
             before = trainer.digest()
             message = message_of(lambda: trainer.step((torch.ones(8, 2), torch.ones(8))))  # noqa: B023
-            outcomes.append((name, message, before, trainer.digest()))
+            outcomes.append((message, before, trainer.digest()))
         return outcomes
 
     for outcomes in ranks(train, 2):
-        for name, message, before, after in outcomes:
+        for message, before, after in outcomes:
             assert "step 0: the norm of the gradient is nan" in message
-            saved = load_file(tmp_path / name / "last-good.safetensors")
-            assert ls.digest(saved) == before == after
-
-
-def test_a_folder_that_cannot_be_made_does_not_hide_why_training_stopped(
-    ranks, tmp_path, monkeypatch
-):
-    (tmp_path / "runs").touch()
-    monkeypatch.chdir(tmp_path)
-
-    def train():
-        trainer = linear()
-        inputs, targets = rows()
-        with pytest.raises(LossError) as raised:
-            trainer.step((inputs * math.nan, targets))
-        return str(raised.value)
-
-    for message in ranks(train, 2):
-        assert "rank 0, step 0, micro-batch 0: the loss is nan" in message
-        assert "could not be saved: runs is not a folder" in message
+            assert before == after
 
 
 def test_warnings_of_every_rank_reach_the_record(ranks, tmp_path):

@@ -17,9 +17,8 @@ import lockstep as ls
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.sharded_tensors import local_part
 from lockstep.tools.plan.live_tensors import LiveTensors
-from lockstep.training import weight_parts
-from lockstep.training.weight_parts import plan_parts
-from lockstep.training.weights_file import save_from_rank0
+from lockstep.training import weights_file
+from lockstep.training.weights_file import plan_parts, save_from_rank0
 
 WIDTH = 64
 
@@ -120,18 +119,18 @@ def load_shards(folder):
     with loading:
         ls.load_weights(model, folder)
     index = folder / "again.safetensors.index.json"
-    weight_parts.PART_BYTES = 6 * 4 * WIDTH * WIDTH
+    weights_file.PART_BYTES = 6 * 4 * WIDTH * WIDTH
     state = model.state_dict()
     saving.ignore(state.values())
     with saving:
         save_from_rank0(index, state, None)
     broken = folder / "broken.safetensors.index.json"
     broken.write_text("of older weights")
-    weight_parts.write_tensors = fill_disk
-    with pytest.raises(FileError, match=r"broken.safetensors.index.json: .*No space left"):
+    weights_file.write_tensors = fill_disk
+    with pytest.raises(FileError, match=r"broken-00001-of-.*No space left"):
         save_from_rank0(broken, state, None)
     assert not broken.exists()
-    whole = {name: weight_parts.gather(tensor).detach() for name, tensor in state.items()}
+    whole = {name: weights_file.gather(tensor).detach() for name, tensor in state.items()}
     ls.load_weights(copied, folder)  # two copies, each of one shard
     for name, tensor in copied.state_dict().items():
         assert torch.equal(local_part(tensor), whole[name])

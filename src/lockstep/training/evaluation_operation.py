@@ -16,8 +16,7 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.predictions import Predictions
 from lockstep.training.history import History
 from lockstep.training.resumable_run import ResumableRun
-from lockstep.training.state import TrainingState
-from lockstep.training.trainer_executor import TrainerExecutor
+from lockstep.training.state import TrainerExecutor, TrainingState
 
 __all__ = ["EvaluationOperation"]
 

@@ -33,6 +33,7 @@ from lockstep.kernel.errors import DisagreementError, LayoutError, UsageError
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.launcher.malloc import return_large_blocks
 from lockstep.launcher.world import world
+from lockstep.messages import log
 from lockstep.model.across_ranks import broadcast_weights, find_missing, verify_across_ranks
 from lockstep.model.blocks import find_block_names
 from lockstep.model.compilation import check_compilation, describe_compilation
@@ -44,7 +45,6 @@ from lockstep.model.deferred_init import (
     initialize,
     materialize_block,
     move_to_device,
-    named_tensors,
 )
 from lockstep.model.description import describe_module
 from lockstep.model.forward import DatasetMetric, Metric
@@ -70,7 +70,6 @@ from lockstep.training.sharded_storage import (
 )
 from lockstep.training.shared_storage import share_parameters
 from lockstep.training.trainer_arguments import Model, TrainerArguments
-from lockstep.training.uninitialized_check import UninitializedCheck
 from lockstep.training.unsupported_modules import reject_unsupported_modules
 from lockstep.training.whole_model import WholeModelExecutor
 
@@ -139,7 +138,7 @@ def set_up_model(
     verify_across_ranks("the model of a Trainer", description, "build the same model on every rank")
     is_whole = isinstance(model, nn.Module) or arguments.pipeline.blocks is not None
     blocks = model if arguments.is_sharded and not is_whole else None
-    average, uninitialized = _distribute_weights(module, blocks, parallel, partitioner, arguments)
+    average = _distribute_weights(module, blocks, parallel, partitioner, arguments)
     optimization = Optimization(module, arguments.optimizers, average, parallel.device)
     of_optimizer = optimization.describe()
     verify_across_ranks(
@@ -169,9 +168,6 @@ def set_up_model(
     )
     checks: list[StepHook] = [hyperparameters] if hyperparameters.is_needed else []
     checks.append(state_check)
-    if uninitialized:
-        tensors = named_tensors(module)
-        checks.append(UninitializedCheck({name: tensors[name] for name in uninitialized}))
     return ModelSetup(
         parallel=parallel,
         model=called,
@@ -309,7 +305,7 @@ def _distribute_weights(
     parallel: ParallelContext,
     partitioner: Partitioner,
     arguments: TrainerArguments,
-) -> tuple[AveragedModel | None, list[str]]:
+) -> AveragedModel | None:
     """Initialize and broadcast the weights of the model and of the modules that a step calls.
 
     Args:
@@ -320,8 +316,7 @@ def _distribute_weights(
         arguments: The arguments of the trainer.
 
     Returns:
-        The average of the weights, or None; and the names of the tensors that no module has
-        initialized.
+        The average of the weights, or None.
 
     Raises:
         DisagreementError: Parameters overlap in memory on some ranks only.
@@ -338,7 +333,12 @@ def _distribute_weights(
         if name:
             broadcast_weights(called, parallel.group, parallel.device)
     missing = [] if blocks is not None else find_missing(module, parallel.group)
-    uninitialized = find_uninitialized(module, missing)
+    for name in find_uninitialized(module, missing)[:1] if parallel.rank == 0 else ():
+        log(
+            f"{name} was built on the meta device, and its module has no method "
+            "reset_parameters(): it is NaN until you load weights, for instance by "
+            "ls.load_weights(trainer.module, path)"
+        )
     initialized = initialize(module, missing, parallel.device)
     if arguments.is_sharded:
         _check_memory(modules, parallel, shared=False)
@@ -346,7 +346,7 @@ def _distribute_weights(
         if isinstance(blocks, Sequence):
             initialized = _build_each(blocks, module, arguments.seed, parallel, mesh)
         names, decay = partitioner.block_names, arguments.ema_decay
-        return _shard(module, names, initialized, parallel, mesh, decay), uninitialized
+        return _shard(module, names, initialized, parallel, mesh, decay)
     for _ in initialized:
         pass
     if plan is None:
@@ -356,7 +356,7 @@ def _distribute_weights(
         broadcast_weights(module, parallel.group, parallel.device, placement.is_local)
     _check_memory(modules, parallel, arguments.is_shared)
     decay = arguments.ema_decay
-    return None if decay is None else make_average(module, decay), uninitialized
+    return None if decay is None else make_average(module, decay)
 
 
 def _build_each(

@@ -27,8 +27,7 @@ from lockstep.training.history import History
 from lockstep.training.optimization import Optimization
 from lockstep.training.parallel_setup import find_hosts
 from lockstep.training.resumable_run import ResumableRun
-from lockstep.training.state import Position
-from lockstep.training.trainer_executor import TrainerExecutor
+from lockstep.training.state import Position, TrainerExecutor
 from lockstep.training.whole_model import WholeModelExecutor
 
 __all__ = ["RoundEntry"]

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lockstep.checkpoint.schema import is_alike
 from lockstep.checkpoint.shards import Rows, split_shards
 from lockstep.checksum import digest
+from lockstep.comm.collectives import all_reduce_messages
+from lockstep.kernel.batch import Batch
 from lockstep.kernel.errors import FileError, UsageError
+from lockstep.kernel.parts import Executor
 from lockstep.kernel.step_context import Attempt
+from lockstep.model.evaluation import EvaluationTask
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_state
 from lockstep.pipeline.partition import Placement
@@ -23,9 +28,8 @@ from lockstep.training.learning_rate_schedule import SCHEDULED
 from lockstep.training.module_settings import ModuleSettings
 from lockstep.training.optimization import Optimization
 from lockstep.training.sharded_storage import shard_optimizer_state, shard_state
-from lockstep.training.trainer_executor import TrainerExecutor
 
-__all__ = ["Position", "TrainingState"]
+__all__ = ["Position", "TrainerExecutor", "TrainingState", "begin_position"]
 
 AVERAGED = "module."
 """The prefix that torch gives to the names of averaged weights."""
@@ -50,6 +54,39 @@ class Position:
     epoch: int = 0
     next_epoch: int = 0
     finished: tuple[Any, int, int] | None = None
+
+
+_trainers = 0  # made so far, by this rank or by others of its worlds
+
+
+def begin_position(seed: int, group: dist.ProcessGroup | None) -> Position:
+    """Number a trainer, the same on every rank, and return its position; a collective call."""
+    global _trainers
+    number = all_reduce_messages(
+        _trainers, max, lambda value: str(value).encode(), int, "making a trainer", group
+    )
+    _trainers = number + 1
+    return Position(Attempt(number, step=0, number=-1), seed)
+
+
+class TrainerExecutor(Executor, Protocol):
+    """An executor that is prepared, evaluated and saved, too."""
+
+    @property
+    def placement(self) -> Placement | None:
+        """The placement of tensors on stages; None while this rank has all of them."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether steps can be computed: false until the model is partitioned into stages."""
+
+    def prepare(self, batch: Any) -> Any:
+        """Prepare for the first step; return the part of the batch that this rank needs."""
+
+    def evaluate(
+        self, model: nn.Module | None, batches: Iterable[Batch], task: EvaluationTask
+    ) -> Any:
+        """Evaluate the model, or a copy of it with other weights; return the task's result."""
 
 
 class TrainingState:

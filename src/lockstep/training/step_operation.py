@@ -28,9 +28,7 @@ from lockstep.training.history import History
 from lockstep.training.manual_step import ManualStep
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.run_record import RunRecord
-from lockstep.training.state import TrainingState
-from lockstep.training.trainer_executor import TrainerExecutor
-from lockstep.training.weights_file import save_last_good
+from lockstep.training.state import TrainerExecutor, TrainingState
 
 __all__ = ["StepOperation"]
 
@@ -206,23 +204,16 @@ class StepOperation:
         """Note the failure of an attempt, unless it is repeated because a rank was lost.
 
         Raises:
-            LossError: The same error after all ranks have saved the weights, because all of them
+            LossError: The same error with the command that replays the step, because all ranks
                 stop for a loss that is not finite; GradientError if a gradient is the reason.
         """
         if self._member is not None and is_lost_peer(error):
             return
         self._fail(step.attempt, error)
-        own = None if step.failure is None else step.failure.error
-        if not isinstance(error, (LossError, GradientError)):
-            return
-        if error is own or not step.attempt.is_agreed:
-            return  # an error of this rank alone: saving is a collective call
-        microbatch = getattr(error, "microbatch", None)
-        advice = self._record.describe_replay(self._position.steps, microbatch)
-        saved = save_last_good(
-            self._record.path, self._state.collect_model(), self._parallel.group, advice
-        )
-        raise type(error)(f"{error}; training stopped, {saved}") from None
+        if isinstance(error, (LossError, GradientError)) and step.attempt.is_agreed:
+            microbatch = getattr(error, "microbatch", None)
+            advice = self._record.describe_replay(self._position.steps, microbatch)
+            raise type(error)(f"{error}; training stopped{advice}") from None
 
     def _fail(self, attempt: Attempt, error: BaseException) -> None:
         self._run.safe_points.abandon()

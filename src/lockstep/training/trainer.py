@@ -44,7 +44,6 @@ from lockstep.model.time_first import TimeFirstWarning
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.record.loggers import Logger
 from lockstep.record.progress import ScriptProgress
-from lockstep.training.attempts import begin_attempts
 from lockstep.training.call_hints import explain_calls
 from lockstep.training.epoch import Epoch
 from lockstep.training.evaluation_operation import EvaluationOperation
@@ -57,11 +56,11 @@ from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.round_entry import RoundEntry
 from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.run_end import RunEnd
-from lockstep.training.run_hooks import CheckpointRequests, JoinRequests, ManualStepLog
 from lockstep.training.run_record import LoggerLike, RunRecord
+from lockstep.training.safe_points import CheckpointRequests, JoinRequests, ManualStepLog
 from lockstep.training.sharded_optimizer import SharedStateCheck
 from lockstep.training.sharded_step import choose_squares
-from lockstep.training.state import Position, TrainingState
+from lockstep.training.state import TrainingState, begin_position
 from lockstep.training.step_environment import CollectiveCallCheck, KernelSettings
 from lockstep.training.step_operation import StepOperation
 from lockstep.training.step_usage import StepUsage
@@ -207,7 +206,7 @@ class Trainer:
         self.parallel, self.model, self.module = setup.parallel, setup.model, setup.module
         self.metrics, self.seed = dict(metrics or {}), seed
         self._optimization, self._executor = setup.optimization, setup.executor
-        self._position = Position(begin_attempts(self.parallel.group), seed)
+        self._position = begin_position(seed, self.parallel.group)
         display = ScriptProgress(bool(progress)) if is_rank0 and progress is not False else None
         self.history = History(callbacks=callbacks, progress=display)
         self._state = TrainingState(
