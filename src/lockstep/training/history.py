@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 import warnings
 from collections import deque
@@ -14,25 +13,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import orjson
-import torch
 
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.step_hooks import CommittedStep, StepHook, StepResult
-from lockstep.launcher.run_folder import command_words
 from lockstep.launcher.stacks import is_user_code
-from lockstep.launcher.world import World
-from lockstep.model.call_site import class_name
 from lockstep.model.evaluation import Evaluation
-from lockstep.model.parallel_context import ParallelContext
 from lockstep.record.format import RECORD_FILE
 from lockstep.record.logged_value import describe_value
 from lockstep.record.loggers import Logger
-from lockstep.record.program import describe_program
 from lockstep.record.progress import ScriptProgress
 from lockstep.record.recorder import Recorder
-from lockstep.record.run_environment import describe_environment
 from lockstep.redaction import redact
-from lockstep.training.optimization import Optimization
 from lockstep.training.step_usage import RankUsage
 
 __all__ = [
@@ -42,7 +33,6 @@ __all__ = [
     "OnEpoch",
     "OnStep",
     "StepResult",
-    "describe_run",
     "describe_step",
 ]
 
@@ -337,37 +327,6 @@ def _split_callbacks(callbacks: Callback | Sequence[Callback]) -> tuple[list[Any
         on_step += [methods[0] or callback] if methods[0] or methods[1] is None else []
         on_epoch += [methods[1]] if methods[1] else []
     return on_step, on_epoch
-
-
-def describe_run(
-    world: World, parallel: ParallelContext, optimization: Optimization, seed: int, trainer: int
-) -> dict[str, Any]:
-    """Return the fields of the record's first line; `trainer` is its number in the program."""
-    module = optimization.module
-    return {
-        "command": command_words(os.environ, sys.argv),
-        "program": describe_program(),
-        "seed": seed,
-        "torch_seed": torch.initial_seed(),  # a random one if the program sets none
-        "trainer": trainer,
-        "layout": {
-            "world_size": world.world_size,
-            "replicas": parallel.replicas,
-            "stages": parallel.stages,
-            "microbatches": parallel.microbatches,
-            "threads": parallel.threads,
-            "backend": world.backend,
-            "device": str(world.device),
-            "storage": optimization.storage,
-        },
-        "environment": describe_environment(),
-        "model": {
-            "class": class_name(module),
-            "parameters": sum(parameter.numel() for parameter in module.parameters()),
-            "buffers": sum(buffer.numel() for buffer in module.buffers()),
-        },
-        "optimizer": optimization.options(),
-    }
 
 
 @dataclass

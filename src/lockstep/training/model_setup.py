@@ -32,7 +32,6 @@ from lockstep.data_parallel.sharded_gradients import ShardedGradients
 from lockstep.kernel.errors import DisagreementError, LayoutError, UsageError
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.launcher.malloc import return_large_blocks
-from lockstep.launcher.world import world
 from lockstep.messages import log
 from lockstep.model.across_ranks import broadcast_weights, find_missing, verify_across_ranks
 from lockstep.model.blocks import find_block_names
@@ -61,7 +60,7 @@ from lockstep.pipeline.partition import Placement
 from lockstep.pipeline.partitioner import Partitioner, PipelineConfig
 from lockstep.training.hyperparameter_check import HyperparameterCheck
 from lockstep.training.optimization import Optimization, copy_on_meta, make_average
-from lockstep.training.parallel_setup import make_parallel_context
+from lockstep.training.optimizer_config import OptimizerConfig
 from lockstep.training.sharded_storage import (
     make_mesh,
     require_shardable_model,
@@ -69,11 +68,12 @@ from lockstep.training.sharded_storage import (
     shard_model,
 )
 from lockstep.training.shared_storage import share_parameters
-from lockstep.training.trainer_arguments import Model, TrainerArguments
 from lockstep.training.unsupported_modules import reject_unsupported_modules
 from lockstep.training.whole_model import WholeModelExecutor
 
 __all__ = ["ModelSetup", "set_up_model"]
+
+Model = nn.Module | Sequence[BlockLike]
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,8 @@ class ModelSetup:
     """What a trainer trains, and with what.
 
     Attributes:
-        parallel: The layout, the loss and the arithmetic.
         model: The model as it is called, possibly compiled.
         module: The model without the compiler's wrapper.
-        partitioner: The partitioner of the model into stages.
         optimization: The optimizer, the scheduler and the average of the weights.
         executor: The executor, which computes the micro-batches.
         state_check: The check of what a step may not change.
@@ -92,10 +90,8 @@ class ModelSetup:
         checks: The hooks that check the model and its settings in every step.
     """
 
-    parallel: ParallelContext
     model: nn.Module
     module: nn.Module
-    partitioner: Partitioner
     optimization: Optimization
     executor: WholeModelExecutor | PipelineExecutor
     state_check: StateMutationCheck
@@ -104,13 +100,28 @@ class ModelSetup:
 
 
 def set_up_model(
-    model: Model, arguments: TrainerArguments, *, is_elastic: bool = False
+    model: Model,
+    parallel: ParallelContext,
+    optimizers: Sequence[OptimizerConfig],
+    metrics: Mapping[str, Metric],
+    pipeline: PipelineConfig,
+    seed: int,
+    ema_decay: float | None,
+    *,
+    is_shared: bool = False,
+    is_elastic: bool = False,
 ) -> ModelSetup:
     """Build this rank's part of the model, give all ranks the same weights, make the optimizer.
 
     Args:
         model: The argument of the trainer.
-        arguments: The other arguments, which ranks have compared.
+        parallel: The layout.
+        optimizers: The optimizers with their groups and schedulers.
+        metrics: The argument of the trainer.
+        pipeline: How the model is split into blocks and stages.
+        seed: The trainer's seed.
+        ema_decay: The decay of the average of the weights; None: no average.
+        is_shared: Whether the ranks of a host share one copy of the parameters.
         is_elastic: Whether the number of ranks can change.
 
     Raises:
@@ -118,43 +129,31 @@ def set_up_model(
         LayoutError: The model cannot be trained in this layout.
         DisagreementError: Models or optimizers differ between ranks; raised on every rank.
     """
-    parallel = make_parallel_context(
-        world(),
-        arguments.microbatches,
-        arguments.loss,
-        arguments.loss_weight,
-        arguments.autocast_dtype,
-        arguments.extra_modules,
-        arguments.pipeline.stages,
-        arguments.activation_checkpointing,
-        arguments.is_sharded,
-        arguments.storage == "hybrid",
-    )
-    called, partitioner = _build_model(model, parallel, arguments.seed, arguments.pipeline)
+    called, partitioner = _build_model(model, parallel, seed, pipeline)
     module: nn.Module = getattr(called, "_orig_mod", called)
     modules = {"model": module} | parallel.other_modules()
     reject_unsupported_modules(modules)  # also those that callables built
     description = describe_compilation(called) | describe_module("model", module)
     verify_across_ranks("the model of a Trainer", description, "build the same model on every rank")
-    is_whole = isinstance(model, nn.Module) or arguments.pipeline.blocks is not None
-    blocks = model if arguments.is_sharded and not is_whole else None
-    average = _distribute_weights(module, blocks, parallel, partitioner, arguments)
-    optimization = Optimization(module, arguments.optimizers, average, parallel.device)
+    is_whole = isinstance(model, nn.Module) or pipeline.blocks is not None
+    blocks = model if parallel.is_interleaved and not is_whole else None
+    average = _distribute_weights(
+        module, blocks, parallel, partitioner, seed, ema_decay, is_shared=is_shared
+    )
+    optimization = Optimization(module, optimizers, average, parallel.device)
     of_optimizer = optimization.describe()
     verify_across_ranks(
         "the optimizer of a Trainer",
         of_optimizer,
         "give every rank the same optimizer, groups and scheduler",
     )
-    shards = parallel.share.shards if arguments.is_sharded else 0
-    optimization.require_split(parallel.stages, arguments.is_shared, shards)
+    shards = parallel.share.shards if parallel.is_interleaved else 0
+    optimization.require_split(parallel.stages, is_shared, shards)
     hyperparameters = HyperparameterCheck(
         modules, optimization.optimizer, parallel.group, is_elastic=is_elastic
     )
-    metrics = {
-        name: metric
-        for name, metric in (arguments.metrics or {}).items()
-        if not isinstance(metric, DatasetMetric)
+    own_metrics = {
+        name: metric for name, metric in metrics.items() if not isinstance(metric, DatasetMetric)
     }
     executor, state_check = _build_executor(
         parallel,
@@ -162,17 +161,15 @@ def set_up_model(
         module,
         partitioner,
         optimization,
-        metrics,
-        arguments.seed,
-        arguments.is_shared,
+        own_metrics,
+        seed,
+        is_shared,
     )
     checks: list[StepHook] = [hyperparameters] if hyperparameters.is_needed else []
     checks.append(state_check)
     return ModelSetup(
-        parallel=parallel,
         model=called,
         module=module,
-        partitioner=partitioner,
         optimization=optimization,
         executor=executor,
         state_check=state_check,
@@ -304,7 +301,10 @@ def _distribute_weights(
     blocks: Model | None,
     parallel: ParallelContext,
     partitioner: Partitioner,
-    arguments: TrainerArguments,
+    seed: int,
+    decay: float | None,
+    *,
+    is_shared: bool,
 ) -> AveragedModel | None:
     """Initialize and broadcast the weights of the model and of the modules that a step calls.
 
@@ -313,7 +313,9 @@ def _distribute_weights(
         blocks: The blocks of a model that is built block by block, or None.
         parallel: The layout.
         partitioner: The partitioner of the model into stages.
-        arguments: The arguments of the trainer.
+        seed: The trainer's seed.
+        decay: The decay of the average of the weights; None: no average.
+        is_shared: Whether the ranks of a host share one copy of the parameters.
 
     Returns:
         The average of the weights, or None.
@@ -340,13 +342,12 @@ def _distribute_weights(
             "ls.load_weights(trainer.module, path)"
         )
     initialized = initialize(module, missing, parallel.device)
-    if arguments.is_sharded:
+    if parallel.is_interleaved:
         _check_memory(modules, parallel, shared=False)
         mesh = make_mesh(parallel.hosts, parallel.device)
         if isinstance(blocks, Sequence):
-            initialized = _build_each(blocks, module, arguments.seed, parallel, mesh)
-        names, decay = partitioner.block_names, arguments.ema_decay
-        return _shard(module, names, initialized, parallel, mesh, decay)
+            initialized = _build_each(blocks, module, seed, parallel, mesh)
+        return _shard(module, partitioner.block_names, initialized, parallel, mesh, decay)
     for _ in initialized:
         pass
     if plan is None:
@@ -354,8 +355,7 @@ def _distribute_weights(
     else:
         placement = Placement.from_model(parallel, plan.partition, module)
         broadcast_weights(module, parallel.group, parallel.device, placement.is_local)
-    _check_memory(modules, parallel, arguments.is_shared)
-    decay = arguments.ema_decay
+    _check_memory(modules, parallel, is_shared)
     return None if decay is None else make_average(module, decay)
 
 

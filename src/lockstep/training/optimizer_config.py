@@ -85,6 +85,11 @@ def list_configs(
     return list(optimizer)
 
 
+def list_intervals(configs: Sequence[OptimizerConfig]) -> str:
+    """Describe when the schedulers step."""
+    return ", ".join(config.scheduler_interval or "step" for config in configs)
+
+
 def make_optimizers(configs: Sequence[OptimizerConfig], module: nn.Module) -> tuple[Optimizer, ...]:
     """Return the optimizers of a module's parameters.
 

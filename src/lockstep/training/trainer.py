@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,8 +34,10 @@ from lockstep.kernel.errors import UsageError
 from lockstep.kernel.loss_weights import WeightFunction
 from lockstep.kernel.step import OptimizerStep
 from lockstep.kernel.step_hooks import StepHook, StepResult
+from lockstep.launcher.run_folder import command_words
 from lockstep.launcher.world import world
 from lockstep.messages import log
+from lockstep.model.call_site import class_name
 from lockstep.model.deferred_init import BlockLike
 from lockstep.model.evaluation import Evaluation, Scoring
 from lockstep.model.forward import Metric
@@ -43,15 +46,23 @@ from lockstep.model.loss_check import LossCheckHook
 from lockstep.model.time_first import TimeFirstWarning
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.record.loggers import Logger
+from lockstep.record.program import describe_program
 from lockstep.record.progress import ScriptProgress
+from lockstep.record.run_environment import describe_environment
 from lockstep.training.call_hints import explain_calls
 from lockstep.training.epoch import Epoch
 from lockstep.training.evaluation_operation import EvaluationOperation
-from lockstep.training.history import Callback, History, describe_run
+from lockstep.training.history import Callback, History
 from lockstep.training.manual_step import ManualStep
 from lockstep.training.model_setup import ModelSetup, set_up_model
 from lockstep.training.optimization import OptimizerHookCheck
-from lockstep.training.optimizer_config import OptimizerConfig, OptimizerFactory, list_configs
+from lockstep.training.optimizer_config import (
+    OptimizerConfig,
+    OptimizerFactory,
+    list_configs,
+    list_intervals,
+)
+from lockstep.training.parallel_setup import make_parallel_context
 from lockstep.training.resumable_run import ResumableRun
 from lockstep.training.round_entry import RoundEntry
 from lockstep.training.run_checkpoints import RunCheckpoints
@@ -64,12 +75,10 @@ from lockstep.training.state import TrainingState, begin_position
 from lockstep.training.step_environment import CollectiveCallCheck, KernelSettings
 from lockstep.training.step_operation import StepOperation
 from lockstep.training.step_usage import StepUsage
-from lockstep.training.trainer_arguments import Storage, TrainerArguments
+from lockstep.training.trainer_arguments import Storage, check_arguments, compare_arguments
 from lockstep.training.trainer_hooks import (
     Observation,
     ObservedTrainer,
-    TrainerHooks,
-    TrainerObserver,
     current_session,
 )
 from lockstep.training.weights_file import save_from_rank0
@@ -176,34 +185,63 @@ class Trainer:
         audit: AuditConfig | bool = True,
     ) -> None:
         is_rank0 = world().rank == 0
-        arguments = TrainerArguments(
-            loss=loss,
-            optimizers=list_configs(optimizer),
-            microbatches=microbatches,
-            seed=seed,
-            loss_weight=loss_weight,
-            metrics=metrics,
-            max_grad_norm=max_grad_norm,
-            ema_decay=ema_decay,
-            autocast_dtype=autocast_dtype,
-            activation_checkpointing=activation_checkpointing,
-            extra_modules=extra_modules,
-            pipeline=pipeline or PipelineConfig(),
-            storage=storage,
-            checkpoint=checkpoint,
-            audit=read_audit(audit),
+        optimizers, pipeline = list_configs(optimizer), pipeline or PipelineConfig()
+        auditing = read_audit(audit)
+        stateful = None if checkpoint is None else checkpoint.stateful
+        settings = compare_arguments(
+            model,
+            {
+                "loss": loss,
+                "microbatches": microbatches,
+                "seed": seed,
+                "loss_weight": loss_weight,
+                "metrics": metrics,
+                "max_grad_norm": max_grad_norm,
+                "ema_decay": ema_decay,
+                "autocast_dtype": autocast_dtype,
+                "activation_checkpointing": activation_checkpointing,
+                "extra_modules": extra_modules,
+                "storage": storage,
+                "checkpoint": None if stateful is None else list(stateful),
+                "audit": auditing and repr(auditing),
+                "scheduler_interval": list_intervals(optimizers),
+                **{f"pipeline.{name}": value for name, value in vars(pipeline).items()},
+            },
         )
-        settings = arguments.compare(model)
-        arguments.check()
+        check_arguments(storage, pipeline.stages, max_grad_norm)
         session, member = current_session(), membership()
         if session is not None:
-            arguments = arguments.in_session(session, model)
+            pipeline, is_shared = session.options(model, pipeline)
+            storage = "shared" if is_shared else "replicated"
             loggers, checkpoint, progress = (), None, False
         self._is_in_session = session is not None
-        if arguments.is_sharded and member is not None and member.is_waiting:
+        is_sharded = storage in ("sharded", "hybrid")
+        if is_sharded and member is not None and member.is_waiting:
             member.join()  # which ends this process with all others, before it holds a whole model
-        setup = set_up_model(model, arguments, is_elastic=member is not None)
-        self.parallel, self.model, self.module = setup.parallel, setup.model, setup.module
+        self.parallel = make_parallel_context(
+            world(),
+            microbatches,
+            loss,
+            loss_weight,
+            autocast_dtype,
+            extra_modules,
+            pipeline.stages,
+            activation_checkpointing,
+            is_sharded,
+            storage == "hybrid",
+        )
+        setup = set_up_model(
+            model,
+            self.parallel,
+            optimizers,
+            metrics or {},
+            pipeline,
+            seed,
+            ema_decay,
+            is_shared=storage == "shared",
+            is_elastic=member is not None,
+        )
+        self.model, self.module = setup.model, setup.module
         self.metrics, self.seed = dict(metrics or {}), seed
         self._optimization, self._executor = setup.optimization, setup.executor
         self._position = begin_position(seed, self.parallel.group)
@@ -233,18 +271,21 @@ class Trainer:
             is_recorded = broadcast_bytes(here, "opening a record", self.parallel.group) == b"1"
         self._end.begin(self._run, is_recorded)
         hooks = self._list_hooks(setup, checkpoints, member)
-        if session is None and (config := arguments.audit) is not None:
+        if session is None and auditing is not None:
             record, executor = self._record_finding, setup.executor
             modules, stop = self.parallel.modules_with(self.model), self._run.safe_points.stop
-            hooks.append(CallAuditHook(config, self.parallel, executor, record))
+            hooks.append(CallAuditHook(auditing, self.parallel, executor, record))
             if isinstance(executor, WholeModelExecutor):
                 leave = None if member is None else self._leave_if
-                hooks.append(Audit(config, self.parallel, executor, modules, record, stop, leave))
+                hooks.append(Audit(auditing, self.parallel, executor, modules, record, stop, leave))
             if self.parallel.replicas > 1 and self._optimization.sharded is None:
                 state = self._optimization.local_state
                 # First, before other checks raise an error about what it can restore.
-                hooks.insert(0, ReplicaCheck(config, self.parallel, modules, state, record))
-        if (observer := self._find_observer(arguments, session)) is not None:
+                hooks.insert(0, ReplicaCheck(auditing, self.parallel, modules, state, record))
+        if session is not None:
+            observer = session.attach(self._observed())
+            if stateful is not None and (path := observer.checkpoint) is not None:
+                self._run.replay_from(path, stateful, self.parallel.device)
             hooks.append(Observation(observer, self._executor.position))
         optimizer_step = OptimizerStep(
             self.parallel,
@@ -309,19 +350,6 @@ class Trainer:
         if member is not None:
             hooks.append(JoinRequests(member, self._run.safe_points))
         return [*hooks, self.history]
-
-    def _find_observer(
-        self,
-        arguments: TrainerArguments,
-        session: TrainerHooks | None,
-    ) -> TrainerObserver | None:
-        """Return the observer with which a command observes the steps."""
-        if session is None:
-            return None
-        observer = session.attach(self._observed())
-        if (checkpoint := arguments.checkpoint) and (path := observer.checkpoint) is not None:
-            self._run.replay_from(path, checkpoint.stateful, self.parallel.device)
-        return observer
 
     # --- the training loop -------------------------------------------------------------
 
@@ -777,8 +805,32 @@ class Trainer:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _describe_run(self) -> dict[str, Any]:
-        number = self._position.attempt.trainer
-        return describe_run(world(), self.parallel, self._optimization, self.seed, number)
+        """Return the fields of the record's first line."""
+        module, parallel = self.module, self.parallel
+        return {
+            "command": command_words(os.environ, sys.argv),
+            "program": describe_program(),
+            "seed": self.seed,
+            "torch_seed": torch.initial_seed(),  # a random one if the program sets none
+            "trainer": self._position.attempt.trainer,
+            "layout": {
+                "world_size": world().world_size,
+                "replicas": parallel.replicas,
+                "stages": parallel.stages,
+                "microbatches": parallel.microbatches,
+                "threads": parallel.threads,
+                "backend": world().backend,
+                "device": str(world().device),
+                "storage": self._optimization.storage,
+            },
+            "environment": describe_environment(),
+            "model": {
+                "class": class_name(module),
+                "parameters": sum(parameter.numel() for parameter in module.parameters()),
+                "buffers": sum(buffer.numel() for buffer in module.buffers()),
+            },
+            "optimizer": self._optimization.options(),
+        }
 
     def _promote(
         self, loggers: LoggerLike | Sequence[LoggerLike] | None, progress: bool | None

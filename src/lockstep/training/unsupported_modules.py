@@ -40,7 +40,12 @@ def reject_unsupported_modules(values: Mapping[str, Any], *, allows_shards: bool
     for root, module in _iterate_modules(values):
         module = getattr(module, "_orig_mod", module)
         for path, part in module.named_modules(prefix=root):
-            _reject_torchscript(path, part)
+            if isinstance(part, torch.jit.ScriptModule):
+                raise UsageError(
+                    f"{path} is compiled by TorchScript, and the Trainer cannot give such a module "
+                    "the buffers and random numbers of each micro-batch: pass the original module, "
+                    "or use torch.compile (functions that torch.jit.script compiled may be called)"
+                )
             if isinstance(part, _get_wrappers()):
                 raise UsageError(
                     f"{path} is wrapped in {type(part).__name__}, which exchanges gradients by "
@@ -64,16 +69,6 @@ def reject_unsupported_modules(values: Mapping[str, Any], *, allows_shards: bool
                     _reject_tensor(f"{path}.{name}", tensor, part)
 
 
-def _reject_torchscript(path: str, part: object) -> None:
-    if isinstance(part, torch.jit.ScriptModule):
-        raise UsageError(
-            f"{path} is compiled by TorchScript, and the Trainer cannot give such a module the "
-            "buffers and random numbers of each micro-batch: pass the original module, without "
-            "torch.jit.script or torch.jit.trace, or use torch.compile (functions that "
-            "torch.jit.script compiled may be called)"
-        )
-
-
 def _reject_tensor(path: str, tensor: Any, part: nn.Module) -> None:
     kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
     if is_lazy(tensor):
@@ -82,23 +77,18 @@ def _reject_tensor(path: str, tensor: Any, part: nn.Module) -> None:
             "first input: call the model with one batch before you make the Trainer, or use a "
             "module with explicit sizes"
         )
+    what = ""
     if is_traceable_wrapper_subclass(tensor):
+        what = f"a {type(tensor).__name__}, which consists of other tensors"
+    elif tensor.layout is not torch.strided:
+        what = f"a sparse tensor ({tensor.layout})"
+    elif tensor.is_quantized:
+        what = f"a quantized tensor ({tensor.dtype})"
+    if what:
         raise UsageError(
-            f"the {kind} {path} is a {type(tensor).__name__}, which consists of other tensors, and "
-            "the Trainer does not keep it equal on all ranks: register the tensors that it is made "
-            "of, and build it from them in forward"
-        )
-    if tensor.layout is not torch.strided:
-        raise UsageError(
-            f"the {kind} {path} is a sparse tensor ({tensor.layout}), which the Trainer does not "
-            "keep equal on all ranks: register its indices and values as buffers and build the "
-            "sparse tensor from them in forward"
-        )
-    if tensor.is_quantized:
-        raise UsageError(
-            f"the {kind} {path} is a quantized tensor ({tensor.dtype}), which the Trainer does "
-            "not keep equal on all ranks: register the integers of int_repr(), and the scale, "
-            "and dequantize them in forward"
+            f"the {kind} {path} is {what}, which the Trainer does not keep equal on all ranks: "
+            "register the plain tensors that it is made of, such as indices and values, and build "
+            "it from them in forward"
         )
 
 
