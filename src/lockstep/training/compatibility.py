@@ -11,22 +11,30 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
+from torch import nn
 
 from lockstep.checkpoint.folder import find_checkpoints
 from lockstep.elastic.restart_source import RestartSource
 from lockstep.formatting import format_numbered, format_quantity
 from lockstep.kernel.errors import UsageError
-from lockstep.launcher.run_folder import CHECKPOINTS, find_launch_folder
+from lockstep.launcher.run_folder import CHECKPOINTS, command_words, find_launch_folder
+from lockstep.launcher.world import world
 from lockstep.messages import log
+from lockstep.model.call_site import class_name
+from lockstep.model.parallel_context import ParallelContext
+from lockstep.record.program import describe_program
 from lockstep.record.run_environment import describe_environment, find_environment_differences
 from lockstep.record.sources import find_sources
 
 __all__ = [
+    "describe_run",
     "describe_training",
     "find_differences",
     "log_continued",
@@ -123,6 +131,50 @@ def describe_training(settings: Mapping[str, str]) -> dict[str, Any]:
         "settings": dict(settings),
         "environment": describe_environment(),
         "sources": describe_sources(),
+    }
+
+
+def describe_run(
+    module: nn.Module,
+    parallel: ParallelContext,
+    seed: int,
+    trainer: int,
+    storage: str,
+    optimizer: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the fields of the record's first line.
+
+    Args:
+        module: The model.
+        parallel: The layout.
+        seed: The trainer's seed.
+        trainer: The number of the trainer in the program.
+        storage: The storage of the parameters.
+        optimizer: The classes of the optimizers and their options.
+    """
+    return {
+        "command": command_words(os.environ, sys.argv),
+        "program": describe_program(),
+        "seed": seed,
+        "torch_seed": torch.initial_seed(),  # a random one if the program sets none
+        "trainer": trainer,
+        "layout": {
+            "world_size": world().world_size,
+            "replicas": parallel.replicas,
+            "stages": parallel.stages,
+            "microbatches": parallel.microbatches,
+            "threads": parallel.threads,
+            "backend": world().backend,
+            "device": str(world().device),
+            "storage": storage,
+        },
+        "environment": describe_environment(),
+        "model": {
+            "class": class_name(module),
+            "parameters": sum(parameter.numel() for parameter in module.parameters()),
+            "buffers": sum(buffer.numel() for buffer in module.buffers()),
+        },
+        "optimizer": optimizer,
     }
 
 

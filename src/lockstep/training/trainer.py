@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,10 +33,8 @@ from lockstep.kernel.errors import UsageError
 from lockstep.kernel.loss_weights import WeightFunction
 from lockstep.kernel.step import OptimizerStep
 from lockstep.kernel.step_hooks import StepHook, StepResult
-from lockstep.launcher.run_folder import command_words
 from lockstep.launcher.world import world
 from lockstep.messages import log
-from lockstep.model.call_site import class_name
 from lockstep.model.deferred_init import BlockLike
 from lockstep.model.evaluation import Evaluation, Scoring
 from lockstep.model.forward import Metric
@@ -46,10 +43,9 @@ from lockstep.model.loss_check import LossCheckHook
 from lockstep.model.time_first import TimeFirstWarning
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.record.loggers import Logger
-from lockstep.record.program import describe_program
 from lockstep.record.progress import ScriptProgress
-from lockstep.record.run_environment import describe_environment
 from lockstep.training.call_hints import explain_calls
+from lockstep.training.compatibility import describe_run
 from lockstep.training.epoch import Epoch
 from lockstep.training.evaluation_operation import EvaluationOperation
 from lockstep.training.history import Callback, History
@@ -805,32 +801,9 @@ class Trainer:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _describe_run(self) -> dict[str, Any]:
-        """Return the fields of the record's first line."""
-        module, parallel = self.module, self.parallel
-        return {
-            "command": command_words(os.environ, sys.argv),
-            "program": describe_program(),
-            "seed": self.seed,
-            "torch_seed": torch.initial_seed(),  # a random one if the program sets none
-            "trainer": self._position.attempt.trainer,
-            "layout": {
-                "world_size": world().world_size,
-                "replicas": parallel.replicas,
-                "stages": parallel.stages,
-                "microbatches": parallel.microbatches,
-                "threads": parallel.threads,
-                "backend": world().backend,
-                "device": str(world().device),
-                "storage": self._optimization.storage,
-            },
-            "environment": describe_environment(),
-            "model": {
-                "class": class_name(module),
-                "parameters": sum(parameter.numel() for parameter in module.parameters()),
-                "buffers": sum(buffer.numel() for buffer in module.buffers()),
-            },
-            "optimizer": self._optimization.options(),
-        }
+        number, optimization = self._position.attempt.trainer, self._optimization
+        optimizer = optimization.storage, optimization.options()
+        return describe_run(self.module, self.parallel, self.seed, number, *optimizer)
 
     def _promote(
         self, loggers: LoggerLike | Sequence[LoggerLike] | None, progress: bool | None
