@@ -154,7 +154,7 @@ class Audit(StepHook):
         turn = self._config.count_audited(step.number)
         parallel.share.require_turns(batch.leaves, batch.leaves)
         spans = parallel.share.spans(batch.leaves)
-        self._plans = self._make_plans(turn, spans, alone=False)
+        self._plans = self._make_plans(turn, spans)
         is_sent = self._plan.repeater != self._plan.owner and isinstance(given, Batch)
         own = next((plan for plan in self._plans if plan.owner == parallel.replica), None)
         if own is not None:
@@ -175,7 +175,9 @@ class Audit(StepHook):
             (self._microbatches[index],) = split_batch(given, one).microbatches
         return own is not None and self.is_noted(own.microbatch)
 
-    def _make_plans(self, turn: int, spans: Sequence[range], *, alone: bool) -> list[AuditPlan]:
+    def _make_plans(
+        self, turn: int, spans: Sequence[range], *, alone: bool = False
+    ) -> list[AuditPlan]:
         """Return the plans of the micro-batches that are repeated together, the suspect first."""
         plan = plan_audit(turn, spans, alone=alone)
         plans = plan.rotate(spans) if self._parallel.is_interleaved else [plan]

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,12 +17,7 @@ from lockstep.data.microbatch import halve_samples
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import LossError, StoppedError, UsageError
-from lockstep.kernel.exact_sum import (
-    PartialSums,
-    compute_partial_sums,
-    merge_partial_sums,
-    round_sum,
-)
+from lockstep.kernel.exact_sum import PartialSums, compute_partial_sums, round_sum
 from lockstep.kernel.loss_weights import is_sum
 from lockstep.kernel.rng_scopes import find_scopes
 from lockstep.model.collective_calls import CollectiveCallGuard
@@ -97,61 +93,6 @@ class MicrobatchScores(NamedTuple):
     weight: float
     loss: float
     metrics: dict[str, float]
-
-
-class EvaluationSums(NamedTuple):
-    """The sums over the micro-batches of a contiguous range of ranks, without rounding.
-
-    Attributes:
-        failure: The reason why the evaluation failed on the first such rank; "" for none.
-        samples: The number of samples.
-        weight: The sum of the weights.
-        loss: The sum of the losses times their weights.
-        metrics: The sum of the values times the samples, by the name of the metric.
-    """
-
-    failure: str
-    samples: int
-    weight: PartialSums
-    loss: PartialSums
-    metrics: dict[str, PartialSums]
-
-    @classmethod
-    def of(cls, rows: Sequence[MicrobatchScores], failure: str = "") -> EvaluationSums:
-        """Return the sums of one rank."""
-        names = rows[0].metrics if rows else ()
-        return cls(
-            failure,
-            sum(row.samples for row in rows),
-            compute_partial_sums(row.weight for row in rows),
-            compute_partial_sums(row.weight * row.loss for row in rows),
-            {
-                name: compute_partial_sums(row.samples * row.metrics[name] for row in rows)
-                for name in names
-            },
-        )
-
-    def merge(self, other: EvaluationSums) -> EvaluationSums:
-        """Return the sums of this range of ranks and the following one."""
-        metrics = dict(self.metrics)
-        for name, value in other.metrics.items():
-            metrics[name] = merge_partial_sums(metrics.get(name, []), value)
-        return EvaluationSums(
-            self.failure or other.failure,
-            self.samples + other.samples,
-            merge_partial_sums(self.weight, other.weight),
-            merge_partial_sums(self.loss, other.loss),
-            metrics,
-        )
-
-    def pack(self) -> bytes:
-        """Return the bytes to send."""
-        return json.dumps(self).encode()
-
-    @classmethod
-    def unpack(cls, message: bytes) -> EvaluationSums:
-        """Return the sums from the result of `pack`."""
-        return cls(*json.loads(message))
 
 
 class EvaluationTask(Protocol):
@@ -291,23 +232,31 @@ class Scoring:
             StoppedError: The evaluation failed on a rank. Raised on every rank.
             LossError: The weights of all samples sum to 0.
         """
-        parallel = self._parallel
-        total = parallel.messages.reduce(
-            EvaluationSums.of(self._rows, failure),
-            EvaluationSums.merge,
-            EvaluationSums.pack,
-            EvaluationSums.unpack,
-            "evaluating",
+        parallel, rows = self._parallel, self._rows
+        mine: list[PartialSums] = [
+            compute_partial_sums(row.weight for row in rows),
+            compute_partial_sums(row.weight * row.loss for row in rows),
+            *(
+                compute_partial_sums(row.samples * row.metrics[name] for row in rows)
+                for name in self._metrics
+            ),
+        ]
+        message = json.dumps([failure, sum(row.samples for row in rows), mine]).encode()
+        failures, counts, sums = zip(
+            *map(json.loads, parallel.messages.gather(message, "evaluating")), strict=True
         )
-        if total.failure:
-            raise StoppedError(f"rank {parallel.rank} stopped because {total.failure}")
-        loss, whole, samples = round_sum(total.loss), round_sum(total.weight), total.samples
+        if stopped := next(filter(None, failures), None):
+            raise StoppedError(f"rank {parallel.rank} stopped because {stopped}")
+        samples = sum(counts)
+        whole, loss, *totals = (
+            round_sum(chain.from_iterable(parts)) for parts in zip(*sums, strict=True)
+        )
         if whole == 0:
             raise LossError(
                 f"the weights of the {samples} samples add up to 0, so their loss has no mean: "
                 "check whether all targets are ignored"
             )
-        metrics = {name: round_sum(sums) / samples for name, sums in total.metrics.items()}
+        metrics = {name: total / samples for name, total in zip(self._metrics, totals, strict=True)}
         if self._of_dataset:
             kept = iter(self._kept.combine())
             for name, metric in self._of_dataset.items():
