@@ -35,7 +35,6 @@ def whole_step(number: int, leaves: range) -> StepFingerprint:
         data={leaf: (leaf,) for leaf in leaves},
         calls={(leaf, 0): list(CALLS) for leaf in leaves},
         losses=dict.fromkeys(leaves, (0.5).hex()),
-        parameters=dict.fromkeys(PARAMETERS, 6),
         gradients=dict.fromkeys(PARAMETERS, 8),
         state=dict(STATE),
         optimizer={f"{name}/momentum_buffer": 9 for name in PARAMETERS},
@@ -72,7 +71,6 @@ def stages() -> list[RankFingerprint]:
             step.calls = {(leaf, rank): list(calls) for leaf in range(MICROBATCHES)}
             step.losses = step.losses if rank else {}
             step.gradients = {name: 8 for name in names if name in PARAMETERS}
-            step.parameters = {name: 6 for name in step.gradients}
             step.state, step.before = dict(initial), dict(initial)
             step.optimizer = {f"{name}/momentum_buffer": 9 for name in step.gradients}
             steps.append(step)
@@ -183,7 +181,6 @@ def test_gradients_that_no_rank_has_whole_are_not_compared():
     ("entry", "name", "expected"),
     [
         ("before", "body.mean", LayoutDifference("body", "body.mean", "between", rank=1)),
-        ("parameters", "body.0.bias", LayoutDifference("body.0", "body.0.bias", "written", rank=1)),
         ("state", "head.weight", LayoutDifference("optimizer", "head.weight", "update", rank=1)),
         ("state", "body.mean", LayoutDifference("body", "body.mean", "buffer", rank=1)),
         (
@@ -246,7 +243,7 @@ def test_a_step_that_was_not_finished_has_no_outcome():
     other = replicas(2, steps=2)
     for rank in other:
         last = rank.steps[1]
-        last.state, last.optimizer, last.gradients, last.parameters = {}, {}, {}, {}
+        last.state, last.optimizer, last.gradients = {}, {}, {}
         last.loss, last.digest = "", ""
     assert first_difference(replicas(1), other, is_complete=False) is None
     other[1].steps[1].data[2] = (99,)

@@ -176,19 +176,15 @@ def test_state_in_python_names_its_module(check, source):
     assert "state that it keeps in Python" in result.stderr
 
 
-def test_what_training_refuses_is_compared_all_the_same(check):
-    """A trainer stops where forward writes a parameter; a check says where that leads to."""
+def test_what_training_refuses_is_a_failure(check):
     draw = "return self.inner(x * (torch.rand(x.shape, generator=self.generator) > 0.3))"
     write = "self.inner.weight.data.mul_(0.9)\n        return self.inner(x)"
     result, found = check(OWN_GENERATOR.replace(draw, write) + TRAIN)
     assert result.exit_code == 1
-    assert [each["verdict"] for each in found["layouts"]] == ["failed", "different"]
-    assert [each["equal"] for each in found["layouts"]] == [False, False]
+    assert [each["verdict"] for each in found["layouts"]] == ["failed"]
     assert "parameter 1.inner.weight was written" in found["layouts"][0]["failure"]
     assert result.stderr.count("parameter 1.inner.weight was written") == 1
-    assert len(found["layouts"][0]["digest"]) == 64
-    first = found["first_difference"]
-    assert (first["step"], first["module"], first["parameter"]) == (0, "1.inner", None)
+    assert found["first_difference"] is None
 
 
 LOOP = """
@@ -255,23 +251,6 @@ sgd = partial(Drifting, lr=0.1)
 """
         + TRAIN,
         {"step": 0, "module": "optimizer", "parameter": "1.weight", "rank": 1},
-    ),
-    "a parameter that forward writes": (
-        """
-class Bag(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(17, 6), nn.Linear(6, 4)
-
-    def forward(self, x):
-        rows = nn.functional.embedding(x, self.embed.weight, max_norm=0.5)
-        return self.head(rows.mean(1))
-
-trainer = ls.Trainer(Bag(), nn.CrossEntropyLoss(), sgd)
-while True:
-    trainer.step((torch.randint(0, 17, (16, 3)), torch.randint(0, 4, (16,))))
-""",
-        {"step": 0, "module": "embed", "parameter": "embed.weight", "what": "written"},
     ),
     "a parameter that the script writes between steps": (
         """

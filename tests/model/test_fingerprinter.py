@@ -99,8 +99,7 @@ def test_a_step_is_recorded_whole(ranks):
     assert calls[2][2] == calls[3][2]  # what `0` returned is what `1` got
     assert calls[3][2] != calls[4][2]  # `1` multiplies it
     assert first.before == trainers[0].initial
-    assert first.parameters.items() <= first.before.items()
-    assert first.gradients.keys() == first.parameters.keys() == set(trainers[0].parameters)
+    assert first.gradients.keys() == set(trainers[0].parameters)
     assert first.state.keys() == trainers[0].initial.keys()
     assert "2.running_mean" in first.state
     assert first.optimizer.keys() == {f"{name}/momentum_buffer" for name in first.gradients}

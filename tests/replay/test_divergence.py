@@ -46,7 +46,6 @@ def fingerprint(step=0, trainer=1, **changes):
         data={0: (1,), 1: (-1 if changes.get("data") else 2,)},
         calls=calls,
         losses=losses,
-        parameters={"0.weight": 1, "1.weight": 1},
         gradients={"0.weight": 7, "1.weight": -1 if changes.get("gradient") else 8},
         state=values("after"),
         optimizer={"1.weight/momentum_buffer": -1 if changes.get("momentum") else 9},

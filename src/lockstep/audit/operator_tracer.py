@@ -74,7 +74,6 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
         keep: The index of the call whose tensors are kept; None for none.
     """
 
-    takes_refusals = True
     supports_higher_order_operators = True  # such as compiled graphs
 
     def __init__(self, modules: Mapping[str, nn.Module], keep: int | None = None) -> None:

@@ -144,9 +144,6 @@ class StepObserver:
     The methods of this class do nothing.
     """
 
-    takes_refusals = False
-    """Whether the observer records a refusal of the step, which then continues."""
-
     observes_microbatches = False
     """Whether `record_microbatch` needs the gradients of every micro-batch in `.grad`."""
 
@@ -191,9 +188,6 @@ class StepObserver:
     def record_phase(self, phase: Phase) -> AbstractContextManager[None]:
         """Return the context of a phase of the step."""
         return NOTHING
-
-    def record_refusal(self, sentence: str) -> None:
-        """Handle the error with which the trainer would have stopped."""
 
     def record_reduction(self, losses: Mapping[int, float]) -> None:
         """Handle this rank's losses by micro-batch; called when `.grad` has the reduced sums."""
@@ -295,21 +289,13 @@ class StepContext:
         return NOTHING
 
     @property
-    def tolerates_refusals(self) -> bool:
-        """Whether an observer records refusals, and the step continues."""
-        return any(observer.takes_refusals for observer in self.observers)
-
-    @property
     def is_stopped(self) -> bool:
         """Whether a stage could not continue, on this rank or on another one."""
         return self.failure is not None and self.failure.kind == "stopped"
 
     def refuse(self, sentence: str) -> None:
-        """Stop the step on every rank, unless an observer takes the refusal."""
-        if not self.tolerates_refusals:
-            self.refusal = self.refusal or sentence
-        for observer in self.observers:
-            observer.record_refusal(sentence)
+        """Stop the step on every rank."""
+        self.refusal = self.refusal or sentence
 
     def place(self, microbatch: int) -> str:
         """Return the rank, the step and the micro-batch, for messages."""

@@ -35,15 +35,12 @@ class StepFingerprint:
             recorded.
         leaf_buffers: Each buffer after each micro-batch; empty if they are not recorded.
         losses: The loss of each micro-batch, in `float.hex` form.
-        parameters: Each parameter after the last backward, before the update.
         gradients: The reduced gradient of each parameter before clipping; 0 for none.
         state: Each parameter and buffer after the step.
         optimizer: Each entry of the optimizer's state after the step, by names such as
             "weight/exp_avg".
         loss: The loss of the whole batch, in `float.hex` form.
         digest: `trainer.digest()` after the step; "" if it is not recorded.
-        refusal: The error with which the trainer would have stopped outside of `lockstep check`;
-            "" for none.
     """
 
     trainer: int
@@ -55,13 +52,11 @@ class StepFingerprint:
     leaf_gradients: dict[int, dict[str, int]] = field(default_factory=dict)
     leaf_buffers: dict[int, dict[str, int]] = field(default_factory=dict)
     losses: dict[int, str] = field(default_factory=dict)
-    parameters: dict[str, int] = field(default_factory=dict)
     gradients: dict[str, int] = field(default_factory=dict)
     state: dict[str, int] = field(default_factory=dict)
     optimizer: dict[str, int] = field(default_factory=dict)
     loss: str = ""
     digest: str = ""
-    refusal: str = ""
 
 
 @dataclass(frozen=True)

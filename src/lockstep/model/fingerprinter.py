@@ -55,8 +55,6 @@ class Fingerprinter(StepObserver):
             buffers of each micro-batch.
     """
 
-    takes_refusals = True
-
     def __init__(
         self,
         number: int,
@@ -116,23 +114,14 @@ class Fingerprinter(StepObserver):
                 self.current.data[part.index] = checksums(part.data)
         return batch
 
-    def record_refusal(self, sentence: str) -> None:
-        """Record the error with which the trainer would have stopped; "" for none."""
-        self.current.refusal = sentence
-
     def record_reduction(self, losses: Mapping[int, float]) -> None:
-        """Record this rank's losses by micro-batch, its parameters, and the sums in `.grad`."""
+        """Record this rank's losses by micro-batch, and the sums in `.grad`."""
         self.current.losses = {index: loss.hex() for index, loss in losses.items()}
-        held = {
-            _plain(name): parameter
-            for name, parameter in self._model.named_parameters()
-            if not parameter.is_meta
-        }
-        self.current.parameters = {name: _checksum(parameter) for name, parameter in held.items()}
         if self._has_whole_gradients:
             self.current.gradients = {
-                name: 0 if parameter.grad is None else _checksum(parameter.grad)
-                for name, parameter in held.items()
+                _plain(name): 0 if parameter.grad is None else _checksum(parameter.grad)
+                for name, parameter in self._model.named_parameters()
+                if not parameter.is_meta
             }
 
     def commit(self, loss: float, digest: str, optimizer: Mapping[str, Any]) -> StepFingerprint:

@@ -45,7 +45,6 @@ KINDS = {
     "forward": "module `{module}` computes different outputs from the same inputs",
     "loss": "the loss differs, although the model computes the same",
     "missing": "the micro-batch is computed in only one of the runs; it has no weight in the other",
-    "written": "`{parameter}` was changed within the step, before the update",
     "gradient": "the gradient of `{parameter}` differs, although the forward pass is the same",
     "update": "`{parameter}` differs after the update, although its gradient is the same",
     "buffer": "buffer `{parameter}` differs after the step",
@@ -73,8 +72,8 @@ class LayoutDifference:
         parameter: The dotted name of the parameter or buffer. None: something else differs.
         what: The kind of value: "initial" state; state "between" steps; "data"; "input" or
             "output" of the module; its "forward" (the input that it passes to a submodule);
-            "loss"; a parameter "written" before the update; "gradient"; "update" of a parameter;
-            "buffer"; "state" of the optimizer; "digest"; "steps" that some ranks did not take.
+            "loss"; "gradient"; "update" of a parameter; "buffer"; "state" of the optimizer;
+            "digest"; "steps" that some ranks did not take.
         microbatch: The lowest micro-batch that differs. None: the value belongs to none.
         rank: The first rank of the second layout that differs. None: the value belongs to no
             rank, or the ranks of the first layout already differ.
@@ -134,7 +133,6 @@ def first_difference(
             _tensor("between", [one.before for one in steps], trainer)
             or _data(steps)
             or _forward(steps[:size], steps[size:])
-            or _tensor("written", [one.parameters for one in steps], trainer)
             or _gradients(steps, trainer)
             or _state(steps, trainer)
             or _outcome(steps, trainer)

@@ -197,7 +197,7 @@ def _verdict(run: LayoutRun, reference: LayoutRun) -> LayoutVerdict:
     if run.is_refused:
         return LayoutVerdict(run, "not applicable")
     difference = first_difference(reference.ranks, run.ranks, run.is_complete)
-    if not run.is_complete or (run.failure and difference is None):
+    if not run.is_complete:
         return LayoutVerdict(run, "failed", difference)
     if difference is not None:
         return LayoutVerdict(run, "different", difference)

@@ -43,8 +43,7 @@ class LayoutRun:
         steps: The requested number of steps per trainer.
         seconds: The time from the start of the ranks to their end, in seconds.
         ranks: The fingerprint of each rank, up to the end of that rank.
-        failure: The reason why the run failed, or would have failed outside of the check, as one
-            sentence; "" if it would have succeeded.
+        failure: The reason why the run failed, as one sentence; "" if it succeeded.
         is_complete: Whether every rank finished.
         is_refused: Whether it failed because the model or the machine does not allow the layout.
         details: The traceback and the last lines of output of the failed rank.
@@ -123,8 +122,7 @@ def run_layout(
     seconds = time.monotonic() - begun
     ranks = tuple(_fingerprint(record_of(folder, rank)) for rank in range(layout.ranks))
     if error is None:
-        refusals = [step.refusal for rank in ranks for step in rank.steps if step.refusal]
-        return LayoutRun(layout, steps, seconds, ranks, refusals[0] if refusals else "")
+        return LayoutRun(layout, steps, seconds, ranks)
     is_refused = is_refusal(layout, error)
     # Every rank refuses the layout, so the number of the first one to do so is left out.
     said = re.sub(r"^rank \d+ failed: ", "", str(error)) if is_refused else str(error)

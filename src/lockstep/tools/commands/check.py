@@ -37,8 +37,6 @@ ADVICE = {
     "torch's default generator.",
     "loss": "Look for state that the loss function keeps in Python, and for random numbers from "
     "a private generator.",
-    "written": "Look for code that writes into parameters during forward or backward, such as "
-    "a momentum encoder; keep what forward writes in a buffer.",
     "gradient": "Look for backward hooks, for your own autograd functions and for random "
     "numbers that are drawn in backward.",
     "update": "Look for options of the optimizer or its schedule that differ between ranks or "

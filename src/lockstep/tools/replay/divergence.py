@@ -41,18 +41,18 @@ Direction = Literal["data", "state", "forward", "backward", "reduction", "optimi
 DIRECTIONS: dict[str, Direction] = {
     "initial": "state", "between": "state", "data": "data", "input": "forward",
     "output": "forward", "forward": "forward", "loss": "forward", "missing": "forward",
-    "written": "state", "gradient": "backward", "update": "optimizer", "buffer": "forward",
+    "gradient": "backward", "update": "optimizer", "buffer": "forward",
     "state": "optimizer", "digest": "state",
 }  # fmt: skip
 
-AFTER_FORWARD = ("written", "gradient", "update", "buffer", "state", "digest")
+AFTER_FORWARD = ("gradient", "update", "buffer", "state", "digest")
 """Kinds of differences that arise after all micro-batches."""
 
 NO_MODULE = ("data", "loss", "optimizer", "script")
 """Values of `LayoutDifference.module` that name no module."""
 
 
-BEFORE_OPERATORS = ("initial", "between", "data", "missing", "written", "steps")
+BEFORE_OPERATORS = ("initial", "between", "data", "missing", "steps")
 """Kinds of differences that no operator of the step made."""
 
 
@@ -125,7 +125,7 @@ class Divergence:
 
 def find_in_modules(a: StepFingerprint, b: StepFingerprint) -> Divergence | None:
     """Return the first difference between the same step of two runs, each on one rank."""
-    parameters = tuple(dict.fromkeys((*a.parameters, *b.parameters)))
+    parameters = tuple(dict.fromkeys((*a.gradients, *b.gradients)))
     ours, theirs = (_rank(step, parameters) for step in (a, b))
     difference = first_difference([ours], [theirs], is_complete=False)
     alone = a.losses.keys() ^ b.losses.keys()
@@ -328,7 +328,7 @@ def locate_tensor(
         The place; None if the two runs have no tensors of equal dtype and shape there.
     """
     operand = None
-    if divergence.what in ("initial", "between", "written"):
+    if divergence.what in ("initial", "between"):
         operand = _reader_of(divergence.parameter, a, b)
     elif difference is not None and difference.a is not None and difference.b is not None:
         is_input, position = difference.kind == "input", difference.position or 0

@@ -57,8 +57,6 @@ class LoneMicrobatch(StepObserver):
             about what was found.
     """
 
-    takes_refusals = True
-
     def __init__(
         self,
         request: ReplayRequest,
