@@ -25,7 +25,6 @@ from lockstep import cli
 from lockstep.kernel.errors import FileError, LaunchEnvironmentError, RankError, UsageError
 from lockstep.launcher import launch_script as launch_script_module
 from lockstep.launcher import run_folder
-from lockstep.launcher.fork_server import check_open_files
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import launch_script
 from lockstep.launcher.listening_socket import DEFAULT_PORT
@@ -242,12 +241,6 @@ main()
 """
     done = warm.run([sys.executable, "-c", program, "runs"], cwd=tmp_path, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, b"", b"")
-
-
-def test_ranks_without_dev_null_are_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(os, "devnull", str(tmp_path / "null"))
-    with pytest.raises(UsageError, match=r"null cannot be opened \(No such file or directory\)"):
-        check_open_files(1)
 
 
 def test_only_rank_0_reads_standard_input(tmp_path):
@@ -516,12 +509,11 @@ def test_missing_targets_are_reported_before_anything_starts(
 
 def test_logs_that_cannot_be_written(run):
     Path("taken").write_text("")
-    with pytest.raises(FileError, match=r"^--log-dir taken cannot be used"):
+    with pytest.raises(FileError, match=r"^taken/train-\S+ cannot be created"):
         run("", flags="--log-dir taken")
     Path("runs").write_text("a file where the folder should be")
-    printed = run("print('works')", flags="-n 1")
-    assert printed.out == b"works\n"
-    assert b"lockstep: no logs are written: runs/train-" in printed.err
+    with pytest.raises(FileError, match=r"^runs/train-\S+ cannot be created .*--log-dir"):
+        run("", flags="-n 1")
 
 
 def test_options_from_variables(monkeypatch):
@@ -893,7 +885,7 @@ def test_a_run_that_is_running_is_not_continued(lockstep_run, monkeypatch):
         [sys.executable, "-c", USE, f"runs/{name}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as user:
         user.stdout.readline()
-        with pytest.raises(UsageError, match=rf"^runs/{name} is still in use after 0\.1 s, by pro"):
+        with pytest.raises(UsageError, match=rf"^runs/{name} is still in use after 0\.1 s \(the "):
             lockstep_run("--resume", name)
         assert lockstep_run("--resume", "auto", "train.py")[1][1] == "None"
         user.stdin.close()

@@ -46,7 +46,6 @@ from lockstep.launcher.channel import Channel, Message, open_channel
 from lockstep.launcher.huge_pages import collapse_memory
 from lockstep.launcher.rank_process import ForkedProcess, exit_process
 from lockstep.launcher.signals import ignore_requests
-from lockstep.launcher.user_modules import find_module_files
 
 __all__ = ["Server", "ignore_sigterm", "import_for_ranks", "main", "serve"]
 
@@ -351,7 +350,6 @@ def import_for_ranks(modules: Sequence[str]) -> None:
             importlib.import_module("torch._subclasses.schema_check_mode")  # by copies of the loss
         with contextlib.suppress(AttributeError):  # by init_process_group
             sys.modules["torch._dynamo.trace_rules"].clear_lru_cache()
-        find_module_files()  # by each run that is recorded
 
 
 def serve(channel: Channel, launcher: int) -> NoReturn:

@@ -95,20 +95,19 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The run folder of this launch; its `path` is None if there is no folder."""
+    """The run folder of this launch."""
 
-    path: Path | None
+    path: Path
     is_resumed: bool = False
     description: LaunchDescription | None = None
 
     def settle(self) -> RunFolder:
         """Return the folder with its final path, after the ranks: a trainer may have renamed it."""
-        path = None if self.path is None else remove_old_name(self.path)
-        return dataclasses.replace(self, path=path)
+        return dataclasses.replace(self, path=remove_old_name(self.path))
 
     def record(self, exit_status: int | None) -> None:
         """Write the launch's description; if that fails, print why and continue without it."""
-        if self.path is None or self.description is None:
+        if self.description is None:
             return
         description = dataclasses.replace(self.description, exit_status=exit_status)
         try:
@@ -118,8 +117,6 @@ class RunFolder:
 
     def variables(self) -> dict[str, str]:
         """Return the environment variables that describe the folder to the ranks."""
-        if self.path is None:
-            return {}
         return {RUN: str(self.path.resolve()), **({RESUME: "1"} if self.is_resumed else {})}
 
 
@@ -163,11 +160,10 @@ def launch_script(
     finally:
         folder = folder.settle()
         folder.record(status)
-        if folder.path is not None:
-            release_run(folder.path)
+        release_run(folder.path)
         if has_stopped:
             log(_describe_stop(config, folder))
-    if not has_stopped and folder.path is not None:
+    if not has_stopped:
         linked = ", ".join(map(str, find_linked_runs(folder.path)))
         log(f"the run is in {folder.path}" + (f", its record in {linked}" if linked else ""))
     return status
@@ -216,10 +212,7 @@ def _launch(
 
 
 def _describe_stop(config: LaunchConfig, folder: RunFolder) -> str:
-    if folder.path is None:
-        return "stopped on request"
-    words = ["lockstep", "run", "--resume", str(folder.path)]
-    command = shlex.join(words)
+    command = shlex.join(["lockstep", "run", "--resume", str(folder.path)])
     if folder.description is not None and folder.description.is_redacted:
         command += " SCRIPT ARGUMENTS (they contain a secret, which is not stored)"
     where = " on every host, with the same options" if config.nnodes > 1 else ""
@@ -244,8 +237,7 @@ def _open_run_folder(config: LaunchConfig) -> RunFolder:
         wait_until_free(resumed)
     if resumed is None:
         path = _make_log_folder(config)
-        if path is not None:
-            wait_until_free(path)
+        wait_until_free(path)
         if config.resumes_newest:
             log(f"--resume auto: {parent} has no run of this command to continue; a new one starts")
         return RunFolder(path, description=description)
@@ -258,20 +250,18 @@ def _open_run_folder(config: LaunchConfig) -> RunFolder:
     return RunFolder(resumed, is_resumed=True, description=own)
 
 
-def _make_log_folder(config: LaunchConfig) -> Path | None:
-    """Make the run's folder; return None if the default location is not writable."""
+def _make_log_folder(config: LaunchConfig) -> Path:
+    """Make the run's folder."""
     stem = config.target.rpartition(".")[2] if config.kind == "module" else Path(config.target).stem
     name = config.name or name_run(stem or "run")
     parent = Path(config.log_dir) if config.log_dir is not None else Path(RUNS)
     try:
         path = create_numbered_folder(parent, name)
     except OSError as error:
-        if config.log_dir is not None:
-            raise FileError(
-                f"--log-dir {config.log_dir} cannot be used: {error.strerror}"
-            ) from None
-        log(f"no logs are written: {parent}/{name} cannot be created ({error.strerror})")
-        return None
+        raise FileError(
+            f"{parent}/{name} cannot be created ({error.strerror}): give a folder that you can "
+            f"write to with --log-dir"
+        ) from None
     if config.name not in (None, path.name):
         log(f"{parent / name} holds an earlier run: this one is in {path}")
     return path
@@ -372,7 +362,7 @@ def _open_output(config: LaunchConfig, local_rank: int, rank: int, folder: RunFo
     is_shown = config.shown is None or local_rank in config.shown
     stdout = sys.stdout.buffer if is_shown and config.shows_stdout else None
     stderr = sys.stderr.buffer if is_shown else None
-    log_file = None if folder.path is None else folder.path / f"rank-{rank}.log"
+    log_file = folder.path / f"rank-{rank}.log"
     prefixed = config.nprocs * config.nnodes > 1 or config.is_elastic
     separator = None
     if folder.is_resumed:

@@ -28,13 +28,13 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.files import lock_file, make_folder, open_or_create, replace_file
 from lockstep.kernel.errors import FileError, UsageError
-from lockstep.launcher.environment import LAUNCHER, read_rank_info
+from lockstep.launcher.environment import LAUNCHER
 from lockstep.launcher.failure_attribution import read_stat
 from lockstep.launcher.kernel_variables import is_portable_requested
 from lockstep.redaction import redact
@@ -79,7 +79,6 @@ KINDS = ("script", "module", "program")
 LOCK_FILE = "run.lock"
 EXIT_TIMEOUT = 10.0  # seconds that an interrupted run's processes have to exit
 POLL = 0.02  # seconds between two attempts to take the lock
-MOST_NAMED = 8  # processes in a message
 
 
 def is_resuming() -> bool:
@@ -158,40 +157,29 @@ def describe_launch(
 def command_words(environ: Mapping[str, str], argv: Sequence[str]) -> list[str]:
     """Return the words of the shell command that started this rank's program.
 
-    The command of `lockstep run` is read from the run folder. For other launchers it is
-    reconstructed from their environment variables, without options that these do not contain.
-
     Args:
         environ: The environment variables of the rank.
         argv: The arguments of its program, as `sys.argv`.
 
     Returns:
-        The words; `argv` alone in a program that no launcher started.
+        The words; `argv` alone if `lockstep run` has not started the program.
     """
     launched = None
     if environ.get(RUN):
         with contextlib.suppress(UsageError):  # damaged
             launched = read_description(Path(environ[RUN]))
-    if launched is not None:
-        hosts = []
-        if launched.nnodes > 1:
-            hosts = ["--nnodes", str(launched.nnodes), "--master-addr", environ["MASTER_ADDR"]]
-        kind = {"module": ["-m"], "program": ["--no-python"]}.get(launched.kind, [])
-        ranks = ["-n", str(launched.nprocs)]
-        if launched.min_nprocs is not None:
-            ranks = ["--min", str(launched.min_nprocs), "--max", str(launched.nprocs)]
-        portable = ["--portable"] if launched.portable else []
-        words = ["lockstep", "run", *ranks, *hosts, *portable, *kind]
-        return [*words, launched.target, *launched.arguments]
-    here = read_rank_info(environ)
-    if here.launcher == "torchrun":
-        words = ["torchrun", "--nproc-per-node", str(here.local_world_size)]
-        if not here.is_single_host:
-            words += ["--nnodes", str(here.world_size // here.local_world_size)]
-        return [*words, *argv]
-    if here.launcher in ("mpiexec", "srun"):
-        return [here.launcher, "-n", str(here.world_size), "python", *argv]
-    return list(argv)
+    if launched is None:
+        return list(argv)
+    hosts = []
+    if launched.nnodes > 1:
+        hosts = ["--nnodes", str(launched.nnodes), "--master-addr", environ["MASTER_ADDR"]]
+    kind = {"module": ["-m"], "program": ["--no-python"]}.get(launched.kind, [])
+    ranks = ["-n", str(launched.nprocs)]
+    if launched.min_nprocs is not None:
+        ranks = ["--min", str(launched.min_nprocs), "--max", str(launched.nprocs)]
+    portable = ["--portable"] if launched.portable else []
+    words = ["lockstep", "run", *ranks, *hosts, *portable, *kind]
+    return [*words, launched.target, *launched.arguments]
 
 
 def write_description(folder: Path, description: LaunchDescription) -> None:
@@ -461,7 +449,7 @@ def wait_until_free(folder: str | os.PathLike[str], timeout: float = EXIT_TIMEOU
         timeout: Seconds to wait.
 
     Raises:
-        UsageError: Other processes still use it after `timeout` seconds; they are named.
+        UsageError: Other processes still use it after `timeout` seconds.
     """
     descriptor = _open_lock(folder)
     if descriptor is None:
@@ -528,47 +516,23 @@ def _belongs_to_launcher(folder: str | os.PathLike[str]) -> bool:
     return bool(given) and Path(given or "").resolve() == Path(folder).resolve()
 
 
-# --- the processes that hold a lock, on Linux -------------------------------------------------
-
-
 def _make_error(folder: str | os.PathLike[str], descriptor: int, timeout: float) -> UsageError:
-    """Close the descriptor, and return an error that names the processes that use the run."""
-    inode = _inode(descriptor)
+    """Close the descriptor, and return an error that names the process that has claimed the run."""
+    host, pid, *_ = [*os.pread(descriptor, 1 << 12, 0).decode(errors="replace").split(), "", ""]
     os.close(descriptor)
-    names = {pid: _command_name(pid) for pid in _find_holders(inode)}
-    if not names:
-        return UsageError(
-            f"{os.fspath(folder)} is still in use after {timeout:g} s, by processes of another "
-            f"host, container or user; continue it when they have exited"
-        )
-    shown = [f"{pid} ({name})" for pid, name in list(names.items())[:MOST_NAMED]]
-    more = len(names) - len(shown)
-    listed = ", ".join(shown) + (f" and {more} more" if more else "")
+    claimed = f" (the last one to begin or continue it was process {pid} on {host})" if pid else ""
     return UsageError(
-        f"{os.fspath(folder)} is still in use after {timeout:g} s, by "
-        f"process{'es' if len(names) > 1 else ''} {listed}; wait until "
-        f"{'they exit' if len(names) > 1 else 'it exits'}, or run: kill "
-        f"{' '.join(map(str, list(names)[:MOST_NAMED]))}"
+        f"{os.fspath(folder)} is still in use after {timeout:g} s{claimed}: continue the run when "
+        f"its processes have exited"
     )
 
 
 def _is_held_by_ancestor(descriptor: int) -> bool:
+    """Return whether a process that started this one holds the lock (Linux)."""
     inode, pid = _inode(descriptor), os.getppid()
     while pid > 0 and not _holds_lock(pid, inode):
         pid = int((read_stat(pid) or ["", "0"])[1])
     return pid > 0
-
-
-def _find_holders(inode: Inode) -> Iterator[int]:
-    """Yield the processes that hold a lock on a file.
-
-    /proc/locks names only the process that took a lock, which may have exited before the
-    workers that inherited it; every holder shows the lock among its open files.
-    """
-    with contextlib.suppress(OSError):
-        for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
-            if _holds_lock(pid, inode):
-                yield pid
 
 
 def _holds_lock(pid: int, inode: Inode) -> bool:
@@ -584,10 +548,3 @@ def _holds_lock(pid: int, inode: Inode) -> bool:
                     if "\nlock:" in lines:
                         return True
     return False
-
-
-def _command_name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except OSError:
-        return "exited"

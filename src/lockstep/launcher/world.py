@@ -138,11 +138,13 @@ def init(
             )
         return _current
     rank_info, store = read_rank_info(os.environ), None
-    if rank_info.unknown and not dist.is_initialized():
-        # Which device and backend are used depends on the ranks of this host.
+    is_joining = bool(os.environ.get(JOIN))
+    if not dist.is_initialized():
         comm.register()  # if torch has not called the entry point
         _check_arguments(backend, timeout)
-        store = wait_for_ranks(rank_info, timeout)
+        if not is_joining:
+            store = wait_for_ranks(rank_info, timeout)
+    if store is not None and rank_info.unknown:
         rank_info = find_place(store, rank_info)
     chosen = choose_device(device, rank_info)
     _configure_torch(threads, chosen)
@@ -153,22 +155,17 @@ def init(
         _unset_variables()
         raise
     if not dist.is_initialized():
-        comm.register()
         is_shared = False
-        if backend is None and JOIN not in os.environ and may_be_shared(chosen, rank_info):
-            if store is None:
-                store = wait_for_ranks(rank_info, timeout)
+        if backend is None and store is not None and may_be_shared(chosen, rank_info):
             is_shared = is_shared_by_ranks(chosen, store, rank_info)
         name = backend or default_backend(chosen, rank_info, is_shared)
-        if name == "lockstep" and JOIN not in os.environ and not rank_info.is_single_host:
-            if store is None:
-                store = wait_for_ranks(rank_info, timeout)
+        if name == "lockstep" and store is not None and not rank_info.is_single_host:
             is_requested = backend is not None or "LOCKSTEP_BACKEND" in os.environ
             name = _agree_on_backend(store, rank_info, is_requested)
         is_single_host = rank_info.is_single_host and not is_elastic_on_hosts(os.environ)
         declare_world(is_single_host)
         try:
-            if os.environ.get(JOIN):
+            if store is None:
                 _wait_alone(rank_info, name, timeout, chosen)
             else:
                 _join(rank_info, name, timeout, chosen, store)
@@ -176,7 +173,7 @@ def init(
             _unset_variables()
             raise
     _current, _arguments = _describe_world(rank_info, chosen), arguments
-    if os.environ.get(JOIN):
+    if is_joining:
         # The rank that it will have, so that a script does not take it for rank 0.
         _current = replace(
             _current,
@@ -367,7 +364,6 @@ def rejoin(store: Store, rank: int, world_size: int, hosts: Sequence[int] = ()) 
 
 def _wait_alone(rank_info: RankInfo, backend: str, timeout: float, device: torch.device) -> None:
     """Form a world of one, until the process joins a round in its first call of a trainer."""
-    _check_backend(backend)
     if is_elastic_on_hosts(os.environ):
         _choose_interface(rank_info, None, device)
     if backend == "lockstep":
@@ -453,16 +449,13 @@ def _configure_torch(threads: int, device: torch.device) -> None:
 
 
 def _join(
-    rank_info: RankInfo, backend: str, timeout: float, device: torch.device, store: Store | None
+    rank_info: RankInfo, backend: str, timeout: float, device: torch.device, store: Store
 ) -> None:
-    _check_arguments(backend, timeout)
     if backend == "lockstep":
         # With this variable DistributedDataParallel allocates its buckets in the shared memory of
         # the backend.
         _set_variable("DDP_DISABLE_COMM_MEM", "0")
     started = time.monotonic()
-    if store is None:
-        store = wait_for_ranks(rank_info, timeout)
     if not _choose_interface(rank_info, store, device) and "gloo" in backend:
         raise RendezvousError(
             f"rank {rank_info.rank}: gloo connects the ranks of a host through the loopback "

@@ -22,7 +22,6 @@ from pathlib import Path
 
 from lockstep.files import create_file, make_folder
 from lockstep.launcher.stacks import is_user_code
-from lockstep.launcher.user_modules import find_module_files
 from lockstep.record.program import find_started_folder
 from lockstep.redaction import may_be_secret
 
@@ -70,6 +69,14 @@ def _find_files() -> list[str]:
     files = [*script, *find_module_files()]
     paths = (os.path.normpath(os.path.join(started, file)) for file in files)
     return [path for path in dict.fromkeys(paths) if is_user_code(path)]
+
+
+def find_module_files() -> list[str]:
+    """Return the `__file__` of each imported module of the program itself; some are relative."""
+    # A module may run code when its attributes are read, so only its dict is read.
+    found = [getattr(module, "__dict__", {}).get("__file__") for module in [*sys.modules.values()]]
+    files = [file for file in found if isinstance(file, str) and file.endswith(".py")]
+    return [file for file in files if is_user_code(file) or os.pardir in file]
 
 
 def locate_stored(folder: Path, path: str) -> Path:
