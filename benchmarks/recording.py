@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 from lockstep.record.progress import Progress
@@ -69,7 +70,7 @@ def turn(writers):
         given = fields(step)
         began = time.thread_time()
         for writer in writers:
-            writer.write("step", **given)
+            writer(**given)
         taken += time.thread_time() - began
     return taken / (STEP * STEPS_A_TURN)
 
@@ -77,8 +78,10 @@ def turn(writers):
 def shares():
     """Return the shares that the recorder, and recorder and progress take, turn by turn."""
     with tempfile.TemporaryDirectory() as folder, Recorder(Path(folder)) as recorder:
-        progress = Progress(epochs=1, steps=STEPS_A_TURN * TURNS, stream=io.StringIO())
-        turns = [(turn([recorder]), turn([recorder, progress])) for _ in range(TURNS)]
+        progress = Progress(epochs=1, stream=io.StringIO())
+        progress.begin_epoch(0, STEPS_A_TURN * TURNS, 0)
+        write = partial(recorder.write, "step")
+        turns = [(turn([write]), turn([write, progress.step])) for _ in range(TURNS)]
     return zip(*turns, strict=True)
 
 

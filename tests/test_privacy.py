@@ -9,7 +9,6 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-import records
 import warm
 from lockstep.cli import cli
 from lockstep.record.run_environment import recorded_variables
@@ -134,32 +133,6 @@ def test_no_secret_is_in_anything_that_a_run_writes(place):
     assert header["environment"]["variables"]["NCCL_DEBUG"] == "WARN"
     assert b"failed after: " in contents[record].splitlines()[-1]
     assert b"[redacted]" in contents[place / "writer.txt"]
-
-
-OLD = {
-    "command": ["train.py", *ARGUMENTS],
-    "options": {"api_key": "planted-option", "url": "redis://:planted-url@host"},
-    "environment": {"hostname": "elsewhere", "variables": ENVIRONMENT},
-}
-
-
-@pytest.mark.parametrize("command", [
-    ["report", "night", "-o", "-"],
-    ["compare", "night", "plain"],
-    ["compare", "night", "plain", "--json"],
-    ["runs", "--json"],
-    ["runs"],
-], ids=" ".join)  # fmt: skip
-def test_secrets_that_an_older_version_wrote_are_not_shown(tmp_path, monkeypatch, command):
-    monkeypatch.chdir(tmp_path)
-    *lines, end = records.whole(**OLD)
-    lines.append({"kind": "warning", "t": 1, "rank": 0, "message": "--token planted-warning"})
-    failed = end | {"state": "failed", "message": "password=planted-message"}
-    records.write(tmp_path / "runs" / "night", [*lines, failed])
-    records.write(tmp_path / "runs" / "plain", records.whole())
-    done = CliRunner().invoke(cli, command, catch_exceptions=False)
-    assert done.exit_code == 0
-    assert "planted" not in done.output
 
 
 def test_the_doctor_redacts_secrets(monkeypatch):

@@ -746,8 +746,9 @@ import os
 from lockstep.record.progress import Progress
 if os.environ["RANK"] == "0":
     now = 0.0
-    progress = Progress(epochs=2, steps=3, title="[mine]", clock=lambda: now)
+    progress = Progress(True, epochs=2, title="[mine]", clock=lambda: now)
     for epoch in range(2):
+        progress.begin_epoch(epoch, 3, 0)
         for step in range(3):
             now += 1.0
             progress.step(epoch=epoch, loss=0.5, samples=8, metrics={"accuracy": 0.5})

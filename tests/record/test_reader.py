@@ -11,11 +11,10 @@ import time
 import numpy as np
 import pytest
 
-import records
 from lockstep.kernel.errors import FileError, UsageError
 from lockstep.record import reader
 from lockstep.record.format import RECORD_FILE, TIME_CATEGORIES
-from lockstep.record.reader import read_ends, read_run
+from lockstep.record.reader import read_run
 from lockstep.record.recorder import Recorder
 
 HEADER = {
@@ -181,18 +180,6 @@ def test_the_state_on_another_host_depends_on_the_age_of_the_record(tmp_path, ag
     assert read_run(tmp_path).state == state
 
 
-def test_only_the_ends_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "TAIL_BYTES", 3000)
-    lines = [records.HEADER, *map(records.step, range(500)), records.epoch(49), records.END]
-    place = records.write(tmp_path, lines)
-    run = read_ends(place)
-    assert run.header == records.HEADER
-    assert run.end == records.END
-    assert 5 < len(run.steps) < 20
-    assert run.steps.step[-1] == 499
-    assert run.remarks == []
-
-
 def resume(number, epochs=0, **fields):
     return {"kind": "resume", "t": 3.0, "step": number, "epochs": epochs} | fields
 
@@ -340,34 +327,3 @@ def test_the_line_at_which_rank_0_was_killed_is_no_remark_before_a_round(tmp_pat
     run = read_run(tmp_path)
     assert run.steps.loss.tolist() == [1.0] * 3 + [2.0] * 3
     assert (run.state, run.remarks) == ("done", [])
-
-
-@pytest.mark.parametrize("after", [0, 5, 400])
-def test_the_ends_of_a_record_with_rounds(tmp_path, monkeypatch, after):
-    monkeypatch.setattr(reader, "TAIL_BYTES", 3000)
-    lines = [HEADER, *steps(0, 300), new_round(1, 299), *steps(299, 299 + after)]
-    whole, run = read_run(written(tmp_path, lines)), read_ends(tmp_path)
-    assert whole.steps.step.tolist() == list(range(299 + after))
-    assert run.steps.step[-1] == whole.steps.step[-1]
-    assert run.steps.step.tolist() == sorted(set(run.steps.step.tolist()))
-    assert run.rounds == (whole.rounds if after < 400 else [])
-
-
-@pytest.mark.parametrize("after", [0, 5, 400])
-def test_the_ends_of_a_resumed_record(tmp_path, monkeypatch, after):
-    """Whether the resumption lies in the part that is read or before it."""
-    monkeypatch.setattr(reader, "TAIL_BYTES", 3000)
-    lines = [
-        *(HEADER, *steps(0, 100), {"kind": "epoch", "epoch": 0}, *steps(100, 200)),
-        *({"kind": "epoch", "epoch": 1}, *steps(200, 300), END | {"state": "failed"}),
-        resume(150, 1, layout={"world_size": 3}, environment={"hostname": "elsewhere"}),
-        *steps(150, 150 + after),
-    ]
-    run, whole = read_ends(written(tmp_path, lines)), read_run(tmp_path)
-    assert whole.steps.step.tolist() == list(range(150 + after))
-    assert (len(run.steps) < 100) == (after == 400), "the record was read completely or not"
-    assert run.steps.step[-1] == whole.steps.step[-1] == 149 + after
-    assert (run.state, run.end, run.layout) == ("running", None, {"world_size": 3})
-    assert run.resumes == whole.resumes
-    if after < 400:
-        assert run.epochs == whole.epochs == [{"kind": "epoch", "epoch": 0}]

@@ -2,7 +2,7 @@
 
 The reader tolerates a truncated last line, lines that are not JSON, unknown kinds and
 fields, missing fields and newer versions, and lists skipped lines in `Run.remarks`.
-Secrets that an older version wrote are redacted, and control characters are escaped.
+Control characters are escaped.
 
 A line "resume" rewinds the lines before it, so that the run reads as if it had never been
 interrupted: steps from the resumed step on are dropped, and so are later epochs and
@@ -43,15 +43,12 @@ from lockstep.record.columns import (
     parse_steps,
 )
 from lockstep.record.format import RECORD_FILE, RECORD_VERSION
-from lockstep.redaction import redact
 
-__all__ = ["Run", "State", "open_record", "read_ends", "read_run"]
+__all__ = ["Run", "State", "open_record", "read_run"]
 
 State = Literal["done", "failed", "stopped", "running", "died"]
 
 BLOCK_BYTES = 1 << 17  # bytes read at a time: the parsed lines of a block stay in the cache
-TAIL_BYTES = 1 << 17  # bytes at the end of a record that `read_ends` reads
-RESUME_MARK, ROUND_MARK = b'"resume"', b'"round"'
 KEPT = ("epoch", "warning", "audit", "checkpoint", "resume", "round", "log")
 REWINDING = ("resume", "round")  # the kinds of lines that rewind the lines before them
 SOURCES = re.compile(r"sources(-[0-9]+)?")  # never a folder outside of the run's
@@ -169,24 +166,9 @@ def read_run(folder: Path) -> Run:
         UsageError: There is no record.
         FileError: The record cannot be read, or the file is not a record.
     """
-    with _garbage_collection_paused():
-        return _parse_record(folder, RecordParser.parse_all)
-
-
-def read_ends(folder: Path) -> Run:
-    """Read only the first line, the resumptions and the last 128 KiB of a record.
-
-    Long records are read fast too: a million steps take 0.2 s. `steps`, `epochs`, `rounds` and
-    `checkpoints` then hold only the last few entries. If the last 128 KiB hold a resumption or the
-    beginning of a round, the record is read completely. Raises the same errors as `read_run`.
-    """
-    return _parse_record(folder, RecordParser.parse_ends)
-
-
-def _parse_record(folder: Path, parse: Callable[[RecordParser, BinaryIO], None]) -> Run:
     parser = RecordParser()
-    with open_record(folder) as file:
-        parse(parser, file)
+    with _garbage_collection_paused(), open_record(folder) as file:
+        parser.parse(file)
         is_free = lock_file(file.fileno(), fcntl.LOCK_SH)
         age = time.time() - os.fstat(file.fileno()).st_mtime
     path = Path(file.name)
@@ -229,30 +211,8 @@ class RecordParser:
         self.num_bad = 0
         self.is_truncated = False
 
-    def parse_ends(self, file: BinaryIO) -> None:
-        """Parse the first line of `file`, its lines "resume" and the lines in its last bytes."""
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        tail = size - TAIL_BYTES
-        if tail > TAIL_BYTES and not self._is_rewound_after(file, tail):
-            self._add(self._load([file.readline()]))
-            while file.tell() < tail:
-                block = file.read(min(BLOCK_BYTES, tail - file.tell())) + file.readline()
-                if RESUME_MARK in block:
-                    marked = [line for line in block.split(b"\n") if RESUME_MARK in line]
-                    self._add(list(filter(_is_resume, self._load(marked))))
-        self.parse_all(file)
-
-    def _is_rewound_after(self, file: BinaryIO, position: int) -> bool:
-        """Return whether a line after `position` may rewind, and seek to the file's beginning."""
-        file.seek(position)
-        text = file.read()
-        is_marked = RESUME_MARK in text or ROUND_MARK in text
-        file.seek(0)
-        return is_marked
-
-    def parse_all(self, file: BinaryIO) -> None:
-        """Parse `file` from its position to its end, one block of lines at a time."""
+    def parse(self, file: BinaryIO) -> None:
+        """Parse `file`, one block of lines at a time."""
         while lines := file.readlines(BLOCK_BYTES):
             if not lines[-1].endswith(b"\n") and not _is_json(lines[-1]):
                 self.is_truncated = True
@@ -308,7 +268,7 @@ class RecordParser:
         self.num_good += 1
         self.num_bad -= self.was_bad  # the process was killed while it wrote that line
         self.was_bad = False
-        line = _clean(line)
+        line = cast(Line, _escape(line))
         self.lines[kind].append(line)
         self.end = None
         step, epochs = as_float(line.get("step")), line.get("epochs")
@@ -344,13 +304,13 @@ class RecordParser:
     def _add_other(self, kind: str, line: Line) -> None:
         """Add a line that is not a step; unknown kinds are ignored."""
         if kind == "run" and not self.header:
-            self.header = _clean(line)
+            self.header = cast(Line, _escape(line))
         elif kind == "end":
-            self.end = _clean(line)
+            self.end = cast(Line, _escape(line))
         elif kind == "log":  # its image must stay as it is
-            self.lines[kind].append(line | {"name": _escape(redact(str(line.get("name"))))})
+            self.lines[kind].append(line | {"name": _escape(str(line.get("name")))})
         elif kind in KEPT:
-            self.lines[kind].append(_clean(line))
+            self.lines[kind].append(cast(Line, _escape(line)))
 
     def run(self, folder: Path, locked: bool | None, age: float) -> Run:
         """Return the run.
@@ -409,20 +369,12 @@ class RecordParser:
             yield f"{self.num_bad} lines of the record could not be read and were skipped."
 
 
-def _clean(line: Line) -> Line:
-    return cast(Line, _escape(redact(line)))
-
-
 def _escape(value: Any) -> Any:
     if isinstance(value, str):
         return escape_control(value)
     if isinstance(value, dict):
         return {escape_control(name): _escape(entry) for name, entry in value.items()}
     return [_escape(entry) for entry in value] if isinstance(value, list) else value
-
-
-def _is_resume(line: Any) -> bool:
-    return isinstance(line, dict) and line.get("kind") == "resume"
 
 
 def _is_json(line: bytes) -> bool:

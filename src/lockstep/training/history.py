@@ -21,7 +21,7 @@ from lockstep.model.evaluation import Evaluation
 from lockstep.record.format import RECORD_FILE
 from lockstep.record.logged_value import describe_value
 from lockstep.record.loggers import Logger
-from lockstep.record.progress import ScriptProgress
+from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
 from lockstep.redaction import redact
 from lockstep.training.step_usage import RankUsage
@@ -95,7 +95,7 @@ class History(StepHook):
         self,
         loggers: Sequence[Logger] = (),
         callbacks: Callback | Sequence[Callback] = (),
-        progress: ScriptProgress | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self.loggers = list(loggers)
         self.progress = progress
@@ -224,8 +224,6 @@ class History(StepHook):
             samples=steps.samples,
             seconds=steps.seconds,
         )
-        if self.progress is not None:
-            self.progress.epoch(**asdict(self._pending))
         return self._pending
 
     def notify(self, result: EpochResult) -> None:
@@ -260,9 +258,6 @@ class History(StepHook):
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Add an evaluation to the epoch that was just closed, or log that of averaged weights."""
         if self._pending is not None:
-            if self.progress is not None:
-                loss, metrics, ema = evaluation.loss, evaluation.metrics, evaluation.ema
-                self.progress.evaluation(loss, metrics, ema)
             self._pending = replace(self._pending, evaluation=evaluation)
             self.flush()
         elif evaluation.ema:
@@ -281,6 +276,8 @@ class History(StepHook):
         if pending is None:
             return
         self.epochs += 1
+        if self.progress is not None:
+            self.progress.epoch(**asdict(pending))
         if self.loggers or self._backlog is not None:
             memory = [] if self._usage is None else self._usage.list_memory()
             self.write("epoch", **_without_none(asdict(pending)), memory_bytes=memory)

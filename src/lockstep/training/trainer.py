@@ -43,7 +43,7 @@ from lockstep.model.loss_check import LossCheckHook
 from lockstep.model.time_first import TimeFirstWarning
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.record.loggers import Logger
-from lockstep.record.progress import ScriptProgress
+from lockstep.record.progress import Progress
 from lockstep.training.call_hints import explain_calls
 from lockstep.training.compatibility import describe_run
 from lockstep.training.epoch import Epoch
@@ -241,7 +241,7 @@ class Trainer:
         self.metrics, self.seed = dict(metrics or {}), seed
         self._optimization, self._executor = setup.optimization, setup.executor
         self._position = begin_position(seed, self.parallel.group)
-        display = ScriptProgress(bool(progress)) if is_rank0 and progress is not False else None
+        display = Progress(bool(progress)) if is_rank0 and progress is not False else None
         self.history = History(callbacks=callbacks, progress=display)
         self._state = TrainingState(
             self.module,
@@ -811,7 +811,7 @@ class Trainer:
     ) -> None:
         """Make this rank the new rank 0: write to the loggers, and show the progress."""
         if progress is not False:
-            self.history.progress = ScriptProgress(bool(progress))
+            self.history.progress = Progress(bool(progress))
         self._run.promote(loggers)
 
     def _make_agree(self, what: Callable[[], str]) -> GatherFn:

@@ -50,9 +50,9 @@ def open_resumed(run: str, runs: str) -> Run:
 def _read_recorded(folder: Path) -> Run:
     """Return a run with its options; raise UsageError if it is not a run of a recipe."""
     from lockstep.record.columns import as_dict
-    from lockstep.record.reader import read_ends
+    from lockstep.record.reader import read_run
 
-    recorded = read_ends(folder)
+    recorded = read_run(folder)
     if as_dict(recorded.latest("options")).get("recipe") not in NAMES:
         raise UsageError(
             f"{folder} is not a run of `lockstep train`, so its options are not known; continue "

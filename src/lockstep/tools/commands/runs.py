@@ -28,8 +28,7 @@ def command(folder: str, as_json: bool) -> None:
 
     FOLDER is `runs` by default. The table shows the state, recipe, layout, last loss and
     metrics, the samples per second and the digest of the weights. The commands that resume
-    runs which ended early follow below it, for runs with a checkpoint. Only the beginning and
-    the end of each record are parsed, so long runs are listed fast.
+    runs which ended early follow below it, for runs with a checkpoint.
     """
     parent = Path(folder)
     if not parent.is_dir():
@@ -83,14 +82,14 @@ def list_runs(folder: Path) -> list[ListedRun]:
     """Return the runs in `folder`, the oldest first."""
     from lockstep.launcher.run_folder import is_link_to_sibling
     from lockstep.record.format import RECORD_FILE
-    from lockstep.record.reader import read_ends
+    from lockstep.record.reader import read_run
     from lockstep.tools.report.summary import summarize
 
     runs = []
     for run_folder in folder.iterdir():
         if (run_folder / RECORD_FILE).exists() and not is_link_to_sibling(run_folder):
             try:
-                runs.append(ListedRun(run_folder.name, summarize(read_ends(run_folder))))
+                runs.append(ListedRun(run_folder.name, summarize(read_run(run_folder))))
             except LockstepError as error:
                 runs.append(ListedRun(run_folder.name, None, str(error)))
     return sorted(runs, key=lambda run: (run.summary.started if run.summary else "", run.name))

@@ -26,7 +26,6 @@ from lockstep.model.evaluation import Evaluation
 from lockstep.model.forward import accuracy
 from lockstep.pipeline.partitioner import PipelineConfig
 from lockstep.record.program import describe_program
-from lockstep.record.progress import Progress
 from lockstep.record.recorder import Recorder
 from lockstep.training.optimizer_config import OptimizerConfig
 from lockstep.training.trainer import Trainer
@@ -121,8 +120,12 @@ def train(options: Options, folder: str) -> dict[str, Any]:
         loggers=_make_loggers(options, folder, steps, samples),
         callbacks=lambda result: taken.append(result.samples),
         checkpoint=CheckpointConfig(every_steps=options.checkpoint_every),
-        progress=False,  # rank 0 has one among its loggers
+        progress=not options.quiet,
     ) as trainer:
+        if (progress := trainer.history.progress) is not None:
+            layout, backend = _layout(current_world().world_size, options), current_world().backend
+            progress.title = f"{options.recipe}, {layout}, {backend}"
+            progress.epochs = options.epochs
         for epoch in range(options.epochs):
             for batch in trainer.batches(
                 training, options.batch_size, epoch=epoch, num_workers=options.workers
@@ -172,11 +175,8 @@ def _join(options: Options) -> Options:
 
 def _make_loggers(options: Options, folder: str, steps: int, samples: int) -> list[Any]:
     """Return the loggers of this rank, for epochs of `steps` steps and `samples` samples."""
-    world = current_world()
-    if world.rank != 0:
+    if current_world().rank != 0:
         return [Path(folder)]
-    title = f"{options.recipe}, {_layout(world.world_size, options)}, {world.backend}"
-    shown = [] if options.quiet else [Progress(epochs=options.epochs, steps=steps, title=title)]
     metadata = {
         "recipe": options.recipe,
         "program": describe_program("recipe", options.recipe),
@@ -185,7 +185,7 @@ def _make_loggers(options: Options, folder: str, steps: int, samples: int) -> li
         "steps_per_epoch": steps,
         "samples": samples,
     }
-    return [Recorder(Path(folder), metadata), *shown]
+    return [Recorder(Path(folder), metadata)]
 
 
 def _summarize(options: Options, evaluation: Evaluation) -> dict[str, Any]:
