@@ -66,7 +66,7 @@ REFUSED = {
     load_by_assignment: "parameter 0.weight was replaced",
     add_parameters: "parameter 2.scale was added",
     remove_block: "module 2 (Linear) was replaced",
-    change_strides: "strides of the parameter 2.weight changed from (6, 1) to (1, 6)",
+    change_strides: "the parameter 2.weight changed from float32[6, 6] with strides (6, 1)",
 }
 
 
@@ -111,8 +111,8 @@ FOLLOWED = {  # and in which layouts not
     give_other_memory: {"shared": "was given other memory"},
     convert_and_back: {"shared": "was given other memory", "stages": "weight was replaced"},
     change_dtype: {
-        "plain": "dtype of the parameter 2.weight changed from torch.float32 to torch.float64",
-        "shared": "dtype of the parameter 2.weight changed from torch.float32 to torch.float64",
+        "plain": "the parameter 2.weight changed from float32[6, 6] with",
+        "shared": "the parameter 2.weight changed from float32[6, 6] with",
         "stages": "parameter 2.weight was replaced",
     },
     add_hook: {},

@@ -1,7 +1,7 @@
 """The calls of torch's operators in a step, as plain values.
 
 `lockstep.audit.operator_tracer` records them; `lockstep.audit.operator_difference`
-compares those of two runs. This module does not import torch.
+compares those of two runs.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lockstep.kernel.step_context import Phase
-from lockstep.model.fingerprint import Checksums
 
 if TYPE_CHECKING:
     import torch
@@ -55,8 +54,8 @@ class OperatorCall:
     phase: Phase
     microbatch: int | None
     unit: str
-    inputs: Checksums
-    outputs: Checksums
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
     arguments: str = ""
     generator: tuple[int, int] = (0, 0)
     input_types: tuple[str, ...] = ()

@@ -24,7 +24,6 @@ from difflib import SequenceMatcher
 from typing import Literal
 
 from lockstep.audit.operator_call import OperatorCall
-from lockstep.model.fingerprint import Checksums
 
 __all__ = ["OperatorDifference", "first_operator_difference"]
 
@@ -202,7 +201,7 @@ def _has_effect(call: OperatorCall) -> bool:
     return writes_model or (call.phase == "optimizer" and bool(call.outputs))
 
 
-def _first_unequal(a: Checksums, b: Checksums) -> int | None:
+def _first_unequal(a: Sequence[int], b: Sequence[int]) -> int | None:
     """Return the first position where two sequences differ; None if they are equal.
 
     A checksum of 0 is unknown, and counts as equal.

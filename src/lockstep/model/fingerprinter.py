@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ from lockstep.kernel.rng_scopes import is_in_backward
 from lockstep.kernel.step_context import Position, StepContext, StepObserver
 from lockstep.model.call_site import class_name
 from lockstep.model.compilation import is_compiled_in_place
-from lockstep.model.deferred_init import named_tensors
 from lockstep.model.fingerprint import Checksums, StepFingerprint, TrainerFingerprint
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.sharded_tensors import gather
@@ -147,11 +147,8 @@ class Fingerprinter(StepObserver):
 
     def _state(self) -> dict[str, int]:
         """Return the checksums of the parameters and buffers that are on this rank."""
-        hashes = {
-            _plain(name): _checksum(tensor)
-            for name, tensor in named_tensors(self._model).items()
-            if not tensor.is_meta
-        }
+        tensors = chain(self._model.named_parameters(), self._model.named_buffers())
+        hashes = {_plain(name): _checksum(one) for name, one in tensors if not one.is_meta}
         for root, module in self._buffers_of.items():
             hashes |= {
                 _plain(name): checksum(buffer) for name, buffer in module.named_buffers(root)

@@ -34,9 +34,6 @@ __all__ = ["HeldParameters", "explain_write"]
 SAMPLE = 64
 """The bytes per sample of a parameter's memory."""
 
-PROPERTIES = ("shape", "dtype", "device", "strides")
-"""What must not change in a parameter."""
-
 INPUT = "input"
 """The place of a leaf that no optimizer has."""
 
@@ -300,19 +297,14 @@ class HeldParameters:
     def _explain_memory(self, pointers: list[int]) -> str:
         """Name a parameter whose memory changed in a way that the Trainer cannot follow."""
         for number, parameter in enumerate(self._tensors):
-            name, held, now = (
-                self._names[number],
-                self._layouts[number],
-                _describe_layout(parameter),
-            )
             if id(parameter) not in self._own:
                 continue
-            for what, old, new in zip(PROPERTIES, held, now, strict=True):
-                if old != new:
-                    return (
-                        f"the {what} of the parameter {name} changed from {old} to {new} after the "
-                        "Trainer was made: convert the model before you make the Trainer"
-                    )
+            name, held = self._names[number], self._layouts[number]
+            if (now := _describe_layout(parameter)) != held:
+                return (
+                    f"the parameter {name} changed from {held} to {now} after the Trainer was "
+                    "made: convert the model before you make the Trainer"
+                )
             if self._is_shared and pointers[number] != self._pointers[number]:
                 return (
                     f"the parameter {name} was given other memory, such as by assigning to .data "
@@ -398,9 +390,9 @@ def _find_leaves(root: torch.Tensor) -> list[torch.Tensor]:
     return leaves
 
 
-def _describe_layout(parameter: torch.Tensor) -> tuple[Any, ...]:
-    device, shape = parameter.device, tuple(parameter.shape)
-    return shape, parameter.dtype, device, parameter.stride()
+def _describe_layout(parameter: torch.Tensor) -> str:
+    kind, shape = str(parameter.dtype).removeprefix("torch."), list(parameter.shape)
+    return f"{kind}{shape} with strides {parameter.stride()} on {parameter.device}"
 
 
 def _find_samples(parameter: torch.Tensor) -> Iterator[memoryview]:

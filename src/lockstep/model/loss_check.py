@@ -32,7 +32,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lockstep.data.microbatch import Microbatch, halve_samples, join_samples, map_tensors
 from lockstep.kernel.loss_weights import is_sum
 from lockstep.kernel.seeds import isolated
-from lockstep.kernel.splitting import split_evenly
 from lockstep.kernel.step_context import IGNORED_TARGETS, NOT_ADDITIVE, StepContext, StepObserver
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.model.forward import compute_loss, split_targets
@@ -111,7 +110,7 @@ class LossCheck(StepObserver):
         return checked
 
     def _check(self, microbatch: Microbatch, whole: Part) -> None:
-        sizes = [len(span) for span in split_evenly(max(2, microbatch.size), 2)]
+        half = max(2, microbatch.size) // 2
         if microbatch.size > 1:
             parts = halve_samples(whole, microbatch.size)
         elif self._single is None:
@@ -120,6 +119,7 @@ class LossCheck(StepObserver):
         else:
             parts, self._single = [self._single, whole], None
             whole = join_samples(*parts)
+        sizes = [max(2, microbatch.size) - half, half]
         weights = list(map(self._weigh, parts, sizes))
         counted = [part for part, weight in zip(parts, weights, strict=True) if weight]
         values = self._compute([whole, *counted])

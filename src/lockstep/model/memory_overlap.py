@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from itertools import islice
 
 import torch
 from torch import nn
@@ -25,9 +25,6 @@ __all__ = ["allocate_repeated", "find_overlaps", "find_parameter_overlaps", "fin
 OWN_REFERENCES = 2
 """The references to the memory of a parameter: its own, and that of the storage object."""
 
-Geometry = tuple[tuple[int, ...], tuple[int, ...], int]
-"""The shape, the strides in elements, and the bytes per element."""
-
 
 def find_overlaps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Return the pairs of tensors, by position, that overlap in memory.
@@ -35,21 +32,18 @@ def find_overlaps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     Tensors without elements, on the meta device or of a sparse layout overlap no other.
     """
     extents = sorted(
-        (str(tensor.device), *_extent(tensor), number)
+        (str(tensor.device), tensor.data_ptr(), number)
         for number, tensor in enumerate(tensors)
         if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel()
     )
     pairs: list[tuple[int, int]] = []
-    open_: list[tuple[str, int, int, int]] = []
-    for extent in extents:
-        device, begin, _, number = extent
-        open_ = [earlier for earlier in open_ if earlier[0] == device and earlier[2] > begin]
-        pairs += [
-            (min(other, number), max(other, number))
-            for _, start, _, other in open_
-            if _meet(begin - start, _geometry(tensors[other]), _geometry(tensors[number]))
-        ]
-        open_.append(extent)
+    for index, (device, begin, number) in enumerate(extents):
+        end = begin + _span(tensors[number])
+        for other_device, other_begin, other in islice(extents, index + 1, None):
+            if other_device != device or other_begin >= end:
+                break
+            if _meet(other_begin - begin, tensors[number], tensors[other]):
+                pairs.append((min(number, other), max(number, other)))
     return sorted(pairs)
 
 
@@ -139,8 +133,8 @@ def allocate_repeated(modules: Mapping[str, nn.Module]) -> None:
 
 def _is_repeated(tensor: torch.Tensor) -> bool:
     """Return whether elements share memory, or have values other than those in memory."""
-    shape, strides, _ = _geometry(tensor)
-    is_expanded = any(n > 1 and not stride for n, stride in zip(shape, strides, strict=True))
+    extents = zip(tensor.shape, tensor.stride(), strict=True)
+    is_expanded = any(n > 1 and not stride for n, stride in extents)
     return bool(tensor.numel()) and (is_expanded or tensor.is_conj() or tensor.is_neg())
 
 
@@ -153,47 +147,23 @@ def _tensors_of(model: nn.Module, attributes: bool) -> Iterator[tuple[str, torch
                 yield f"{path}.{name}" if path else name, value
 
 
-def _geometry(tensor: torch.Tensor) -> Geometry:
-    return tuple(tensor.shape), tensor.stride(), tensor.element_size()
-
-
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses at which a tensor's elements begin and end."""
-    begin = tensor.data_ptr()
-    return begin, begin + _span(*_geometry(tensor))
-
-
-def _span(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> int:
+def _span(tensor: torch.Tensor) -> int:
     """Return the bytes from the first element to the end of the last."""
-    last = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    return (1 + last) * size
+    extents = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((n - 1) * stride for n, stride in extents)) * tensor.element_size()
 
 
-@lru_cache(maxsize=1024)
-def _meet(distance: int, one: Geometry, other: Geometry) -> bool:
+def _meet(distance: int, one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors have a byte in common; `other` begins `distance` bytes later."""
-    if not distance or (_dense(one) and _dense(other)):
+    if not distance or (one.is_contiguous() and other.is_contiguous()):
         return True
-    length = max(_span(*one), distance + _span(*other))
-    marks = torch.zeros(length, dtype=torch.bool)
+    marks = torch.zeros(max(_span(one), distance + _span(other)), dtype=torch.bool)
     _bytes_of(marks, 0, one).fill_(True)
     return bool(_bytes_of(marks, distance, other).any())
 
 
-def _dense(geometry: Geometry) -> bool:
-    """Return whether the elements fill the memory between the first and the last."""
-    shape, strides, _ = geometry
-    expected = 1
-    for stride, n in sorted(zip(strides, shape, strict=True)):
-        if n > 1 and stride:
-            if stride != expected:
-                return False
-            expected *= n
-    return True
-
-
-def _bytes_of(marks: torch.Tensor, begin: int, geometry: Geometry) -> torch.Tensor:
+def _bytes_of(marks: torch.Tensor, begin: int, tensor: torch.Tensor) -> torch.Tensor:
     """Return the view of `marks` for a tensor's bytes; repeated elements are marked once."""
-    shape, strides, size = geometry
-    shape = tuple(n if stride else 1 for n, stride in zip(shape, strides, strict=True))
+    size, strides = tensor.element_size(), tensor.stride()
+    shape = [n if stride else 1 for n, stride in zip(tensor.shape, strides, strict=True)]
     return marks.as_strided((*shape, size), (*(stride * size for stride in strides), 1), begin)
