@@ -51,15 +51,6 @@ def test_each_field_is_compared_and_the_first_one_is_named(fields, expected):
     assert find(changed(4, **fields)) == (expected and (4, *expected))
 
 
-def test_whether_all_micro_batches_differ():
-    some = first_record_difference(STEPS, changed(4, losses=(0.5, 0.125, None)))
-    every = first_record_difference(STEPS, changed(4, losses=(0.25, 0.125, 1.0)))
-    assert some is not None
-    assert some.is_partial
-    assert every is not None
-    assert not every.is_partial
-
-
 def test_values_that_are_not_finite_are_compared_by_their_bits():
     nan = changed(4, norm=math.nan)
     assert find(nan, nan) is None

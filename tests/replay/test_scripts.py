@@ -250,11 +250,11 @@ def without_numbers(lines: list[str]) -> str:
 def test_the_page_about_replays_does_what_it_says(tmp_path):
     page = PAGE.read_text()
     script, commands = re.findall(r"```python[^\n]*\n(.*?)```", page, re.DOTALL)[0], blocks(page)
-    launch, replay, anomaly, debug = (each.split()[1:] for each in commands)
+    launch, replay, alone, debug = (each.split()[1:] for each in commands)
     shown = [without_numbers(each) for each in commands.values()]
     (tmp_path / "train.py").write_text(script)
     with contextlib.chdir(tmp_path):
-        outcomes = [CliRunner().invoke(cli, each) for each in (launch, replay, anomaly)]
+        outcomes = [CliRunner().invoke(cli, each) for each in (launch, replay, alone)]
         debugged = warm.run(
             [*warm.LOCKSTEP, *debug],
             input="\n".join(re.findall(r"\(Pdb\) (.*)", page)),
@@ -277,8 +277,8 @@ def test_the_page_about_replays_does_what_it_says(tmp_path):
     assert [line.replace(f"{tmp_path}/", "") for line in prompts[:4]] == expected
 
     for wrong, message in (
-        ([*debug, "-n", "2"], "on one rank: omit -n 2"),
-        ([*replay, "--anomaly"], "--anomaly needs --microbatch M"),
+        ([*debug, "-n", "2"], "on one rank: add --microbatch M, omit -n"),
+        ([*replay, "--pdb"], "add --microbatch M"),
     ):
         with contextlib.chdir(tmp_path), pytest.raises(UsageError, match=message):
             CliRunner().invoke(cli, wrong, catch_exceptions=False)

@@ -54,34 +54,17 @@ def replayed(samples: TensorDataset, end: Any = SessionComplete, **options: Any)
     return steps[0] if steps else ReplayedStep(0, 0, math.nan, math.nan, (), None, "")
 
 
-def test_the_first_module_with_a_value_that_is_not_finite_is_named():
+def test_the_samples_of_a_micro_batch_are_known():
     samples = replayed(SAMPLES).samples
     assert samples is not None
     assert len(set(samples)) == 6
-    inputs = SAMPLES.tensors[0].clone()
-    inputs[samples[2], 5] = math.nan
-    found = replayed(TensorDataset(inputs, SAMPLES.tensors[1]), anomaly=True)
-    assert found.samples == samples
-    first, second = found.remarks
-    assert first == (
-        "In forward, 0 (Linear) returned the first non-finite values, from inputs that are "
-        "non-finite, too"
-    )
-    assert second.startswith("In backward, Function ")
 
 
-def test_of_a_finite_micro_batch_it_is_said():
-    found = replayed(SAMPLES, anomaly=True)
-    assert found.remarks == ("No module returned a non-finite value, and no gradient is NaN",)
-
-
-def test_the_debugger_shows_frames_of_the_user_and_can_be_left(monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.StringIO("w\nq\n"))
+def test_the_debugger_stops_in_forward_and_can_be_left(monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("q\n"))
     replayed(SAMPLES, DebuggerLeft, debug=True)
     printed = capsys.readouterr()
     assert "micro-batch 1 has the samples " in printed.err
-    frames = [line for line in printed.out.splitlines() if line.startswith(("  /", "> "))]
-    assert Path(__file__).name in frames[-1]
-    assert "forward()" in frames[-1]
-    assert any("trainer.step(batch)" in line for line in printed.out.splitlines())
-    assert not any("/torch/" in line or "/src/lockstep/" in line for line in frames)
+    (frame,) = [line for line in printed.out.splitlines() if line.startswith("> ")]
+    assert Path(__file__).name in frame
+    assert "forward()" in frame

@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 from lockstep.model.fingerprint import Call, Checksums, StepFingerprint, TrainerFingerprint
 
 __all__ = [
-    "KINDS",
     "LayoutDifference",
     "RankFingerprint",
     "describe_kind",

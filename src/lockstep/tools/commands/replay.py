@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -42,11 +42,6 @@ MOST_NAMED = 16  # the largest number of samples in a sentence
     "--pdb", "debug", is_flag=True,
     help="Run the micro-batch under pdb, which stops where the model's forward begins.",
 )  # fmt: skip
-@click.option(
-    "--anomaly", is_flag=True,
-    help="Run the micro-batch in autograd's anomaly mode, which names the operation whose gradient "
-    "is NaN.",
-)  # fmt: skip
 @runs_option
 @click.option("--json", "as_json", is_flag=True, help=JSON_HELP)
 def command(
@@ -55,7 +50,6 @@ def command(
     microbatch: int | None,
     nprocs: int,
     debug: bool,
-    anomaly: bool,
     folder: str,
     as_json: bool,
 ) -> None:
@@ -67,7 +61,7 @@ def command(
     trainer; files that the program writes itself are written again.
 
     --microbatch compares the loss of that micro-batch. On one rank it is computed
-    alone, and can be inspected with --pdb and --anomaly.
+    alone, and can be inspected with --pdb.
 
     Exit status: 0 same bits; 1 different bits, nothing to compare with, or the replay
     failed; 2 usage error.
@@ -80,8 +74,8 @@ def command(
     from lockstep.tools.replay.replay_runner import run_program
     from lockstep.tools.replay.result import ReplayRequest
 
-    asked = {"--pdb": debug, "--anomaly": anomaly}
-    _require_alone([name for name, given in asked.items() if given], microbatch, nprocs)
+    if debug and (microbatch is None or nprocs > 1):
+        raise UsageError("--pdb shows one micro-batch on one rank: add --microbatch M, omit -n")
     recording = read_run(find_run(run, folder))
     for remark in recording.remarks:
         log(remark)
@@ -99,7 +93,6 @@ def command(
         step,
         layout,
         microbatch=microbatch,
-        anomaly=anomaly,
         debug=debug,
     )
     shown = escape_control(run)
@@ -111,14 +104,6 @@ def command(
     if as_json:
         click.echo(json.dumps(result.plain()))
     sys.exit(0 if result.equal else 1)
-
-
-def _require_alone(asked: Sequence[str], microbatch: int | None, nprocs: int) -> None:
-    """Raise UsageError if options for one micro-batch are given without one, or on more ranks."""
-    if asked and microbatch is None:
-        raise UsageError(f"{asked[0]} needs --microbatch M: it shows one micro-batch of the step")
-    if asked and nprocs > 1:
-        raise UsageError(f"{asked[0]} shows a micro-batch on one rank: omit -n {nprocs}")
 
 
 def _require_step(run: Run, recorded: Recorded, count: int, step: int) -> None:
@@ -190,14 +175,12 @@ def _print(result: ReplayComparison, state: str) -> None:
         said = f"{what}: the recorded run stopped here too ({recorded.failure})"
     else:
         said = f"{what}: the same bits (compared: {', '.join(result.compared)})"
-    remarks: tuple[str, ...] = ()
-    if result.replayed is not None:
-        remarks = result.replayed.remarks
-        if samples := result.replayed.samples:
-            more = ", ..." if len(samples) > MOST_NAMED else ""
-            listed = ", ".join(map(str, samples[:MOST_NAMED]))
-            remarks = (f"Samples of the micro-batch: {listed}{more}", *remarks)
-    for sentence in (said, *remarks):
+    sentences = [said]
+    if result.replayed is not None and (samples := result.replayed.samples):
+        more = ", ..." if len(samples) > MOST_NAMED else ""
+        listed = ", ".join(map(str, samples[:MOST_NAMED]))
+        sentences.append(f"Samples of the micro-batch: {listed}{more}")
+    for sentence in sentences:
         click.echo(escape_control("\n".join(wrap(f"{sentence}."))))
     if replay.details and result.replayed is None and not recorded.failure:
         click.echo(f"\n{escape_control(replay.details)}", err=True)

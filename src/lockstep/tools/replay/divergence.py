@@ -15,7 +15,6 @@ from lockstep.audit.operator_call import OperatorCall
 from lockstep.audit.operator_difference import OperatorDifference
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
 from lockstep.tools.check.difference import (
-    KINDS,
     LayoutDifference,
     RankFingerprint,
     describe_kind,
@@ -158,27 +157,17 @@ def find_in_records(recorded: RecordDifference | None, first: int, last: int) ->
         where = f"in one of the steps {first} to {last}" if first < last else f"in step {last}"
         sentence = f"the digests after step {last} differ, and the change came {where}"
         return Divergence(last, None, "digest", sentence)
-    values = f"{recorded.a} in the first run and {recorded.b} in the second"
-    number = f" {recorded.microbatch}" if recorded.microbatch is not None else ""
     if recorded.what == "batch":
         return Divergence(recorded.step, "data", "data", "the batch has other samples")
-    sentence = f"the {recorded.what}{number} is {values}"
-    if recorded.what != "norm":
-        is_missing = "none" in (recorded.a, recorded.b)
-        if is_missing:
-            sentence = KINDS["missing"]
-            return Divergence(recorded.step, "forward", "missing", sentence, recorded.microbatch)
-        # Different weights would have changed the losses of all micro-batches.
-        state = "" if recorded.is_partial else "the state before the step, "
-        sentence += f": {state}the data or the forward pass differs"
-        return Divergence(recorded.step, None, "loss", sentence, recorded.microbatch)
-    return Divergence(
-        recorded.step,
-        None,
-        "norm",
-        f"the losses agree, and the norm of the gradient is {values}: backward or the sum of the "
-        "gradients differs",
+    number = f" {recorded.microbatch}" if recorded.microbatch is not None else ""
+    sentence = (
+        f"the {recorded.what}{number} is {recorded.a} in the first run and {recorded.b} in the "
+        "second"
     )
+    if recorded.what == "norm":
+        sentence = f"the losses agree, and {sentence}"
+    what = "norm" if recorded.what == "norm" else "loss"
+    return Divergence(recorded.step, None, what, sentence, recorded.microbatch)
 
 
 def compare_microbatches(
@@ -259,25 +248,12 @@ def add_operator(
         "different state before the call",
         "call": f"{names[0]} is called in the {only} run only",
         "input": f"{names[0]} reads a value that no operator of the step wrote: it was made before "
-        "the step, or by a library other than torch",
+        "the step, or from outside of torch (by numpy, an extension, or a fault of the machine)",
     }
-    if difference.kind == "input" and all(
-        _is_written(calls, index, difference.position or 0)
-        for calls, index in ((a, difference.a), (b, difference.b))
-    ):
-        sentences["input"] = (
-            f"{names[0]} reads a value that no operator wrote: its memory was changed from outside "
-            "of torch (by numpy, by an extension, or by a fault of the machine)"
-        )
     if not call.inputs:
         sentences["output"] = (
             f"{names[0]} creates a tensor with different values (numbers in the source, or an "
             "array)"
-        )
-    elif any(0 in side.inputs for side in (ours, theirs) if side is not None):
-        sentences["output"] = (
-            f"{names[0]} computes a different result from inputs that agree as far as they are "
-            "known (some of their memory was not written by operators as a whole)"
         )
     if difference.kind == "call" and len(names) == 2:
         sentences["call"] = f"the first run calls {names[0]}, and the second {names[1]}"
@@ -293,14 +269,6 @@ def add_operator(
         a=ours,
         b=theirs,
     )
-
-
-def _is_written(calls: Sequence[OperatorCall], index: int | None, position: int) -> bool:
-    """Return whether a call of the step wrote to the memory of an input of a call."""
-    writer = -1 if index is None else calls[index].producers[position]
-    while writer >= 0 and not calls[writer].outputs:  # a view: look for the writer of its base
-        writer = max(calls[writer].producers, default=-1)
-    return writer >= 0
 
 
 def _direction(divergence: Divergence, reader: OperatorCall) -> Direction | None:

@@ -41,7 +41,6 @@ class RecordDifference:
         microbatch: The micro-batch; None if the difference is about the whole batch.
         a: The value of the first record, as text; "none" if it was not computed.
         b: The value of the second record.
-        is_partial: Whether some micro-batches have the same loss in both.
     """
 
     step: int
@@ -49,7 +48,6 @@ class RecordDifference:
     microbatch: int | None
     a: str
     b: str
-    is_partial: bool = False
 
 
 def first_record_difference(
@@ -116,11 +114,10 @@ def step_differences(a: Identified, b: Identified) -> Iterator[RecordDifference]
         yield RecordDifference(a.step, "batch", None, a.batch, b.batch)
     if a.losses and b.losses:
         pairs = [(_text(x), _text(y)) for x, y in zip_longest(a.losses, b.losses)]
-        is_partial = any(x == y for x, y in pairs)
         for number, (x, y) in enumerate(pairs):
             if x != y:
                 what = "loss of the micro-batch"
-                yield RecordDifference(a.step, what, number, x, y, is_partial)
+                yield RecordDifference(a.step, what, number, x, y)
     for what in ("loss", "norm"):
         ours, theirs = getattr(a, what), getattr(b, what)
         if None not in (ours, theirs) and _text(ours) != _text(theirs):

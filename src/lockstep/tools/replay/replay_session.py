@@ -115,7 +115,7 @@ class ReplayedTrainer:
             if not self._is_wanted(step):
                 return None
             trainer = self._trainer
-            return LoneMicrobatch(request, trainer.called, trainer.module, self._record_alone)
+            return LoneMicrobatch(request, trainer.called, self._record_alone)
         if request.level != "operators":
             return self._fingerprinter if self._is_wanted(step) else None
         record_graphs_as_operators()
@@ -164,7 +164,6 @@ class ReplayedTrainer:
         step: StepContext,
         loss: float | None,
         samples: tuple[int, ...] | None,
-        remarks: tuple[str, ...],
     ) -> None:
         """Record the micro-batch that was computed alone."""
         assert step.batch is not None
@@ -178,6 +177,5 @@ class ReplayedTrainer:
                 losses=tuple(losses),
                 batch=identity.samples or identity.checksum or None,
                 samples=samples,
-                remarks=remarks,
             )
         )

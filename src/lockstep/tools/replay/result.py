@@ -31,7 +31,6 @@ class ReplayRequest:
             computed alone, and the step is not finished. None for whole steps.
         kept: The index of the operator of the step `first` whose tensors are kept at level
             "operators"; None for none.
-        anomaly: Whether that micro-batch is computed in autograd's anomaly mode.
         debug: Whether that micro-batch is computed under pdb, in this terminal.
     """
 
@@ -42,7 +41,6 @@ class ReplayRequest:
     level: Level = "result"
     microbatch: int | None = None
     kept: int | None = None
-    anomaly: bool = False
     debug: bool = False
 
     @property
@@ -69,7 +67,6 @@ class ReplayedStep:
         kept: The tensors of the operator that the request names; None for none.
         samples: The dataset indices of the samples of the micro-batch that was computed alone;
             None if they are not known.
-        remarks: Sentences about the micro-batch that was computed alone.
     """
 
     step: int
@@ -84,7 +81,6 @@ class ReplayedStep:
     operators: list[OperatorCall] = field(default_factory=list)
     kept: KeptTensors | None = None
     samples: tuple[int, ...] | None = None
-    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
