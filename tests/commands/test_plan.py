@@ -80,6 +80,30 @@ def test_a_script_that_would_go_on_for_ever(plan, monkeypatch):
     assert "lockstep run -n 2 --nnodes 2 train.py 1000000" in result.stderr
 
 
+def test_a_model_that_does_not_fit_is_not_built(plan):
+    source = """
+def build(inputs, outputs):
+    assert torch.empty(0).is_meta
+    return nn.Linear(inputs, outputs, bias=False)
+
+blocks = [partial(build, 1_000_000, 1_000_000), partial(build, 1_000_000, 4)]
+data = torch.utils.data.TensorDataset(torch.zeros(16, 1), torch.zeros(16, dtype=torch.int64))
+trainer = ls.Trainer(blocks, nn.CrossEntropyLoss(), optimizer, microbatches=4)
+for inputs, targets in trainer.batches(data, 16):
+    trainer.step((inputs.expand(16, 1_000_000), targets))
+"""
+    result = plan(source, "--ranks", "4", "--json", "--", "")
+    assert result.exit_code == 1, result.output
+    measured = json.loads(result.stdout.splitlines()[-1])["measured"]
+    assert measured["is_computed"]
+    assert measured["blocks"] == [4 * 10**12, 16 * 10**6]
+    assert measured["parameters"] == measured["gradients"] == sum(measured["blocks"])
+    assert 0 <= measured["optimizer"] - 2 * measured["gradients"] < 64
+    assert measured["outputs"] == [4 * 4 * 10**6, 4 * 4 * 4]
+    assert "a step was computed without memory" in result.stderr
+    assert "No storage fits: the smallest, " in result.stderr
+
+
 def test_a_host_that_is_too_small(plan, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1_000_000))
     result = plan(TRAIN, "--ranks", "2", "9")

@@ -25,9 +25,10 @@ def test_what_the_backend_or_the_optimizer_excludes(monkeypatch, backend, make, 
     monkeypatch.setattr(memory_session, "world", lambda: SimpleNamespace(backend=backend))
     module = nn.Linear(4, 4)
     session = MemorySession([].append, ranks=2)
-    optimizers = [make(module.parameters(), lr=0.1)]
-    found = session.find_refusals(module, optimizers)
+    session.optimizers = [make(module.parameters(), lr=0.1)]
+    found = session.find_refusals(module)
     for storage, reason in {"shared": shared, "sharded": sharded}.items():
         assert (storage in found) == (reason is not None)
         assert found.get(storage, "").startswith(reason or "")
-    assert "shared" in session.find_refusals(module, optimizers * 2)
+    session.optimizers = [*session.optimizers] * 2
+    assert "shared" in session.find_refusals(module)

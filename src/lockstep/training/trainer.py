@@ -786,7 +786,6 @@ class Trainer:
             self._state.digest,
             self._state.optimizer_digest,
             self._optimization.local_state,
-            optimizers=self.optimizers,
         )
 
     def _record_finding(self, finding: Mapping[str, Any]) -> None:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from torch import nn
-from torch.optim import Optimizer
 
 from lockstep.kernel.step_context import Position, StepContext
 from lockstep.kernel.step_hooks import CommittedStep, StepHook, StepResult
@@ -55,7 +54,6 @@ class ObservedTrainer:
         optimizer_state: The function that returns the optimizer's state on this rank, by names
             such as "weight/exp_avg".
         is_exact: Whether it is a handle of `ls.exact`.
-        optimizers: Its optimizers; empty for a handle.
     """
 
     backend: str
@@ -67,7 +65,6 @@ class ObservedTrainer:
     optimizer_digest: Callable[[], str]
     optimizer_state: Callable[[], Mapping[str, Any]]
     is_exact: bool = False
-    optimizers: Sequence[Optimizer] = ()
 
 
 class RecordingObserver(Protocol):

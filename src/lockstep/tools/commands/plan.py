@@ -27,6 +27,11 @@ COLUMNS = (
 OPTIONAL = ("in memory", "network", "process", "activations")
 """Columns that a narrow terminal leaves out."""
 
+COMPUTED = (
+    "The model does not fit on this host, so a step was computed without memory: workspaces of "
+    "kernels, and memory that the allocator cannot use, are not counted."
+)
+
 
 @click.command(
     context_settings={"ignore_unknown_options": True, "help_option_names": ["-h", "--help"]}
@@ -53,8 +58,9 @@ def command(
     """Predict the memory that SCRIPT needs on R ranks of H hosts, in each storage.
 
     SCRIPT is run unchanged, with its ARGUMENTS, on one rank for a few training steps, which
-    measure parameters, gradients, optimizer state and activations, so the model must fit on this
-    host. The ranks and the hosts of the plan need not exist.
+    measure parameters, gradients, optimizer state and activations. If the model does not fit
+    on this host, and is given as a list of callables or on the meta device, it is not built: a
+    step is computed without memory. The ranks and the hosts of the plan need not exist.
 
     Hosts are taken to have the memory of this one. The traffic is that of a step: the bytes
     that a host sends to others, and that its ranks exchange in its memory.
@@ -77,6 +83,8 @@ def command(
     chosen = choose(plans, memory)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         _print(plans, chosen, memory)
+        if training.is_computed:
+            click.echo(COMPUTED)
         start = f"lockstep run -n {ranks // hosts}{f' --nnodes {hosts}' if hosts > 1 else ''}"
         click.echo(_advise(plans, chosen, memory, f"{start} {shlex.join([script, *arguments])}"))
     if as_json:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -64,13 +64,13 @@ def measure_training(
 
 def _run_rank(rank: int, script: str, arguments: Sequence[str], ranks: int, name: str) -> None:
     from lockstep.tools.plan.memory_session import MemorySession
+    from lockstep.tools.plan.meta_trainer import replace_trainer
+
+    def make_session(record: Callable[[TrainingMemory], None]) -> MemorySession:
+        session = MemorySession(record, ranks)
+        replace_trainer(session)
+        return session
 
     folder = Path(name)
     redirect_output(log_of(folder, rank))
-    run_in_session(
-        rank,
-        folder,
-        "",
-        partial(MemorySession, ranks=ranks),
-        partial(run_script, script, arguments),
-    )
+    run_in_session(rank, folder, "", make_session, partial(run_script, script, arguments))

@@ -44,6 +44,8 @@ class TrainingMemory:
         refusals: Why the training cannot use "shared" or "sharded" storage; without what it can.
         blocks: The bytes of the parameters of each block; empty if the model has no blocks.
         outputs: The bytes of a micro-batch's output of each block.
+        is_computed: Whether the values were computed without memory, so that `unused` is not
+            known.
     """
 
     parameters: int
@@ -57,6 +59,7 @@ class TrainingMemory:
     refusals: Mapping[str, str] = field(default_factory=dict)
     blocks: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
+    is_computed: bool = False
 
 
 @dataclass(frozen=True)

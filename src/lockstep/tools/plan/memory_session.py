@@ -33,7 +33,7 @@ from lockstep.training.optimizer_checks import require_elementwise
 from lockstep.training.sharded_step import require_shardable
 from lockstep.training.trainer_hooks import ObservedTrainer, SessionComplete
 
-__all__ = ["MemorySession"]
+__all__ = ["MemorySession", "count_bytes", "measuring_outputs", "read_process"]
 
 STEPS = 3
 """The steps until the memory of a process stays the same: the first one makes the optimizer's
@@ -52,11 +52,15 @@ class MemorySession:
     Args:
         record: Called with the `TrainingMemory`.
         ranks: The number of ranks of the plan.
+
+    Attributes:
+        optimizers: The optimizers of the trainer.
     """
 
     def __init__(self, record: Callable[[TrainingMemory], None], ranks: int) -> None:
         self._record, self._ranks = record, ranks
         self._blocks: Blocks | None = None
+        self.optimizers: Sequence[Optimizer] = ()
 
     def options(self, model: nn.Module | Any, given: PipelineConfig) -> tuple[PipelineConfig, bool]:
         """Return one stage, and storage that is not shared."""
@@ -79,14 +83,14 @@ class MemorySession:
             )
         return MeasuredTrainer(self, trainer, find_block_names(trainer.module, self._blocks))
 
-    def find_refusals(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    def find_refusals(self, module: nn.Module) -> dict[str, str]:
         """Return why the backend or an optimizer excludes "shared" or "sharded" storage."""
         names: dict[torch.Tensor, str] = {one: name for name, one in module.named_parameters()}
         backend = "" if world().backend == "lockstep" else 'it needs the backend "lockstep"'
         found = {"shared": backend, "sharded": ""}
-        if len(optimizers) > 1:
+        if len(self.optimizers) > 1:
             found["shared"] = "it steps one optimizer"
-        for optimizer in optimizers:
+        for optimizer in self.optimizers:
             checks: dict[str, Callable[[], None]] = {
                 "shared": partial(require_elementwise, optimizer),
                 "sharded": partial(require_shardable, optimizer, names, self._ranks),
@@ -119,9 +123,9 @@ class MeasuredTrainer:
         self._steps = 0
         self._live = LiveTensors()
         self._live.ignore(named_tensors(trainer.module).values())
-        self._parameters = _count_bytes(trainer.module)
-        self._gradients = _count_bytes(trainer.module, only_trainable=True)
-        self._process, self._shared = _read_process(self._parameters)
+        self._parameters = count_bytes(trainer.module)
+        self._gradients = count_bytes(trainer.module, only_trainable=True)
+        self._process, self._shared = read_process(self._parameters)
         self._peak = PeakMemory()
 
     def begin_step(self, step: int) -> MeasuredTrainer:
@@ -136,7 +140,7 @@ class MeasuredTrainer:
     def _measure(self) -> Iterator[None]:
         # A dispatch mode does not see the tensors of a compiled graph.
         eager = torch.compiler.set_stance("force_eager")
-        with eager, _measuring_outputs(self._blocks, self._outputs), self._live:
+        with eager, measuring_outputs(self._blocks, self._outputs), self._live:
             yield
 
     def commit(self, result: StepResult) -> None:
@@ -159,22 +163,20 @@ class MeasuredTrainer:
                 process=self._process,
                 shared=self._shared,
                 leaves=leaves,
-                refusals=self._session.find_refusals(
-                    self._trainer.module, self._trainer.optimizers
-                ),
-                blocks=tuple(map(_count_bytes, self._blocks)),
+                refusals=self._session.find_refusals(self._trainer.module),
+                blocks=tuple(map(count_bytes, self._blocks)),
                 outputs=tuple(self._outputs),
             )
         )
 
 
-def _count_bytes(module: nn.Module, *, only_trainable: bool = False) -> int:
+def count_bytes(module: nn.Module, *, only_trainable: bool = False) -> int:
     """Return the bytes of the parameters of a module."""
     return sum(p.nbytes for p in module.parameters() if p.requires_grad or not only_trainable)
 
 
 @contextmanager
-def _measuring_outputs(blocks: Sequence[nn.Module], sizes: list[int]) -> Iterator[None]:
+def measuring_outputs(blocks: Sequence[nn.Module], sizes: list[int]) -> Iterator[None]:
     """Note the bytes of the largest output of each block in `sizes` while the body runs."""
 
     def measure(number: int, output: Any) -> None:
@@ -215,7 +217,7 @@ class PeakMemory:
             self._peak = max(self._peak, _read_memory(RESIDENT))
 
 
-def _read_process(parameters: int) -> tuple[int, int]:
+def read_process(parameters: int) -> tuple[int, int]:
     """Return the bytes of this process without the model, private and shared with others.
 
     Args:
