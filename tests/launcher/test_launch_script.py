@@ -23,8 +23,8 @@ import pytest
 import warm
 from lockstep import cli
 from lockstep.kernel.errors import FileError, LaunchEnvironmentError, RankError, UsageError
+from lockstep.launcher import hang_monitor, run_folder
 from lockstep.launcher import launch_script as launch_script_module
-from lockstep.launcher import run_folder
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import launch_script
 from lockstep.launcher.listening_socket import DEFAULT_PORT
@@ -383,6 +383,25 @@ with open("child", "w") as file: file.write(str(subprocess.Popen(["sleep", "1000
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
 
 
+def test_a_stopped_rank_is_named(run, capfdbinary, monkeypatch):
+    def log_and_go_on(sentence: str) -> None:
+        log(sentence)
+        os.kill(int(re.search(r"process (\d+)", sentence)[1]), signal.SIGCONT)
+
+    log = hang_monitor.log
+    monkeypatch.setattr(hang_monitor, "log", log_and_go_on)
+    monkeypatch.setattr(hang_monitor, "REMARK_INTERVAL", 0.1)
+    source = """
+import os, signal
+pid = os.getpid()
+if os.environ["RANK"] == "1":
+    os.kill(pid, signal.SIGSTOP)
+"""
+    shown = run(source).err.decode()
+    assert "lockstep: rank 1 (process " in shown
+    assert shown.count("is stopped; continue it with kill -CONT") == 1
+
+
 def test_a_rank_that_returned_while_a_stock_script_waits_is_named(run, capfdbinary):
     os.mkfifo("end")
     source = """
@@ -412,7 +431,9 @@ dist.all_reduce(torch.ones(1))
     said, shown = failure(run, capfdbinary, source, flags=flags)
     assert re.match(r"rank 1 \(process \d+\) is at train.py:6, while rank 0 has waited ", said)
     assert "; its log: runs/" in said
-    assert "  > train.py:8 in <module>" in shown
+    (report,) = Path("runs").glob("*/hang.txt")
+    assert report.read_text()[20:].strip() in shown
+    assert "  > train.py:8 in <module>" in report.read_text()
     pids = [int(Path(f"pid-{rank}").read_text()) for rank in (0, 1)]
     assert not any(psutil.pid_exists(pid) for pid in pids)
 

@@ -2,7 +2,8 @@
 
 From outside, a rank in a long computation looks like a rank that hangs; the difference is that
 other ranks wait for the latter. So a launch hangs when a rank has waited for other ranks in one
-operation, or has been stopped by a signal, for longer than the timeout.
+operation, or has been stopped by a signal, for longer than the timeout. If all ranks wait, and not
+in one call, none of them can continue: such a deadlock is reported after a few seconds.
 
     operation of a rank    read from its activity page (`lockstep.comm.activity`), which costs
                            the rank nothing; for programs that publish nothing, from its stack
@@ -15,12 +16,15 @@ A stopped process does not answer. SIGUSR1 to the launcher prints at once where 
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from lockstep.comm.activity import Activity
+from lockstep.files import open_or_create
 from lockstep.formatting import format_duration, format_numbered
 from lockstep.kernel.errors import RankError
 from lockstep.launcher.failure_attribution import Outcome
@@ -32,7 +36,7 @@ from lockstep.launcher.stacks import (
     parse_frames,
     shorten_path,
 )
-from lockstep.messages import log
+from lockstep.messages import escape_control, log
 
 __all__ = [
     "Hang",
@@ -45,11 +49,18 @@ __all__ = [
     "take_snapshot",
 ]
 
+REMARK_INTERVAL = 5.0  # seconds between two looks for stopped ranks
 PAGE_INTERVALS = 16  # reads of the activity pages within the timeout
 MAX_PAGE_INTERVAL = 1.0  # seconds
 STACK_INTERVALS = 8  # samples of the stacks of ranks that publish nothing, within the timeout
 MAX_STACK_INTERVAL = 10.0  # seconds
+# Seconds in which the ranks of a deadlock neither move nor use a processor. A long message that
+# is on its way uses one; a machine that is busy leaves every process waiting for it now and then.
+DEADLOCK_SECONDS = 3.0
+OF_GROUP = " of group "  # in the wait of a rank for a call of the backend "lockstep"
 IDLE = 0.02  # share of a core below which a process counts as asleep
+
+REPORT_FILE = "hang.txt"
 
 
 @dataclass(frozen=True)
@@ -60,10 +71,31 @@ class HangPolicy:
         timeout: Seconds that a rank may wait in one operation, or be stopped; 0 for no limit.
             The default is below the 300 s after which collectives fail by default.
         ends_launch: Whether to end all ranks after the report, instead of waiting further.
+        folder: Folder for the reports (hang.txt); None writes no file.
+        has_other_hosts: Whether the world has ranks on other hosts, which this launcher does not
+            see.
     """
 
     timeout: float = 240.0
     ends_launch: bool = False
+    folder: Path | None = None
+    has_other_hosts: bool = False
+
+
+class Ranks(Protocol):
+    """The state of a launch's ranks, as the monitor needs it."""
+
+    @property
+    def outcomes(self) -> Mapping[int, Outcome]:
+        """The outcome of each rank; its status is None while the rank runs."""
+
+    @property
+    def pids(self) -> Mapping[int, int]:
+        """The ranks' process ids."""
+
+    @property
+    def running(self) -> Sequence[int]:
+        """The ranks that have not exited."""
 
 
 class Probes(Protocol):
@@ -107,6 +139,11 @@ class RankSnapshot:
     noun: str = "rank"
 
     @property
+    def is_message(self) -> bool:
+        """Whether its operation is one with one other rank."""
+        return self.operation.startswith(("recv", "send"))
+
+    @property
     def name(self) -> str:
         """Its name in messages, with its process id."""
         return f"{self.noun} {self.rank} (process {self.pid})"
@@ -121,12 +158,14 @@ class Hang:
         busy: Ranks that do not wait, although others wait for them.
         waiting: Ranks that wait.
         returned: Ranks that have returned or exited.
+        is_deadlock: Whether all ranks wait for each other, so that none can continue.
     """
 
     stopped: tuple[RankSnapshot, ...]
     busy: tuple[RankSnapshot, ...]
     waiting: tuple[RankSnapshot, ...]
     returned: tuple[int, ...] = ()
+    is_deadlock: bool = False
 
     @property
     def culprit(self) -> int:
@@ -143,13 +182,14 @@ class Hang:
 
     def __str__(self) -> str:
         """Return, in one sentence, which ranks hang, and which wait for how long."""
-        waits = _describe_waits(self.waiting)
+        waiting = map(_add_line, self.waiting) if self.is_deadlock else self.waiting
+        waits = _describe_waits(tuple(waiting))
         if self.stopped:
             return _describe_stops(self.stopped) + (f", while {waits}" if waits else "")
         if self.busy:
             call_sites = ", ".join(_describe_call_site(snapshot) for snapshot in self.busy)
             return f"{call_sites}, while {waits}"
-        if self._has_different_calls:
+        if self.is_deadlock or self._has_different_calls:
             return f"the ranks wait for each other: {waits}"
         if self.returned:
             noun = self.waiting[0].noun
@@ -165,11 +205,9 @@ class Hang:
         if self.busy:
             ranks = _format_names(self.busy)
             return f"unless that is a long computation, see the stack of {ranks} below"
-        if self._has_different_calls and all(
-            snapshot.operation.startswith(("recv", "send")) for snapshot in self.waiting
-        ):
+        if self.is_deadlock and all(snapshot.is_message for snapshot in self.waiting):
             return "send first on one of the ranks, or use dist.batch_isend_irecv"
-        if self._has_different_calls or self.returned:
+        if self.is_deadlock or self._has_different_calls or self.returned:
             return "make the same calls in the same order on every rank"
         return "receive what another rank sends; with several hosts, see the other launchers"
 
@@ -243,6 +281,13 @@ def _describe_waits(waiting: Sequence[RankSnapshot]) -> str:
     return ", and ".join(parts)
 
 
+def _add_line(snapshot: RankSnapshot) -> RankSnapshot:
+    """Return a snapshot whose operation ends with the user's line, as far as it is known."""
+    line = snapshot.location.rpartition(" ")[2]
+    is_named = not line or line in snapshot.operation
+    return snapshot if is_named else replace(snapshot, operation=f"{snapshot.operation}, {line}")
+
+
 def _format_names(snapshots: Sequence[RankSnapshot]) -> str:
     return format_numbered(snapshots[0].noun, [snapshot.rank for snapshot in snapshots])
 
@@ -291,31 +336,20 @@ def describe_state(snapshot: RankSnapshot) -> str:
 
 
 class HangMonitor:
-    """A monitor that reports each stopped, missing or hanging rank of a launch once.
+    """A monitor that reports each stopped, missing or hanging rank of a launch once."""
 
-    Args:
-        list_outcomes: Returns the outcome of each rank of this host; its status is None while the
-            rank runs.
-        pids: The process ids of the ranks.
-        probes: The view into them.
-        policy: What to do about hangs; None for the default.
-    """
-
-    def __init__(
-        self,
-        list_outcomes: Callable[[], Mapping[int, Outcome]],
-        pids: Mapping[int, int],
-        probes: Probes,
-        policy: HangPolicy | None = None,
-    ) -> None:
-        self._list_outcomes, self._pids, self._probes = list_outcomes, pids, probes
+    def __init__(self, ranks: Ranks, probes: Probes, policy: HangPolicy | None = None) -> None:
+        self._ranks, self._probes = ranks, probes
         self._policy = policy or HangPolicy()
         now = time.monotonic()
+        self._next_remark = now + REMARK_INTERVAL
         self._next_view = now
         self._next_samples = now
+        self._remarked: set[int] = set()
         self._stopped_since: dict[int, float] = {}
         self._samples: dict[int, _Sample] = {}
         self._hang: Hang | None = None
+        self._waits = _Waits({}, 0.0, {})
 
     def check(self) -> RankError | None:
         """Check the ranks if a check is due, and print reports; may be called at any time.
@@ -324,6 +358,9 @@ class HangMonitor:
             The error of the rank that hangs, if the policy is to end the launch.
         """
         now = time.monotonic()
+        if now >= self._next_remark:
+            self._next_remark = now + REMARK_INTERVAL
+            self._remark()
         timeout = self._policy.timeout
         if timeout <= 0 or now < self._next_view:
             return None
@@ -351,13 +388,18 @@ class HangMonitor:
             self._view()  # notes the stopped ranks, which would not answer
             self._sample_silent_ranks()
 
-    def _running(self) -> list[int]:
-        return [rank for rank, outcome in self._list_outcomes().items() if outcome.status is None]
+    def _remark(self) -> None:
+        """Name stopped ranks, once and early."""
+        for rank in self._ranks.running:
+            if rank not in self._remarked and self._probes.is_stopped(rank):
+                self._remarked.add(rank)
+                pid, name = self._ranks.pids[rank], self._ranks.outcomes[rank].name
+                log(f"{name} (process {pid}) is stopped; continue it with kill -CONT {pid}")
 
     def _returned(self) -> list[int]:
         return [
             outcome.rank
-            for outcome in self._list_outcomes().values()
+            for outcome in self._ranks.outcomes.values()
             if outcome.has_returned and not outcome.is_replaced
         ]
 
@@ -367,15 +409,15 @@ class HangMonitor:
         """Return where the running ranks are, without asking them."""
         now = time.monotonic()
         snapshots = []
-        for rank in self._running():
+        for rank in self._ranks.running:
             if self._probes.is_stopped(rank):
                 self._stopped_since.setdefault(rank, now)
             else:
                 self._stopped_since.pop(rank, None)
             activity = self._probes.read_activity(rank)
             sample = self._samples.get(rank)
-            snapshot = take_snapshot(rank, self._pids.get(rank, 0), activity, now)
-            snapshot = replace(snapshot, noun=self._list_outcomes()[rank].noun)
+            snapshot = take_snapshot(rank, self._ranks.pids.get(rank, 0), activity, now)
+            snapshot = replace(snapshot, noun=self._ranks.outcomes[rank].noun)
             if sample is not None and not snapshot.is_waiting and sample.is_waiting(activity):
                 snapshot = replace(
                     snapshot,
@@ -389,14 +431,45 @@ class HangMonitor:
         return snapshots
 
     def _find_hang(self, snapshots: Sequence[RankSnapshot], timeout: float) -> Hang | None:
-        outcomes = self._list_outcomes()
+        outcomes = self._ranks.outcomes
         inside = [snapshot for snapshot in snapshots if not outcomes[snapshot.rank].is_outside]
+        if self._is_deadlock(inside):
+            return Hang((), (), tuple(inside), is_deadlock=True)
         return find_hang(inside, timeout, self._returned())
+
+    def _is_deadlock(self, snapshots: Sequence[RankSnapshot]) -> bool:
+        """Return whether all ranks of the world wait for each other, and have for some seconds.
+
+        A rank that is in the same call as all others does not wait for them to make another one.
+        """
+        waits = {
+            snapshot.rank: snapshot.operation
+            for snapshot in snapshots
+            if snapshot.is_waiting and snapshot.stopped_for is None
+        }
+        # The stack of a rank that publishes nothing does not say in which group it waits.
+        is_receive = all(operation.startswith("recv") for operation in waits.values())
+        is_call = all(OF_GROUP in operation for operation in waits.values())
+        has_different_calls = is_call and len(set(waits.values())) > 1
+        is_world = len(waits) == len(snapshots) > 1 and not self._policy.has_other_hosts
+        if not is_world or not (is_receive or has_different_calls):
+            return False
+        now = time.monotonic()
+        cpu_seconds = {rank: self._probes.cpu_seconds(rank) for rank in waits}
+        first = self._waits
+        passed = now - first.since
+        is_same = first.operations == waits and all(
+            cpu_seconds[rank] - used <= IDLE * passed for rank, used in first.cpu_seconds.items()
+        )
+        if not is_same:
+            self._waits = _Waits(waits, now, cpu_seconds)
+            return False
+        return min(passed, *(snapshot.age or 0.0 for snapshot in snapshots)) >= DEADLOCK_SECONDS
 
     def _sample_silent_ranks(self) -> None:
         """Sample the stacks of ranks that have published nothing since the previous sample."""
         silent = []
-        running = self._running() if len(self._list_outcomes()) > 1 else ()
+        running = self._ranks.running if len(self._ranks.outcomes) > 1 else ()
         for rank in running:
             activity = self._probes.read_activity(rank)
             before = self._samples.get(rank)
@@ -413,7 +486,9 @@ class HangMonitor:
         self, hang: Hang, snapshots: Sequence[RankSnapshot], stacks: Mapping[int, str]
     ) -> RankError | None:
         table = format_report(snapshots, stacks, hang.returned)
-        log(f"{hang}; {hang.advice}\n{table}")
+        report = f"{hang}; {hang.advice}\n{table}"
+        log(report)
+        self._write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}\n\n")
         if not self._policy.ends_launch:
             return None
         error = RankError(str(hang))
@@ -472,6 +547,32 @@ class HangMonitor:
         }
         self._samples.update(moved)
         return bool(moved)
+
+    def _write(self, report: str) -> None:
+        """Add a report to the file in the run's folder."""
+        if self._policy.folder is None:
+            return
+        path = self._policy.folder / REPORT_FILE
+        try:
+            with open(open_or_create(path, os.O_WRONLY | os.O_APPEND), "ab") as file:
+                file.write(escape_control(report).encode(errors="replace"))
+        except OSError as error:
+            log(f"the report cannot be written to {path}: {error.strerror}")
+
+
+@dataclass(frozen=True)
+class _Waits:
+    """The waits of all ranks, when they were first seen.
+
+    Attributes:
+        operations: The operation in which each rank waits.
+        since: When they were seen.
+        cpu_seconds: The processor time that each rank had used.
+    """
+
+    operations: Mapping[int, str]
+    since: float
+    cpu_seconds: Mapping[int, float]
 
 
 @dataclass(frozen=True)

@@ -270,7 +270,7 @@ def _make_log_folder(config: LaunchConfig) -> Path:
 def start_ranks(config: LaunchConfig, folder: RunFolder) -> RankSupervisor:
     """Start the ranks of this host."""
     first = config.node_rank * config.nprocs
-    ranks = open_supervisor(config, range(first, first + config.nprocs))
+    ranks = open_supervisor(config, folder, range(first, first + config.nprocs))
     with terminating(ranks):
         environment = open_store(config, ranks)
         for local_rank in range(config.nprocs):
@@ -289,12 +289,12 @@ def terminating(ranks: RankSupervisor) -> Iterator[None]:
         raise
 
 
-def open_supervisor(config: LaunchConfig, ranks: range) -> RankSupervisor:
+def open_supervisor(config: LaunchConfig, folder: RunFolder, ranks: range) -> RankSupervisor:
     """Return the supervisor of ranks that have not been started yet."""
     return RankSupervisor(
         open_channel(config),
         ranks,
-        hang_policy=make_hang_policy(config),
+        hang_policy=make_hang_policy(config, folder),
         noun="member" if config.is_elastic else "rank",
     )
 
@@ -304,9 +304,10 @@ def open_channel(config: LaunchConfig) -> Channel:
     return get_fork_server(for_training=_is_training(config)).open_launch()
 
 
-def make_hang_policy(config: LaunchConfig) -> HangPolicy:
+def make_hang_policy(config: LaunchConfig, folder: RunFolder) -> HangPolicy:
     """Return the policy for ranks that hang."""
-    return HangPolicy(config.hang_timeout, ends_launch=config.on_hang == "end")
+    ends_launch, has_other_hosts = config.on_hang == "end", config.nnodes > 1
+    return HangPolicy(config.hang_timeout, ends_launch, folder.path, has_other_hosts)
 
 
 def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:
