@@ -18,7 +18,6 @@ Where something is removed or replaced, that is the link and never what it leads
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import json
 import os
@@ -35,7 +34,6 @@ from lockstep.kernel.errors import FileError
 __all__ = [
     "FOLDER_MODE",
     "create_file",
-    "exchange_folders",
     "lock_file",
     "make_folder",
     "open_for_write",
@@ -207,15 +205,6 @@ def remove_tree(path: Path) -> None:
             path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def exchange_folders(first: Path, second: Path) -> bool:
-    """Exchange the names of two folders atomically; return False if the system cannot."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)  # Linux
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return rename is not None and not rename(
-        here, os.fsencode(first), here, os.fsencode(second), exchange
-    )
 
 
 def _mode_of(path: Path) -> int:

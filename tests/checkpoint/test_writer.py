@@ -36,8 +36,8 @@ def state(value, size=600):
     )
 
 
-def write(writer, step, attempt=0, path=None):
-    writer.save(state(step), step, attempt, path=path)
+def write(writer, step, attempt=0):
+    writer.save(state(step), step, attempt)
     writer.wait()
     return writer.latest
 
@@ -97,11 +97,6 @@ def test_the_same_step_twice(tmp_path):
     assert [write(writer, 3, attempt).path.name for attempt in range(3)] == [
         "step-3", "step-3-2", "step-3-3",
     ]  # fmt: skip
-    own = tmp_path / "deep" / "mine"
-    for step in (3, 5):
-        assert write(writer, step, path=own).path == own
-    assert read_checkpoint(own)["steps"] == 5
-    assert [path.name for path in own.parent.iterdir()] == ["mine"]
 
 
 def test_tensors_may_change_once_save_has_returned(tmp_path, monkeypatch):
@@ -159,20 +154,20 @@ def die_at(number, folder):
 
         return call
 
-    for name in ("create_file", "make_folder", "sync_folder", "exchange_folders"):
+    for name in ("create_file", "make_folder", "sync_folder"):
         setattr(writer_module, name, counting(getattr(writer_module, name)))
     for name in ("rename", "fsync", "unlink", "rmdir"):
         setattr(os, name, counting(getattr(os, name)))
     folder_module.Path.unlink = counting(folder_module.Path.unlink)
 
 
-def child_writes(number, writer, step, path):
+def child_writes(number, writer, step):
     """Write in a child that is killed at a call; return whether it came to the end."""
     if (pid := os.fork()) == 0:
         try:
             signal.alarm(60)
             die_at(number, writer.folder)
-            saved = write(writer, step, step, path)
+            saved = write(writer, step, step)
             os._exit(0 if not saved.failure else 3)
         finally:
             os._exit(9)
@@ -188,7 +183,7 @@ def test_wherever_the_process_is_killed_there_is_a_whole_checkpoint(tmp_path):
         folder = tmp_path / str(number)
         writer = CheckpointWriter(folder, 1)
         write(writer, 1)
-        is_done = child_writes(number, writer, 2, None)
+        is_done = child_writes(number, writer, 2)
         path, problems = find_newest_valid(folder)
         assert (path is not None, problems) == (True, []), number
         assert read_checkpoint(path)["steps"] == int(path.name[-1])
@@ -202,23 +197,6 @@ def test_wherever_the_process_is_killed_there_is_a_whole_checkpoint(tmp_path):
     assert newest == sorted(newest)  # the older one first, then the newer
     assert newest.count("step-1") > 10  # calls that were interrupted before the renaming
     assert newest.count("step-2") > 3
-
-
-def test_a_checkpoint_of_ones_own_is_replaced_at_once(tmp_path):
-    writer, found = CheckpointWriter(tmp_path / "run", 1), []
-    for number in range(1, 99):
-        own = tmp_path / str(number) / "mine"
-        write(writer, 1, path=own)
-        is_done = child_writes(number, writer, 2, own)
-        assert verify(own) == "", number
-        found.append(read_checkpoint(own)["steps"])
-        remove_incomplete(own.parent, "mine")
-        if is_done:
-            break
-        assert write(writer, 3, 2, own).failure == ""  # what was left is not in the way
-    assert is_done
-    assert found == sorted(found)
-    assert {1, 2} == set(found)
 
 
 # --- a disk that is full, failures, parts -------------------------------------------------------
@@ -345,23 +323,18 @@ def test_waiting_for_a_slow_disk_is_said(tmp_path, monkeypatch, capfd):
     assert verify(tmp_path / "step-1") == ""
 
 
-@pytest.mark.parametrize("exchanges", [True, False])
-@pytest.mark.parametrize("kind", ["pruned", "saved again", "temporary", "left by a killed run"])
-def test_a_link_is_removed_and_never_what_it_leads_to(tmp_path, monkeypatch, kind, exchanges):
+@pytest.mark.parametrize("kind", ["pruned", "temporary", "left by a killed run"])
+def test_a_link_is_removed_and_never_what_it_leads_to(tmp_path, kind):
     archive, folder = tmp_path / "archive", tmp_path / "checkpoints"
     folder.mkdir()
     write(CheckpointWriter(archive, 9), 1)
     kept = {path: path.read_bytes() for path in archive.glob("step-1/*")}
-    if not exchanges:
-        monkeypatch.setattr(writer_module, "exchange_folders", lambda *_: False)
-    name = {"pruned": "step-1", "saved again": "mine", "temporary": ".step-2.0"}.get(
-        kind, ".step-3.7"
-    )
+    name = {"pruned": "step-1", "temporary": ".step-2.0"}.get(kind, ".step-3.7")
     link = folder / name
     link.symlink_to(archive / "step-1")
     writer = CheckpointWriter(folder, 1)
     remove_incomplete(folder, None if kind == "left by a killed run" else "other")
-    write(writer, 2, path=link if kind == "saved again" else None)
+    write(writer, 2)
     assert writer.latest.failure == ""
     assert not link.is_symlink()
     assert verify(writer.latest.path) == ""
@@ -371,12 +344,9 @@ def test_a_link_is_removed_and_never_what_it_leads_to(tmp_path, monkeypatch, kin
 
 
 def test_a_link_to_a_folder_that_is_gone_is_in_nobodys_way(tmp_path):
-    for name in ("step-2", "mine"):
-        (tmp_path / name).symlink_to(tmp_path / "not mounted")
+    (tmp_path / "step-2").symlink_to(tmp_path / "not mounted")
     writer = CheckpointWriter(tmp_path, 1)
     remove_incomplete(tmp_path)
     write(writer, 2)
     assert (writer.latest.failure, writer.latest.path.name) == ("", "step-2-2")
     assert (tmp_path / "step-2").is_symlink()
-    write(writer, 2, 1, tmp_path / "mine")
-    assert (writer.latest.failure, verify(tmp_path / "mine")) == ("", "")

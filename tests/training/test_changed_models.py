@@ -299,7 +299,6 @@ def test_what_reads_the_model_is_refused_inside_a_manual_step(tmp_path):
         "state_dict": trainer.state_dict,
         "load_state_dict": partial(trainer.load_state_dict, state),
         "save_weights": partial(trainer.save_weights, tmp_path / "weights.pt"),
-        "save_checkpoint": partial(trainer.save_checkpoint, tmp_path / "checkpoint"),
         "step": partial(other.step, batch),
         "manual_step": lambda: other.manual_step().__enter__(),
     }

@@ -512,7 +512,7 @@ class Augmented(torch.utils.data.Dataset):
 def train_until(folder, storage, stop=None, resume=None):
     """Train two epochs, or save a checkpoint after `stop` steps; return the digests."""
     model, data, loss = prepared("pictures")
-    config = ls.CheckpointConfig(folder=folder)
+    config = ls.CheckpointConfig(folder=folder, every_steps=stop)
     options = {"storage": storage, "checkpoint": config, "progress": False}
     with ls.Trainer(model, loss, ADAMW, seed=11, ema_decay=0.9, **options) as trainer:
         if resume is not None:
@@ -520,8 +520,7 @@ def train_until(folder, storage, stop=None, resume=None):
         for _ in range(2):
             for batch in trainer.batches(Augmented(data), BATCH):
                 trainer.step(batch)
-                if trainer.steps == stop:
-                    trainer.save_checkpoint(folder / "saved")
+                if trainer.steps - 1 == stop:
                     return None
         if resume is not None:
             for name, load in WEIGHTS.items():
@@ -558,9 +557,9 @@ def save_and_resume(folder):
     third = "shared" if dist.get_backend() == "lockstep" else "replicated"
     found = [
         train_until(folder / "through", "replicated"),
-        train_until(folder / "a", "replicated", resume=folder / "sharded" / "saved"),
-        train_until(folder / "b", "sharded", resume=folder / "whole" / "saved"),
-        train_until(folder / "c", third, resume=folder / "sharded" / "saved"),
+        train_until(folder / "a", "replicated", resume=folder / "sharded/checkpoints/step-4"),
+        train_until(folder / "b", "sharded", resume=folder / "whole/checkpoints/step-4"),
+        train_until(folder / "c", third, resume=folder / "sharded/checkpoints/step-4"),
     ]
     assert were_rows == [False, True, False]
     return found
@@ -568,7 +567,7 @@ def save_and_resume(folder):
 
 def test_a_checkpoint_resumes_in_any_storage_and_width(ranks, tmp_path):
     found = ranks(save_and_resume, 2, tmp_path)
-    saved = tmp_path / "sharded" / "saved"
+    saved = tmp_path / "sharded/checkpoints/step-4"
     found += ranks(train_until, 1, tmp_path / "d", "sharded", None, saved)
     digests = {digest for each in found for digest in (each if isinstance(each, list) else [each])}
     assert len(digests) == 1

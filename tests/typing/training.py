@@ -89,7 +89,6 @@ def train(folder: Path) -> float:
         evaluation = trainer.evaluate(DataLoader(digits(), 64))
         trainer.schedulers[1].step(evaluation.loss)
         trainer.save_weights(folder / "weights.safetensors")
-        trainer.save_checkpoint(folder / "checkpoint")
         state = trainer.state_dict()
     trainer.load_state_dict(state)
     digest: str = trainer.digest()

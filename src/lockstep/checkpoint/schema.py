@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["find_manifest_mismatch", "find_state_mismatch", "is_alike"]
+__all__ = ["find_manifest_mismatch", "find_state_mismatch"]
 
 CHECKSUM = re.compile(r"[0-9a-f]{32}")
 FILE_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
@@ -52,29 +52,6 @@ def find_state_mismatch(state: dict[str, Any]) -> str:
         if name not in state or not fits or isinstance(value, bool):
             return f"{name} is {'missing' if name not in state else reprlib.repr(value)}"
     return ""
-
-
-def is_alike(saved: Any, here: Any) -> bool:
-    """Return whether saved values have the kinds of those here: numbers, flags, lists, dicts.
-
-    Flags and entries that are None may be missing, since an older version of torch lacks some.
-    """
-    if isinstance(here, bool):
-        return isinstance(saved, bool)
-    if isinstance(here, (int, float)):
-        return isinstance(saved, (int, float, torch.Tensor)) and not isinstance(saved, bool)
-    if isinstance(here, dict):
-        return isinstance(saved, dict) and all(
-            is_alike(saved[name], value) if name in saved else type(value) in (bool, type(None))
-            for name, value in here.items()
-        )
-    if isinstance(here, (list, tuple)):
-        return (
-            type(saved) is type(here)
-            and len(saved) == len(here)
-            and all(map(is_alike, saved, here))
-        )
-    return True
 
 
 def _is_count(value: Any) -> bool:

@@ -34,7 +34,6 @@ from lockstep.checksum import digest
 from lockstep.devices import is_accelerator, record_event
 from lockstep.files import (
     create_file,
-    exchange_folders,
     make_folder,
     remove_tree,
     replace_file,
@@ -116,7 +115,6 @@ class CheckpointWriter:
         step: int,
         attempt: int,
         part: tuple[int, int] = (0, 1),
-        path: Path | None = None,
         begun: float | None = None,
     ) -> None:
         """Copy a state and begin to write it; return after the copy.
@@ -126,7 +124,6 @@ class CheckpointWriter:
             step: The number of finished steps.
             attempt: A number that no other checkpoint of this training has.
             part: The number of this rank's part, and the number of parts.
-            path: The folder to create; None for "step-N" in the folder of checkpoints.
             begun: The time at which training began to wait, by `time.perf_counter`. None: now.
 
         Raises:
@@ -140,7 +137,7 @@ class CheckpointWriter:
         stall = time.perf_counter() - begun
         self._abandoned = threading.Event()
         copied_state = plain, copies, copied
-        arguments = (*copied_state, step, attempt, part, path, begun, stall, self._abandoned)
+        arguments = (*copied_state, step, attempt, part, begun, stall, self._abandoned)
         self._thread = threading.Thread(
             target=self._write, args=arguments, name="lockstep checkpoint"
         )
@@ -203,15 +200,14 @@ class CheckpointWriter:
         step: int,
         attempt: int,
         part: tuple[int, int],
-        path: Path | None,
         begun: float,
         stall: float,
         abandoned: threading.Event,
     ) -> None:
         """Write this rank's files and, on rank 0, complete the checkpoint; runs in the thread."""
-        folder = self.folder if path is None else path.absolute().parent
-        aside = folder / f".{f'step-{step}' if path is None else path.name}.{attempt}"
-        final, size, failure, rewritten = path or folder / f"step-{step}", 0, "", ""
+        folder = self.folder
+        aside = folder / f".step-{step}.{attempt}"
+        final, size, failure, rewritten = folder / f"step-{step}", 0, "", ""
 
         def check() -> None:
             if abandoned.is_set():
@@ -231,9 +227,8 @@ class CheckpointWriter:
             size = sum(entry["bytes"] for entry in files.values())
             if part[0] == 0:
                 files |= _await_parts(aside, part[1], check)
-                final = _complete(aside, files, path, step, check)
-                if path is None:
-                    prune(folder, self.keep)
+                final = _complete(aside, files, step, check)
+                prune(folder, self.keep)
             else:
                 _write_file(aside / f"part-{part[0]}.json", json.dumps(files).encode())
         except _Abandoned:
@@ -335,7 +330,6 @@ def _await_parts(aside: Path, count: int, check: Check) -> dict[str, dict[str, A
 def _complete(
     aside: Path,
     files: dict[str, dict[str, Any]],
-    path: Path | None,
     step: int,
     check: Check,
 ) -> Path:
@@ -350,14 +344,7 @@ def _complete(
     _write_file(aside / MANIFEST, json.dumps(manifest, indent=1).encode())
     sync_folder(aside)
     check()
-    if path is not None and os.path.lexists(path):  # saved twice: the new one takes its place
-        if not exchange_folders(aside, path):
-            remove_tree(path)
-            os.rename(aside, path)
-        sync_folder(path.parent)
-        remove_tree(aside)
-        return path
-    final, number = path or aside.parent / f"step-{step}", 1
+    final, number = aside.parent / f"step-{step}", 1
     while os.path.lexists(final):
         number += 1
         final = aside.parent / f"step-{step}-{number}"

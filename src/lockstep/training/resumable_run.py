@@ -391,12 +391,6 @@ class ResumableRun:
         last = self._history.describe_last()
         self._position.log.end_epoch(epoch, self._position.steps, last)
 
-    def save_to(self, path: Path) -> None:
-        """Save a checkpoint to a folder that the user chose, and wait until it is complete."""
-        checkpoints = self._require("save_checkpoint")
-        self.begin()
-        self.safe_points.save_to(checkpoints, path)
-
     def require_finished(self) -> None:
         """Raise UsageError if the script ends before the position of the interrupted run."""
         if self._position.is_replaying:

@@ -22,7 +22,6 @@ import xxhash
 
 from lockstep.checkpoint.encoding import encode
 from lockstep.checkpoint.folder import (
-    MANIFEST,
     find_newest_valid,
     locate_checkpoint,
     read_checkpoint,
@@ -179,30 +178,6 @@ class RunCheckpoints:
             remove_incomplete(self.folder)
         hold_run(self.run_folder)
 
-    def require_free(self, path: Path) -> None:
-        """Raise an error, on every rank, if no checkpoint can be saved at `path`.
-
-        Raises:
-            UsageError: Something other than a checkpoint is there.
-            FileError: The parent folder does not exist.
-        """
-
-        def check() -> str:
-            if not path.parent.is_dir():
-                raise FileError(
-                    f"save_checkpoint({str(path)!r}): the folder {path.parent} does not exist: "
-                    "create it first"
-                )
-            if path.exists() and not (path / MANIFEST).is_file():
-                raise UsageError(
-                    f"save_checkpoint({str(path)!r}): this exists and is not a checkpoint; give "
-                    "the name of a new folder"
-                )
-            remove_incomplete(path.parent, path.name)
-            return ""
-
-        self._tell_all(check)
-
     @property
     def stateful(self) -> Mapping[str, Stateful]:
         """The registered objects by name."""
@@ -272,7 +247,6 @@ class RunCheckpoints:
         steps: int,
         attempt: int,
         is_sharded: bool,
-        path: Path | None = None,
         begun: float | None = None,
     ) -> None:
         """Copy the state and begin to write it; called on every rank.
@@ -283,7 +257,6 @@ class RunCheckpoints:
             steps: The number of finished steps.
             attempt: A number that no other checkpoint of the trainer has.
             is_sharded: Whether the ranks of a replica have different parts of the state.
-            path: The folder that `save_checkpoint` names; None: a new one in the run's folder.
             begun: The time of `time.perf_counter` at which training began to wait.
         """
         generators = global_states(self._parallel.device)
@@ -292,9 +265,8 @@ class RunCheckpoints:
         messages = exchange(lambda: json.dumps(hashes).encode(), about, group)
         everyone = [json.loads(message) for message in messages]
         rank = self._parallel.rank  # may have changed during the exchange
-        if path is None:
-            self._due_since = None
-            self._schedule.saved(steps, time.monotonic())
+        self._due_since = None
+        self._schedule.saved(steps, time.monotonic())
         has_shards = self._parallel.is_interleaved
         if has_shards and rank not in self._parallel.hosts[0]:  # other hosts have the same shards
             return
@@ -310,7 +282,7 @@ class RunCheckpoints:
             }
             state |= {"stateful": self.collect_objects(), **common}
         part = self._parallel.part if has_shards or is_sharded else (0, 1)
-        self.writer.save(state, steps, attempt, part, path, begun)
+        self.writer.save(state, steps, attempt, part, begun)
 
     def wait(self, steps: int) -> tuple[bool, SavedCheckpoint | None]:
         """Wait until the latest checkpoint is complete on every rank.

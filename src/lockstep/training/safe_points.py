@@ -132,19 +132,11 @@ class SafePoints:
         log(reason)
         self._checkpoints.stop.signal = "audit"
 
-    def save_to(self, checkpoints: RunCheckpoints, path: Path) -> None:
-        """Save a checkpoint to a folder that the user chose, and wait until it is complete."""
-        checkpoints.require_free(path)
-        if not self._position.is_replaying:
-            self._save_and_wait(checkpoints, path.absolute())
-
-    def _save_and_wait(
-        self, checkpoints: RunCheckpoints, path: Path | None = None
-    ) -> SavedCheckpoint | None:
+    def _save_and_wait(self, checkpoints: RunCheckpoints) -> SavedCheckpoint | None:
         """Save a checkpoint, again if the rank that writes it is lost; return it on rank 0."""
         is_there = False
         while not is_there:
-            self._save(checkpoints, path)
+            self._save(checkpoints)
             is_there, saved = checkpoints.wait(self._position.steps)
         return saved
 
@@ -184,7 +176,7 @@ class SafePoints:
         if self._checkpoints is not None:
             self._checkpoints.report(self._history)
 
-    def _save(self, checkpoints: RunCheckpoints, path: Path | None = None) -> None:
+    def _save(self, checkpoints: RunCheckpoints) -> None:
         checkpoints.writer.wait()
         checkpoints.report(self._history)
         begun = time.perf_counter()
@@ -192,9 +184,8 @@ class SafePoints:
         position = self._position.describe()
         is_sharded = self._position.state.placement is not None
         local = self._position.state.local_state()
-        if path is None:
-            self._position.saved = self._position.current
-        checkpoints.save(local, position, position["steps"], self.saves, is_sharded, path, begun)
+        self._position.saved = self._position.current
+        checkpoints.save(local, position, position["steps"], self.saves, is_sharded, begun)
 
     # --- handing over -------------------------------------------------------------------------
 

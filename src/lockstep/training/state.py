@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lockstep.checkpoint.schema import is_alike
 from lockstep.checkpoint.shards import Rows, split_shards
 from lockstep.checksum import digest
 from lockstep.comm.collectives import all_reduce_messages
 from lockstep.kernel.batch import Batch
-from lockstep.kernel.errors import FileError, UsageError
+from lockstep.kernel.errors import UsageError
 from lockstep.kernel.parts import Executor
 from lockstep.kernel.step_context import Attempt
 from lockstep.model.evaluation import EvaluationTask
@@ -24,7 +23,6 @@ from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_
 from lockstep.pipeline.partition import Placement
 from lockstep.sharded_tensors import gather_tensors, is_sharded, local_rows, read_version
 from lockstep.training.history import History
-from lockstep.training.learning_rate_schedule import SCHEDULED
 from lockstep.training.module_settings import ModuleSettings
 from lockstep.training.optimization import Optimization
 from lockstep.training.sharded_storage import shard_optimizer_state, shard_state
@@ -366,7 +364,6 @@ class TrainingState:
         if state["ema"] is not None:
             average = {AVERAGED + name: value for name, value in state["ema"].items()}
             average["n_averaged"] = state["ema_updates"]
-        self._require_alike(state)
         numbers = {name: number for number, name in enumerate(self._order())}
         saved = [name for group in state["parameter_groups"] for name in group["params"]]
         if saved != list(numbers) and (other := [*set(saved) ^ set(numbers)]):
@@ -383,29 +380,6 @@ class TrainingState:
             ],
         }
         self._load_tensors({**state, "optimizer": optimizer, "average": average})
-
-    def _require_alike(self, state: Mapping[str, Any]) -> None:
-        """Raise FileError for options of torch's optimizer or scheduler that it cannot have."""
-        pairs: list[tuple[object, Any, Any]] = []
-        groups = list(state["parameter_groups"])
-        for schedule, scheduler in self._optimization.pair_schedules(state["scheduler"]):
-            here = schedule.optimizer.param_groups
-            theirs, groups = groups[: len(here)], groups[len(here) :]
-            has_same = schedule.is_restored and (scheduler or schedule.scheduler is None)
-            ignored = {"params"} if has_same else {"params", *SCHEDULED}
-            saved_options, options = (
-                [{k: v for k, v in group.items() if k not in ignored} for group in part]
-                for part in (theirs, here)
-            )
-            pairs.append((schedule.optimizer, saved_options, options))
-            if schedule.scheduler is not None and scheduler and schedule.is_restored:
-                pairs.append((schedule.scheduler, scheduler, schedule.scheduler.state_dict()))
-        for owner, saved, current in pairs:
-            if type(owner).__module__.startswith("torch.") and not is_alike(saved, current):
-                raise FileError(
-                    f"the checkpoint is damaged: it has options of {type(owner).__name__} that are "
-                    "missing or of another type"
-                )
 
     def _order(self) -> list[str]:
         """Return the names of the parameters, in the optimizer's order."""

@@ -713,23 +713,6 @@ class Trainer:
 
     # --- checkpoints --------------------------------------------------------------------
 
-    def save_checkpoint(self, path: str | Path) -> None:
-        """Save a checkpoint to a given folder and return when it is complete.
-
-        Call it on every rank. A run that resumes from a checkpoint saved inside a loop over
-        `batches` does not execute the rest of the loop's body for that batch.
-
-        Args:
-            path: The folder to create. A checkpoint at this path is replaced.
-
-        Raises:
-            UsageError: The trainer has no `checkpoint=`, or something else exists at `path`.
-            FileError: The checkpoint could not be written; raised on every rank.
-        """
-        self._steps.require_closed("save_checkpoint()")
-        if not self._is_in_session:
-            self._run.save_to(Path(path))
-
     def resume(self, place: str | Path | None = None) -> None:
         """Continue an interrupted run from a checkpoint, with the bits of an uninterrupted run.
 
