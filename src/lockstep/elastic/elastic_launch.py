@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import socket
@@ -116,7 +115,6 @@ def _start(
             folder=folder.path,
             nnodes=config.nnodes,
         )
-        opened.enter_context(contextlib.closing(rounds))
         if isinstance(ranks, HostSupervisor):
             ranks.begin = rounds.begin
         else:
