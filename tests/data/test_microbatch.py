@@ -1,3 +1,4 @@
+import math
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -143,9 +144,10 @@ def test_a_batch_that_is_unpacked_says_what_to_do() -> None:
         _, _ = batch
 
 
-def test_parts_of_one_copy_are_as_separate_as_copies():
+@pytest.mark.parametrize("shape", [(4, 16), (8,), (12, 2)], ids=str)
+def test_parts_of_one_copy_are_as_separate_as_copies(shape):
     """A model may write into its input, and backward of another micro-batch may need that one."""
-    batch = torch.arange(64.0).view(4, 16)
+    batch = torch.arange(float(math.prod(shape))).view(shape)
     kept = batch.clone()
     first, second, *_ = [
         each.data[0]
@@ -156,7 +158,8 @@ def test_parts_of_one_copy_are_as_separate_as_copies():
     first.add_(1)
     assert second._version == before
     assert not first._is_view()
-    assert torch.equal(second, kept[1:2])
+    assert torch.equal(second, kept[len(second) : 2 * len(second)])
+    assert first.data_ptr() % 64 == second.data_ptr() % 64 == 0
     assert torch.equal(batch, kept)
 
 

@@ -358,15 +358,35 @@ def _copied_parts(data: torch.Tensor | numpy.ndarray[Any, Any], cuts: _Cuts) -> 
     if not data.ndim:
         return [_copied(data) for _ in cuts.spans]
     if type(data) is torch.Tensor and cuts.unit >= 0 and data.is_contiguous():
-        is_aligned = cuts.unit * data.stride(0) * data.element_size() % ALIGNMENT == 0
-        if is_aligned and not data.requires_grad:
-            # One copy for all, whose parts are as dense and aligned as copies. They are no views
-            # for autograd: each has a version of its own.
-            first, last = cuts.spans[0].start, cuts.spans[-1].stop
-            whole = data if last - first == data.shape[0] else data[first:last]
-            parts: Sequence[Any] = torch.unsafe_split_with_sizes(whole.clone(), cuts.sizes)
+        parts = None if data.requires_grad else _copied_together(data, cuts)
+        if parts is not None:
             return parts
     return [_copied(data[span.start : span.stop]) for span in cuts.spans]
+
+
+def _copied_together(data: torch.Tensor, cuts: _Cuts) -> Sequence[torch.Tensor] | None:
+    """Return parts of one copy of a tensor, which are as dense and aligned as copies of the parts.
+
+    They are no views for autograd: each has a version of its own.
+
+    Returns:
+        None if the parts would not be aligned.
+    """
+    parts: Sequence[torch.Tensor]
+    first, last = cuts.spans[0].start, cuts.spans[-1].stop
+    whole = data if last - first == data.shape[0] else data[first:last]
+    row = data.stride(0) * data.element_size()
+    if cuts.unit * row % ALIGNMENT == 0:
+        parts = torch.unsafe_split_with_sizes(whole.clone(), cuts.sizes)
+        return parts
+    if {*cuts.sizes} != {cuts.unit} or row == 0 or ALIGNMENT % row:
+        return None
+    count, rest, gap = len(cuts.sizes), data.shape[1:], -cuts.unit % (ALIGNMENT // row)
+    spaced = whole.new_empty((count, cuts.unit + gap, *rest))
+    spaced[:, : cuts.unit] = whole.view(count, cuts.unit, *rest)
+    sizes = [cuts.unit, gap] * count
+    parts = torch.unsafe_split_with_sizes(spaced.flatten(0, 1), sizes)[::2]
+    return parts
 
 
 def _rebuilt(data: Any, visit: Callable[[Any], Any]) -> Any:
