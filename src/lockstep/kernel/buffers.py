@@ -183,7 +183,7 @@ class BufferSlot:
 
 def _find_slots(modules: Mapping[str, nn.Module]) -> list[BufferSlot]:
     by_tensor: dict[int, BufferSlot] = {}
-    for root, model in modules.items() if _list_buffers(modules) else ():  # names take time
+    for root, model in modules.items():
         for prefix, module in model.named_modules():
             for name, tensor in module._buffers.items():
                 if tensor is not None:
@@ -242,7 +242,7 @@ class Buffers:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
-        self.slots = _find_slots(modules)
+        self.slots = _find_slots(modules) if _list_buffers(modules) else []  # names take time
         self._results: dict[int, list[torch.Tensor]] = {}
         self._shares: dict[int, float] = {}
 

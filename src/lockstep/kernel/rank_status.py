@@ -52,7 +52,7 @@ LISTED_WARNINGS = 16
 """The number of different warnings that a step of more than `DETAILED_RANKS` ranks reports."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RankStatus:
     """The report of one rank on its part of a step.
 
@@ -237,14 +237,11 @@ def make_status(step: StepContext, parts: Sequence[Part], values: Mapping[str, A
 
 def _read_result(computed: ComputedMicrobatch) -> MicrobatchResult:
     """Return the results of a micro-batch as numbers; waits for the device."""
-    microbatch, loss = computed.microbatch, 0.0
+    microbatch, given, loss = computed.microbatch, computed.metrics, 0.0
     for part in computed.losses:
         loss += float(part)
-    result = MicrobatchResult(microbatch.index, microbatch.size, computed.share, loss)
-    if not computed.metrics:
-        return result
-    metrics = {name: float(value) for name, value in computed.metrics.items()}
-    return result._replace(metrics=metrics)
+    metrics = {name: float(value) for name, value in given.items()} if given else {}
+    return MicrobatchResult(microbatch.index, microbatch.size, computed.share, loss, metrics)
 
 
 def summarize(status: RankStatus, parallel: StepLayout, leaves: int) -> StatusSummary:

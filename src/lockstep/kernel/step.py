@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -90,6 +91,8 @@ class OptimizerStep:
     is_repeatable: bool = False
     squares: Callable[..., list[float]] = gradient_norm.compute_squares
     _active: list[StepHook] = field(default_factory=list)  # the hooks of the current step
+    # Those of them that override a method, by its name.
+    _overriding: dict[str, list[StepHook]] = field(default_factory=lambda: defaultdict(list))
     _parts: Sequence[Part] = ()  # the parts of the model in it
     _kept_buffers: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
@@ -102,11 +105,16 @@ class OptimizerStep:
     @contextmanager
     def computing(self, step: StepContext, batch: Any = None) -> Iterator[Any]:
         """Compute (1) in the body; after an exception, restore buffers and gradients."""
-        self._active = find_active(self.hooks, step.number)
+        active = find_active(self.hooks, step.number)
+        if active != self._active:
+            self._active, self._overriding = active, defaultdict(list)
+            for hook in active:
+                for event in hook.events:
+                    self._overriding[event].append(hook)
         step.times.begun = time.perf_counter()
         outer, inner = list[Any](), list[Any]()
-        for hook in self._active:
-            if "begin" in hook.events and (context := hook.begin(step, batch)) is not None:
+        for hook in self._overriding["begin"]:
+            if (context := hook.begin(step, batch)) is not None:
                 (outer if hook.is_outermost else inner).append(context)
         has_failed = True
         try:
@@ -174,17 +182,15 @@ class OptimizerStep:
             if not is_skipped:
                 with step.in_phase("optimizer") if step.observers else NOTHING:
                     self.optimization.step()
-            for hook in self._active:
-                if "commit" in hook.events:
-                    hook.commit(step)
+            for hook in self._overriding["commit"]:
+                hook.commit(step)
         except Exception:
             self.executor.reset()
             raise
         step.times.updated += time.perf_counter() - started
         measured: dict[str, Any] = {}
-        for hook in self._active:
-            if "measure" in hook.events:
-                measured |= hook.measure(step, summary.hooks[hook.name])
+        for hook in self._overriding["measure"]:
+            measured |= hook.measure(step, summary.hooks[hook.name])
         step.attempt.is_agreed = False
         self._kept_buffers = []
         assert step.batch is not None
@@ -208,9 +214,8 @@ class OptimizerStep:
 
     def report(self, committed: CommittedStep) -> None:
         """Report a step that is committed and counted."""
-        for hook in self._active:
-            if "report" in hook.events:
-                hook.report(committed)
+        for hook in self._overriding["report"]:
+            hook.report(committed)
 
     def undo(self) -> None:
         """Undo (1) to (6), complete or not, as if the step had not begun.
@@ -220,9 +225,8 @@ class OptimizerStep:
         self._restore_buffers()
         for gradients, _ in self._parts:
             gradients.clear()
-        for hook in self._active:
-            if "undo" in hook.events:
-                hook.undo()
+        for hook in self._overriding["undo"]:
+            hook.undo()
 
     # --- (2) exchange --------------------------------------------------------------------------
 
@@ -230,9 +234,8 @@ class OptimizerStep:
         """Return the status of this rank: its micro-batches, or its failure."""
         step.times.computed = time.perf_counter()
         values: dict[str, Any] = {}
-        for hook in self._active:
-            if "status" in hook.events:
-                values[hook.name] = hook.status(step)
+        for hook in self._overriding["status"]:
+            values[hook.name] = hook.status(step)
         return make_status(step, parts, values)
 
     def _exchange(
@@ -264,9 +267,8 @@ class OptimizerStep:
             step.require_same_batch()
         if step.failure is not None:
             raise_own_error(step)
-        for hook in self._active:
-            if "check" in hook.events:
-                hook.check(step, summary)
+        for hook in self._overriding["check"]:
+            hook.check(step, summary)
         if summary.failure is not None or summary.non_finite is not None:
             raise_failure(step, summary)
         if any(report.hashes for reports in summary.buffers.values() for report in reports):
