@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
 
-from lockstep.comm import activity, backend
+from lockstep.comm import activity, backend, native_module
 from lockstep.comm.activity import ENTRY, ENTRY_BYTES, LAST_CALL, LAST_CALL_AT, PAGE_BYTES, State
 
 
@@ -53,6 +53,19 @@ def test_the_last_text_is_read_with_its_state_and_time(page):
     assert first.since < waiting.since < finished.since == finished.operation_since
     assert first.changes != waiting.changes != finished.changes
     assert activity.read_own_activity() == finished
+
+
+def test_micro_batches_are_published_alike_with_and_without_the_native_module(page):
+    texts = []
+    for publish in (activity.publish_microbatch, native_module.load_native().publish_microbatch):
+        for step in (12, -3):
+            before = activity.read_activity(page)
+            publish(step, 3)
+            now = activity.read_activity(page)
+            assert now.number == before.number + 1
+            assert (now.state, now.since >= before.since) == (State.COMPUTING, True)
+            texts.append(now.text)
+    assert texts == ["micro-batch 3 of step 12", "micro-batch 3 of evaluation 2"] * 2
 
 
 def test_a_long_text_is_cut_and_a_broken_one_is_readable(page):

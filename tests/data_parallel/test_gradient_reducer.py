@@ -444,8 +444,8 @@ def test_gradients_added_together_have_the_bits_of_those_added_one_by_one(ranks,
         taken = []
         together = LocalSums._accumulate_together
 
-        def choose(self):
-            taken.append(is_together and together(self))
+        def choose(self, microbatch):
+            taken.append(is_together and together(self, microbatch))
             return taken[-1]
 
         LocalSums._accumulate_together = choose

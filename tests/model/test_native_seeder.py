@@ -61,12 +61,12 @@ def test_python_and_numpy_are_seeded_and_restored_as_by_their_own_functions(
         before = state_of_others()
         restore = seeder.remember_others()
         for microbatch in microbatches:
-            seed = seeder.seed(pack_key(*prefix, microbatch), -1, 0)
-            seeder.seed_others(seed)
+            own = pack_key(*prefix, microbatch)
+            assert seeder.begin(own, -1) == key(*prefix, microbatch, -1)
             seeded = state_of_others()
             drawn = [random.gauss(0, 1) for _ in range(3)], numpy.random.standard_normal(3).tolist()
             restore_seeded = seeder.remember_others()
-            PlainSeeder().seed_others(seed)
+            PlainSeeder().begin(own, -1)
             assert state_of_others() == seeded
             again = [random.gauss(0, 1) for _ in range(3)], numpy.random.standard_normal(3).tolist()
             assert drawn == again
@@ -75,7 +75,7 @@ def test_python_and_numpy_are_seeded_and_restored_as_by_their_own_functions(
                 random.random()
             for _ in range(data.draw(st.sampled_from([0, 1, 2, 623, 624, 625]))):
                 numpy.random.standard_normal()
-            seeder.seed_others(seed)
+            seeder.begin(own, -1)
             if not data.draw(st.booleans()):  # else the next seeds follow without a number drawn
                 numpy.random.standard_normal()
         restore()
@@ -87,8 +87,7 @@ def test_numpy_is_seeded_after_another_seeder_and_another_generator() -> None:
     one, other = (NativeSeeder([-1]) for _ in range(2))
 
     def draw(seeder: Any, microbatch: int, is_fast: bool = True) -> float:
-        seed = seeder.seed(pack_key(7, microbatch), -1, 0)
-        (seeder if is_fast else PlainSeeder()).seed_others(seed)
+        (seeder if is_fast else PlainSeeder()).begin(pack_key(7, microbatch), -1)
         return float(numpy.random.standard_normal())  # the second one of the pair is kept
 
     with isolated(everything=True):
@@ -104,10 +103,9 @@ def test_numpy_is_seeded_after_another_seeder_and_another_generator() -> None:
 def test_a_prefix_without_a_microbatch_is_refused() -> None:
     seeder = NativeSeeder([-1])
     with isolated(everything=True):
-        seed = seeder.seed(b"", -1, 0)
         for _ in range(2):
             with pytest.raises(ValueError, match="the prefix has no micro-batch"):
-                seeder.seed_others(seed)
+                seeder.begin(b"", -1)
 
 
 def test_another_memory_of_python_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +118,7 @@ def test_another_memory_of_python_is_not_touched(monkeypatch: pytest.MonkeyPatch
         assert native_seeder._find_python_memory() == 0
         with isolated(everything=True):
             seeder = NativeSeeder([-1])
-            seed = seeder.seed(pack_key(5), -1, 0)
-            seeder.seed_others(seed)
+            seed = seeder.begin(pack_key(5), -1)
             drawn = random.random()
             random.seed(seed)
             assert random.random() == drawn

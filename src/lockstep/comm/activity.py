@@ -5,10 +5,11 @@ current operation; the launcher can read the page at any time, without signals o
 while the rank is stopped or runs C code. In a process without a launcher the page is private
 memory.
 
-       0   entry    | number | since | state | length | text | number |       published by
-    1024   entry    the same; the two are written in turn                     Python
+       0   entry    | number | since | state | length | text | number |       published by Python;
+    1024   entry    the same; the two are written in turn                     micro-batches below
     2048   last collective call or message of the backend "lockstep"          csrc/core/activity.h
     2304   what a thread has been waiting for since it fell asleep
+    4088   the number of the last entry
 
 The numbers at both ends of an entry differ while it is being written. A reader then uses the
 other entry, so it need not wait for a process that was stopped at that moment. Publishing costs
@@ -33,6 +34,7 @@ __all__ = [
     "Waiting",
     "follow_page",
     "publish",
+    "publish_microbatch",
     "read_activity",
     "read_own_activity",
     "use_page",
@@ -44,6 +46,7 @@ TEXT_BYTES = 992
 ENTRY = struct.Struct(f"<QqII{TEXT_BYTES}sQ")
 LAST_CALL, LAST_CALL_AT = struct.Struct("<IiqQQ16s48s"), 2048
 CURRENT_WAIT, CURRENT_WAIT_AT = struct.Struct("<IIq512s"), 2304
+NUMBER_AT = 4088
 ATTEMPTS = 4  # at a consistent copy of a page that is being written
 
 
@@ -114,11 +117,11 @@ class Activity:
 
 
 class _Page:
-    """The page that this process writes, and the number of its last entry."""
+    """The page that this process writes, and the number of its last entry on it."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory = memory
-        self.number = 0
+        self.number = ctypes.c_uint64.from_buffer(memory, NUMBER_AT)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
@@ -151,10 +154,21 @@ os.register_at_fork(after_in_child=lambda: _replace_page(mmap.mmap(-1, PAGE_BYTE
 def publish(text: str, state: int = State.COMPUTING) -> None:
     """Publish what this process begins: a computation, or a wait of its main thread."""
     page = _page
-    page.number = number = page.number + 1
+    page.number.value = number = page.number.value + 1
     now, offset = time.monotonic_ns(), (number & 1) * ENTRY_BYTES
     body = text.encode(errors="replace")
     ENTRY.pack_into(page.memory, offset, number, now, state, len(body), body, number)
+
+
+def publish_microbatch(step: int, microbatch: int) -> None:
+    """Publish that a micro-batch begins, as the native module does.
+
+    Args:
+        step: The number of the step; -1 - n in batch n of an evaluation.
+        microbatch: The number of the micro-batch.
+    """
+    about = f"step {step}" if step >= 0 else f"evaluation {-1 - step}"
+    publish(f"micro-batch {microbatch} of {about}")
 
 
 class Waiting:

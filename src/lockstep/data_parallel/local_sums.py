@@ -44,7 +44,7 @@ class LocalSums:
         sparse: Collection[int],
         leaves: int,
         destinations: Mapping[Node, Mapping[int, torch.Tensor]],
-        add_natively: Callable[..., GradientList | None] | None,
+        add_natively: Callable[..., bool] | None,
     ) -> None:
         self._parameters, self._sparse, self._destinations = parameters, sparse, destinations
         self._tensors = [parameter for _, parameter in parameters]
@@ -72,11 +72,11 @@ class LocalSums:
 
     def accumulate(self, microbatch: int) -> None:
         """Move the gradients in `.grad` to a micro-batch."""
-        is_new = self._siblings is None
+        if self._siblings is None and self._accumulate_together(microbatch):
+            return
         self.open(microbatch)
-        if not (is_new and self._accumulate_together()):
-            for index in range(len(self._parameters)):
-                self.accumulate_one(index)
+        for index in range(len(self._parameters)):
+            self.accumulate_one(index)
         self.complete[self._node] = self._values
         self._siblings = None
 
@@ -128,7 +128,7 @@ class LocalSums:
         """Return the memory in a bucket for the current node's value of a parameter."""
         return self._destinations.get(self._node, {}).get(index)
 
-    def _accumulate_together(self) -> bool:
+    def _accumulate_together(self, microbatch: int) -> bool:
         """Move all gradients out of `.grad` in one call of the native module, in the usual case.
 
         Returns:
@@ -136,18 +136,16 @@ class LocalSums:
             parameters, and every sibling has gradients of the same parameters.
         """
         if self._add_natively is None:
-            return self._accumulate_on_accelerator()
-        outs = self._destinations.get(self._node, {})
-        destinations = [outs.get(index) for index in range(len(self._tensors))] if outs else []
-        values = self._add_natively(self._tensors, self._siblings, destinations)
-        if values is None:
-            return False
-        self._values = values
-        return True
+            return self._accumulate_on_accelerator(microbatch)
+        siblings = left_siblings(microbatch, self._leaves)
+        return self._add_natively(
+            self._tensors, self.complete, microbatch, siblings, self._destinations
+        )
 
     @torch.no_grad()
-    def _accumulate_on_accelerator(self) -> bool:
+    def _accumulate_on_accelerator(self, microbatch: int) -> bool:
         """Do the same with one kernel per addition, where launching takes longer than adding."""
+        self.open(microbatch)
         gradients = [parameter.grad for parameter in self._tensors]
         if (
             not gradients  # a stage may have no parameters
@@ -162,9 +160,9 @@ class LocalSums:
         for left in siblings:  # innermost first; left + right is right + left
             torch._foreach_add_(left, values)
             values = left
-        self._values = values
         for parameter in self._tensors:
             parameter.grad = None
+        self.complete[self._node], self._siblings = values, None
         return True
 
     @torch.no_grad()

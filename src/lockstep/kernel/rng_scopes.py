@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ __all__ = [
     "WatchedModule",
     "find_scopes",
     "is_in_backward",
+    "make_seed_hook",
 ]
 
 BEFORE = -1
@@ -104,6 +105,32 @@ def _call(function: Callable[[], None], *_: object) -> None:
     function()
 
 
+def make_seed_hook(scopes: RngScopes, scope: int, before: int | None) -> Callable[[], None]:
+    """Return the function that seeds a scope when it is called.
+
+    Args:
+        scopes: The scopes of the model.
+        scope: The number of the scope.
+        before: The number of its calls in earlier stages; None for the loss.
+    """
+    if before is None:
+        return partial(RngScopes.begin_loss, scopes)
+
+    def seed() -> None:
+        if (now := scopes._now) is None:
+            return
+        states, call = now.states.setdefault(scope, []), before
+        if states or torch._C._current_graph_task_id() != NO_BACKWARD:
+            call += scopes._call_number(states)
+        else:  # the first call needs no state: a repetition that matches none repeats it
+            states.append(b"")
+        scopes._seed_call(now.prefix, scope, call)
+        if scope == 0:
+            now.last = call
+
+    return seed
+
+
 class RngScopes:
     """The RNG scopes of one model, which are seeded for the current micro-batch.
 
@@ -114,8 +141,9 @@ class RngScopes:
         device: The device whose generators are seeded.
         before: The number of calls of each scope in earlier stages.
         seeder: Seeds the generators that the CPU has; None for a `PlainSeeder`.
-        announce: A function that is called with the micro-batch that begins, in words.
+        announce: A function that is called with the step and the micro-batch that begins.
         watch: A function that returns what calls the functions of watched modules.
+        make_hook: A function that returns what seeds a scope; `make_seed_hook` or a faster one.
     """
 
     def __init__(
@@ -126,8 +154,9 @@ class RngScopes:
         device: torch.device,
         before: Sequence[int] | None = None,
         seeder: Seeder | None = None,
-        announce: Callable[[str], object] = lambda text: None,
+        announce: Callable[[int, int], object] = lambda step, microbatch: None,
         watch: Callable[[Sequence[WatchedModule]], AroundCalls] = ModuleHooks,
+        make_hook: Callable[[Any, int, int | None], Callable[[], None]] = make_seed_hook,
     ) -> None:
         self.modules = list(modules)
         # The first parts of a key, as `pack_key` returns them.
@@ -138,12 +167,12 @@ class RngScopes:
         self._now: ScopeCalls | None = None
         own = weakref.proxy(self)  # a cycle would keep the modules until garbage is collected
         watched: list[WatchedModule] = [
-            (module, _make_seed_hook(own, number, before[number] if before else 0), None)
+            (module, make_hook(own, number, before[number] if before else 0), None)
             for number, module in enumerate(self.modules)
             if module is not None
         ]
         if model is not None:
-            watched.append((model, None, partial(RngScopes.begin_loss, own)))
+            watched.append((model, None, make_hook(own, len(self.modules), None)))
         self._around_calls = watch(watched)
 
     @contextmanager
@@ -186,9 +215,10 @@ class RngScopes:
         """
         prefix = self._pack_prefix(step, microbatch)
         self._now = ScopeCalls(prefix, last_call, {})
-        about = f"step {step}" if step >= 0 else f"evaluation {-1 - step}"
-        self._announce(f"micro-batch {microbatch} of {about}")
-        self._seeder.seed_others(self._seed_call(prefix, BEFORE, 0))
+        self._announce(step, microbatch)
+        seed = self._seeder.begin(prefix, BEFORE)
+        for generator in self._accelerators:
+            generator.manual_seed(seed)
 
     def begin_loss(self, last_call: int | None = None) -> None:
         """Seed the generators for the loss, after the given call of the first scope.
@@ -225,22 +255,6 @@ class RngScopes:
             return 0
         entry = torch.default_generator.get_state().numpy().tobytes()
         return calls.index(entry) if entry in calls else 0
-
-
-def _make_seed_hook(scopes: RngScopes, scope: int, before: int) -> Callable[[], None]:
-    def seed() -> None:
-        if (now := scopes._now) is None:
-            return
-        states, call = now.states.setdefault(scope, []), before
-        if states or torch._C._current_graph_task_id() != NO_BACKWARD:
-            call += scopes._call_number(states)
-        else:  # the first call needs no state: a repetition that matches none repeats it
-            states.append(b"")
-        scopes._seed_call(now.prefix, scope, call)
-        if scope == 0:
-            now.last = call
-
-    return seed
 
 
 def is_in_backward() -> bool:

@@ -64,8 +64,8 @@ class Seeder(Protocol):
             call: The last part; 0 for none.
         """
 
-    def seed_others(self, seed: int) -> None:
-        """Seed the generators of Python and numpy with the seed that `seed` has just returned."""
+    def begin(self, prefix: bytes, scope: int, /) -> int:
+        """Seed a scope and the generators of Python and numpy; return the seed."""
 
     def remember_others(self) -> Callable[[], None]:
         """Return a function that restores the present states of Python's and numpy's generators."""
@@ -82,9 +82,11 @@ class PlainSeeder:
         torch.default_generator.manual_seed(seed)
         return seed
 
-    def seed_others(self, seed: int) -> None:
-        """Seed the generators of Python and numpy."""
+    def begin(self, prefix: bytes, scope: int, /) -> int:
+        """Seed a scope and the generators of Python and numpy; return the seed."""
+        seed = self.seed(prefix, scope, 0)
         seed_others(seed)
+        return seed
 
     def remember_others(self) -> Callable[[], None]:
         """Return a function that restores the present states of Python's and numpy's generators."""

@@ -7,9 +7,14 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.comm.native_module import load_native, reason_unavailable
 from lockstep.kernel.rng_scopes import ModuleHooks, WatchedModule
+from lockstep.model.compilation import is_plain_call
 
 __all__ = ["InterceptedCalls"]
+
+CALL = "_compiled_call_impl"
+"""The attribute with what torch calls instead of a module's own call."""
 
 
 class InterceptedCalls:
@@ -28,43 +33,43 @@ class InterceptedCalls:
         compiled = [entry for entry in watched if "dynamo_ctx" in vars(entry[0])]
         self._hooks = ModuleHooks(compiled) if compiled else None
         self._watched = [entry for entry in watched if entry not in compiled]
-        self._replaced: list[Any] = []
-        self._calls: list[Callable[..., Any]] = []
+        self._attributes = [vars(module) for module, _, _ in self._watched]
+        self._replaced: list[Any] = [None] * len(self._watched)
+        self._calls = [_make_call(*entry, None) for entry in self._watched]
 
     def install(self) -> None:
         """Begin to call the functions."""
         if self._hooks is not None:
             self._hooks.install()
-        for number, (module, before, after) in enumerate(self._watched):
-            attributes = vars(module)
-            replaced = attributes.get("_compiled_call_impl")
-            if number == len(self._calls):
-                self._replaced.append(replaced)
-                self._calls.append(_make_call(module, replaced, before, after))
-            elif replaced is not self._replaced[number]:  # compiled in place since the last step
+        for number, attributes in enumerate(self._attributes):
+            replaced = attributes.get(CALL)
+            if replaced is not self._replaced[number]:  # compiled in place since the last step
                 self._replaced[number] = replaced
-                self._calls[number] = _make_call(module, replaced, before, after)
-            attributes["_compiled_call_impl"] = self._calls[number]
+                self._calls[number] = _make_call(*self._watched[number], replaced)
+            attributes[CALL] = self._calls[number]
 
     def remove(self) -> None:
         """Stop calling them."""
         if self._hooks is not None:
             self._hooks.remove()
         # In reverse order: the last module may be one of the others, too.
-        for (module, _, _), replaced in zip(self._watched[::-1], self._replaced[::-1], strict=True):
+        for attributes, replaced in zip(self._attributes[::-1], self._replaced[::-1], strict=True):
             if replaced is None:
-                vars(module).pop("_compiled_call_impl", None)
+                attributes.pop(CALL, None)
             else:
-                vars(module)["_compiled_call_impl"] = replaced
+                attributes[CALL] = replaced
 
 
 def _make_call(
     module: nn.Module,
-    replaced: Callable[..., Any] | None,
     before: Callable[[], None] | None,
     after: Callable[[], None] | None,
+    replaced: Callable[..., Any] | None,
 ) -> Callable[..., Any]:
     """Return a call of a module, or the call that is replaced, between two functions."""
+    if replaced is None and reason_unavailable() is None:
+        native_call: Callable[..., Any] = load_native().make_module_call(module, before, after)
+        return native_call
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
@@ -74,6 +79,5 @@ def _make_call(
             after()
         return output
 
-    # Whether a module is compiled in place is asked of its call (`lockstep.model.compilation`).
-    vars(call)["is_plain"] = replaced is None or getattr(replaced, "is_plain", False)
+    vars(call)["is_plain"] = is_plain_call(replaced)
     return call

@@ -10,6 +10,7 @@ their own, and no stage can begin inside of it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import BuiltinFunctionType
 from typing import Any
 
 from torch import nn
@@ -25,6 +26,7 @@ __all__ = [
     "find_compiled",
     "is_compiled",
     "is_compiled_in_place",
+    "is_plain_call",
 ]
 
 
@@ -35,8 +37,12 @@ def is_compiled(module: nn.Module) -> bool:
 
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Return whether a module was compiled by `module.compile()`."""
-    call = vars(module).get("_compiled_call_impl")
-    return call is not None and not getattr(call, "is_plain", False)
+    return not is_plain_call(vars(module).get("_compiled_call_impl"))
+
+
+def is_plain_call(call: Any) -> bool:
+    """Return whether what torch calls instead of a module's own call compiles nothing."""
+    return call is None or getattr(call, "is_plain", isinstance(call, BuiltinFunctionType))
 
 
 def find_compiled(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

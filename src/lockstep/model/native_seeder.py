@@ -22,10 +22,10 @@ import numpy
 import torch
 from torch import nn
 
-from lockstep.comm.activity import publish
+from lockstep.comm.activity import publish_microbatch
 from lockstep.comm.native_module import load_native, reason_unavailable
-from lockstep.kernel.rng_scopes import BEFORE, RngScopes
-from lockstep.kernel.seeds import PlainSeeder, Seeder, remember_others
+from lockstep.kernel.rng_scopes import BEFORE, RngScopes, make_seed_hook
+from lockstep.kernel.seeds import PlainSeeder, Seeder, remember_others, torch_generators
 from lockstep.model.call_interception import InterceptedCalls
 
 __all__ = ["NativeSeeder", "make_rng_scopes", "make_seeder"]
@@ -49,8 +49,13 @@ def make_rng_scopes(
     The arguments are those of `RngScopes`.
     """
     called = [number for number, module in enumerate(modules) if module is not None]
-    seeder = make_seeder([BEFORE, *called, len(modules)])
-    return RngScopes(modules, model, seed, device, before, seeder, publish, InterceptedCalls)
+    seeder, make_hook = make_seeder([BEFORE, *called, len(modules)]), make_seed_hook
+    if isinstance(seeder, NativeSeeder) and len(torch_generators(device)) == 1:
+        make_hook = seeder.make_hook
+    announce = publish_microbatch if reason_unavailable() else load_native().publish_microbatch
+    return RngScopes(
+        modules, model, seed, device, before, seeder, announce, InterceptedCalls, make_hook
+    )
 
 
 class NativeSeeder:
@@ -62,44 +67,32 @@ class NativeSeeder:
     """
 
     def __init__(self, order: Sequence[int]) -> None:
-        self._native = load_native().UnitSeeder(order)
+        self._native = load_native().UnitSeeder(order, _get_numpy_generator, _seed_others)
         self.seed: Callable[[bytes, int, int], int] = self._native.seed
+        self.begin: Callable[[bytes, int], int] = self._native.begin
         self._restored = b""  # numpy's memory that was restored last, without a second number
 
-    def seed_others(self, seed: int) -> None:
-        """Seed the generators of Python and numpy with the seed that `seed` has just returned."""
-        if address := _find_python_memory():
-            self._native.seed_python(address)
-            random._inst.gauss_next = None  # type: ignore[attr-defined]
-        else:
-            random.seed(seed)
-        generator, is_seeded = _get_numpy_generator(), False
-        if address := _find_numpy_memory(generator):
-            with generator.lock:
-                is_seeded = self._native.seed_numpy(address)
-        if not is_seeded:
-            numpy.random.seed(seed & 0xFFFF_FFFF)
+    def make_hook(self, scopes: RngScopes, scope: int, before: int | None) -> Callable[[], None]:
+        """Return what `make_seed_hook` returns, without a frame of Python in the usual case."""
+        make, again = load_native().make_scope_hook, make_seed_hook(scopes, scope, before)
+        hook: Callable[[], None] = make(self._native, scopes, again, scope, before)
+        return hook
 
     def remember_others(self) -> Callable[[], None]:
         """Return a function that restores the present states of Python's and numpy's generators."""
-        own, generator = getattr(random, "_inst", None), _get_numpy_generator()
-        own_address, address = _find_python_memory(), _find_numpy_memory(generator)
-        if own is None or not own_address or not address:
+        native, generator = self._native, _get_numpy_generator()
+        saved = native.read_others() or (_find_memory(native) and native.read_others())
+        if not saved:
             return remember_others()
-        own_memory, own_second = ctypes.string_at(own_address, MEMORY_BYTES), own.gauss_next
-        memory, state = ctypes.string_at(address, MEMORY_BYTES), cast(Any, None)
+        memory, state = saved[-1], cast(Any, None)
 
         def restore() -> None:
-            ctypes.memmove(own_address, own_memory, MEMORY_BYTES)
-            own.gauss_next = own_second
             if _get_numpy_generator() is not generator:
                 numpy.random.set_bit_generator(generator)  # type: ignore[attr-defined]
-            with generator.lock:
-                is_untouched = self._native.seed_numpy(address)
-            if not is_untouched:
+                _find_memory(native)
+            if not native.write_others(saved):
                 numpy.random.seed(0)  # drops a cached second number
-            with generator.lock:
-                ctypes.memmove(address, memory, MEMORY_BYTES)
+                native.write_others(saved)
             if state is None:
                 self._restored = memory
             else:
@@ -109,11 +102,28 @@ class NativeSeeder:
         # If there is one, drawing it does not change the memory.
         if memory != self._restored:
             second = numpy.random.standard_normal()
-            if ctypes.string_at(address, MEMORY_BYTES) == memory:
+            if native.read_others()[-1] == memory:
                 now: Any = numpy.random.get_state(legacy=False)
                 state = now | {"has_gauss": 1, "gauss": second}
             restore()
         return restore
+
+
+def _seed_others(native: Any, seed: int, is_known: bool) -> None:
+    """Seed numpy's generator, and Python's unless the memory of both is known to `native`."""
+    numpy.random.seed(seed & 0xFFFF_FFFF)
+    if not is_known:
+        random.seed(seed)
+        _find_memory(native)
+
+
+def _find_memory(native: Any) -> bool:
+    """Tell a native seeder where the generators are; return whether this is known."""
+    generator = _get_numpy_generator()
+    own_address, address = _find_python_memory(), _find_numpy_memory(generator)
+    if own_address and address:
+        native.know_others(random._inst, own_address, generator, address)
+    return bool(own_address and address)
 
 
 MEMORY_BYTES = 624 * 4 + 4  # of a Mersenne Twister: its words, and the position in them

@@ -12,6 +12,7 @@ from torch import nn
 
 from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.rng_scopes import RngScopes, is_in_backward
+from lockstep.model.compilation import is_plain_call
 
 __all__ = [
     "Arguments",
@@ -99,7 +100,7 @@ def intercept_calls(module: nn.Module, begin: BeginCall, end: EndCall) -> Any:
         end(outputs)
         return outputs
 
-    vars(call)["is_plain"] = replaced is None or getattr(replaced, "is_plain", False)
+    vars(call)["is_plain"] = is_plain_call(replaced)
     vars(module)["_compiled_call_impl"] = call
     return replaced
 

@@ -16,6 +16,7 @@
 #include "errors.h"
 #include "microbatch.h"
 #include "portable_kernels.h"
+#include "scope_calls.h"
 #include "torch_errors.h"
 #include "tree_reduce.h"
 
@@ -195,12 +196,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("map_peer", &LockstepBackend::map_peer, py::arg("handle"), py::arg("bytes"),
            py::call_guard<py::gil_scoped_release>());
   py::class_<UnitSeeder>(module, "UnitSeeder")
-      .def(py::init<std::vector<int64_t>>(), py::arg("units"))
+      .def(py::init<std::vector<int64_t>, py::function, py::function>(), py::arg("units"),
+           py::arg("get_numpy"), py::arg("seed_others"))
       .def("seed", &UnitSeeder::seed, py::arg("prefix"), py::arg("unit"), py::arg("call") = 0)
-      .def("seed_python", &UnitSeeder::seed_python, py::arg("address"))
-      .def("seed_numpy", &UnitSeeder::seed_numpy, py::arg("address"));
-  module.def("accumulate_gradients", &accumulate_gradients, py::arg("parameters"),
-             py::arg("siblings"), py::arg("outs"), py::call_guard<py::gil_scoped_release>());
+      .def("begin", &UnitSeeder::begin, py::arg("prefix"), py::arg("unit"))
+      .def("know_others", &UnitSeeder::know_others, py::arg("python"), py::arg("python_address"),
+           py::arg("numpy"), py::arg("numpy_address"))
+      .def("read_others", &UnitSeeder::read_others)
+      .def("write_others", &UnitSeeder::write_others, py::arg("states"));
+  module.def("make_module_call", &make_module_call, py::arg("module"), py::arg("before"),
+             py::arg("after"));
+  module.def("make_scope_hook", &make_scope_hook, py::arg("seeder"), py::arg("scopes"),
+             py::arg("again"), py::arg("scope"), py::arg("call"));
+  module.def("accumulate_gradients", &accumulate_gradients, py::arg("parameters"), py::arg("nodes"),
+             py::arg("microbatch"), py::arg("siblings"), py::arg("destinations"));
   module.def("compute_norms", &compute_norms, py::arg("gradients"),
              py::call_guard<py::gil_scoped_release>());
   // The calls and waits of a group across hosts, as `lockstep.comm.activity` reads them.
@@ -208,6 +217,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                                 const std::string& group) {
     publish_call(op.c_str(), peer, number, count, group, Clock::now());
   });
+  module.def("publish_microbatch", &publish_microbatch, py::arg("step"), py::arg("microbatch"));
   module.def("begin_wait", [](const std::string& what) { begin_wait(what, Clock::now()); });
   module.def("end_wait", [] { end_wait(); });
   module.def("load", &load_word, py::arg("tensor"), py::arg("index"));

@@ -12,6 +12,8 @@
 #include "blake2b.h"
 #include "torch_errors.h"
 
+namespace py = pybind11;
+
 namespace lockstep {
 
 static uint64_t hash_key(std::string_view prefix, int64_t unit, int64_t call) {
@@ -24,40 +26,53 @@ static uint64_t hash_key(std::string_view prefix, int64_t unit, int64_t call) {
   return blake2b_64(message, prefix.size() + bytes);
 }
 
+UnitSeeder::UnitSeeder(std::vector<int64_t> units, py::function get_numpy, py::function seed_others)
+    : units_(std::move(units)),
+      get_numpy_(std::move(get_numpy)),
+      seed_others_(std::move(seed_others)) {}
+
 uint64_t UnitSeeder::seed(std::string_view prefix, int64_t unit, int64_t call) {
-  const auto found = call ? units_.end() : std::find(units_.begin(), units_.end(), unit);
+  const auto known = call ? units_.end() : std::find(units_.begin(), units_.end(), unit);
   at::Generator generator = at::detail::getDefaultCPUGenerator();
   auto* const state = generator.get<at::CPUGeneratorImpl>();
-  if (found == units_.end()) {
-    seed_ = hash_key(prefix, unit, call);
+  if (known == units_.end()) {
+    const uint64_t seed = hash_key(prefix, unit, call);
     std::scoped_lock<std::mutex> lock(generator.mutex());
-    state->set_current_seed(seed_);
-  } else {
-    const auto number = static_cast<size_t>(found - units_.begin());
-    if (prefix != engines_prefix_ || number < first_ || number >= first_ + prepared_) {
-      engines_prefix_ = prefix;
-      prepare(number);
-    }
-    const at::mt19937& engine = engines_[number - first_];
-    seed_ = engine.seed();
-    std::scoped_lock<std::mutex> lock(generator.mutex());  // as `set_current_seed` does
-    state->set_next_float_normal_sample(std::nullopt);
-    state->set_next_double_normal_sample(std::nullopt);
-    state->set_engine(engine);
+    state->set_current_seed(seed);
+    return seed;
   }
-  if (prefix != prefix_) prefix_ = prefix;
-  unit_ = unit;
-  call_ = call;
-  return seed_;
+  const at::mt19937& engine = find_engine(prefix, static_cast<size_t>(known - units_.begin()));
+  std::scoped_lock<std::mutex> lock(generator.mutex());  // as `set_current_seed` does
+  state->set_next_float_normal_sample(std::nullopt);
+  state->set_next_double_normal_sample(std::nullopt);
+  state->set_engine(engine);
+  return engine.seed();
 }
 
-void UnitSeeder::prepare(size_t first) {
-  prepared_ = 0;  // in case of an error
-  const size_t count = std::min(kTogether, units_.size() - first);
+// Returns the prefix of a later micro-batch, whose number is the last part of a prefix.
+static std::string advance(std::string_view prefix, uint64_t microbatches) {
+  std::string later(prefix);
+  if (later.size() < sizeof(int64_t)) return later;
+  char* const last = later.data() + later.size() - sizeof(int64_t);
+  uint64_t microbatch;
+  std::memcpy(&microbatch, last, sizeof(microbatch));
+  microbatch += microbatches;
+  std::memcpy(last, &microbatch, sizeof(microbatch));
+  return later;
+}
+
+// Returns the engine of unit `number`; makes it and the following ones if it is not there.
+const at::mt19937& UnitSeeder::find_engine(std::string_view prefix, size_t number) {
+  for (size_t n = 0; n < keys_.size(); ++n)
+    if (keys_[n].second == units_[number] && keys_[n].first == prefix) return engines_[n];
+  keys_.clear();
+  std::vector<std::pair<std::string, int64_t>> keys;
   std::array<at::mt19937_data_pod, kTogether> states;
-  std::array<uint32_t, kTogether> words{};
-  for (size_t n = 0; n < count; ++n) {
-    const uint64_t seed = hash_key(engines_prefix_, units_[first + n], 0);
+  std::array<uint32_t, kTogether> words;
+  for (size_t n = 0; n < kTogether; ++n, ++number) {
+    const int64_t unit = units_[number % units_.size()];
+    const auto& key = keys.emplace_back(advance(prefix, number / units_.size()), unit);
+    const uint64_t seed = hash_key(key.first, unit, 0);
     words[n] = static_cast<uint32_t>(seed);
     states[n].seed_ = seed;
     states[n].left_ = 1;
@@ -69,24 +84,40 @@ void UnitSeeder::prepare(size_t first) {
   for (uint32_t j = 1; j < at::MERSENNE_STATE_N; ++j)
     for (size_t n = 0; n < kTogether; ++n)
       states[n].state_[j] = words[n] = 1812433253 * (words[n] ^ (words[n] >> 30)) + j;
-  for (size_t n = 0; n < count; ++n) engines_[n].set_data(states[n]);
-  first_ = first;
-  prepared_ = count;
+  for (size_t n = 0; n < kTogether; ++n) engines_[n].set_data(states[n]);
+  keys_ = std::move(keys);
+  return engines_[0];
 }
 
-void UnitSeeder::seed_python(uint64_t address) {
-  auto found = std::find(python_seeds_.begin(), python_seeds_.end(), seed_);
-  if (found == python_seeds_.end()) {
-    prepare_python();
-    found = python_seeds_.begin();
+uint64_t UnitSeeder::begin(std::string_view prefix, int64_t unit) {
+  CHECK_ARGUMENT(prefix.size() >= sizeof(int64_t), "the prefix has no micro-batch");
+  const uint64_t seed = this->seed(prefix, unit, 0);
+  const bool is_known = has_numpy();
+  if (is_known) seed_python(prefix, unit, seed);
+  const auto known = std::find(units_.begin(), units_.end(), unit);
+  const bool is_seeded =
+      is_known &&
+      seed_numpy(known == units_.end()
+                     ? at::mt19937(seed)
+                     : find_engine(prefix, static_cast<size_t>(known - units_.begin())));
+  if (!is_seeded) seed_others_(py::cast(this, py::return_value_policy::reference), seed, is_known);
+  return seed;
+}
+
+void UnitSeeder::seed_python(std::string_view prefix, int64_t unit, uint64_t seed) {
+  static PyObject* const second = PyUnicode_InternFromString("gauss_next");
+  auto known = std::find(python_seeds_.begin(), python_seeds_.end(), seed);
+  if (known == python_seeds_.end()) {
+    prepare_python(prefix, unit);
+    known = python_seeds_.begin();
   }
-  auto* const memory = reinterpret_cast<uint32_t*>(address);
-  const Words& words = python_words_[static_cast<size_t>(found - python_seeds_.begin())];
-  memory[0] = at::MERSENNE_STATE_N;
-  std::memcpy(memory + 1, words.data(), sizeof(words));
+  const Words& words = python_words_[static_cast<size_t>(known - python_seeds_.begin())];
+  python_memory_[0] = at::MERSENNE_STATE_N;
+  std::memcpy(python_memory_ + 1, words.data(), sizeof(words));
+  py::setattr(python_, second, py::none());
 }
 
-void UnitSeeder::prepare_python() {
+void UnitSeeder::prepare_python(std::string_view prefix, int64_t unit) {
   constexpr uint32_t kWords = at::MERSENNE_STATE_N;
   static const Words initial = [] {
     Words words;
@@ -95,16 +126,10 @@ void UnitSeeder::prepare_python() {
       words[j] = 1812433253 * (words[j - 1] ^ (words[j - 1] >> 30)) + j;
     return words;
   }();
-  CHECK_ARGUMENT(prefix_.size() >= sizeof(int64_t), "the prefix has no micro-batch");
   python_seeds_.clear();
-  std::string prefix = prefix_;
-  char* const last = prefix.data() + prefix.size() - sizeof(int64_t);
-  uint64_t microbatch;
-  std::memcpy(&microbatch, last, sizeof(microbatch));
   std::array<std::array<uint32_t, 2>, kTogether> terms;  // added in turn
-  for (size_t n = 0; n < kTogether; ++n, ++microbatch) {
-    std::memcpy(last, &microbatch, sizeof(microbatch));
-    const uint64_t seed = python_seeds_.emplace_back(hash_key(prefix, unit_, call_));
+  for (size_t n = 0; n < kTogether; ++n) {
+    const uint64_t seed = python_seeds_.emplace_back(hash_key(advance(prefix, n), unit, 0));
     const auto low = static_cast<uint32_t>(seed), high = static_cast<uint32_t>(seed >> 32);
     terms[n] = {low, high ? high + 1 : low};  // Python's key has as many words as it needs
     python_words_[n] = initial;
@@ -124,19 +149,48 @@ void UnitSeeder::prepare_python() {
   for (Words& words : python_words_) words[0] = 0x80000000;
 }
 
-bool UnitSeeder::seed_numpy(uint64_t address) {
-  constexpr uint32_t kWords = at::MERSENNE_STATE_N;
-  auto* const memory = reinterpret_cast<uint32_t*>(address);
-  uint32_t& position = memory[kWords];
-  const bool is_drawn =
-      position != kWords || std::memcmp(memory, numpy_words_.data(), sizeof(numpy_words_)) != 0;
-  const bool is_prepared = !call_ && prefix_ == engines_prefix_ && first_ < units_.size() &&
-                           prepared_ && units_[first_] == unit_;
-  const at::mt19937_data_pod state = (is_prepared ? engines_[0] : at::mt19937(seed_)).data();
-  std::copy_n(state.state_.begin(), numpy_words_.size(), numpy_words_.begin());
-  if (is_drawn) return false;
-  std::memcpy(memory, state.state_.data(), kWords * sizeof(uint32_t));
-  return true;
+// Returns false, and changes nothing, if numbers were drawn since it was called.
+bool UnitSeeder::seed_numpy(const at::mt19937& engine) {
+  lock_.attr("acquire")();  // numpy's functions draw without the interpreter's lock
+  const bool is_undrawn = is_numpy_undrawn();
+  const auto words = engine.data().state_;
+  std::copy_n(words.begin(), numpy_words_.size(), numpy_words_.begin());
+  if (is_undrawn) std::memcpy(numpy_memory_, words.data(), sizeof(words));
+  lock_.attr("release")();
+  return is_undrawn;
+}
+
+bool UnitSeeder::is_numpy_undrawn() const {
+  return numpy_memory_[at::MERSENNE_STATE_N] == at::MERSENNE_STATE_N &&
+         std::memcmp(numpy_memory_, numpy_words_.data(), sizeof(numpy_words_)) == 0;
+}
+
+void UnitSeeder::know_others(py::object python, uint64_t python_address, py::object numpy,
+                             uint64_t numpy_address) {
+  lock_ = numpy.attr("lock");
+  python_ = std::move(python);
+  numpy_ = std::move(numpy);
+  python_memory_ = reinterpret_cast<uint32_t*>(python_address);
+  numpy_memory_ = reinterpret_cast<uint32_t*>(numpy_address);
+}
+
+static constexpr size_t kMemory = (at::MERSENNE_STATE_N + 1) * sizeof(uint32_t);
+
+py::object UnitSeeder::read_others() const {
+  if (!has_numpy()) return py::none();
+  return py::make_tuple(py::bytes(reinterpret_cast<const char*>(python_memory_), kMemory),
+                        python_.attr("gauss_next"),
+                        py::bytes(reinterpret_cast<const char*>(numpy_memory_), kMemory));
+}
+
+bool UnitSeeder::write_others(const py::tuple& states) {
+  std::memcpy(python_memory_, PyBytes_AsString(states[0].ptr()), kMemory);
+  python_.attr("gauss_next") = states[1];
+  lock_.attr("acquire")();
+  const bool is_undrawn = is_numpy_undrawn();
+  std::memcpy(numpy_memory_, PyBytes_AsString(states[2].ptr()), kMemory);
+  lock_.attr("release")();
+  return is_undrawn;
 }
 
 namespace {
@@ -149,9 +203,9 @@ bool is_usual(const at::Tensor& gradient, const at::Tensor& parameter) {
 
 }  // namespace
 
-std::optional<Gradients> accumulate_gradients(const std::vector<at::Tensor>& parameters,
-                                              const std::vector<Gradients>& siblings,
-                                              const Gradients& outs) {
+bool accumulate_gradients(const std::vector<at::Tensor>& parameters, const py::dict& nodes,
+                          int64_t microbatch, const py::sequence& siblings,
+                          const py::dict& destinations) {
   const c10::AutoGradMode no_grad(false);
   const size_t count = parameters.size();
   std::vector<size_t> held;
@@ -159,38 +213,55 @@ std::optional<Gradients> accumulate_gradients(const std::vector<at::Tensor>& par
   for (size_t i = 0; i < count; ++i) {
     const at::Tensor& gradient = parameters[i].grad();
     if (!gradient.defined()) continue;
-    if (!is_usual(gradient, parameters[i])) return std::nullopt;
+    if (!is_usual(gradient, parameters[i])) return false;
     held.push_back(i);
     added.push_back(gradient);
   }
+  py::object node = py::make_tuple(microbatch, microbatch + 1);
+  std::vector<py::object> taken;
   std::vector<std::vector<at::Tensor>> lefts;
-  for (const Gradients& sibling : siblings) {
-    CHECK_ARGUMENT(sibling.size() == count, "a sibling needs an entry per parameter");
-    size_t present = 0;
-    for (const auto& each : sibling) present += each.has_value();
-    if (present != held.size()) return std::nullopt;
+  for (const py::handle pair : siblings) {
+    const py::tuple relatives = py::reinterpret_borrow<py::tuple>(pair);
+    if (!nodes.contains(relatives[0])) break;
+    const py::list values = nodes[relatives[0]];
     std::vector<at::Tensor>& left = lefts.emplace_back();
-    for (const size_t i : held) {
-      if (!sibling[i]) return std::nullopt;
-      left.push_back(*sibling[i]);
+    for (size_t i = 0, next = 0; i < count; ++i) {
+      const bool is_held = next < held.size() && held[next] == i;
+      if (is_held == values[i].is_none()) return false;
+      if (is_held) left.push_back(values[held[next++]].cast<at::Tensor>());
     }
+    taken.push_back(relatives[0]);
+    node = relatives[1];
+  }
+  std::vector<std::optional<at::Tensor>> outs(held.size());
+  if (!lefts.empty() && destinations.contains(node)) {
+    const py::dict memory = destinations[node];
+    for (size_t n = 0; n < held.size(); ++n)
+      if (const py::int_ i(held[n]); memory.contains(i)) outs[n] = memory[i].cast<at::Tensor>();
   }
   for (const size_t i : held) parameters[i].mutable_grad() = at::Tensor();
-  for (size_t number = 0; number < lefts.size() && !held.empty(); ++number) {
-    std::vector<at::Tensor>& left = lefts[number];
-    if (number + 1 < lefts.size() || outs.empty()) {
-      at::_foreach_add_(left, added);
-      added = left;
-      continue;
-    }
-    for (size_t n = 0; n < held.size(); ++n) {
-      at::Tensor out = outs[held[n]].value_or(left[n]);
-      added[n] = at::add_out(out, left[n], added[n]);
+  {
+    const py::gil_scoped_release release;
+    const bool has_outs = std::any_of(outs.begin(), outs.end(), [](auto& out) { return !!out; });
+    for (size_t number = 0; number < lefts.size() && !held.empty(); ++number) {
+      std::vector<at::Tensor>& left = lefts[number];
+      if (number + 1 < lefts.size() || !has_outs) {
+        at::_foreach_add_(left, added);
+        added = left;
+        continue;
+      }
+      for (size_t n = 0; n < held.size(); ++n) {
+        at::Tensor out = outs[n].value_or(left[n]);
+        added[n] = at::add_out(out, left[n], added[n]);
+      }
     }
   }
-  Gradients sums(count);
+  py::list sums(count);
+  for (size_t i = 0; i < count; ++i) sums[i] = py::none();
   for (size_t n = 0; n < held.size(); ++n) sums[held[n]] = added[n];
-  return sums;
+  for (const py::object& sibling : taken) PyDict_DelItem(nodes.ptr(), sibling.ptr());
+  nodes[node] = sums;
+  return true;
 }
 
 std::optional<std::vector<double>> compute_norms(const std::vector<at::Tensor>& gradients) {

@@ -4,74 +4,89 @@
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
+#include <pybind11/pybind11.h>
 
 #include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace lockstep {
-
-using Gradients = std::vector<std::optional<at::Tensor>>;  // one per parameter
 
 // Seeds torch's default generator of the CPU for units, which are mostly called in one order, and
 // the generators of Python and numpy for micro-batches. All are Mersenne Twisters.
 //
 // A Mersenne Twister begins with 624 words of which each depends on the one before, 1.1 us, and
 // 3.4 us for Python. The words of four in turn take as long as those of one, since a processor
-// computes them at the same time; so the first unit of four prepares the others, and the first
-// micro-batch of four those of the next ones.
+// computes them at the same time; so the first unit of four prepares the others, also those of the
+// next micro-batch, and the first micro-batch of four those of the next ones.
 class UnitSeeder {
  public:
-  // `units`: the numbers of the units in the order of their calls.
-  explicit UnitSeeder(std::vector<int64_t> units) : units_(std::move(units)) {}
+  // `units`: the numbers of the units in the order of their calls. `get_numpy` returns numpy's
+  // generator. `seed_others(seeder, seed, is_known)` seeds numpy's generator by its own function,
+  // and if the memory of the generators is not known, Python's too.
+  UnitSeeder(std::vector<int64_t> units, pybind11::function get_numpy,
+             pybind11::function seed_others);
 
   // Seeds the generator with the key that begins with `prefix` (int64 values) and ends with `unit`
   // and, unless it is 0, `call`. Returns the seed.
   uint64_t seed(std::string_view prefix, int64_t unit, int64_t call);
 
-  // Seeds the memory of Python's generator at `address` as `random.seed` does, with the same seed:
-  // a position of 32 bits, and 624 words. The last part of the prefix has to be a micro-batch.
-  void seed_python(uint64_t address);
+  // The same for `unit` without a call, and seeds the generators of Python and numpy with the same
+  // seed (numpy's with its low 32 bits). The last part of the prefix has to be a micro-batch.
+  uint64_t begin(std::string_view prefix, int64_t unit);
 
-  // Seeds the memory of numpy's generator at `address` as `numpy.random.seed` does, with the low 32
-  // bits of the same seed: 624 words, and a position. Returns false, and changes nothing, if
-  // numbers were drawn since it was called: numpy may keep a normal number outside of this memory.
-  bool seed_numpy(uint64_t address);
+  // Seeds and restores these generators in memory from now on, numpy's as long as it is this one.
+  // Python's memory is a position of 32 bits and 624 words, numpy's 624 words and a position.
+  void know_others(pybind11::object python, uint64_t python_address, pybind11::object numpy,
+                   uint64_t numpy_address);
+
+  // Returns Python's memory, its second normal number, and numpy's memory; None if not known.
+  pybind11::object read_others() const;
+
+  // Restores what `read_others` returned. Returns whether numpy has drawn nothing since it was
+  // seeded in memory: otherwise it may keep a second normal number outside of this memory.
+  bool write_others(const pybind11::tuple& states);
 
  private:
   static constexpr size_t kTogether = 4;
   using Words = std::array<uint32_t, at::MERSENNE_STATE_N>;
-  void prepare(size_t first);
-  void prepare_python();
+  const at::mt19937& find_engine(std::string_view prefix, size_t number);
+  void seed_python(std::string_view prefix, int64_t unit, uint64_t seed);
+  void prepare_python(std::string_view prefix, int64_t unit);
+  bool seed_numpy(const at::mt19937& engine);
+  bool has_numpy() const { return numpy_memory_ && get_numpy_().is(numpy_); }
+  bool is_numpy_undrawn() const;
 
   const std::vector<int64_t> units_;
-  // The last seed.
-  std::string prefix_;
-  int64_t unit_ = 0, call_ = 0;
-  uint64_t seed_ = 0;
-  // Engines of the units from number `first_` in `units_`, for the keys that begin with
-  // `engines_prefix_`.
-  std::string engines_prefix_;
-  size_t first_ = 0, prepared_ = 0;
+  const pybind11::function get_numpy_, seed_others_;
+  // The engines of the next units, and the prefixes and units of their keys; none after an error.
+  std::vector<std::pair<std::string, int64_t>> keys_;
   std::array<at::mt19937, kTogether> engines_;
-  // The words of Python's generator for each of `python_seeds_`, and numpy's first words.
+  // The words of Python's generator for each of these seeds.
   std::vector<uint64_t> python_seeds_;
   std::array<Words, kTogether> python_words_;
-  std::array<uint32_t, 4> numpy_words_{};
+  pybind11::object python_, numpy_, lock_;
+  uint32_t *python_memory_ = nullptr, *numpy_memory_ = nullptr;
+  std::array<uint32_t, 4> numpy_words_{};  // the first ones that were seeded last
 };
 
 // Moves the gradients of a micro-batch out of `.grad`, and adds them to its left siblings in the
-// tree, innermost first: each sum is stored in the gradients of the left sibling, the last one in
-// `outs` where there is one. Returns the sums.
+// tree, innermost first, which leave `nodes`; the sum enters it.
 //
-// Returns nothing, and changes nothing, unless all gradients have the dtype and the strides of
+// `nodes`: the values of nodes (lo, hi), each a list with a gradient or None per parameter.
+// `siblings`: the pairs of left siblings and their parents; those after one that is not in `nodes`
+// have leaves of other ranks. Each sum is stored in the gradients of the left sibling, the last one
+// in `destinations`, where these have memory for the node, by parameter.
+//
+// Returns false, and changes nothing, unless all gradients have the dtype and the strides of
 // their parameters, and all siblings have gradients of the same parameters.
-std::optional<Gradients> accumulate_gradients(const std::vector<at::Tensor>& parameters,
-                                              const std::vector<Gradients>& siblings,
-                                              const Gradients& outs);
+bool accumulate_gradients(const std::vector<at::Tensor>& parameters, const pybind11::dict& nodes,
+                          int64_t microbatch, const pybind11::sequence& siblings,
+                          const pybind11::dict& destinations);
 
 // Returns the 2-norm of each gradient, as `torch._foreach_norm` computes it for a vector. Returns
 // nothing unless all are contiguous tensors on the CPU.

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstring>
 #include <mutex>
 #include <vector>
@@ -13,9 +14,18 @@
 
 namespace lockstep {
 
-constexpr uint64_t kLastCall = 2048, kCurrentWait = 2304;
+constexpr uint64_t kLastCall = 2048, kCurrentWait = 2304, kTextNumber = 4088;
+
+struct Text {
+  uint64_t number;
+  int64_t since_ns;
+  uint32_t state, length;
+  char text[992];
+  uint64_t number_again;
+};
+static_assert(2 * sizeof(Text) == kLastCall);
 static_assert(sizeof(LastCall) <= kCurrentWait - kLastCall);
-static_assert(sizeof(CurrentWait) <= kActivityPageBytes - kCurrentWait);
+static_assert(sizeof(CurrentWait) <= kTextNumber - kCurrentWait);
 
 alignas(kCacheLine) static char private_page[kActivityPageBytes];
 static std::atomic<char*> page{private_page};
@@ -46,6 +56,24 @@ static bool begin_write(std::atomic<uint32_t>& sequence) {
 
 static void end_write(std::atomic<uint32_t>& sequence) {
   sequence.store(sequence.load(std::memory_order_relaxed) + 1, std::memory_order_release);
+}
+
+void publish_microbatch(int64_t step, int64_t microbatch) {
+  char* const start = page.load(std::memory_order_relaxed);
+  auto& last = *reinterpret_cast<uint64_t*>(start + kTextNumber);
+  const uint64_t number = ++last;
+  auto& text = part_at<Text>(number % 2 * sizeof(Text));
+  text.number = number;
+  std::atomic_thread_fence(std::memory_order_release);
+  text.since_ns = nanoseconds(Clock::now());
+  text.state = 0;  // computing
+  const char* const what = step < 0 ? "evaluation" : "step";
+  text.length = static_cast<uint32_t>(
+      std::snprintf(text.text, sizeof(text.text), "micro-batch %lld of %s %lld",
+                    static_cast<long long>(microbatch), what,
+                    static_cast<long long>(step < 0 ? -1 - step : step)));
+  std::atomic_thread_fence(std::memory_order_release);
+  text.number_again = number;
 }
 
 template <size_t Bytes>

@@ -1,13 +1,13 @@
 // What this process does and waits for, written where its launcher can read it.
 //
 // The launcher gives every rank one page of memory that both have mapped; it never signals
-// or stops a rank to read it. The first half belongs to Python (lockstep/comm/activity.py),
+// or stops a rank to read it. The first half is described in lockstep/comm/activity.py,
 // which also reads what is written here:
 //
 //     2048   LastCall      the last collective call or message that began
 //     2304   CurrentWait   what a thread has been waiting for since it fell asleep
 //
-// Both are guarded by a sequence number that is odd while they are written. Beginning a
+// These are guarded by a sequence number that is odd while they are written. Beginning a
 // call costs a few stores and no system call; waits are written only by threads that
 // are about to sleep. A process without a launcher writes to private memory, and so does
 // a forked child.
@@ -38,6 +38,10 @@ struct CurrentWait {
   int64_t since_ns;         // 0: no thread waits
   char text[512];
 };
+
+// Publishes which micro-batch begins, in the first half of the page, as Python does: `step` is the
+// number of the step, or -1 - n in batch n of an evaluation.
+void publish_microbatch(int64_t step, int64_t microbatch);
 
 // Makes later publications go to this page, which stays mapped as long as the process lives.
 void set_activity_page(uint64_t address);
