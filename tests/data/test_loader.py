@@ -323,7 +323,7 @@ def test_ranks_exchange_what_they_are_about_to_do() -> None:
     for _ in range(2):
         list(Batches(Numbers(10), 4, seed=1, agree=agree))
     assert len(agree.said["beginning"]) == len(agree.said["comparing samples of"]) == 2
-    with pytest.raises(DisagreementError, match="rank 2 has a dataset of 9 samples, rank 0 one of"):
+    with pytest.raises(DisagreementError, match="rank 2: number of samples is 9, on rank 0 it is "):
         list(Batches(Numbers(9), 4, seed=1, agree=agree))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.pipeline.link_groups import assign_groups, make_groups
+from lockstep.pipeline.pipeline import assign_groups, make_groups
 
 
 def test_links_of_the_same_two_ranks_are_in_different_groups():

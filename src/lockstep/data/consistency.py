@@ -3,7 +3,7 @@
 Ranks that train on different data would add gradients of different batches, or wait for each
 other at the end of the shorter epoch. Therefore the ranks exchange and compare:
 
-- a summary of the epoch, once per epoch: dataset length, settings, order;
+- the settings of the epoch, once per epoch: dataset length, options, order;
 - hashes of a few samples of the first batch (`lockstep.data.repeatability`);
 - the identity of the batch, with the messages of each step, before gradients are added.
 """
@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lockstep.kernel.batch import BatchIdentity
 from lockstep.kernel.errors import DisagreementError
 
 __all__ = [
+    "ORDER",
     "BatchIdentity",
-    "EpochSummary",
+    "pack_epoch",
     "pack_samples",
     "require_same_batch",
     "require_same_epoch",
@@ -28,58 +29,45 @@ __all__ = [
     "unpack_identity",
 ]
 
-DIFFERENCES = {
-    "ready": "could not determine its order of the samples; see its own error message",
-    "samples": "has a dataset of {theirs} samples, rank {other} one of {ours}",
-    "batch_size": "has batch size {theirs}, rank {other} {ours}",
-    "drop_last": "has drop_last={theirs}, rank {other} drop_last={ours}",
-    "microbatches": "splits a batch into {theirs} micro-batches, rank {other} into {ours}",
-    "seed": "has seed {theirs}, rank {other} {ours}",
-    "epoch": "is in epoch {theirs}, rank {other} in epoch {ours}",
-    "position": "starts at batch {theirs}, rank {other} at batch {ours}",
-    "batches": "has {theirs} batches in the epoch, rank {other} {ours}",
-    "order": "has a different order of the samples than rank {other}; a sampler must draw from "
-    "torch's, Python's or numpy's global generators, which are seeded identically on every rank",
-}
+ORDER = "order of the samples"
 
 
-@dataclass(frozen=True)
-class EpochSummary:
-    """The settings of an epoch, which must be equal on all ranks; None if unknown."""
+def pack_epoch(settings: Mapping[str, Any]) -> bytes:
+    """Return the bytes to exchange for the settings of an epoch, by their names in messages.
 
-    ready: bool = False
-    samples: int | None = None
-    batch_size: int | None = None
-    drop_last: bool | None = None
-    microbatches: int | None = None
-    seed: int | None = None
-    epoch: int | None = None
-    position: int | None = None
-    batches: int | None = None
-    order: str = ""
-
-    def pack(self) -> bytes:
-        """Return the bytes to exchange."""
-        return json.dumps(astuple(self)).encode()
-
-    @classmethod
-    def unpack(cls, data: bytes) -> EpochSummary:
-        """Return the summary from the result of `pack` on another rank."""
-        return cls(*json.loads(data))
+    Empty settings say that this rank could not determine the order of the samples.
+    """
+    return json.dumps(settings).encode()
 
 
 def require_same_epoch(exchanged: list[bytes]) -> None:
-    """Compare the epoch summaries of all ranks, in rank order.
+    """Compare the results of `pack_epoch` of all ranks, in rank order.
 
     Raises:
-        DisagreementError: A rank differs from the most frequent summary (from the lowest rank's in
-            a tie). The message names the first such rank and the first differing field.
+        DisagreementError: A rank differs from the most frequent settings (from the lowest rank's in
+            a tie). The message names the first such rank and the first difference.
     """
+    everyone = [json.loads(settings) for settings in exchanged]
+    if {} in everyone:
+        raise DisagreementError(
+            f"rank {everyone.index({})} could not determine its order of the samples; see its own "
+            "error message"
+        )
     common, _ = Counter(exchanged).most_common(1)[0]
     other = exchanged.index(common)
-    for rank, data in enumerate(exchanged):
-        if data != common:
-            raise DisagreementError(f"rank {rank} {_difference(data, common, other)}")
+    for rank, settings in enumerate(everyone):
+        for name, ours in everyone[other].items():
+            if settings[name] == ours:
+                continue
+            if name == ORDER:
+                raise DisagreementError(
+                    f"rank {rank} has a different order of the samples than rank {other}; a "
+                    "sampler must draw from torch's, Python's or numpy's global generators, which "
+                    "are seeded identically on every rank"
+                )
+            raise DisagreementError(
+                f"rank {rank}: {name} is {settings[name]}, on rank {other} it is {ours}"
+            )
 
 
 def require_same_samples(exchanged: Sequence[bytes]) -> None:
@@ -112,14 +100,6 @@ def require_same_samples(exchanged: Sequence[bytes]) -> None:
 def pack_samples(described: Sequence[str]) -> bytes:
     """Return the bytes to exchange for a few sample descriptions."""
     return json.dumps(described).encode()
-
-
-def _difference(data: bytes, common: bytes, other: int) -> str:
-    theirs, ours = EpochSummary.unpack(data), EpochSummary.unpack(common)
-    for name, text in DIFFERENCES.items():
-        if getattr(theirs, name) != getattr(ours, name):
-            return text.format(theirs=getattr(theirs, name), ours=getattr(ours, name), other=other)
-    raise AssertionError("two different summaries have no different field")
 
 
 def require_same_batch(everyone: Sequence[str], step: int) -> None:

@@ -20,8 +20,9 @@ import torch
 
 from lockstep.data.assignment import Hosts, ReplicaShare, on_one_host
 from lockstep.data.consistency import (
+    ORDER,
     BatchIdentity,
-    EpochSummary,
+    pack_epoch,
     pack_samples,
     require_same_epoch,
     require_same_samples,
@@ -278,7 +279,7 @@ class Batches:
         except BaseException:
             if self.agree is not None:
                 # The other ranks wait for this message.
-                self.agree(EpochSummary().pack(), "beginning")
+                self.agree(pack_epoch({}), "beginning")
             raise
         self._compare_epoch(start, epoch)
         return epoch
@@ -304,19 +305,18 @@ class Batches:
         if self.agree is None:
             return
         options = self._options
-        description = EpochSummary(
-            ready=True,
-            samples=count_samples_of(options.dataset),
-            batch_size=options.batch_size,
-            drop_last=options.drop_last,
-            microbatches=self._share.microbatches,
-            seed=options.seed,
-            epoch=self.epoch,
-            position=start,
-            batches=None if epoch is None else len(epoch),
-            order="" if epoch is None else self._digest,
-        )
-        require_same_epoch(self.agree(description.pack(), "beginning"))
+        settings = {
+            "number of samples": count_samples_of(options.dataset),
+            "batch_size": options.batch_size,
+            "drop_last": options.drop_last,
+            "number of micro-batches": self._share.microbatches,
+            "seed": options.seed,
+            "epoch": self.epoch,
+            "first batch": start,
+            "number of batches": None if epoch is None else len(epoch),
+            ORDER: "" if epoch is None else self._digest,
+        }
+        require_same_epoch(self.agree(pack_epoch(settings), "beginning"))
 
     def _batch(self, item: Item, source: Source, seconds: float) -> Batch:
         size, parts = self._require_loaded(item, self.position)

@@ -28,8 +28,7 @@ from lockstep.pipeline.p2p import Receiver, RngState
 from lockstep.pipeline.pipeline import Pipeline
 from lockstep.pipeline.schedules import Action
 from lockstep.pipeline.split_backward import GraphInput
-from lockstep.pipeline.stage import Stage, StageInput, make_first_input
-from lockstep.pipeline.stage_buffers import StageBuffers
+from lockstep.pipeline.stage import Stage, StageBuffers, StageInput, make_first_input
 from lockstep.pipeline.tied_weights import disable_hooks
 
 __all__ = ["ScheduleExecutor"]

@@ -23,9 +23,11 @@ from torch import nn
 
 from lockstep.data.microbatch import Microbatch, clone_tensors, map_tensors
 from lockstep.data_parallel.gradient_reducer import GradientReducer
+from lockstep.kernel.buffers import Buffers
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls
 from lockstep.model.activation_checkpointing import ActivationCheckpointing
+from lockstep.model.deferred_init import make_released
 from lockstep.model.forward import split_targets
 from lockstep.model.generator_states import set_state_of_torch, state_of_torch
 from lockstep.model.parallel_context import ParallelContext
@@ -36,9 +38,8 @@ from lockstep.pipeline.inspection import BlockInspector
 from lockstep.pipeline.p2p import INITIAL_RNG_STATE, RngState
 from lockstep.pipeline.python_state import Assigned, PythonState
 from lockstep.pipeline.split_backward import GraphInput, SplitBackward, is_splittable
-from lockstep.pipeline.stage_buffers import PausedBuffers, StageBuffers
 
-__all__ = ["Stage", "StageInput", "StageOutput", "make_first_input"]
+__all__ = ["Stage", "StageBuffers", "StageInput", "StageOutput", "make_first_input"]
 
 Loss = Callable[[Any], torch.Tensor]
 """A function that computes the scaled loss of the micro-batch from the model's outputs."""
@@ -92,6 +93,41 @@ class StageOutput:
     structure: Structure
     tensors: list[torch.Tensor]
     rng_state: RngState
+
+
+PausedBuffers = list[tuple[torch.Tensor | None, torch.Tensor | None]]
+"""For each buffer, its value in a paused micro-batch, and the copy that was installed."""
+
+
+class StageBuffers(Buffers):
+    """The buffers of one stage, which can be put aside."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__(modules)
+        self._hidden: list[torch.Tensor] = []
+
+    def pause(self) -> PausedBuffers:
+        """Remove and return the buffers of the current micro-batch, so that another can start."""
+        paused: PausedBuffers = []
+        for slot in self.slots:
+            module, name = slot.registrations[0]
+            paused.append((module._buffers[name], slot.copy))
+            slot.copy = None
+        self.restore()
+        return paused
+
+    def resume(self, paused: PausedBuffers) -> None:
+        """Install the buffers that `pause` returned."""
+        for slot, (tensor, copy) in zip(self.slots, paused, strict=True):
+            slot.copy = copy
+            slot.install(tensor)
+
+    def hide(self) -> None:
+        """Install tensors that blocks of another stage cannot read, until the next micro-batch."""
+        if not self._hidden:
+            self._hidden = [make_released(slot.tensor, slot.name) for slot in self.slots]
+        for slot, hidden in zip(self.slots, self._hidden, strict=True):
+            slot.install(hidden)
 
 
 @dataclass
