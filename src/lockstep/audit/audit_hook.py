@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -40,28 +40,18 @@ from lockstep.data.microbatch import align_tensors, clone_tensors, split_batch
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.errors import StateError, WorkError
 from lockstep.kernel.rank_status import StatusSummary
-from lockstep.kernel.step_context import StepContext, StepObserver
+from lockstep.kernel.step_context import Position, StepContext, StepObserver
 from lockstep.kernel.step_hooks import CommittedStep, RepeatStep, StepHook
 from lockstep.model.call_site import class_name
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.processor_core import find_core, on_another_core
 
-__all__ = ["Audit", "Repeater"]
+__all__ = ["Audit"]
 
 Mode = Literal["check", "vote", "trace"]
 
 Compared = tuple[int, Computation]
 """A computation, after the micro-batch that it computed."""
-
-
-class Repeater(Protocol):
-    """An executor that can compute a micro-batch again."""
-
-    def position(self) -> tuple[int, int] | None:
-        """Return the micro-batch and the stage that are being computed; None between them."""
-
-    def repeat(self, microbatch: Microbatch, share: float) -> dict[str, int]:
-        """Compute a micro-batch again, inside a step; return hashes of its results."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +73,9 @@ class Audit(StepHook):
     Args:
         config: The settings.
         parallel: The layout.
-        executor: The executor, which computes micro-batches again.
+        position: A function that returns the micro-batch and the stage that are being computed.
+        repeat: A function of a micro-batch and its share that computes it again, inside a step, and
+            returns hashes of its results.
         modules: The model and the other modules that a step calls, by their names in messages.
         record: A function that records a finding, given its fields.
         stop: A function that asks for the end of the run, given the reason.
@@ -97,13 +89,15 @@ class Audit(StepHook):
         self,
         config: AuditConfig,
         parallel: ParallelContext,
-        executor: Repeater,
+        position: Position,
+        repeat: Callable[[Microbatch, float], dict[str, int]],
         modules: Mapping[str, nn.Module],
         record: Callable[[Mapping[str, Any]], None],
         stop: Callable[[str], None],
         leave: Callable[[int, str], None] | None = None,
     ) -> None:
-        self._config, self._parallel, self._executor = config, parallel, executor
+        self._config, self._parallel = config, parallel
+        self._position, self._compute_again = position, repeat
         self._modules, self._record, self._stop, self._leave = modules, record, stop, leave
         self.first, self.every = config.limits
         self._corrections: Counter[int] = Counter()  # by rank
@@ -138,7 +132,7 @@ class Audit(StepHook):
             self._watch = StateWatch(self._modules)
             self._watch.begin()
         if self._mode == "trace":
-            self._trace = RepetitionTrace(self._modules, self._executor.position)
+            self._trace = RepetitionTrace(self._modules, self._position)
         step.observers.append(_MicrobatchWatch(self, step, batch))
         return self._repeating(step)
 
@@ -235,14 +229,14 @@ class Audit(StepHook):
         with on_another_core() if elsewhere else nullcontext():
             core = find_core()
             try:
-                hashes = self._executor.repeat(microbatch, step.shares[index])
+                hashes = self._compute_again(microbatch, step.shares[index])
             except Exception as error:  # only in the repetition, so it differs
                 hashes = {f"{type(error).__name__}: {error}": 0}
             self._note(index, core, hashes, is_repeated=True)
 
     def begin_own(self) -> None:
         """Note the beginning of a micro-batch of the owner, while operators are traced."""
-        is_own = self._executor.position() == (self._plan.microbatch, 0)
+        is_own = self._position() == (self._plan.microbatch, 0)
         if self._trace is not None and is_own:
             self._trace.note_turn()
 

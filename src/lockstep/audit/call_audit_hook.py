@@ -9,29 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lockstep.audit.audit_config import AuditConfig
 from lockstep.audit.call_audit import CallAudit, raise_failure
 from lockstep.kernel.rank_status import StatusSummary
-from lockstep.kernel.step_context import StepContext, StepObserver
+from lockstep.kernel.step_context import Position, StepContext, StepObserver
 from lockstep.kernel.step_hooks import CommittedStep, RepeatStep, StepHook
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.model.watched_calls import WatchedCalls
 
-__all__ = ["CallAuditHook", "CallingExecutor"]
-
-
-class CallingExecutor(Protocol):
-    """An executor whose calls of modules can be watched."""
-
-    def position(self) -> tuple[int, int] | None:
-        """Return the micro-batch and the stage that are being computed; None between them."""
-
-    def find_calls(self) -> Sequence[WatchedCalls]:
-        """Return the calls of the current step that can be watched, on this rank."""
+__all__ = ["CallAuditHook"]
 
 
 class CallAuditHook(StepHook):
@@ -40,7 +30,9 @@ class CallAuditHook(StepHook):
     Args:
         config: The settings.
         parallel: The layout.
-        executor: The executor.
+        position: A function that returns the micro-batch and the stage that are being computed.
+        find_calls: A function that returns the calls of the current step that can be watched, on
+            this rank.
         record: A function that records a finding, given its fields.
     """
 
@@ -50,11 +42,12 @@ class CallAuditHook(StepHook):
         self,
         config: AuditConfig,
         parallel: ParallelContext,
-        executor: CallingExecutor,
+        position: Position,
+        find_calls: Callable[[], Sequence[WatchedCalls]],
         record: Callable[[Mapping[str, Any]], None],
     ) -> None:
-        self._config, self._parallel, self._executor = config, parallel, executor
-        self._record = record
+        self._config, self._parallel = config, parallel
+        self._position, self._find_calls, self._record = position, find_calls, record
         self.first, self.every = config.limits
         self._audits: dict[tuple[str, ...], CallAudit] = {}
         self._found: list[Mapping[str, Any]] = []
@@ -68,8 +61,8 @@ class CallAuditHook(StepHook):
 
     @contextmanager
     def _auditing(self, step: StepContext) -> Iterator[None]:
-        parts = [(calls, self._find_audit(step, calls)) for calls in self._executor.find_calls()]
-        step.observers.append(_MicrobatchEnds(step, parts, self._executor))
+        parts = [(calls, self._find_audit(step, calls)) for calls in self._find_calls()]
+        step.observers.append(_MicrobatchEnds(step, parts, self._position))
         with ExitStack() as stack:
             for calls, audit in parts:
                 audit.begin_step(step.number, [])
@@ -89,7 +82,7 @@ class CallAuditHook(StepHook):
         name, rank = tuple(calls.modules), self._parallel.rank
         who = f"stage {calls.stage}" if self._parallel.stages > 1 else "trainer.manual_step()"
         if name not in self._audits:
-            call, position = (calls.call, calls.modules, calls.scopes), self._executor.position
+            call, position = (calls.call, calls.modules, calls.scopes), self._position
             self._audits[name] = CallAudit(self._config, rank, *call, position, who, calls.sharded)
         audit = self._audits[name]
         audit.say, audit.is_repeatable = say, step.is_repeatable
@@ -137,9 +130,9 @@ class _MicrobatchEnds(StepObserver):
         self,
         step: StepContext,
         parts: Sequence[tuple[WatchedCalls, CallAudit]],
-        executor: CallingExecutor,
+        position: Position,
     ) -> None:
-        self._step, self._parts, self._executor = step, parts, executor
+        self._step, self._parts, self._position = step, parts, position
         self._has_begun, self._losses = False, 0
 
     def begin_microbatch(self) -> None:
@@ -169,5 +162,5 @@ class _MicrobatchEnds(StepObserver):
     ) -> None:
         """Note the end of the micro-batch of a stage."""
         for calls, audit in self._parts:
-            if self._executor.position() == (microbatch, calls.stage):
+            if self._position() == (microbatch, calls.stage):
                 audit.end_microbatch(calls.input_gradients())

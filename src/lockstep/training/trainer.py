@@ -269,11 +269,15 @@ class Trainer:
         hooks = self._list_hooks(setup, checkpoints, member)
         if session is None and auditing is not None:
             record, executor = self._record_finding, setup.executor
+            position = executor.position
             modules, stop = self.parallel.modules_with(self.model), self._run.safe_points.stop
-            hooks.append(CallAuditHook(auditing, self.parallel, executor, record))
+            hooks.append(
+                CallAuditHook(auditing, self.parallel, position, executor.find_calls, record)
+            )
             if isinstance(executor, WholeModelExecutor):
                 leave = None if member is None else self._leave_if
-                hooks.append(Audit(auditing, self.parallel, executor, modules, record, stop, leave))
+                called = position, executor.repeat, modules
+                hooks.append(Audit(auditing, self.parallel, *called, record, stop, leave))
             if self.parallel.replicas > 1 and self._optimization.sharded is None:
                 state = self._optimization.local_state
                 # First, before other checks raise an error about what it can restore.
