@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lockstep.kernel.errors import FileError
-from lockstep.tools.commands.training_summary import print_summary
+from lockstep.tools.commands.train import print_summary
 
 SUMMARY = {
     "recipe": "digits", "world_size": 2, "epochs": 3, "steps": 12, "samples": 48, "accuracy": 0.5,

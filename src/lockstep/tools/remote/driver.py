@@ -25,7 +25,7 @@ from lockstep.launcher.launch import calls_in_this_process
 from lockstep.launcher.listening_socket import LOOPBACK, parse_endpoint
 from lockstep.launcher.target import check_working_directory
 from lockstep.model.deferred_init import Blocks
-from lockstep.tools.remote.future import Future
+from lockstep.tools.remote.calls import Future
 from lockstep.tools.remote.trainer_proxy import TrainerProxy
 from lockstep.tools.remote.worker_pool import WorkerPool
 from lockstep.training.optimizer_config import OptimizerConfig, OptimizerFactory

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.tools.remote.future import Future, make_error
+from lockstep.tools.remote.calls import Future, make_error
 from lockstep.tools.remote.roster import WorkerHandle
 
 __all__ = ["PATIENCE", "HangRecovery"]

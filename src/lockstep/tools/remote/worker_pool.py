@@ -27,9 +27,8 @@ from lockstep.comm.transport.message_connection import MessageConnection
 from lockstep.kernel.errors import LockstepError, RankError, RendezvousError, UsageError
 from lockstep.launcher.listening_socket import listen
 from lockstep.launcher.rank_stores import choose_port
-from lockstep.tools.remote.calls import Calls, make_lost_outcome
+from lockstep.tools.remote.calls import SETTLE, Calls, Future, gather, make_lost_outcome
 from lockstep.tools.remote.connection import MAX_PAYLOAD, PURPOSE, Connection, Message
-from lockstep.tools.remote.future import SETTLE, Future, gather
 from lockstep.tools.remote.hang_recovery import HangRecovery
 from lockstep.tools.remote.host_workers import HostWorkers
 from lockstep.tools.remote.output_forwarder import OutputForwarder, has_display

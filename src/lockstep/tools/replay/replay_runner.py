@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -40,10 +37,9 @@ from lockstep.tools.replay.recorded_program import Base, Program
 from lockstep.tools.replay.result import Replay, ReplayedStep, ReplayRequest
 from lockstep.tools.replay.stored_sources import StoredSources
 
-__all__ = ["run_order", "run_program"]
+__all__ = ["run_program"]
 
 DEBUGGER_LEFT = "DebuggerLeft"  # the class name of the exception
-FAILURE = "failure"  # the file with the error of a program that failed in this terminal
 
 
 def run_program(program: Program, base: Base, request: ReplayRequest) -> Replay:
@@ -63,7 +59,7 @@ def run_program(program: Program, base: Base, request: ReplayRequest) -> Replay:
             _launch(program, base, request, folder)
             failure = ""
         except RankError as error:
-            failure = str(error).removeprefix(f"{DEBUGGER_LEFT}: ")
+            failure = str(error)
             is_left = error.exception == DEBUGGER_LEFT
             details = describe_failure(error, log_of(folder, error.rank or 0))
         seconds = time.monotonic() - begun
@@ -75,51 +71,14 @@ def run_program(program: Program, base: Base, request: ReplayRequest) -> Replay:
 
 
 def _launch(program: Program, base: Base, request: ReplayRequest, folder: Path) -> None:
-    """Run the ranks to their end; raise RankError if one failed."""
-    order = (program, base, request, str(folder))
-    if request.debug:
-        _run_in_terminal(order, folder)
-        return
+    """Run the ranks to their end; raise RankError if one failed.
+
+    Under the debugger, the only rank has this terminal.
+    """
     with _environment(program):
         get_fork_server(for_training=True)
+        order = (program, base, request, str(folder))
         launch(_run_rank, order, request.layout.ranks, pass_rank=True)
-
-
-def _run_in_terminal(order: tuple[Program, Base, ReplayRequest, str], folder: Path) -> None:
-    """Run the program on one rank in a new interpreter that shares this terminal."""
-    file = folder / "order.pickle"
-    file.write_bytes(pickle.dumps(order))
-    code = (
-        f"import sys; sys.path[:] = {sys.path!r}; "
-        "from lockstep.tools.replay.replay_runner import run_order; "
-        f"run_order({os.fspath(file)!r})"
-    )
-    # Only the debugger handles Ctrl-C.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with _environment(order[0]):
-            ended = subprocess.run([sys.executable, "-c", code], check=False)
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    if ended.returncode:
-        sentence = f"the program ended with status {ended.returncode}"
-        with contextlib.suppress(OSError):
-            sentence = (folder / FAILURE).read_text()
-        failure = RankError(sentence)
-        failure.exception = sentence.partition(":")[0]
-        raise failure
-
-
-def run_order(file: str) -> None:
-    """Run one rank as `_run_in_terminal` asks, in a new interpreter."""
-    from lockstep.tools.replay.single_microbatch import DebuggerLeft
-
-    program, base, request, folder = pickle.loads(Path(file).read_bytes())
-    try:
-        _run_rank(0, program, base, request, folder)
-    except (Exception, DebuggerLeft) as error:
-        (Path(folder) / FAILURE).write_text(f"{type(error).__name__}: {error}")
-        sys.exit(1)
 
 
 @contextlib.contextmanager
