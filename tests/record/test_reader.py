@@ -105,7 +105,7 @@ def test_missing_and_invalid_values_are_nan(tmp_path):
 
 
 def test_metrics_of_later_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "BLOCK_BYTES", 1)  # every line a block of its own
+    monkeypatch.setattr(reader, "BLOCK_STEPS", 1)  # every line a block of its own
     lines = [HEADER, step(0), step(1, metrics={"accuracy": 0.5}), step(2, metrics={"f1": 0.1}), END]
     metrics = read_run(written(tmp_path, lines)).steps.metrics
     np.testing.assert_array_equal(metrics["accuracy"], [np.nan, 0.5, np.nan])
@@ -113,7 +113,7 @@ def test_metrics_of_later_steps(tmp_path, monkeypatch):
 
 
 def test_varying_numbers_of_ranks(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(reader, "BLOCK_STEPS", 1)
     row = [1.0, 2.0, 3.0, 4.0]
     lines = [HEADER, step(0, ranks=[row]), step(1, ranks=[row, row]), step(2), END]
     ranks = read_run(written(tmp_path, lines)).steps.ranks
@@ -207,9 +207,9 @@ def test_a_resumption_rewinds_what_was_read(tmp_path):
     assert [line["step"] for line in run.resumes] == [10]
 
 
-@pytest.mark.parametrize("block", [1, 300, 1 << 17])
+@pytest.mark.parametrize("block", [1, 3, 1000])
 def test_several_resumptions_in_blocks_of_any_size(tmp_path, monkeypatch, block):
-    monkeypatch.setattr(reader, "BLOCK_BYTES", block)
+    monkeypatch.setattr(reader, "BLOCK_STEPS", block)
     lines = [
         *(HEADER, *steps(0, 30), resume(20), *steps(20, 40, loss=2.0)),
         *(resume(10), *steps(10, 15, loss=3.0), resume(15), *steps(15, 18, loss=4.0), END),

@@ -48,7 +48,7 @@ __all__ = ["Run", "State", "open_record", "read_run"]
 
 State = Literal["done", "failed", "stopped", "running", "died"]
 
-BLOCK_BYTES = 1 << 17  # bytes read at a time: the parsed lines of a block stay in the cache
+BLOCK_STEPS = 1000  # lines of steps that are kept until they become columns
 KEPT = ("epoch", "warning", "audit", "checkpoint", "resume", "round", "log")
 REWINDING = ("resume", "round")  # the kinds of lines that rewind the lines before them
 SOURCES = re.compile(r"sources(-[0-9]+)?")  # never a folder outside of the run's
@@ -212,62 +212,40 @@ class RecordParser:
         self.is_truncated = False
 
     def parse(self, file: BinaryIO) -> None:
-        """Parse `file`, one block of lines at a time."""
-        while lines := file.readlines(BLOCK_BYTES):
-            if not lines[-1].endswith(b"\n") and not _is_json(lines[-1]):
-                self.is_truncated = True
-                lines.pop()
-            self._add(self._load(lines))
-
-    def _load(self, lines: list[bytes]) -> list[Any]:
-        """Return the values of some lines; None for a line that is not JSON."""
-        with contextlib.suppress(orjson.JSONDecodeError):
-            values: list[Any] = orjson.loads(b"[" + b",".join(lines) + b"]")
-            return values
-        values = []
-        for line in filter(bytes.strip, lines):
+        """Parse all lines of `file`."""
+        steps: list[Line] = []
+        for text in file:
             try:
-                values.append(orjson.loads(line))
+                line = orjson.loads(text)
             except orjson.JSONDecodeError:
-                values.append(None)
-        return values
+                line = None
+                if not text.endswith(b"\n"):
+                    self.is_truncated = True
+                    break
+            kind = line.get("kind") if isinstance(line, dict) else None
+            if kind == "step":
+                steps.append(line)
+            if len(steps) == BLOCK_STEPS or kind in REWINDING:
+                self._add_steps(steps)
+            if kind in REWINDING:
+                self.num_bad -= self.was_bad  # the process was killed while it wrote that line
+                self._add_rewinding(kind, line)
+            elif kind is not None and kind != "step":
+                self._add_other(kind, line)
+            if text.strip():
+                self.was_bad = kind is None
+                self.num_bad += self.was_bad
+                self.num_good += not self.was_bad
+        self._add_steps(steps)
 
-    def _add(self, objects: list[Any]) -> None:
-        """Add the values of some lines, in their order."""
-        kinds = [line.get("kind") if type(line) is dict else None for line in objects]
-        begin = 0
-        if "resume" in kinds or "round" in kinds or None in kinds:
-            for at, kind in enumerate(kinds):
-                if kind in REWINDING or kind is None:
-                    self._add_lines(kinds[begin:at], objects[begin:at])
-                    if kind is None:
-                        self.num_bad, self.was_bad = self.num_bad + 1, True
-                    else:
-                        self._add_rewinding(kind, objects[at])
-                    begin = at + 1
-        self._add_lines(kinds[begin:], objects[begin:])
-
-    def _add_lines(self, kinds: list[Any], objects: list[Any]) -> None:
-        """Add consecutive lines, none of which rewinds."""
-        if not objects:
-            return
-        self.num_good += len(objects)
-        self.was_bad = False
-        steps = objects
-        if kinds.count("step") < len(kinds):
-            steps = [line for kind, line in zip(kinds, objects, strict=True) if kind == "step"]
-        if len(steps) < len(objects):
-            for kind, line in zip(kinds, objects, strict=True):
-                if kind != "step":
-                    self._add_other(kind, line)
+    def _add_steps(self, steps: list[Line]) -> None:
+        """Add some lines of steps as a block of columns, and empty the list."""
         if steps:
             self.blocks.append(parse_steps(steps))
+            steps.clear()
 
     def _add_rewinding(self, kind: str, line: Line) -> None:
         """Add a line that resumes the run or begins a round, and rewind to its step."""
-        self.num_good += 1
-        self.num_bad -= self.was_bad  # the process was killed while it wrote that line
-        self.was_bad = False
         line = cast(Line, _escape(line))
         self.lines[kind].append(line)
         self.end = None
@@ -375,14 +353,6 @@ def _escape(value: Any) -> Any:
     if isinstance(value, dict):
         return {escape_control(name): _escape(entry) for name, entry in value.items()}
     return [_escape(entry) for entry in value] if isinstance(value, list) else value
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return False
-    return True
 
 
 @contextlib.contextmanager
