@@ -29,9 +29,11 @@ from lockstep.tools.report.breakdown import (
     time_by_rank,
     time_shares,
 )
-from lockstep.tools.report.logged import logged_histograms, logged_images
-from lockstep.tools.report.rounds import round_sentences
-from lockstep.tools.report.run_charts import draw_run_charts
+from lockstep.tools.report.run_charts import (
+    draw_run_charts,
+    logged_histograms,
+    logged_images,
+)
 from lockstep.tools.report.summary import Summary, as_text, summarize
 from lockstep.tools.report.summary_text import (
     STATE_NAMES,
@@ -39,6 +41,7 @@ from lockstep.tools.report.summary_text import (
     command_line,
     headline,
     resume_sentence,
+    round_sentence,
     settings_groups,
     state_sentence,
     timing_sentences,
@@ -71,7 +74,7 @@ def report_html(run: Run) -> str:
         times=time_by_rank(run)[:MAX_RANKS],
         total_shares=time_shares(run),
         memory=peak_memory(run)[:MAX_RANKS],
-        round_sentences=list(round_sentences(run)),
+        round_sentence=round_sentence(run),
         epochs=epoch_table(run),
         checkpoint_sentence=checkpoint_sentence(run),
         resume_sentence=resume_sentence(run),

@@ -21,6 +21,7 @@ from lockstep.formatting import (
     format_percent,
     format_quantity,
 )
+from lockstep.launcher.failure_attribution import signal_name
 from lockstep.record.columns import as_dict
 from lockstep.record.reader import Run
 from lockstep.tools.report.summary import (
@@ -45,8 +46,8 @@ __all__ += [
     "settings_groups",
     "state_sentence",
 ]
-__all__ += ["learning_rate_text", "resume_sentence", "timing_sentences"]
-__all__ += ["warning_sentence"]
+__all__ += ["learning_rate_text", "resume_sentence", "round_sentence"]
+__all__ += ["timing_sentences", "warning_sentence"]
 
 STATE_NAMES = {"done": "done", "failed": "failed", "running": "still running", "died": "died"}
 STATE_NAMES |= {"stopped": "stopped"}
@@ -127,6 +128,30 @@ def resume_sentence(run: Run) -> str:
     """Return the sentence about the resumptions of a run; "" if there are none."""
     times = {1: "once", 2: "twice"}.get(len(run.resumes), f"{len(run.resumes)} times")
     return f"The run was resumed {times}." if run.resumes else ""
+
+
+def round_sentence(run: Run) -> str:
+    """Return the sentence about the ranks that died, joined and left; "" if the run is not elastic.
+
+    A line of the record has lists of members, and the signals that killed those that died.
+    """
+    if not run.rounds:
+        return ""
+    lost, joined, left = (
+        [one for line in run.rounds for one in _as_list(line.get(name))]
+        for name in ("lost", "joined", "left")
+    )
+    numbers = [int(number_or(as_dict(death).get("signal"), 0)) for death in lost]
+    names = sorted({signal_name(number) for number in numbers if number > 0})
+    signals = f" ({', '.join(names)})" if names else ""
+    parts = [f"{format_quantity(len(lost), 'rank')} died{signals}"]
+    parts += [f"{format_count(len(joined))} joined"] if joined else []
+    parts += [f"{format_count(len(left))} left"] if left else []
+    return f"{format_quantity(len(run.rounds) + 1, 'round')}: {', '.join(parts)}."
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def timing_sentences(run: Run) -> list[str]:
