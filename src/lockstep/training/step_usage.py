@@ -17,7 +17,7 @@ from lockstep.kernel.rank_status import DETAILED_RANKS
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import StepHook
 
-__all__ = ["Durations", "RankTimes", "RankUsage", "StepUsage"]
+__all__ = ["RankTimes", "RankUsage", "StepUsage"]
 
 MEMORY_INTERVAL = 0.02
 """Seconds between two readings of the peak memory, which take as long as a tiny forward pass."""
@@ -39,22 +39,6 @@ class RankTimes(NamedTuple):
     data: float
     idle: float
     memory: int
-
-
-class Durations(NamedTuple):
-    """What one rank measured in a step that ended, in seconds.
-
-    Attributes:
-        arrived: The time from the beginning of the step to the exchange of the statuses.
-        exchanged: The duration of the exchange.
-        reduced: The duration of the reduction of the gradients.
-        updated: The duration of the optimizer's step.
-    """
-
-    arrived: float
-    exchanged: float
-    reduced: float
-    updated: float
 
 
 class RankUsage(NamedTuple):
@@ -84,7 +68,9 @@ class RankUsage(NamedTuple):
         rows, latest = packed
         return cls([RankTimes(*row) for row in rows], latest)
 
-    def compute_rows(self, durations: Durations) -> list[list[float]]:
+    def compute_rows(
+        self, arrived: float, exchanged: float, reduced: float, updated: float
+    ) -> list[list[float]]:
         """Return [compute, communication, waiting, data] of the ranks, in seconds.
 
         Ranks begin a step together, since the previous one ended with an exchange. Each rank
@@ -92,17 +78,15 @@ class RankUsage(NamedTuple):
         until the last rank arrived, and the time that a pipeline stage waited for its neighbors.
 
         Args:
-            durations: What this rank measured.
+            arrived: The time of this rank until the exchange of the statuses.
+            exchanged: The duration of the exchange on this rank.
+            reduced: The duration of the reduction of the gradients.
+            updated: The duration of the optimizer's step.
         """
-        waited = self.latest - durations.arrived
-        communication = max(0.0, durations.exchanged - waited) + durations.reduced
+        waited = self.latest - arrived
+        communication = max(0.0, exchanged - waited) + reduced
         return [
-            [
-                row.compute + durations.updated,
-                communication,
-                self.latest - row.compute - row.data,
-                row.data,
-            ]
+            [row.compute + updated, communication, self.latest - row.compute - row.data, row.data]
             for row in self.rows
         ]
 
@@ -147,11 +131,10 @@ class StepUsage(StepHook):
             seconds = row.compute + row.idle + data + times.updated - times.arrived
             return {"seconds": seconds, "ranks": [[compute, 0.0, row.idle, data]]}
         arrived = times.computed - times.begun + (step.batch.seconds if step.batch else 0.0)
-        durations = Durations(
+        rows = value.compute_rows(
             arrived,
             times.exchanged - times.arrived,
             times.reduced - times.exchanged,
             times.updated - times.reduced,
         )
-        seconds = arrived + times.updated - times.arrived
-        return {"seconds": seconds, "ranks": value.compute_rows(durations)}
+        return {"seconds": arrived + times.updated - times.arrived, "ranks": rows}

@@ -60,12 +60,13 @@ def print_results(requirements: Requirements) -> list[CheckResult]:
 
 def print_result(one: CheckResult) -> None:
     """Print one result, with the advice below it."""
-    from lockstep.tools.report.terminal import print_styled, terminal_width, wrap
+    from lockstep.tools.report.terminal import terminal_width, wrap
 
     indent = " " * (23 if terminal_width() >= 60 else 6)
     lines = wrap(one.what, indent, f"{one.verdict:<4}  {one.subject:<15}  ")
     advice = wrap(one.advice, f"{indent}   ", f"{indent}-> ") if one.advice else []
-    print_styled(one.verdict, COLORS[one.verdict], "\n".join([*lines, *advice])[len(one.verdict) :])
+    rest = "\n".join([*lines, *advice])[len(one.verdict) :]
+    click.echo(click.style(one.verdict, fg=COLORS[one.verdict]) + rest)
 
 
 def conclusion(num_failed: int) -> str:
