@@ -110,10 +110,10 @@ def test_a_machine_that_computes_other_bits_every_time(run, tmp_path):
     assert float(found["recorded"]) != float(found["computed"])
     said = " ".join(done.stderr.split())
     assert f"step 4: different: the loss of the micro-batch 2 is {found['computed']} here" in said
-    assert "twice here, with the same bits, on a machine of the same kind" in said
+    assert "twice here, with the same bits: one of these machines, of the same kind" in said
     copy = copy_with(run, tmp_path / "mine", processor="Abacus", hostname="attic")
     said = " ".join(audit(copy, "--steps", "3-5").stdout.split())
-    assert "the machines differ (processor), so audit the run on a machine like" in said
+    assert "the machines differ (processor): audit it on one like the recorded" in said
     assert "hostname attic" in said
     assert said.endswith("The run itself recorded: step 1: a fault.")
 

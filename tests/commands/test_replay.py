@@ -65,7 +65,7 @@ def test_a_step_in_which_the_run_died_is_computed_and_not_compared(run, tmp_path
     record.write_bytes(b"".join(lines[: steps[41]]))
     result = replay(copy, "--step", "41", "--json")
     assert result.exit_code == 1
-    said = "step 41: computed, but not compared: the run died before it recorded the results of"
+    said = "step 41: computed, but not compared: the run ended in this step"
     assert said in result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
     assert (found["equal"], found["compared"], found["recorded_loss"]) == (False, [], None)
@@ -75,7 +75,7 @@ def test_a_step_in_which_the_run_died_is_computed_and_not_compared(run, tmp_path
 def test_what_is_wrong_to_ask_for_is_one_sentence(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cases = [
-        (["--step", "45"], UsageError, "has 45 steps; the last one is 44"),
+        (["--step", "45"], UsageError, "has no such step; the last one is 44"),
         (
             ["--step", "3", "--microbatch", "8"],
             UsageError,

@@ -109,20 +109,13 @@ def _print(result: RecordAudit, what: str) -> None:
         )
         others = [row[0] for row in rows[1:] if row[1] != row[2]]
         if result.verdict == "unstable":
-            sentences.append(
-                "Computed twice here, with different bits: this machine computes wrong now and "
-                "then, or the program is not deterministic"
-            )
+            why = "this machine computes wrong now and then, or the program is not deterministic"
         elif others:
-            sentences.append(
-                f"Computed twice here, with the same bits: the machines differ ({', '.join(others)}"
-                "), so audit the run on a machine like the recorded one"
-            )
+            why = f"the machines differ ({', '.join(others)}): audit it on one like the recorded"
         else:
-            sentences.append(
-                "Computed twice here, with the same bits, on a machine of the same kind: the "
-                "machine that recorded the run computed wrong, or this one does so every time"
-            )
+            why = "one of these machines, of the same kind, computes wrong"
+        bits = "different" if result.verdict == "unstable" else "the same"
+        sentences.append(f"Computed twice here, with {bits} bits: {why}")
     for finding in result.run.run.findings:
         sentences.append(f"The run itself recorded: {finding.get('message')}")
     for sentence in sentences:

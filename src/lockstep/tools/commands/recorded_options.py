@@ -40,18 +40,11 @@ def open_resumed(run: str, runs: str) -> Run:
         UsageError: There is no such run, it is not a run of a recipe, or it is still running.
     """
     from lockstep.launcher.run_folder import find_run, wait_until_free
-
-    folder = find_run(run, Path(runs))
-    _read_recorded(folder)
-    wait_until_free(folder)
-    return _read_recorded(folder)
-
-
-def _read_recorded(folder: Path) -> Run:
-    """Return a run with its options; raise UsageError if it is not a run of a recipe."""
     from lockstep.record.columns import as_dict
     from lockstep.record.reader import read_run
 
+    folder = find_run(run, Path(runs))
+    wait_until_free(folder)
     recorded = read_run(folder)
     if as_dict(recorded.latest("options")).get("recipe") not in NAMES:
         raise UsageError(

@@ -100,7 +100,7 @@ def command(
     replay = run_program(program, base, request)
     result = compare(request, recorded, replay)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        _print(result, recording.state)
+        _print(result)
     if as_json:
         click.echo(json.dumps(result.plain()))
     sys.exit(0 if result.equal else 1)
@@ -112,14 +112,11 @@ def _require_step(run: Run, recorded: Recorded, count: int, step: int) -> None:
         return
     if step == count and run.state in ("failed", "died", "stopped"):
         return  # the record says nothing about this step, but a replay can show it
-    state = " so far" if run.state == "running" else ""
     if not count:
-        raise UsageError(f"{run.folder} has no finished step{state}, so there is none to replay")
-    if step >= count:
-        raise UsageError(
-            f"--step {step}: {run.folder} has {count} steps{state}; the last one is {count - 1}"
-        )
-    raise UsageError(f"--step {step}: the record of {run.folder} has no line of this step")
+        raise UsageError(f"{run.folder} has no finished step, so there is none to replay")
+    raise UsageError(
+        f"--step {step}: the record of {run.folder} has no such step; the last one is {count - 1}"
+    )
 
 
 def _require_microbatch(run: Run, recorded: Recorded, microbatch: int | None, step: int) -> None:
@@ -135,13 +132,8 @@ def _require_microbatch(run: Run, recorded: Recorded, microbatch: int | None, st
         )
 
 
-def _print(result: ReplayComparison, state: str) -> None:
-    """Print the result, and the last lines of a program that failed.
-
-    Args:
-        result: The comparison.
-        state: The state of the run.
-    """
+def _print(result: ReplayComparison) -> None:
+    """Print the result, and the last lines of a program that failed."""
     from lockstep.tools.report.terminal import print_table, wrap
 
     request, recorded, replay = result.request, result.recorded, result.replay
@@ -158,17 +150,9 @@ def _print(result: ReplayComparison, state: str) -> None:
         click.echo()
     if replay.is_left:
         said = f"{what}: left the debugger, so nothing was compared"
-    elif not result.compared and not result.differences and recorded.failure:
-        said = (
-            f"{what}: computed, but not compared: the run recorded nothing of it, and stopped in "
-            f"this step ({recorded.failure})"
-        )
     elif not result.compared and not result.differences:
-        ended = {"died": "died", "stopped": "stopped"}.get(state, "ended")
-        said = (
-            f"{what}: computed, but not compared: the run {ended} before it recorded the results "
-            "of this step"
-        )
+        why = f" ({recorded.failure})" if recorded.failure else ""
+        said = f"{what}: computed, but not compared: the run ended in this step{why}"
     elif not result.equal:
         said = f"{what}: different: {'; '.join(result.differences)}"
     elif recorded.failure:
