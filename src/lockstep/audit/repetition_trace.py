@@ -7,10 +7,10 @@ attribute, a global name, a closure. What has changed there between the two is n
 
 from __future__ import annotations
 
-import json
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -29,8 +29,6 @@ __all__ = [
     "find_difference",
     "join_names",
 ]
-
-FIELDS = fields(OperatorCall)
 
 LISTED = 3
 """The number of changed attributes that a message names."""
@@ -107,10 +105,9 @@ class RepetitionTrace:
             yield
 
     def encode(self, microbatch: int) -> bytes:
-        """Return the calls in both computations, and what has changed meanwhile, as JSON."""
+        """Return the calls in both computations, and what has changed meanwhile, to send."""
         runs = [_select(tracer.calls, microbatch) for tracer in self._tracers]
-        values = [[[getattr(call, field.name) for field in FIELDS] for call in run] for run in runs]
-        return json.dumps({"runs": values, "changed": self._changed}).encode()
+        return pickle.dumps((runs, self._changed))
 
 
 def _select(calls: Sequence[OperatorCall], microbatch: int) -> list[OperatorCall]:
@@ -157,8 +154,7 @@ class TraceDifference:
 
 def find_difference(owner: bytes, repeater: bytes) -> TraceDifference | None:
     """Return the operator that made the owner's computations differ, or those of two ranks."""
-    runs = [_decode(run) for run in json.loads(owner)["runs"]]
-    runs += [_decode(run) for run in json.loads(repeater)["runs"][1:]]
+    runs: list[list[OperatorCall]] = [*pickle.loads(owner)[0], *pickle.loads(repeater)[0][1:]]
     first, *others = runs
     for other in others:
         if (difference := first_operator_difference(first, other)) is None:
@@ -173,14 +169,6 @@ def find_difference(owner: bytes, repeater: bytes) -> TraceDifference | None:
     return None
 
 
-def _decode(run: list[list[Any]]) -> list[OperatorCall]:
-    calls = []
-    for call in run:
-        values: list[Any] = [tuple(value) if isinstance(value, list) else value for value in call]
-        calls.append(OperatorCall(*values))
-    return calls
-
-
 def explain_state(owner: bytes, difference: TraceDifference | None) -> str:
     """Return the sentence about a computation that depends on more than its inputs."""
     where = "" if difference is None else difference.where
@@ -190,7 +178,7 @@ def explain_state(owner: bytes, difference: TraceDifference | None) -> str:
             f"{again}, which got the same inputs every time, and returned other values: the "
             "operator is not deterministic, or this processor core is faulty"
         )
-    names = join_names(json.loads(owner)["changed"])
+    names = join_names(pickle.loads(owner)[1])
     cause = f"; {names} changed meanwhile" if names else ""
     return (
         f"{again}{cause}. The bits of the training would depend on which rank computes which "

@@ -61,14 +61,12 @@ class Verdict:
     Attributes:
         kind: "fault": a rank or core computed wrong. "state": the computation depends on something
             else than its inputs. "split": it is one of these.
-        bits: The hash of the right results; "" if it is not known.
         culprit: A computation with another result, on the rank or core that is wrong; None if it
             is not known.
         is_single: Whether only one computation had another result.
     """
 
     kind: Literal["fault", "state", "split"]
-    bits: str = ""
     culprit: Computation | None = None
     is_single: bool = False
 
@@ -95,4 +93,4 @@ def judge(computations: Sequence[Computation]) -> Verdict:
     is_alone = len({(one.rank, one.host) for one in computations}) == 1
     if len({(one.rank, one.host, is_alone and one.core) for one in wrong}) > 1:
         return Verdict("state")
-    return Verdict("fault", right, wrong[0], len(wrong) == 1)
+    return Verdict("fault", wrong[0], len(wrong) == 1)
