@@ -47,7 +47,7 @@ class Microbatch:
     data: Any
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
     """One rank's part of a global batch.
 

@@ -203,15 +203,16 @@ def _list_buffers(models: Mapping[str, nn.Module]) -> list[torch.Tensor]:
     `nn.Module.buffers` takes several times as long.
     """
     buffers: list[torch.Tensor] = []
-    modules = [*models.values()]
-    seen = {*modules}
+    modules: list[nn.Module | None] = [*models.values()]
+    seen = {None, *modules}
     for module in modules:  # which grows meanwhile
+        assert module is not None
         if module._buffers:
             buffers += [tensor for tensor in module._buffers.values() if tensor is not None]
-        for child in module._modules.values():
-            if child is not None and child not in seen:
-                seen.add(child)
-                modules.append(child)
+        if module._modules:
+            children = {*module._modules.values()} - seen
+            seen |= children
+            modules += children
     return buffers
 
 

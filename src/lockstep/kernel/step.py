@@ -24,7 +24,7 @@ import time
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -118,12 +118,7 @@ class OptimizerStep:
                 (outer if hook.is_outermost else inner).append(context)
         has_failed = True
         try:
-            with ExitStack() as stack:
-                for context in outer:
-                    stack.enter_context(context)
-                loop = stack.enter_context(self.executor.open(step))
-                for context in inner:
-                    stack.enter_context(context)
+            with _enter(outer), self.executor.open(step) as loop, _enter(inner):
                 yield loop
             has_failed = step.failure is not None and step.failure.error is not None
         finally:
@@ -361,6 +356,21 @@ def find_active(hooks: Sequence[StepHook], number: int) -> list[StepHook]:
     return [
         hook for hook in hooks if hook.every == 1 or number < hook.first or not number % hook.every
     ]
+
+
+def _enter(contexts: Sequence[AbstractContextManager[Any]]) -> AbstractContextManager[Any]:
+    """Return a context that enters some contexts in order."""
+    if len(contexts) < 2:
+        return contexts[0] if contexts else NOTHING
+    return _enter_all(contexts)
+
+
+@contextmanager
+def _enter_all(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def _stored_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:

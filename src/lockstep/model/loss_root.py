@@ -14,9 +14,9 @@ from lockstep.kernel.step_context import StepContext
 
 __all__ = ["LossRoot", "check_scalar", "record_loss", "run_backward", "scale_loss"]
 
-GRAPH_LOG = logging.getLogger("torch.autograd.graph")
-
-_engine: Any = torch.autograd.Variable._execution_engine
+_is_logged = logging.getLogger("torch.autograd.graph").isEnabledFor
+_is_mode_enabled = torch._C._is_torch_function_mode_enabled
+_run_engine: Any = torch.autograd.Variable._execution_engine.run_backward
 
 
 def check_scalar(loss: object, where: str) -> None:
@@ -78,19 +78,20 @@ class LossRoot:
         The bits are the same as with `scale_loss`. Without a loss scale the share is the gradient,
         so the graph needs no multiplication.
         """
-        if self._scale is not None or not loss.is_floating_point():
-            return scale_loss(loss, share, self._scale), None
         known = self._gradient
         if (
-            known is None
-            or self._share != share
-            or known._version != self._version  # a hook wrote to it
-            or known.dtype != loss.dtype
-            or known.ndim != loss.ndim  # both have one element
-            or known.device != loss.device
+            known is not None
+            and self._share == share
+            and known._version == self._version  # otherwise a hook wrote to it
+            and known.dtype == loss.dtype
+            and known.ndim == loss.ndim  # both have one element
+            and known.device == loss.device
         ):
-            self._gradient = known = torch.full_like(loss, share)
-            self._share, self._version = share, known._version
+            return loss, known
+        if self._scale is not None or not loss.is_floating_point():
+            return scale_loss(loss, share, self._scale), None
+        self._gradient = known = torch.full_like(loss, share)
+        self._share, self._version = share, known._version
         return loss, known
 
 
@@ -109,12 +110,11 @@ def run_backward(loss: torch.Tensor, gradient: torch.Tensor | None, retain_graph
         gradient is not None
         and type(loss) is torch.Tensor
         and loss.is_cpu  # threads of other devices need the context variables of this one
-        and not torch._C._is_torch_function_mode_enabled()
-        and not GRAPH_LOG.isEnabledFor(logging.DEBUG)  # torch logs the nodes of the graph
+        and not _is_mode_enabled()
+        and not _is_logged(logging.DEBUG)  # torch logs the nodes of the graph
     )
     if not is_usual:
         loss.backward(gradient, retain_graph=retain_graph)
         return
-    _engine.run_backward(
-        (loss,), (gradient,), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
-    )
+    # The last arguments are: inputs, allow_unreachable and accumulate_grad.
+    _run_engine((loss,), (gradient,), retain_graph, False, (), True, True)
