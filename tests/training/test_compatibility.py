@@ -53,15 +53,6 @@ def test_the_same_training_has_no_differences():
     assert find_differences(training(), training(), SETTINGS) == []
 
 
-@pytest.mark.parametrize("is_rounded", [False, True])
-def test_checkpoints_of_version_0_1_name_a_compression(is_rounded):
-    old = training()
-    old["settings"] |= {"compression.bf16": str(is_rounded), "compression.lossless": "True"}
-    require_same_training(old, training())
-    differences = find_differences(old, training(), SETTINGS)
-    assert differences == (["compression.bf16 is False, it was True"] if is_rounded else [])
-
-
 @pytest.mark.parametrize(
     ("entry", "value", "words"),
     [

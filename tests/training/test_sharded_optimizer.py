@@ -224,12 +224,6 @@ def test_there_is_one_copy_and_what_thaws_joins_it(ranks):
         trainer.model[3].requires_grad_(False)
         seen = []
         for step in range(5):
-            if step == 2:  # a frozen parameter that somebody writes keeps what it was given
-                dist.barrier()
-                if dist.get_rank() == 0 or not shared:
-                    with torch.no_grad():
-                        trainer.model[3].bias.fill_(0.5)
-                dist.barrier()
             trainer.model[3].requires_grad_(step > 2)
             trainer.step(labelled().tensors)
             seen.append(trainer.digest())
@@ -253,7 +247,7 @@ def test_there_is_one_copy_and_what_thaws_joins_it(ranks):
 
 
 class Signs(optim.Optimizer):
-    """A third party's optimizer: element by element, with plain numbers in its state."""
+    """A third party's optimizer: element by element."""
 
     def __init__(self, params, lr=0.01, fails_at=-1):
         super().__init__(params, {"lr": lr, "fails_at": fails_at})
@@ -265,7 +259,7 @@ class Signs(optim.Optimizer):
                 if each.grad is None:
                     continue
                 state = self.state[each]
-                state["count"] = state.get("count", 0) + 1
+                state["count"] = state.get("count", torch.zeros(())) + 1
                 state["mean"] = 0.5 * state.get("mean", torch.zeros_like(each)) + each.grad
                 if state["count"] == group["fails_at"] and dist.get_rank() == 1:
                     raise ArithmeticError("mine")
@@ -277,12 +271,12 @@ class DeclaredSigns(Signs):
 
 
 class Turning(DeclaredSigns):
-    """Keeps an integer in its first step, and a fraction from then on."""
+    """Keeps a tensor in its first step, and a number from then on."""
 
     def step(self, closure=None):
         super().step(closure)
         for state in self.state.values():
-            state["rate"] = state["rate"] * 0.5 if "rate" in state else 1
+            state["rate"] = 0.5 if "rate" in state else torch.ones(())
 
 
 def test_an_optimizer_of_ones_own_where_it_is_declared(ranks):
@@ -308,7 +302,7 @@ def test_what_cannot_be_shared_is_refused_by_name(ranks):
             told.append(str(raised.value))
         turning = trainer_of(True, optimizer=Turning)
         turning.step(labelled(16).tensors)
-        with pytest.raises(WorkError, match=r"Turning keeps 'rate' as 0\.5, and kept torch\.int64"):
+        with pytest.raises(WorkError, match=r"Turning keeps 'rate' as 0\.5, and kept a tensor"):
             turning.step(labelled(16).tensors)
         with pytest.raises(LayoutError, match='storage="shared" needs the whole model'):
             trainer_of(True, pipeline=ls.PipelineConfig(stages=2))

@@ -42,10 +42,10 @@ __all__ = [
     "require_same_training",
 ]
 
-# Settings without effect on the bits; the last two were saved by version 0.1.
+# Settings without effect on the bits; the last one was saved by version 0.1.
 FREE = (
     *("pipeline.", "storage", "checkpoint", "audit", "restore_schedule"),
-    *("fingerprints", "compression.lossless"),
+    "fingerprints",
 )
 SHOWN = 5  # differences that are printed
 
@@ -104,11 +104,8 @@ def find_differences(
         f"{difference} from now on"
         for difference in find_environment_differences(saved["environment"], here["environment"])
     ]
-    # Version 0.1 could round the sums between hosts to bfloat16.
-    here_settings = {"compression.bf16": "False", **here["settings"]}
-    saved_settings = {"compression.bf16": "False", **saved["settings"]}
-    for entry in {**saved_settings, **here_settings}:
-        before, now = saved_settings.get(entry), here_settings.get(entry)
+    for entry in {**saved["settings"], **here["settings"]}:
+        before, now = saved["settings"].get(entry), here["settings"].get(entry)
         is_derived = re.match(r"scheduler(\[\d+\])?\._", entry)
         if before != now and not entry.startswith(FREE) and not is_derived:
             restored = " (the checkpoint's is used)" if used.get(entry) == before else ""

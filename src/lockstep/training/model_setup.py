@@ -14,22 +14,18 @@ storage all of this is done block by block, and each is sharded before the next 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep.comm.collectives import gather_unless_equal
 from lockstep.comm.sparse_gradients import sparse_weights
 from lockstep.data_parallel.gradient_reducer import GradientReducer
 from lockstep.data_parallel.sharded_gradients import ShardedGradients
-from lockstep.kernel.errors import DisagreementError, LayoutError, UsageError
+from lockstep.kernel.errors import LayoutError, UsageError
 from lockstep.kernel.step_hooks import StepHook
 from lockstep.launcher.malloc import return_large_blocks
 from lockstep.messages import log
@@ -125,7 +121,7 @@ def set_up_model(
         is_elastic: Whether the number of ranks can change.
 
     Raises:
-        UsageError: The model cannot be trained, or another rank could not build its blocks.
+        UsageError: The model cannot be trained.
         LayoutError: The model cannot be trained in this layout.
         DisagreementError: Models or optimizers differ between ranks; raised on every rank.
     """
@@ -187,7 +183,7 @@ def _build_model(
     """Return the model, with at least this rank's blocks built, and its partitioner.
 
     Raises:
-        UsageError: The argument is not a model, or another rank could not build its blocks.
+        UsageError: The argument is not a model.
         LayoutError: The model cannot be partitioned as requested.
     """
     _check_is_model(model)
@@ -202,8 +198,7 @@ def _build_model(
     numbers = [str(number) for number in range(len(model))]
     partitioner = Partitioner.from_config(parallel, nn.Sequential(), numbers, config)
     held = () if parallel.is_interleaved else partitioner.find_local_blocks()
-    build_held = partial(build_sequence, model, held, seed, parallel.device)
-    built = _build_together(build_held, parallel.group)
+    built = build_sequence(model, held, seed, parallel.device)
     check_compilation(built)
     return built, partitioner
 
@@ -213,26 +208,6 @@ def _check_is_model(model: object) -> None:
         is_exported = type(model).__name__ == "ExportedProgram"
         advice = "its .module()" if is_exported else "a torch.nn.Module, or a list of blocks"
         raise UsageError(f"the model is of type {type(model).__name__}: pass {advice}")
-
-
-def _build_together(build: Callable[[], nn.Module], group: dist.ProcessGroup | None) -> nn.Module:
-    """Build this rank's blocks; if that fails on one rank, raise an error on every rank."""
-    failure: Exception | None = None
-    said = ""
-    try:
-        model = build()
-    except Exception as error:  # any error: the other ranks wait for the outcome
-        failure = error
-        said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    everyone = gather_unless_equal(said.encode(), "building the blocks", group)
-    if failure is not None:
-        raise failure
-    for rank, text in enumerate(everyone):
-        if text:
-            raise UsageError(
-                f"stopped because rank {rank} could not build its blocks: {text.decode()}"
-            )
-    return model
 
 
 def _build_executor(
@@ -321,7 +296,6 @@ def _distribute_weights(
         The average of the weights, or None.
 
     Raises:
-        DisagreementError: Parameters overlap in memory on some ranks only.
         LayoutError: Parameters overlap in memory, and would not in this layout.
         UsageError: An expanded tensor cannot be given separate memory, or a parameter has a dtype
             that cannot be trained.
@@ -364,8 +338,8 @@ def _build_each(
 ) -> Iterator[str]:
     """Build the blocks of a model one by one; yield the name of each, and last the model's."""
     for number, block in enumerate(blocks):
-        build_one = partial(materialize_block, block, seed, number, parallel.device)
-        model._modules[str(number)] = built = _build_together(build_one, parallel.group)
+        built = materialize_block(block, seed, number, parallel.device)
+        model._modules[str(number)] = built
         _check_memory({str(number): built}, parallel, shared=False)
         require_shardable_model(built, mesh, str(number))
         yield str(number)
@@ -414,16 +388,17 @@ def _check_memory(
 ) -> None:
     """Refuse parameters that overlap in memory if this layout would separate them.
 
-    Without stages and shared storage, the optimizer steps the memory once for each parameter,
-    which gives the same bits on any number of ranks.
+    Without stages, and with replicated storage, the optimizer steps the memory once for each
+    parameter, which gives the same bits on any number of ranks.
     """
-    own = find_parameter_overlaps(modules, attributes=shared)
+    option = f"stages={parallel.stages}"
+    if shared or parallel.is_interleaved:
+        option = 'storage="shared"' if shared else 'storage="sharded"'
+    elif parallel.stages == 1:
+        return
+    pairs = find_parameter_overlaps(modules, attributes=shared)
     if shared:
-        own += [(name, "") for name in find_views(modules[""])]
-    mine, about = json.dumps(own).encode(), "comparing the memory of parameters"
-    messages = gather_unless_equal(mine, about, parallel.group) or [mine]
-    everyone = [[tuple(pair) for pair in json.loads(message)] for message in messages]
-    pairs = sorted({pair for tied in everyone for pair in tied})
+        pairs += [(name, "") for name in find_views(modules[""])]
     if not pairs:
         return
     first, second = max(pairs, key=lambda pair: pair[1] != "")
@@ -433,18 +408,8 @@ def _check_memory(
             "closure, a state_dict() or a numpy array, and would keep the old memory with storage="
             '"shared": let it be a copy (.clone()), delete it, or make it after the Trainer'
         )
-    if shared or parallel.stages > 1:
-        option = 'storage="shared"' if shared else f"stages={parallel.stages}"
-        raise LayoutError(
-            f"{first} and {second} are different tensors over the same memory, and would get "
-            f"separate memory with {option}: make them one parameter ({second} = {first}), or let "
-            "one be a copy (.clone())"
-        )
-    for rank, theirs in enumerate(everyone):
-        for first, second in [pair for pair in pairs if pair not in theirs]:
-            other = next(r for r, tied in enumerate(everyone) if (first, second) in tied)
-            raise DisagreementError(
-                f"{first} and {second} share memory on rank {other} but not on rank {rank}: build "
-                f"the model in the same way on every rank, or make them one parameter ({second} = "
-                f"{first})"
-            )
+    raise LayoutError(
+        f"{first} and {second} are different tensors over the same memory, and would get separate "
+        f"memory with {option}: make them one parameter ({second} = {first}), or let one be a copy "
+        "(.clone())"
+    )

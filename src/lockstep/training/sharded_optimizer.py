@@ -38,15 +38,12 @@ from lockstep.training.shared_parameters import SharedParameters, allocate
 
 __all__ = ["ShardedOptimizer", "SharedStateCheck"]
 
-NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
-
 
 @dataclass(frozen=True)
 class _Entry:
     """The kind and dtype of an optimizer's state under one key.
 
-    The kind is "elements" (one value per element of the parameter), "scalar" (a tensor of dim 0)
-    or "number" (a Python number).
+    The kind is "elements" (one value per element of the parameter) or "scalar" (a tensor of dim 0).
     """
 
     kind: str
@@ -193,12 +190,10 @@ class ShardedOptimizer:
             return _Entry("elements", value.dtype)
         if isinstance(value, torch.Tensor) and value.dim() == 0:
             return _Entry("scalar", value.dtype)
-        if type(value) in NUMBERS:
-            return _Entry("number", NUMBERS[type(value)])
         raise UsageError(
             f"{type(self._optimizer).__name__} keeps {key!r} for each parameter, which is neither "
-            "one value per element nor a scalar, so it cannot update slices of parameters: train "
-            'with storage="replicated"'
+            "a tensor with one value per element nor one with a single value, so it cannot update "
+            'slices of parameters: keep such tensors, or train with storage="replicated"'
         )
 
     def _extend(self) -> None:
@@ -267,13 +262,11 @@ class ShardedOptimizer:
             if isinstance(value, torch.Tensor):
                 stored.copy_(value)
                 state[key] = stored
-            elif NUMBERS.get(type(value)) == stored.dtype:
-                stored.fill_(value)
             else:
                 raise UsageError(
-                    f"{type(self._optimizer).__name__} keeps {key!r} as {value!r}, and kept "
-                    f"{stored.dtype} in its first step, which cannot be shared: always keep the "
-                    'same type, or train with storage="replicated"'
+                    f"{type(self._optimizer).__name__} keeps {key!r} as {value!r}, and kept a "
+                    "tensor in its first step, which cannot be shared: always keep a tensor, or "
+                    'train with storage="replicated"'
                 )
 
     # --- the whole state -------------------------------------------------------------------------
@@ -286,7 +279,7 @@ class ShardedOptimizer:
             if entry.kind == "elements":
                 state[key] = in_layout_of(home, self._parameters[index])
             else:
-                state[key] = home[0] if entry.kind == "scalar" else home[0].item()
+                state[key] = home[0]
         return state
 
     @property
@@ -364,8 +357,7 @@ class ShardedOptimizer:
                     stored.copy_(vector[piece.start : piece.stop])
                 else:
                     stored.fill_(value)
-                kept = stored.item() if entry.kind == "number" else stored
-                self._optimizer.state[parameter][key] = kept
+                self._optimizer.state[parameter][key] = stored
 
 
 class SharedStateCheck(StepHook):
