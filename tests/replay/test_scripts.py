@@ -19,14 +19,11 @@ from lockstep.cli import cli
 from lockstep.kernel.errors import UsageError
 from lockstep.record.fingerprints import RecordedStep, read_step_fingerprints
 from lockstep.record.reader import read_run
-from lockstep.tools.check.layouts import Layout
 from lockstep.tools.replay.record_audit import audit_record
 from lockstep.tools.replay.recorded_program import find_base, find_obstacles, read_program
 from lockstep.tools.replay.recorded_run import read_recorded_run
 from lockstep.tools.replay.result import Replay, ReplayRequest
 from replays import run_replay
-
-STAGES = Layout(4, stages=2, schedule="1f1b")
 
 NET = """
 from torch import nn
@@ -116,14 +113,14 @@ def results(replay: Replay) -> list[RecordedStep]:
     ]
 
 
-def replayed(run: Path, first: int, last: int, layout: Layout | None = None) -> Replay:
+def replayed(run: Path, first: int, last: int, ranks: int = 1) -> Replay:
     """Replay steps, and require that they are those of the record."""
-    replay = run_replay(ReplayRequest(run, first, last, layout or Layout(1)))
+    replay = run_replay(ReplayRequest(run, first, last, ranks))
     assert results(replay) == read_step_fingerprints(run)[first : last + 1]
     return replay
 
 
-def test_a_script_on_4_ranks_is_replayed_by_one_and_by_2_x_2_without_its_files(
+def test_a_script_on_4_ranks_is_replayed_by_one_and_by_four_without_its_files(
     tmp_path, monkeypatch
 ):
     project = tmp_path / "project"
@@ -142,7 +139,7 @@ def test_a_script_on_4_ranks_is_replayed_by_one_and_by_2_x_2_without_its_files(
     alone = replayed(run, third - 1, third)
     assert alone.base == second
     assert alone.steps[0].digest == digests[third]
-    assert replayed(run, third - 1, third, STAGES).steps == alone.steps
+    assert replayed(run, third - 1, third, 4).steps == alone.steps
 
     # A checkpoint that is damaged is left out, one that is gone is not missed.
     model = run / "checkpoints" / f"step-{second}" / "model.safetensors"
@@ -330,7 +327,7 @@ def test_programs_that_python_and_torchrun_start(tmp_path, words, kind, ranks):
     run_program(tmp_path, *words)
     (run,) = (tmp_path / "runs").iterdir()
     assert read_program(read_run(run), 0).kind == kind
-    replayed(run, 7, 7, Layout(ranks))
+    replayed(run, 7, 7, ranks)
 
 
 @pytest.mark.stress

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from lockstep.formatting import format_quantity
 from lockstep.kernel.errors import UsageError
 from lockstep.messages import JSON_HELP, escape_control, log
 from lockstep.tools.commands.report import find_run, runs_option
@@ -68,7 +69,6 @@ def command(
     """
     from lockstep.record.fingerprints import read_step_fingerprints
     from lockstep.record.reader import read_run
-    from lockstep.tools.check.layouts import Layout
     from lockstep.tools.replay.recorded_program import find_base, find_obstacles, read_program
     from lockstep.tools.replay.replay_comparison import compare, find_recorded
     from lockstep.tools.replay.replay_runner import run_program
@@ -86,17 +86,16 @@ def command(
     program, base = read_program(recording, step), find_base(recording, step)
     for obstacle in find_obstacles(recording, step, program, base):
         log(obstacle)
-    layout = Layout(nprocs)
     request = ReplayRequest(
         recording.folder,
         step,
         step,
-        layout,
+        nprocs,
         microbatch=microbatch,
         debug=debug,
     )
-    shown = escape_control(run)
-    click.echo(f"replaying step {step} of {shown} on {layout}, from {base}", err=True)
+    shown, ranks = escape_control(run), format_quantity(nprocs, "rank")
+    click.echo(f"replaying step {step} of {shown} on {ranks}, from {base}", err=True)
     replay = run_program(program, base, request)
     result = compare(request, recorded, replay)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():

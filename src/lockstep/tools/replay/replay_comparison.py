@@ -70,7 +70,7 @@ class ReplayComparison:
 
     def plain(self) -> dict[str, Any]:
         """Return the object for `--json`."""
-        layout, microbatch = self.request.layout, self.request.microbatch
+        ranks, microbatch = self.request.ranks, self.request.microbatch
         loss, norm = _results(self.replayed, microbatch)
         recorded_loss, recorded_norm = _results(self.recorded.step, microbatch)
         digest = None if self.replayed is None or microbatch is not None else self.replayed.digest
@@ -88,11 +88,7 @@ class ReplayComparison:
             "equal": self.equal,
             "compared": list(self.compared),
             "differences": list(self.differences),
-            "layout": {
-                "world_size": layout.ranks,
-                "replicas": layout.replicas,
-                "stages": layout.stages,
-            },
+            "layout": {"world_size": ranks, "replicas": ranks, "stages": 1},
             "from_step": self.replay.base,
             "seconds": round(self.replay.seconds, 3),
             "failure": self.replay.failure or None,

@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ def run_program(program: Program, base: Base, request: ReplayRequest) -> Replay:
     Args:
         program: The program of the run.
         base: The checkpoint, or the beginning.
-        request: The steps and the layout.
+        request: The steps and the number of ranks.
     """
     with exiting_on_sigterm(), tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
         folder = Path(name)
@@ -63,8 +63,7 @@ def run_program(program: Program, base: Base, request: ReplayRequest) -> Replay:
             is_left = error.exception == DEBUGGER_LEFT
             details = describe_failure(error, log_of(folder, error.rank or 0))
         seconds = time.monotonic() - begun
-        ranks = [list(read_values(record_of(folder, rank))) for rank in range(request.layout.ranks)]
-        steps = _merge_steps(ranks)
+        steps = list(read_values(record_of(folder, 0)))
         if not failure and len(steps) != request.last + 1 - request.first:
             failure = f"the program ended before step {request.last} was finished"
         return Replay(steps, base.steps, seconds, failure, details, is_left)
@@ -78,7 +77,7 @@ def _launch(program: Program, base: Base, request: ReplayRequest, folder: Path) 
     with _environment(program):
         get_fork_server(for_training=True)
         order = (program, base, request, str(folder))
-        launch(_run_rank, order, request.layout.ranks, pass_rank=True)
+        launch(_run_rank, order, request.ranks, pass_rank=True)
 
 
 @contextlib.contextmanager
@@ -118,7 +117,7 @@ def _run_rank(rank: int, program: Program, base: Base, request: ReplayRequest, n
         return ReplaySession(request, (program.launch, program.trainer), base, record)
 
     run = partial(_run_program, program, folder)
-    run_in_session(rank, folder, request.layout.backend, make_session, run)
+    run_in_session(rank, folder, "", make_session, run)
 
 
 def _run_program(program: Program, folder: Path) -> None:
@@ -154,13 +153,3 @@ def _run_recipe(recorded: Mapping[str, Any], folder: Path) -> None:
     known = {field.name for field in fields(Options)}
     options = Options(**{name: value for name, value in recorded.items() if name in known})
     train(replace(options, quiet=True), str(folder / "run"))
-
-
-def _merge_steps(ranks: Sequence[Sequence[ReplayedStep]]) -> list[ReplayedStep]:
-    """Return the steps that every rank recorded, each with the fingerprints of all."""
-    return [
-        replace(
-            own[0], fingerprints=[fingerprint for step in own for fingerprint in step.fingerprints]
-        )
-        for own in zip(*ranks, strict=False)  # a rank that failed has fewer
-    ]

@@ -21,7 +21,6 @@ from lockstep.kernel.step_hooks import StepResult
 from lockstep.launcher.rank_process import get_launch_number
 from lockstep.model.fingerprinter import Fingerprinter
 from lockstep.pipeline.partitioner import PipelineConfig
-from lockstep.tools.check.check_session import choose_options
 from lockstep.tools.replay.recorded_program import Base
 from lockstep.tools.replay.result import ReplayedStep, ReplayRequest
 from lockstep.tools.replay.single_microbatch import LoneMicrobatch
@@ -61,7 +60,7 @@ class ReplaySession:
         self, model: nn.Module | Sequence[Any], given: PipelineConfig
     ) -> tuple[PipelineConfig, bool]:
         """Return the pipeline options of a trainer of `model`, and whether it shares parameters."""
-        return choose_options(self.request.layout, model, given)
+        return PipelineConfig(blocks=given.blocks), False
 
     def attach(self, trainer: ObservedTrainer) -> TrainerObserver:
         """Return the observer of a trainer; all but the recorded trainer are left unobserved."""

@@ -9,7 +9,6 @@ from typing import Literal
 
 from lockstep.audit.operator_call import KeptTensors, OperatorCall
 from lockstep.model.fingerprint import StepFingerprint
-from lockstep.tools.check.layouts import Layout
 
 __all__ = ["Level", "Replay", "ReplayRequest", "ReplayedStep"]
 
@@ -25,7 +24,7 @@ class ReplayRequest:
         run: The folder of the run.
         first: The first step that is wanted, from 0.
         last: The last step that is wanted.
-        layout: The layout of the replay.
+        ranks: The number of ranks of the replay; one at the levels "modules" and "operators".
         level: The level of recording for the wanted steps.
         microbatch: The micro-batch of the step `first` that is wanted. On one rank it is
             computed alone, and the step is not finished. None for whole steps.
@@ -37,7 +36,7 @@ class ReplayRequest:
     run: Path
     first: int
     last: int
-    layout: Layout = field(default_factory=lambda: Layout(1))
+    ranks: int = 1
     level: Level = "result"
     microbatch: int | None = None
     kept: int | None = None
@@ -46,7 +45,7 @@ class ReplayRequest:
     @property
     def is_alone(self) -> bool:
         """Whether one micro-batch is computed alone, and not the whole step."""
-        return self.microbatch is not None and self.layout.ranks == 1
+        return self.microbatch is not None and self.ranks == 1
 
 
 @dataclass(frozen=True)
