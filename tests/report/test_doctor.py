@@ -92,13 +92,6 @@ def test_a_missing_fast_backend_is_noted_with_the_command_that_helps(monkeypatch
         )
 
 
-def test_backends_of_other_packages_are_checked(monkeypatch):
-    import torch.distributed as dist
-
-    monkeypatch.setattr(dist.Backend, "backend_list", ["undefined", "gloo", "mine"])
-    assert communication.available_backends() == ["gloo", "mine"]
-
-
 def test_more_ranks_than_cores_are_noted():
     assert only(machine.check_cores, Requirements(1, 1)).verdict == "good"
     found = only(machine.check_cores, Requirements(4096, 2))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -131,10 +130,6 @@ def processor_name() -> str:
             name, _, value = line.partition(":")
             if name.strip() in ("model name", "Model", "cpu model"):
                 return value.strip()
-    if platform.system() == "Darwin":
-        asked = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        answer = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=False)
-        return answer.stdout.strip() or platform.machine()
     return platform.processor() or platform.machine()
 
 

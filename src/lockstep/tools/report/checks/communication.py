@@ -58,10 +58,7 @@ def check_native(requirements: Requirements) -> Iterator[CheckResult]:
 
 
 def available_backends() -> list[str]:
-    """Return the names of the backends that two ranks on this host can use.
-
-    These are torch's backends and those that other packages registered.
-    """
+    """Return the names of the backends that two ranks on this host can use."""
     import torch
     import torch.distributed as dist
 
@@ -71,13 +68,9 @@ def available_backends() -> list[str]:
     names = ["gloo"] if dist.is_gloo_available() else []
     kind = find_accelerator()
     if kind is not None and count_devices(kind) > 1:
-        name = find_device_backend(torch.device(kind))
-        names += [name] if name not in names else []
-    # torch's "mpi" is left out too, because only mpiexec can start its ranks.
-    known = {"undefined", "fake", "gloo", "nccl", "mpi", "ucc", "xccl", "hccl", *names}
-    if not native.available():
-        known.add("lockstep")  # the name is registered even if the extension was not built
-    return names + [name for name in dist.Backend.backend_list if name not in known]
+        names.append(find_device_backend(torch.device(kind)))
+    names += ["lockstep"] if native.available() else []
+    return list(dict.fromkeys(names))
 
 
 def check_backends(requirements: Requirements) -> Iterator[CheckResult]:
