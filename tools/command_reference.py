@@ -153,7 +153,7 @@ def _table_of_options(contexts: Sequence[click.Context]) -> Iterator[str]:
 
 def _describe_option(option: click.Option, context: click.Context) -> tuple[str, str, str]:
     """Return the cells of an option: its names and value, its meaning, its default."""
-    names = [name for name in option.opts if "_" not in name]  # torchrun's second spelling
+    names = option.opts
     meaning, default = _split_default(option.help or "")
     if option.is_flag:
         value = ""

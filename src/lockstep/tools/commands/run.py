@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -36,122 +36,105 @@ __all__ = ["command"]
 
 AUTO = "auto"  # the value of --resume that chooses the run by its command
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
-
-
-class Option(click.Option):
-    """An option whose help shows its names with dashes only."""
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Return the two columns of the help."""
-        names = self.opts
-        self.opts = [name for name in names if "_" not in name]
-        try:
-            return super().get_help_record(ctx)
-        finally:
-            self.opts = names
-
-
-def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Decorated]:
-    """Return the option with this name, which is accepted with dashes and with underscores."""
-    parameter = name.replace("-", "_")
-    names = dict.fromkeys([*more, f"--{name}", f"--{parameter}", parameter])
-    return click.option(*names, cls=Option, **settings)
-
 
 @click.command(
     context_settings={
         "allow_interspersed_args": False,
         "auto_envvar_prefix": "PET",
         "help_option_names": ["-h", "--help"],
+        "token_normalize_func": lambda token: token.replace("_", "-"),  # torchrun has both
     }
 )
-@option(
-    "nproc-per-node",
+@click.option(
     "-n",
+    "--nproc-per-node",
     metavar="N",
     default=None,
     help="Number of ranks on this host: a number, cpu (one per core), gpu (one per GPU), or "
     "auto (gpu if there are any, else cpu). Default: 1.",
 )
-@option(
-    "min",
+@click.option(
+    "--min",
     metavar="A",
     type=int,
     default=None,
     help="Elastic run: continue with the remaining ranks when one is killed, as long as at least "
     "A are left on all hosts together; a new rank replaces it. Default with --max: 1.",
 )
-@option(
-    "max",
+@click.option(
+    "--max",
     metavar="B",
     type=int,
     default=None,
     help="Elastic run: number of ranks on all hosts together to start with, and to return to after "
     "one is killed. Default with --min: -n on each host.",
 )
-@option(
-    "host-timeout",
+@click.option(
+    "--host-timeout",
     metavar="SECONDS",
+    type=click.FloatRange(0, min_open=True),
     default=HOST_TIMEOUT,
     help="Elastic run on several hosts: seconds without a message after which a host counts as "
     f"lost; given on host 0. Default: {HOST_TIMEOUT:g}.",
 )
-@option("nnodes", metavar="N", default="1", help="Number of hosts. Default: 1.")
-@option(
-    "node-rank",
+@click.option("--nnodes", metavar="N", default="1", help="Number of hosts. Default: 1.")
+@click.option(
+    "--node-rank",
     metavar="K",
-    type=int,
+    type=click.IntRange(0),
     default=None,
     help="Index of this host, from 0 on the host with the address of --master-addr. Required with "
     "several hosts, unless srun or mpiexec started this command once on each.",
 )
-@option(
-    "master-addr",
+@click.option(
+    "--master-addr",
     metavar="HOST",
     default="",
     help="Name or address of host 0. Required with several hosts, unless srun started this command "
     "once on each. Default on a single host: 127.0.0.1.",
 )
-@option(
-    "master-port",
+@click.option(
+    "--master-port",
     metavar="PORT",
+    type=click.IntRange(0, 65535),
     default=0,
     help="Port on host 0. Default: a free port on a single host, 29500 with several hosts.",
 )
-@option(
-    "standalone",
+@click.option(
+    "--standalone",
     is_flag=True,
     help="Run on a single host at a free port; ignore options and variables for several hosts.",
 )
-@option("module", "-m", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
-@option("no-python", is_flag=True, help="SCRIPT is a program to execute without Python.")
-@option(
-    "portable",
+@click.option(
+    "-m", "--module", is_flag=True, help="SCRIPT is the name of a module, as for python -m."
+)
+@click.option("--no-python", is_flag=True, help="SCRIPT is a program to execute without Python.")
+@click.option(
+    "--portable",
     is_flag=True,
     help="Compute the same bits on every x86-64 processor with AVX2; slower. Default: whether the "
     "variable LOCKSTEP_PORTABLE is 1; with --resume, as before.",
 )
-@option(
-    "log-dir",
+@click.option(
+    "--log-dir",
     metavar="DIR",
     default=None,
     help="Folder in which the run's folder with its logs is made. Default: runs.",
 )
-@option(
-    "name",
+@click.option(
+    "--name",
     metavar="NAME",
     default=None,
     help="Name of this run's folder; NAME-2 if that exists. Default: SCRIPT, date and time.",
 )
-@option(
-    "local-ranks-filter",
+@click.option(
+    "--local-ranks-filter",
     metavar="RANKS",
     default="",
     help="Show the output of these local ranks only, such as 0,2. Default: all.",
 )
-@option(
-    "resume",
+@click.option(
+    "--resume",
     metavar="RUN",
     default=None,
     help="Continue a run, given by its folder or its name in --log-dir. Without SCRIPT, its "
@@ -159,47 +142,52 @@ def option(name: str, *more: str, **settings: Any) -> Callable[[Decorated], Deco
     "continues the newest run of SCRIPT with these ARGUMENTS in this directory that did not "
     "succeed, or starts a new one.",
 )
-@option(
-    "grace",
+@click.option(
+    "--grace",
     metavar="SECONDS",
+    type=click.FloatRange(0),
     default=STOP_GRACE,
     help="Seconds that the ranks have to save a checkpoint and exit after SIGTERM, before "
     f"SIGKILL. Default: {STOP_GRACE:g}.",
 )
-@option(
-    "hang-timeout",
+@click.option(
+    "--hang-timeout",
     metavar="SECONDS",
-    type=float,
+    type=click.FloatRange(0),
     default=HangPolicy.timeout,
     help="Seconds after which a rank that waits in one operation, or is stopped, is reported with "
     f"the state of all ranks; 0: never. Default: {HangPolicy.timeout:g}.",
 )
-@option(
-    "on-hang",
+@click.option(
+    "--on-hang",
     type=click.Choice(["report", "end"]),
     metavar="ACTION",
     default="report",
     help="report: print where every rank is, and keep waiting; end: print it and end the launch "
     "with status 1. Default: report.",
 )
-@option("rdzv-id", metavar="NAME", default="", help="Name of this launch. Default: a random name.")
-@option(
-    "rdzv-endpoint",
+@click.option(
+    "--rdzv-id", metavar="NAME", default="", help="Name of this launch. Default: a random name."
+)
+@click.option(
+    "--rdzv-endpoint",
     metavar="HOST:PORT",
     default="",
     help="Same as --master-addr HOST --master-port PORT; the default port is 29500.",
 )
-@option(
-    "secret-file",
+@click.option(
+    "--secret-file",
     metavar="FILE",
     default=None,
     help="Elastic run on several hosts: file with the secret that a launcher must have to take "
     "part; host 0 creates it, the other hosts need a copy. Default: LOCKSTEP_SECRET_FILE.",
 )
-@option("rdzv-backend", type=click.Choice(["static", "c10d"]), default="static", hidden=True)
-@option("rdzv-conf", default="", hidden=True)
-@option("max-restarts", default=0, hidden=True)
-@option("monitor-interval", default=0.1, hidden=True)
+@click.option(
+    "--rdzv-backend", type=click.Choice(["static", "c10d"]), default="static", hidden=True
+)
+@click.option("--rdzv-conf", default="", hidden=True)
+@click.option("--max-restarts", default=0, hidden=True)
+@click.option("--monitor-interval", default=0.1, hidden=True)
 @click.argument("script", required=False, type=click.Path())
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(script: str | None, arguments: tuple[str, ...], **options: Any) -> None:
