@@ -14,7 +14,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from lockstep.launcher.fork_server import get_fork_server
 from lockstep.tools.replay.bisection import bisect_runs
 from lockstep.tools.replay.recorded_run import RecordedRun
 from planted import PLANTED, record
@@ -24,7 +23,6 @@ COLUMNS = ("planted", "step", "micro-batch", "module", "direction", "operator", 
 
 def main() -> None:
     """Record each pair of runs, bisect it, and print what was found."""
-    get_fork_server(for_training=True)
     plain: dict[str, RecordedRun] = {}
     print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
     with tempfile.TemporaryDirectory() as name:

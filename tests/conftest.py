@@ -150,7 +150,7 @@ def ranks() -> Callable[..., list[Any]]:
             finally:
                 lockstep.shutdown()
 
-        get_fork_server(for_training=True)  # one for all tests
+        get_fork_server()  # one for all tests
         return pytest_lockstep.run(call, ranks=n, timeout=deadline or timeout, init=False)
 
     return run

@@ -134,11 +134,10 @@ def spawn_fork_server(
     *,
     path: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
-    for_training: bool = False,
 ) -> fork_server.ForkServer:
     """As Lockstep's own function, in a warm process unless it would read other variables."""
     if path or not _has_read(os.environ if environ is None else environ):
-        return SPAWN_FORK_SERVER(call, path=path, environ=environ, for_training=for_training)
+        return SPAWN_FORK_SERVER(call, path=path, environ=environ)
     ours, theirs = open_pair()
     with open(os.devnull, "rb") as nothing:
         program = f"import sys, {call.partition('(')[0].rpartition('.')[0]}; "
@@ -149,7 +148,7 @@ def spawn_fork_server(
             session=True,
         )
     theirs.close()
-    return fork_server.ForkServer(ours, pid, for_training=for_training)
+    return fork_server.ForkServer(ours, pid)
 
 
 def get_template_pid() -> int | None:
@@ -370,11 +369,10 @@ class _Spare:
         *,
         path: Sequence[str] = (),
         environ: Mapping[str, str] | None = None,
-        for_training: bool = False,
     ) -> fork_server.ForkServer:
         """Stand for `spawn_fork_server`."""
         if self._ours is None:
-            return SPAWN_FORK_SERVER(call, path=path, environ=environ, for_training=for_training)
+            return SPAWN_FORK_SERVER(call, path=path, environ=environ)
         channel, self._ours = self._ours, None
         ours, theirs = open_pair()
         order = {"call": call, "path": list(path), "environ": dict(environ or os.environ)}
@@ -383,15 +381,13 @@ class _Spare:
         for each in (channel, theirs):
             each.close()
         os.close(work)
-        return fork_server.ForkServer(ours, self._pid, for_training=for_training)
+        return fork_server.ForkServer(ours, self._pid)
 
 
-def _fork_fork_server(
-    call: str, *, environ: Mapping[str, str] | None = None, for_training: bool = False, **_: Any
-) -> Any:
+def _fork_fork_server(call: str, *, environ: Mapping[str, str] | None = None, **_: Any) -> Any:
     """Stand for `spawn_fork_server`: fork this process, which has imported what the server does."""
     if threading.active_count() > 1:  # it cannot be forked
-        return SPAWN_FORK_SERVER(call, environ=environ, for_training=for_training)
+        return SPAWN_FORK_SERVER(call, environ=environ)
     ours, theirs = open_pair()
     pid = os.fork()
     if pid == 0:
@@ -401,7 +397,7 @@ def _fork_fork_server(
         os.closerange(number + 1, number + 100)
         _serve(call, number)
     theirs.close()
-    return fork_server.ForkServer(ours, pid, for_training=for_training)
+    return fork_server.ForkServer(ours, pid)
 
 
 def _detach(name: str = "") -> None:

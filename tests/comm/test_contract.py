@@ -21,7 +21,6 @@ from contract import rounding
 from contract.every import GROUPS, PATIENCE, PLACEMENTS, run_all
 from contract.limits import GUARANTEE_TREE, LIMITS
 from lockstep.kernel.errors import LockstepError
-from lockstep.launcher.fork_server import get_fork_server
 
 WIDTHS = (1, 2, 3, 4)
 GLOO_WIDTHS = (2,)  # the others are left to `make soak`
@@ -47,7 +46,6 @@ def backends() -> list[str]:
 @functools.cache
 def found(backend: str, n: int) -> list[dict[str, Any]] | str:
     """Return what each rank found, or the sentence with which the launch ended."""
-    get_fork_server(for_training=True)  # functional collectives import torch's compiler
     with tempfile.TemporaryDirectory() as folder:
         try:
             return pytest_lockstep.run(

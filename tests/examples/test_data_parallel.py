@@ -4,11 +4,9 @@ import torch
 
 import lockstep as ls
 from examples import data_parallel
-from lockstep.launcher.fork_server import get_fork_server
 
 
 def test_both_ways_print_one_digest(capsys, monkeypatch):
-    get_fork_server(for_training=True)
     launch, threads = ls.launch, torch.get_num_threads()
     monkeypatch.setattr(ls, "launch", lambda fn, **options: launch(fn, timeout=60, **options))
     try:

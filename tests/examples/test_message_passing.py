@@ -11,7 +11,6 @@ import pytest
 
 import lockstep as ls
 import warm
-from lockstep.launcher.fork_server import get_fork_server
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/guides/message-passing.md"
@@ -31,7 +30,6 @@ def run_all():
 @pytest.fixture(scope="module")
 def outputs():
     """What each example printed on 4 ranks, by rank."""
-    get_fork_server(for_training=True)
     return ls.launch(run_all, nprocs=4, timeout=60)
 
 

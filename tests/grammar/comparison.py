@@ -27,7 +27,6 @@ from grammar import Case, case, plain, training
 from grammar.layouts import widths
 from grammar.outcome import Outcome
 from grammar.refusals import possible_refusals, refusals
-from lockstep.launcher.fork_server import get_fork_server
 
 DEADLINE = 60.0  # seconds that a rank waits for another one
 CASES_A_WORLD = 40
@@ -78,7 +77,6 @@ class Tally:
 
 def compare(seeds: Iterable[int]) -> Tally:
     """Run the cases of these seeds and compare each with the reference."""
-    get_fork_server(for_training=True)
     return _Comparison(seeds).run()
 
 

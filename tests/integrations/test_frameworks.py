@@ -557,10 +557,10 @@ def forks(ranks):
     with pytest.MonkeyPatch.context() as patch:
         # One process imports the frameworks, and the ranks are its forks.
         patch.setattr(fork_server, "_current", None)
-        preloaded = (*fork_server.PRELOADED_FOR_TRAINING, *FRAMEWORKS)
-        patch.setattr(fork_server, "PRELOADED_FOR_TRAINING", preloaded)
+        preloaded = (*fork_server.PRELOADED, *FRAMEWORKS)
+        patch.setattr(fork_server, "PRELOADED", preloaded)
         yield run
-        fork_server.get_fork_server(for_training=True).close()
+        fork_server.get_fork_server().close()
 
 
 @pytest.fixture(scope="module")

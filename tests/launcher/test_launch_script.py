@@ -831,8 +831,6 @@ def read_pty(screen) -> bytes:
         ("--resume NAME -m", "--module and --no-python need SCRIPT"),
         ("--resume auto --nnodes 2 --node-rank 0 --master-addr a other.py",
          "--resume auto: with --nnodes 2 hosts could choose different runs; name the run on every"),
-        ("--grace -1 other.py", "--grace -1: expected a number of seconds from 0"),
-        ("--grace nan other.py", "--grace nan: expected a number of seconds from 0"),
     ],
 )  # fmt: skip
 def test_runs_that_cannot_be_continued(lockstep_run, arguments, sentence):

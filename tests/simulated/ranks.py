@@ -12,7 +12,6 @@ import pytest
 
 import lockstep
 import pytest_lockstep
-from lockstep.launcher.fork_server import get_fork_server
 
 __all__ = ["DEVICES", "install", "run"]
 
@@ -63,5 +62,4 @@ def run(
         finally:
             lockstep.shutdown()
 
-    get_fork_server(for_training=True)
     return pytest_lockstep.run(call, ranks=n, timeout=timeout, init=False)

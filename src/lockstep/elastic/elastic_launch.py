@@ -20,13 +20,13 @@ from lockstep.elastic.host_plan import RankCoordinates
 from lockstep.elastic.host_supervisor import HostSupervisor
 from lockstep.kernel.errors import LockstepError
 from lockstep.launcher.failure_attribution import STOPPED
+from lockstep.launcher.fork_server import get_fork_server
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import (
     Interrupted,
     RunFolder,
     launch_script,
     make_hang_policy,
-    open_channel,
     open_store,
     open_supervisor,
     start_rank,
@@ -126,7 +126,7 @@ def _open_hosts(config: LaunchConfig, folder: RunFolder) -> HostSupervisor:
     """Return the supervisor of a run on several hosts, which listens for their agents."""
     listening = listen(config.master_addr, config.master_port, is_single_host=False)
     return HostSupervisor(
-        open_channel(config),
+        get_fork_server().open_launch(),
         make_hang_policy(config, folder),
         MessageListener(listening, _find_secret(config), PURPOSE, log),
         nnodes=config.nnodes,
@@ -145,7 +145,7 @@ def _start_agent(config: LaunchConfig, folder: RunFolder) -> HostAgent:
         "version": _describe_version(),
     }
     agent = HostAgent(
-        open_channel(config),
+        get_fork_server().open_launch(),
         make_hang_policy(config, folder),
         hello,
         config.master_addr,

@@ -27,7 +27,6 @@ __all__ = [
     "get_fork_server",
     "get_fork_server_pid",
     "interpreter_flags",
-    "looks_like_training",
     "spawn_fork_server",
 ]
 
@@ -43,15 +42,15 @@ READ_LATER = (
 OPEN_FILES = 16  # upper limit of the launcher's own
 OPEN_FILES_PER_RANK = 6  # pipes, sockets, stack, activity page and log
 
+# Imported once instead of by every rank. The first step of any optimizer imports torch._dynamo,
+# which takes 1.4 s of processor time; the trainer's modules take 0.3 s.
 PRELOADED = (
     "lockstep.launcher.world",
     "lockstep.comm.native.binding",
     "lockstep.launcher.pickling",
+    "torch._dynamo",
+    "lockstep.training.trainer",
 )
-# The first step of any optimizer imports torch._dynamo, which takes 1.4 s of processor time;
-# the trainer's modules take 0.3 s. The fork server imports them once instead of every rank.
-PRELOADED_FOR_TRAINING = ("torch._dynamo", "lockstep.training.trainer")
-TRAINING_WORDS = (b"optim", b"Trainer", b"lockstep.training", b"lockstep.tools.recipes")
 PACKAGES = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
@@ -61,23 +60,20 @@ class ForkServer:
     Args:
         channel: Socket on which the launcher announces new launches.
         pid: Process id of the server.
-        for_training: Whether the server has imported what optimizers and trainers need.
     """
 
-    def __init__(self, channel: Channel, pid: int, *, for_training: bool) -> None:
+    def __init__(self, channel: Channel, pid: int) -> None:
         self.pid = pid
         self.channel = channel
-        self._for_training = for_training
         self._launcher = os.getpid()
         self._variables = read_once_variables(os.environ)
         self._lock = threading.Lock()
         self._has_launched = self._has_exited = False
 
-    def is_usable(self, *, for_training: bool) -> bool:
+    def is_usable(self) -> bool:
         """Return whether it runs, belongs to this process, and would start the same way now."""
         return (
             self._launcher == os.getpid()
-            and self._for_training >= for_training
             and self._variables == read_once_variables(os.environ)
             and not self.has_exited()
         )
@@ -136,20 +132,16 @@ def read_once_variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def get_fork_server(*, for_training: bool = False) -> ForkServer:
-    """Return this process's fork server; start a new one if none can be used.
-
-    Args:
-        for_training: Whether the server must have imported what optimizers and trainers need.
-    """
+def get_fork_server() -> ForkServer:
+    """Return this process's fork server; start a new one if none can be used."""
     global _current
     with _lock:
-        if _current is not None and not _current.is_usable(for_training=for_training):
+        if _current is not None and not _current.is_usable():
             _current.retire()
             _retired.append(_current)
             _current = None
         if _current is None:
-            _current = _start(for_training)
+            _current = _start()
             # atexit handlers run in LIFO order: users of the server must register after this.
             atexit.register(_current.close)
         return _current
@@ -174,11 +166,6 @@ def check_open_files(nprocs: int) -> None:
         )
 
 
-def looks_like_training(program: bytes) -> bool:
-    """Guess whether a program (source code or pickle) trains; a wrong guess only costs time."""
-    return any(word in program for word in TRAINING_WORDS)
-
-
 def get_fork_server_pid() -> int | None:
     """Return the process id of this process's fork server; None if there is none.
 
@@ -188,10 +175,9 @@ def get_fork_server_pid() -> int | None:
     return None if _current is None else _current.pid
 
 
-def _start(for_training: bool) -> ForkServer:
-    modules = (*PRELOADED, *PRELOADED_FOR_TRAINING) if for_training else PRELOADED
-    call = f"lockstep.launcher.fork_server_main.main({{}}, {os.getpid()}, {modules!r})"
-    return spawn_fork_server(call, for_training=for_training)
+def _start() -> ForkServer:
+    call = f"lockstep.launcher.fork_server_main.main({{}}, {os.getpid()}, {PRELOADED!r})"
+    return spawn_fork_server(call)
 
 
 def spawn_fork_server(
@@ -199,7 +185,6 @@ def spawn_fork_server(
     *,
     path: Sequence[str] = (),
     environ: Mapping[str, str] | None = None,
-    for_training: bool = False,
 ) -> ForkServer:
     """Start a fork server in a new interpreter and session, where Ctrl-C does not reach it.
 
@@ -208,7 +193,6 @@ def spawn_fork_server(
             replaced by the descriptor of its socket.
         path: Its sys.path; empty for the interpreter's own and Lockstep's folder.
         environ: Its environment; None for this process's.
-        for_training: Whether it imports what optimizers and trainers need.
     """
     ours, theirs = open_pair()
     number = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 3)  # 0 to 2 may have been closed
@@ -227,7 +211,7 @@ def spawn_fork_server(
     process.returncode = 0  # ForkServer reaps it; otherwise Popen would warn
     os.close(number)
     theirs.close()
-    return ForkServer(ours, process.pid, for_training=for_training)
+    return ForkServer(ours, process.pid)
 
 
 def interpreter_flags() -> list[str]:

@@ -22,7 +22,6 @@ from lockstep.launcher.failure_attribution import STOPPED
 from lockstep.launcher.fork_server import (
     check_open_files,
     get_fork_server,
-    looks_like_training,
 )
 from lockstep.launcher.listening_socket import LOOPBACK
 from lockstep.launcher.rank_process import get_launch_number, set_launch_number
@@ -251,7 +250,7 @@ def start(
     """Start the ranks of `launch`, with the same arguments, and do not wait for them."""
     _check(fn, args, nprocs, timeout)
     pickled = _pickle(fn, args)
-    server = get_fork_server(for_training=looks_like_training(pickled))
+    server = get_fork_server()
     ranks = RankSupervisor(server.open_launch(), range(nprocs))
     port, store = choose_port(LOOPBACK), ranks.stores.create()
     environment = RankEnvironment(nprocs, LOOPBACK, port, secrets.token_hex(4), store=store)

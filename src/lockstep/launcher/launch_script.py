@@ -22,7 +22,7 @@ from pathlib import Path
 
 from lockstep.formatting import format_numbered
 from lockstep.kernel.errors import FileError, LockstepError, RankError
-from lockstep.launcher.channel import Channel, Message
+from lockstep.launcher.channel import Message
 from lockstep.launcher.environment import OF_ELASTIC, RankEnvironment
 from lockstep.launcher.failure_attribution import (
     STOPPED,
@@ -35,7 +35,6 @@ from lockstep.launcher.failure_attribution import (
 from lockstep.launcher.fork_server import (
     check_open_files,
     get_fork_server,
-    looks_like_training,
 )
 from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.launch_config import LaunchConfig
@@ -61,7 +60,7 @@ from lockstep.launcher.run_folder import (
 )
 from lockstep.launcher.signals import receiving, reports_on_request
 from lockstep.launcher.supervisor import RankSupervisor
-from lockstep.launcher.target import check_target, find_source
+from lockstep.launcher.target import check_target
 from lockstep.messages import log
 
 __all__ = [
@@ -69,7 +68,6 @@ __all__ = [
     "RunFolder",
     "launch_script",
     "make_hang_policy",
-    "open_channel",
     "open_store",
     "open_supervisor",
     "start_rank",
@@ -292,16 +290,11 @@ def terminating(ranks: RankSupervisor) -> Iterator[None]:
 def open_supervisor(config: LaunchConfig, folder: RunFolder, ranks: range) -> RankSupervisor:
     """Return the supervisor of ranks that have not been started yet."""
     return RankSupervisor(
-        open_channel(config),
+        get_fork_server().open_launch(),
         ranks,
         hang_policy=make_hang_policy(config, folder),
         noun="member" if config.is_elastic else "rank",
     )
-
-
-def open_channel(config: LaunchConfig) -> Channel:
-    """Return a new channel to the fork server."""
-    return get_fork_server(for_training=_is_training(config)).open_launch()
 
 
 def make_hang_policy(config: LaunchConfig, folder: RunFolder) -> HangPolicy:
@@ -348,15 +341,6 @@ def start_rank(
         ranks.start_rank(rank, task, null, output, has_input=has_input)
     finally:
         os.close(null)
-
-
-def _is_training(config: LaunchConfig) -> bool:
-    if config.is_elastic:  # others wait until a new process has started
-        return True
-    source = find_source(config.kind, config.target)
-    with contextlib.suppress(OSError):
-        return source is not None and looks_like_training(source.read_bytes())
-    return False
 
 
 def _open_output(config: LaunchConfig, local_rank: int, rank: int, folder: RunFolder) -> RankOutput:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lockstep.kernel.errors import UsageError
 
-__all__ = ["check_target", "check_working_directory", "find_source"]
+__all__ = ["check_target", "check_working_directory"]
 
 
 def check_target(kind: str, target: str) -> None:
@@ -29,23 +29,6 @@ def check_target(kind: str, target: str) -> None:
         _find_module(target)
     elif shutil.which(target) is None:
         raise UsageError(f"{target!r} is not an executable program")
-
-
-def find_source(kind: str, target: str) -> Path | None:
-    """Return the file that is run, without running any of it; None if there is none.
-
-    Args:
-        kind: "script", "module" or "program".
-        target: The script, module or program.
-    """
-    if kind == "script":
-        path = Path(target)
-        return path / "__main__.py" if path.is_dir() else path
-    try:
-        spec = _find_module(target) if kind == "module" else None
-    except UsageError:
-        return None
-    return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
 def _find_module(target: str) -> ModuleSpec:

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.kernel.errors import RankError
-from lockstep.launcher.fork_server import get_fork_server
 from lockstep.launcher.launch import launch, launch_in_this_process
 from lockstep.launcher.rank_process import run_code
 from lockstep.model.fingerprint import StepFingerprint, TrainerFingerprint
@@ -111,7 +110,6 @@ def run_layout(
         timeout: The time in seconds after which the ranks are terminated.
         folder: An existing empty folder for the output of the ranks.
     """
-    get_fork_server(for_training=True)
     begun = time.monotonic()
     order = (script, tuple(arguments), layout, steps, str(folder))
     error: RankError | None = None

@@ -21,7 +21,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lockstep.launcher.fork_server import get_fork_server
 from lockstep.launcher.launch import launch
 from lockstep.tools.check.check_session import CheckSession
 from lockstep.tools.check.layout_runner import (
@@ -114,7 +113,6 @@ def find_unportable(
     Raises:
         RankError: The script failed.
     """
-    get_fork_server(for_training=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-check-") as folder:
         order = (script, tuple(arguments), steps, folder)
         launch(_run_rank, order, 1, timeout=timeout, pass_rank=True)

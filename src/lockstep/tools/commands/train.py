@@ -124,7 +124,6 @@ def command(
     after saving a checkpoint, 128+N ended by signal N.
     """
     from lockstep.launcher.failure_attribution import STOPPED
-    from lockstep.launcher.fork_server import get_fork_server
     from lockstep.launcher.launch import launch
     from lockstep.launcher.run_folder import create_run_folder, name_run
 
@@ -164,7 +163,6 @@ def command(
         summary = _train_elastic(words, nprocs, least or 1, folder, resumed is not None)
         print_summary(summary, given["quiet"], as_json)
         return
-    get_fork_server(for_training=True)  # otherwise every rank would import torch._dynamo
     try:
         summary = launch(_rank, (recipe, given, str(folder), resumed is not None), nprocs)[0]
     except SystemExit as stop:

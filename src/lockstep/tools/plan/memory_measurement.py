@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.kernel.errors import RankError, UsageError
-from lockstep.launcher.fork_server import get_fork_server
 from lockstep.launcher.launch import launch
 from lockstep.launcher.target import check_target
 from lockstep.tools.check.layout_runner import (
@@ -40,7 +39,6 @@ def measure_training(
         UsageError: The script does not exist, fails, or takes too few steps with `ls.Trainer`.
     """
     check_target("script", script)
-    get_fork_server(for_training=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-plan-") as name:
         folder = Path(name)
         order = script, tuple(arguments), ranks, name

@@ -36,7 +36,7 @@ class HostWorkers:
     """
 
     def __init__(self, count: int) -> None:
-        server = get_fork_server(for_training=True)
+        server = get_fork_server()
         self.supervisor = RankSupervisor(server.open_launch(), range(count))
         self._wake, self._woken = socket.socketpair()
         for end in (self._wake, self._woken):

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.kernel.errors import RankError
-from lockstep.launcher.fork_server import get_fork_server
 from lockstep.launcher.launch import launch
 from lockstep.launcher.rank_process import run_code
 from lockstep.launcher.run_folder import RESUME, RUN
@@ -75,7 +74,6 @@ def _launch(program: Program, base: Base, request: ReplayRequest, folder: Path) 
     Under the debugger, the only rank has this terminal.
     """
     with _environment(program):
-        get_fork_server(for_training=True)
         order = (program, base, request, str(folder))
         launch(_run_rank, order, request.ranks, pass_rank=True)
 
