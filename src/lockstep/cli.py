@@ -146,11 +146,14 @@ def _run(command: click.Command) -> int:
 
 
 def _explain_lost_stream(error: OSError) -> int:
-    """Explain that standard output cannot be used; return the exit status.
+    """Explain that standard output, or /dev/null, cannot be used; return the exit status.
 
     Raises:
         OSError: The error is another one.
     """
+    if error.filename == os.devnull:
+        log(f"{os.devnull} cannot be opened ({error.strerror}): mount /dev")
+        return 1
     if error.errno not in LOST or error.filename is not None:
         raise error
     for stream in (sys.stdout, sys.stderr):

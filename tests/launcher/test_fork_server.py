@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -23,6 +24,7 @@ from lockstep.launcher.fork_server import (
     get_fork_server_pid,
 )
 from lockstep.launcher.launch import start
+from processes import until
 
 _folder: tempfile.TemporaryDirectory[str]  # kept until the rank exits
 
@@ -165,3 +167,30 @@ def test_a_variable_that_is_read_at_startup_needs_a_new_fork_server(monkeypatch)
     while get_fork_server_pid() == after and psutil.pid_exists(before):
         assert time.monotonic() < deadline, "the earlier fork server still runs"
         time.sleep(0.01)
+
+
+def test_a_fork_server_that_still_imports_exits_with_its_launcher(tmp_path):
+    """Although another process, here this one, holds the launcher's socket."""
+    (tmp_path / "endless.py").write_text(f"""
+import importlib
+from pathlib import Path
+Path({str(tmp_path / "imports")!r}).touch()
+while True:
+    try:
+        importlib.import_module("no_such_module")
+    except ImportError:
+        pass
+""")
+    launcher = subprocess.Popen(["sleep", "600"])
+    call = f"lockstep.launcher.fork_server_main.main({{}}, {launcher.pid}, ['endless'])"
+    server = warm.SPAWN_FORK_SERVER(call, path=[str(tmp_path), *filter(None, sys.path)])
+    try:
+        until((tmp_path / "imports").exists, "it imports nothing", 60)
+        assert not server.has_exited()
+    finally:
+        launcher.kill()
+        launcher.wait()
+    try:
+        until(server.has_exited, "it outlived its launcher", 60)
+    finally:
+        server.close()

@@ -25,6 +25,7 @@ from lockstep import cli
 from lockstep.kernel.errors import FileError, LaunchEnvironmentError, RankError, UsageError
 from lockstep.launcher import hang_monitor, run_folder
 from lockstep.launcher import launch_script as launch_script_module
+from lockstep.launcher.fork_server import check_open_files
 from lockstep.launcher.launch_config import LaunchConfig
 from lockstep.launcher.launch_script import launch_script
 from lockstep.launcher.listening_socket import DEFAULT_PORT
@@ -241,6 +242,12 @@ main()
 """
     done = warm.run([sys.executable, "-c", program, "runs"], cwd=tmp_path, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, b"", b"")
+
+
+def test_ranks_without_dev_null_are_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "devnull", str(tmp_path / "null"))
+    with pytest.raises(UsageError, match=r"null cannot be opened \(No such file or directory\)"):
+        check_open_files(1)
 
 
 def test_only_rank_0_reads_standard_input(tmp_path):

@@ -148,13 +148,20 @@ def get_fork_server() -> ForkServer:
 
 
 def check_open_files(nprocs: int) -> None:
-    """Check that this process may open enough files to start `nprocs` ranks.
+    """Check that this process may open enough files to start `nprocs` ranks, and /dev/null.
 
     Otherwise a rank, or torch in it, fails in the middle of its start.
 
     Raises:
-        UsageError: The limit is too low.
+        UsageError: The limit is too low, or there is no /dev/null.
     """
+    try:
+        os.close(os.open(os.devnull, os.O_RDWR))
+    except OSError as error:
+        raise UsageError(
+            f"{os.devnull} cannot be opened ({error.strerror}), but ranks without a terminal read "
+            f"from it: mount /dev, or create it (mknod -m 666 {os.devnull} c 1 3)"
+        ) from None
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     opened = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
     needed = opened + OPEN_FILES + OPEN_FILES_PER_RANK * nprocs

@@ -14,7 +14,8 @@
 
 The server never computes and starts no thread, so it can fork safely. It watches the
 launcher: by end of file on the sockets, and by a pidfd where the system has them, because
-another child of the launcher may hold the sockets open. When the launcher is killed, the
+another child of the launcher may hold the sockets open. Before it serves, it looks whether the
+launcher still runs each time that it imports a module. When the launcher is killed, the
 server kills the ranks and exits. A retired server (the first socket is closed) exits after its last
 launch. If the server itself is killed, the ranks' parent-death pipe breaks (`rank_process.py`), and
 they are killed, too.
@@ -34,9 +35,10 @@ import sys
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 from lockstep.comm.native_module import load_native
 from lockstep.launcher.channel import Channel, Message, open_channel
@@ -295,12 +297,34 @@ def main(descriptor: int, launcher: int, modules: Sequence[str]) -> NoReturn:
     ignore_sigterm()
     ignore_requests()  # before the imports, which take a second
     gc.disable()  # during the imports, which create no garbage
-    import_for_ranks(modules)
-    with contextlib.suppress(ImportError):  # without one, each rank says why it uses Gloo
-        load_native()
+    with _exiting_with(launcher):
+        import_for_ranks(modules)
+        with contextlib.suppress(ImportError):  # without one, each rank says why it uses Gloo
+            load_native()
     gc.enable()
     gc.freeze()  # ranks neither traverse nor copy objects from before the fork
     serve(open_channel(descriptor), launcher)
+
+
+@contextlib.contextmanager
+def _exiting_with(launcher: int) -> Iterator[None]:
+    """Exit as soon as the body imports another module and the launcher has exited.
+
+    On a busy machine the imports take many seconds, in which nothing is served.
+    """
+
+    def exit_if_alone(*_: object) -> None:
+        try:
+            os.kill(launcher, 0)
+        except ProcessLookupError:
+            os._exit(0)
+
+    finder: Any = SimpleNamespace(find_spec=exit_if_alone)  # finds no module
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
 
 
 def import_for_ranks(modules: Sequence[str]) -> None:
