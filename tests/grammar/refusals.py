@@ -85,10 +85,8 @@ def _of_model(case: Case, layout: Layout) -> Iterator[str]:
         yield "was written during forward or backward"
     if "tied_by_memory" in model and (layout.stages > 1 or layout.shared):
         yield "are different tensors over the same memory"
-    if layout.stages > 1 and layout.balance is not None:
-        later = case.model.blocks[layout.balance[0] :]
-        if "PythonNoise" in described(later):
-            yield "a block draws from Python's or numpy's random numbers"
+    if layout.stages > 1 and "PythonNoise" in described(case.model.blocks):
+        yield "a block draws from Python's or numpy's random numbers"
     if case.optimization.is_hooked and (layout.stages > 1 or layout.shared):
         yield "the hook average_over_parameters of"
     optimizer = case.optimization.optimizer

@@ -770,11 +770,9 @@ CASES = {
     ),
     # The loss of a last stage, and backward, drew other numbers of Python than in one process.
     "Python in the loss": Case(partial(chain, PLAIN, PLAIN, PLAIN, PLAIN), ScaledLoss()),
-    "Python in block 0": Case(partial(chain, drawing(True), PLAIN, PLAIN, PLAIN)),
-    "Python in both": Case(
+    "Python in block 0": Case(
         partial(chain, drawing(True), PLAIN, PLAIN, PLAIN),
-        ScaledLoss(),
-        refused="the loss draws from Python's or numpy's random numbers, and so do blocks",
+        refused="a block draws from Python's or numpy's random numbers",
     ),
     "Python in backward": Case(
         partial(chain, PLAIN, PLAIN, drawing(False, True), PLAIN),

@@ -109,10 +109,10 @@ def test_a_shared_object_is_compared_in_calls_that_are_not_inspected():
         state.hold()
         if number == FIRST // 2:
             first.held["y"] = object()  # by the script, between two steps
-        inspector.call_blocks([nn.Identity()], torch.ones(1), "here", False)
-    inspector.call_blocks([first], torch.ones(1), "here", False)
+        inspector.call_blocks([nn.Identity()], torch.ones(1), "here")
+    inspector.call_blocks([first], torch.ones(1), "here")
     with pytest.raises(UsageError, match=r"here: block 0 \(Block\) changes 0.held\['x'\], which"):
-        inspector.call_blocks([first], torch.zeros(1), "here", False)
+        inspector.call_blocks([first], torch.zeros(1), "here")
 
 
 def test_what_one_stage_alone_refers_to_may_change():

@@ -126,15 +126,13 @@ class PipelineEvaluator:
         scopes.begin_microbatch(-1 - number, index, given.rng_state.last_call)
         with self._buffers[stage].preserve(), parallel.autocast():
             blocks = list(self._blocks[stage].values())
-            value, others = inspector.call_blocks(
-                blocks, given.data, where, given.rng_state.has_drawn_outside_torch
-            )
-            rng_state = RngState(scopes.last_call, others)
+            value = inspector.call_blocks(blocks, given.data, where)
+            rng_state = RngState(scopes.last_call)
             if links.outputs is None:
                 scopes.begin_loss()
                 data = parallel.move_to_device(microbatch.data)
                 compute = partial(self._task.compute, data=data, where=where)
-                result = inspector.compute_loss(compute, value, where, others)
+                result = inspector.compute_loss(compute, value, where)
                 given.received.check(where)
             else:
                 structure, tensors = inspector.flatten_output(value, blocks, given.received, where)

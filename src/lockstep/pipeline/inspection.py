@@ -36,8 +36,7 @@ class BlockInspector:
     """Calls the blocks of one stage, and inspects some of the calls.
 
     Args:
-        is_first: Whether the stage is the first: its blocks may draw from Python's and
-            numpy's generators, which are seeded once per micro-batch.
+        is_first: Whether the stage is the first, whose data is that of the batch.
         state: The Python state of its blocks.
         names: The names of its blocks.
     """
@@ -48,14 +47,11 @@ class BlockInspector:
         self._where, self._user = "", ""  # what is being called
         self.state = state
         self._forwards, self._backwards = 0, 0
-        self._draws_others = False
         self._is_due = False  # whether the current forward is inspected
         self._buffers_sent: set[int] = set()
         """Positions of outputs that were found to share memory with a buffer."""
 
-    def call_blocks(
-        self, blocks: Sequence[nn.Module], data: Any, where: str, others: bool
-    ) -> tuple[Any, bool]:
+    def call_blocks(self, blocks: Sequence[nn.Module], data: Any, where: str) -> Any:
         """Call the blocks, one after another.
 
         Args:
@@ -63,29 +59,26 @@ class BlockInspector:
             data: The arguments of the first block: in the first stage as `call_model` accepts them,
                 in later stages one value.
             where: Rank, stage, step and micro-batch, for messages.
-            others: Whether earlier stages have drawn from Python's or numpy's generators.
 
         Returns:
-            The output of the last block, and the new value of `others`.
+            The output of the last block.
         """
         self._forwards += 1
         self._is_due = _is_inspected(self._forwards)
         if not self._is_due:
             value = self.call_in_turn(blocks, data, where)
             self.state.check(where)
-            return value, others or self._draws_others
+            return value
         contents, before = self.state.snapshot(), state_of_others()
         value = self.call_in_turn(blocks, data, where)
         self.state.record_changes(contents, where)
         if state_of_others() != before:
-            if not self._is_first:
-                raise UsageError(
-                    f"{where}: a block draws from Python's or numpy's random numbers, which are "
-                    "seeded once per micro-batch, not in every stage; draw them from torch "
-                    "(torch.rand)"
-                )
-            self._draws_others = True
-        return value, others or self._draws_others
+            raise UsageError(
+                f"{where}: a block draws from Python's or numpy's random numbers, which are "
+                "seeded once per micro-batch, not in every stage; draw them from torch "
+                "(torch.rand)"
+            )
+        return value
 
     def flatten_output(
         self, value: Any, blocks: Sequence[nn.Module], received: ReceivedTensors, where: str
@@ -117,18 +110,10 @@ class BlockInspector:
         local = [number for number in self._buffers_sent if number < len(tensors)]
         return add_aliases(structure, received.find_aliases(tensors, local)), tensors
 
-    def compute_loss(self, loss: Callable[[Any], T], outputs: Any, where: str, others: bool) -> T:
-        """Return the loss; it must not draw from Python's or numpy's generators if `others`."""
-        before = state_of_others() if others else None
+    def compute_loss(self, loss: Callable[[Any], T], outputs: Any, where: str) -> T:
+        """Return the loss."""
         with self._explaining(where, "the loss"):
-            value = loss(outputs)
-        if others and state_of_others() != before:
-            raise UsageError(
-                f"{where}: the loss draws from Python's or numpy's random numbers, and so do "
-                "blocks of the first stage, which the last stage does not see; draw them "
-                "from torch (torch.rand)"
-            )
-        return value
+            return loss(outputs)
 
     @contextmanager
     def check_backward(self, where: str) -> Iterator[None]:

@@ -42,9 +42,6 @@ __all__ = ["INITIAL_RNG_STATE", "Receiver", "RngState", "Sender"]
 PAGE = 1024
 HEADER = struct.Struct("<IIIQII")
 OK, FAILED = 0, 1
-OTHERS, STATE = 1, 2
-"""Flags: OTHERS if blocks have drawn from Python's or numpy's generators, STATE if the last
-tensor is the state of torch's generators."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +56,11 @@ class RngState:
     Attributes:
         last_call: The number of the last call of the model's first RNG scope, which is a part of
             the seed of the loss.
-        has_drawn_outside_torch: Whether blocks have drawn from Python's or numpy's generators.
         torch_state: The state of torch's generators, in backward; None if nothing has been
             drawn since they were seeded for the loss.
     """
 
     last_call: int = 0
-    has_drawn_outside_torch: bool = False
     torch_state: bytes | None = None
 
 
@@ -97,9 +92,8 @@ class Sender:
     ) -> None:
         """Start sending a flattened value; its memory is kept until the transfer is complete."""
         self.reap()
-        flags = OTHERS * rng_state.has_drawn_outside_torch
+        has_state = rng_state.torch_state is not None
         if rng_state.torch_state is not None:
-            flags |= STATE
             tensors = [
                 *tensors,
                 torch.frombuffer(bytearray(rng_state.torch_state), dtype=torch.uint8),
@@ -112,7 +106,7 @@ class Sender:
         fits = HEADER.size + len(text) <= PAGE
         page = torch.empty(PAGE, dtype=torch.uint8)
         written = memoryview(page.numpy())  # type: ignore[arg-type]
-        HEADER.pack_into(written, 0, len(text), OK, index, attempt, rng_state.last_call, flags)
+        HEADER.pack_into(written, 0, len(text), OK, index, attempt, rng_state.last_call, has_state)
         if text and fits:
             written[HEADER.size : HEADER.size + len(text)] = text
         vectors = [view_bytes(*pair) for pair in zip(tensors, metas, strict=True)]
@@ -198,7 +192,7 @@ class Receiver:
         self._wait(work)
         self._posted = None
         page = memoryview(cover.numpy())  # type: ignore[arg-type]
-        length, state, index_sent, attempt_sent, call, flags = HEADER.unpack_from(page)
+        length, state, index_sent, attempt_sent, call, has_state = HEADER.unpack_from(page)
         if state == FAILED:
             raise StoppedError(bytes(page[HEADER.size : HEADER.size + length]).decode())
         if (attempt_sent, index_sent) != (attempt, index):
@@ -211,11 +205,11 @@ class Receiver:
             self.known = pickle.loads(self._receive_text(page, length))
         assert self.known is not None
         structure, metas = self.known
-        tensors = self._receive_tensors(metas, has_state=bool(flags & STATE))
+        tensors = self._receive_tensors(metas, has_state=bool(has_state))
         if more:
             self.post()
-        generators = tensors.pop().cpu().numpy().tobytes() if flags & STATE else None
-        self.rng_state = RngState(call, bool(flags & OTHERS), generators)
+        generators = tensors.pop().cpu().numpy().tobytes() if has_state else None
+        self.rng_state = RngState(call, generators)
         return structure, tensors
 
     def _wait(self, work: Any) -> None:

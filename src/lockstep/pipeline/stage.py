@@ -233,16 +233,14 @@ class Stage:
         blocks = list(self.blocks.values())
         if self._watched is not None:
             self._watched[0](((clone_tensors(given.data),), {}))
-        value, others = self.inspector.call_blocks(
-            blocks, given.data, where, given.rng_state.has_drawn_outside_torch
-        )
+        value = self.inspector.call_blocks(blocks, given.data, where)
         if self._watched is not None:
             self._watched[1](value)
-        rng_state = RngState(self.scopes.last_call, others)
+        rng_state = RngState(self.scopes.last_call)
         if loss is not None:
             self.scopes.begin_loss()
             before = state_of_torch(self._device)
-            value = self.inspector.compute_loss(loss, value, where, others)
+            value = self.inspector.compute_loss(loss, value, where)
             rng_state = self._update_rng_state(before, rng_state)
         structure, tensors = self.inspector.flatten_output(value, blocks, given.received, where)
         outputs = [tensor for tensor in tensors if tensor.requires_grad]
