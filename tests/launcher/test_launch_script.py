@@ -438,9 +438,7 @@ dist.all_reduce(torch.ones(1))
     said, shown = failure(run, capfdbinary, source, flags=flags)
     assert re.match(r"rank 1 \(process \d+\) is at train.py:6, while rank 0 has waited ", said)
     assert "; its log: runs/" in said
-    (report,) = Path("runs").glob("*/hang.txt")
-    assert report.read_text()[20:].strip() in shown
-    assert "  > train.py:8 in <module>" in report.read_text()
+    assert "  > train.py:8 in <module>" in shown
     pids = [int(Path(f"pid-{rank}").read_text()) for rank in (0, 1)]
     assert not any(psutil.pid_exists(pid) for pid in pids)
 

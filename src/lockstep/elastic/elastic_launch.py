@@ -90,11 +90,8 @@ def _start(
     config: LaunchConfig, folder: RunFolder, opened: ExitStack
 ) -> tuple[RankSupervisor, ElasticCoordinator]:
     assert config.min_nprocs is not None
-    ranks: RankSupervisor
-    if config.nnodes > 1:
-        ranks = _open_hosts(config, folder)
-    else:
-        ranks = open_supervisor(config, folder, range(0))
+    is_on_hosts = config.nnodes > 1
+    ranks = _open_hosts(config, folder) if is_on_hosts else open_supervisor(config, range(0))
 
     def start_member(member: int, coordinates: RankCoordinates, variables: dict[str, str]) -> None:
         variables = {**folder.variables(), **variables}
@@ -105,7 +102,7 @@ def _start(
 
     with terminating(ranks):
         # Agents connect at the port of the options, and members get that of the store from them.
-        store_config = replace(config, master_port=0) if config.nnodes > 1 else config
+        store_config = replace(config, master_port=0) if is_on_hosts else config
         rounds = ElasticCoordinator(
             ranks,
             start_member,
@@ -127,7 +124,7 @@ def _open_hosts(config: LaunchConfig, folder: RunFolder) -> HostSupervisor:
     listening = listen(config.master_addr, config.master_port, is_single_host=False)
     return HostSupervisor(
         get_fork_server().open_launch(),
-        make_hang_policy(config, folder),
+        make_hang_policy(config),
         MessageListener(listening, _find_secret(config), PURPOSE, log),
         nnodes=config.nnodes,
         silence=config.host_timeout,
@@ -146,7 +143,7 @@ def _start_agent(config: LaunchConfig, folder: RunFolder) -> HostAgent:
     }
     agent = HostAgent(
         get_fork_server().open_launch(),
-        make_hang_policy(config, folder),
+        make_hang_policy(config),
         hello,
         config.master_addr,
         config.master_port,

@@ -26,7 +26,7 @@ from lockstep.formatting import format_numbered
 from lockstep.kernel.errors import RankError, RendezvousError
 from lockstep.launcher.channel import Channel, Message
 from lockstep.launcher.failure_attribution import Outcome
-from lockstep.launcher.hang_monitor import HangMonitor, HangPolicy
+from lockstep.launcher.hang_monitor import HangPolicy
 from lockstep.launcher.late_ranks import LongWait
 from lockstep.launcher.supervisor import STOP_GRACE, TICK, RankSupervisor
 from lockstep.messages import escape_control, log
@@ -87,7 +87,6 @@ class HostSupervisor(RankSupervisor):
         version: str,
     ) -> None:
         super().__init__(channel, range(0), hang_policy=hang_policy, noun="member")
-        self.hang_monitor = HangMonitor(_LocalMembers(self), self.probes, hang_policy)
         self.begin: Callable[[], None] = lambda: None
         self._listener, self._silence = listener, silence
         self._nnodes, self._folder, self._version = nnodes, folder, version
@@ -357,26 +356,3 @@ class HostSupervisor(RankSupervisor):
         outcome = self.outcomes[member]
         outcome.status, outcome.when = -signal.SIGKILL, time.monotonic()
         outcome.lost_with = host
-
-
-class _LocalMembers:
-    """The members of this host, for the hang monitor."""
-
-    def __init__(self, ranks: HostSupervisor) -> None:
-        self._ranks = ranks
-
-    @property
-    def outcomes(self) -> Mapping[int, Outcome]:
-        """The outcomes of the members of this host."""
-        of_all = self._ranks.outcomes.items()
-        return {member: outcome for member, outcome in of_all if self._ranks.host_of(member) == 0}
-
-    @property
-    def pids(self) -> Mapping[int, int]:
-        """Their process ids."""
-        return self._ranks.pids
-
-    @property
-    def running(self) -> Sequence[int]:
-        """Those that have not exited."""
-        return [member for member in self._ranks.running if self._ranks.host_of(member) == 0]

@@ -16,15 +16,12 @@ A stopped process does not answer. SIGUSR1 to the launcher prints at once where 
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Protocol
 
 from lockstep.comm.activity import Activity
-from lockstep.files import open_or_create
 from lockstep.formatting import format_duration, format_numbered
 from lockstep.kernel.errors import RankError
 from lockstep.launcher.failure_attribution import Outcome
@@ -36,7 +33,7 @@ from lockstep.launcher.stacks import (
     parse_frames,
     shorten_path,
 )
-from lockstep.messages import escape_control, log
+from lockstep.messages import log
 
 __all__ = [
     "Hang",
@@ -60,8 +57,6 @@ DEADLOCK_SECONDS = 3.0
 OF_GROUP = " of group "  # in the wait of a rank for a call of the backend "lockstep"
 IDLE = 0.02  # share of a core below which a process counts as asleep
 
-REPORT_FILE = "hang.txt"
-
 
 @dataclass(frozen=True)
 class HangPolicy:
@@ -71,31 +66,13 @@ class HangPolicy:
         timeout: Seconds that a rank may wait in one operation, or be stopped; 0 for no limit.
             The default is below the 300 s after which collectives fail by default.
         ends_launch: Whether to end all ranks after the report, instead of waiting further.
-        folder: Folder for the reports (hang.txt); None writes no file.
         has_other_hosts: Whether the world has ranks on other hosts, which this launcher does not
             see.
     """
 
     timeout: float = 240.0
     ends_launch: bool = False
-    folder: Path | None = None
     has_other_hosts: bool = False
-
-
-class Ranks(Protocol):
-    """The state of a launch's ranks, as the monitor needs it."""
-
-    @property
-    def outcomes(self) -> Mapping[int, Outcome]:
-        """The outcome of each rank; its status is None while the rank runs."""
-
-    @property
-    def pids(self) -> Mapping[int, int]:
-        """The ranks' process ids."""
-
-    @property
-    def running(self) -> Sequence[int]:
-        """The ranks that have not exited."""
 
 
 class Probes(Protocol):
@@ -336,10 +313,24 @@ def describe_state(snapshot: RankSnapshot) -> str:
 
 
 class HangMonitor:
-    """A monitor that reports each stopped, missing or hanging rank of a launch once."""
+    """A monitor that reports each stopped, missing or hanging rank of a launch once.
 
-    def __init__(self, ranks: Ranks, probes: Probes, policy: HangPolicy | None = None) -> None:
-        self._ranks, self._probes = ranks, probes
+    Args:
+        list_outcomes: Returns the outcome of each rank of this host; its status is None while the
+            rank runs.
+        pids: The process ids of the ranks.
+        probes: The view into them.
+        policy: What to do about hangs; None for the default.
+    """
+
+    def __init__(
+        self,
+        list_outcomes: Callable[[], Mapping[int, Outcome]],
+        pids: Mapping[int, int],
+        probes: Probes,
+        policy: HangPolicy | None = None,
+    ) -> None:
+        self._list_outcomes, self._pids, self._probes = list_outcomes, pids, probes
         self._policy = policy or HangPolicy()
         now = time.monotonic()
         self._next_remark = now + REMARK_INTERVAL
@@ -390,16 +381,19 @@ class HangMonitor:
 
     def _remark(self) -> None:
         """Name stopped ranks, once and early."""
-        for rank in self._ranks.running:
+        for rank in self._running():
             if rank not in self._remarked and self._probes.is_stopped(rank):
                 self._remarked.add(rank)
-                pid, name = self._ranks.pids[rank], self._ranks.outcomes[rank].name
+                pid, name = self._pids[rank], self._list_outcomes()[rank].name
                 log(f"{name} (process {pid}) is stopped; continue it with kill -CONT {pid}")
+
+    def _running(self) -> list[int]:
+        return [rank for rank, outcome in self._list_outcomes().items() if outcome.status is None]
 
     def _returned(self) -> list[int]:
         return [
             outcome.rank
-            for outcome in self._ranks.outcomes.values()
+            for outcome in self._list_outcomes().values()
             if outcome.has_returned and not outcome.is_replaced
         ]
 
@@ -409,15 +403,15 @@ class HangMonitor:
         """Return where the running ranks are, without asking them."""
         now = time.monotonic()
         snapshots = []
-        for rank in self._ranks.running:
+        for rank in self._running():
             if self._probes.is_stopped(rank):
                 self._stopped_since.setdefault(rank, now)
             else:
                 self._stopped_since.pop(rank, None)
             activity = self._probes.read_activity(rank)
             sample = self._samples.get(rank)
-            snapshot = take_snapshot(rank, self._ranks.pids.get(rank, 0), activity, now)
-            snapshot = replace(snapshot, noun=self._ranks.outcomes[rank].noun)
+            snapshot = take_snapshot(rank, self._pids.get(rank, 0), activity, now)
+            snapshot = replace(snapshot, noun=self._list_outcomes()[rank].noun)
             if sample is not None and not snapshot.is_waiting and sample.is_waiting(activity):
                 snapshot = replace(
                     snapshot,
@@ -431,7 +425,7 @@ class HangMonitor:
         return snapshots
 
     def _find_hang(self, snapshots: Sequence[RankSnapshot], timeout: float) -> Hang | None:
-        outcomes = self._ranks.outcomes
+        outcomes = self._list_outcomes()
         inside = [snapshot for snapshot in snapshots if not outcomes[snapshot.rank].is_outside]
         if self._is_deadlock(inside):
             return Hang((), (), tuple(inside), is_deadlock=True)
@@ -469,7 +463,7 @@ class HangMonitor:
     def _sample_silent_ranks(self) -> None:
         """Sample the stacks of ranks that have published nothing since the previous sample."""
         silent = []
-        running = self._ranks.running if len(self._ranks.outcomes) > 1 else ()
+        running = self._running() if len(self._list_outcomes()) > 1 else ()
         for rank in running:
             activity = self._probes.read_activity(rank)
             before = self._samples.get(rank)
@@ -486,9 +480,7 @@ class HangMonitor:
         self, hang: Hang, snapshots: Sequence[RankSnapshot], stacks: Mapping[int, str]
     ) -> RankError | None:
         table = format_report(snapshots, stacks, hang.returned)
-        report = f"{hang}; {hang.advice}\n{table}"
-        log(report)
-        self._write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {report}\n\n")
+        log(f"{hang}; {hang.advice}\n{table}")
         if not self._policy.ends_launch:
             return None
         error = RankError(str(hang))
@@ -547,17 +539,6 @@ class HangMonitor:
         }
         self._samples.update(moved)
         return bool(moved)
-
-    def _write(self, report: str) -> None:
-        """Add a report to the file in the run's folder."""
-        if self._policy.folder is None:
-            return
-        path = self._policy.folder / REPORT_FILE
-        try:
-            with open(open_or_create(path, os.O_WRONLY | os.O_APPEND), "ab") as file:
-                file.write(escape_control(report).encode(errors="replace"))
-        except OSError as error:
-            log(f"the report cannot be written to {path}: {error.strerror}")
 
 
 @dataclass(frozen=True)

@@ -268,7 +268,7 @@ def _make_log_folder(config: LaunchConfig) -> Path:
 def start_ranks(config: LaunchConfig, folder: RunFolder) -> RankSupervisor:
     """Start the ranks of this host."""
     first = config.node_rank * config.nprocs
-    ranks = open_supervisor(config, folder, range(first, first + config.nprocs))
+    ranks = open_supervisor(config, range(first, first + config.nprocs))
     with terminating(ranks):
         environment = open_store(config, ranks)
         for local_rank in range(config.nprocs):
@@ -287,20 +287,20 @@ def terminating(ranks: RankSupervisor) -> Iterator[None]:
         raise
 
 
-def open_supervisor(config: LaunchConfig, folder: RunFolder, ranks: range) -> RankSupervisor:
+def open_supervisor(config: LaunchConfig, ranks: range) -> RankSupervisor:
     """Return the supervisor of ranks that have not been started yet."""
     return RankSupervisor(
         get_fork_server().open_launch(),
         ranks,
-        hang_policy=make_hang_policy(config, folder),
+        hang_policy=make_hang_policy(config),
         noun="member" if config.is_elastic else "rank",
     )
 
 
-def make_hang_policy(config: LaunchConfig, folder: RunFolder) -> HangPolicy:
+def make_hang_policy(config: LaunchConfig) -> HangPolicy:
     """Return the policy for ranks that hang."""
     ends_launch, has_other_hosts = config.on_hang == "end", config.nnodes > 1
-    return HangPolicy(config.hang_timeout, ends_launch, folder.path, has_other_hosts)
+    return HangPolicy(config.hang_timeout, ends_launch, has_other_hosts)
 
 
 def open_store(config: LaunchConfig, ranks: RankSupervisor) -> RankEnvironment:

@@ -79,7 +79,7 @@ class RankSupervisor(RankProcesses):
         self.was_asked_to_stop = False
         self.after_events: Callable[[], RankError | None] = lambda: None
         self.before_end: Callable[[], None] = lambda: None
-        self.hang_monitor = HangMonitor(self, self.probes, hang_policy)
+        self.hang_monitor = HangMonitor(self._list_local, self.pids, self.probes, hang_policy)
 
     @property
     def has_stopped(self) -> bool:
@@ -253,6 +253,11 @@ class RankSupervisor(RankProcesses):
             left = {group for group in left if group_exists(group)}
             if left:
                 time.sleep(POLL)
+
+    def _list_local(self) -> dict[int, Outcome]:
+        """Return the outcomes of the ranks of this host."""
+        outcomes = self.outcomes.items()
+        return {rank: outcome for rank, outcome in outcomes if self.host_of(rank) == 0}
 
     @property
     def _all(self) -> Sequence[Outcome]:
