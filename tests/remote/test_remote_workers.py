@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -18,7 +16,6 @@ import torch.distributed as dist
 
 import lockstep as ls
 import warm
-from lockstep.comm.transport.listener import REPORT_INTERVAL
 from lockstep.comm.transport.secret import KEY_VARIABLE, make_key
 from lockstep.kernel.errors import RankError, RendezvousError
 
@@ -89,50 +86,6 @@ def test_another_key_is_refused_and_reported_on_both_sides(connect, endpoint, ca
         assert driver.run(ls.rank) == [0]
     assert "refused the connection: it holds another key" in worker.stderr.read()
     assert "was refused: it holds another key" in capsys.readouterr().err
-
-
-def test_strangers_neither_keep_workers_out_nor_fill_the_terminal(
-    connect, endpoint, monkeypatch, capsys
-):
-    """Silent connections, reendpointd as soon as they are closed, and others that say something."""
-    monkeypatch.setenv(KEY_VARIABLE, "ab" * 32)
-    address, _, port = endpoint.rpartition(":")
-    besieged, over = threading.Event(), threading.Event()
-    workers = []
-
-    def besiege() -> None:
-        held: list[socket.socket] = []
-        while not over.is_set():
-            for end in select.select(held, [], [], 0.01)[0]:
-                held.remove(end)
-                end.close()
-            with contextlib.suppress(OSError):
-                while len(held) < 48:
-                    held.append(socket.create_connection((address, int(port))))
-                besieged.set()
-                with socket.create_connection((address, int(port))) as loud:
-                    loud.sendall(b"\x1b[2J\r\n" * 20)
-        for end in held:
-            end.close()
-
-    def join() -> None:
-        besieged.wait(PATIENCE)
-        workers.append(connect("--timeout", "30"))
-
-    threads = [threading.Thread(target=target) for target in (besiege, join)]
-    for thread in threads:
-        thread.start()
-    try:
-        with ls.Driver(nprocs=1, remote=1, listen=endpoint, timeout=PATIENCE) as driver:
-            assert driver.run(all_reduced) == [("0", 0, 3.0), ("1", 0, 3.0)]
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
-    assert workers[0].wait(PATIENCE) == 0
-    said = capsys.readouterr().err
-    assert 1 <= said.count("refused") <= 2 + PATIENCE / REPORT_INTERVAL
-    assert "\x1b" not in said
 
 
 def test_the_error_counts_workers_that_did_not_connect(endpoint):
