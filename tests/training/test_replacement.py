@@ -139,6 +139,16 @@ def test_another_number_of_ranks_costs_no_step(tmp_path, undisturbed, layout, ra
         assert {path.name for path in tmp_path.glob("made-*")} == {f"made-{n}" for n in trained}
 
 
+def test_the_number_of_ranks_stays_where_there_is_no_checkpoint(tmp_path, undisturbed):
+    begin = ["--min", "1", "--max", "2", "train.py"]
+    status, output, errors = run(tmp_path, begin, "", "one", {"backend": "gloo"}, SCALE="1")
+    assert status == 0, errors
+    found = read_training(tmp_path, output, errors)
+    require_same(found, undisturbed["one"])
+    assert errors.count("the number of ranks stays") == 1
+    assert not found.rounds
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize(
     ("ranks", "layout"),

@@ -90,6 +90,7 @@ class SafePoints:
                     "other ranks, and there is no checkpoint to continue from: pass "
                     "checkpoint=ls.CheckpointConfig() to the trainer"
                 )
+            member.newcomers = 0  # otherwise they would ask again in the next step
             return
         if not member.can_stay and self._checkpoints is not None:
             self._save_and_wait(self._checkpoints)
