@@ -8,9 +8,9 @@ import torch.distributed as dist
 from lockstep.comm.bucket import plan
 from lockstep.comm.make_all_reduce import make_all_reduce
 from lockstep.comm.memory_format import in_layout_of
-from lockstep.comm.reproducible_all_reduce import add_lists, reproducible_all_reduce
+from lockstep.comm.reproducible_all_reduce import reproducible_all_reduce
 from lockstep.kernel.splitting import split_evenly
-from lockstep.kernel.tree import TreeAccumulator, nodes_of, total
+from lockstep.kernel.tree import TreeAccumulator, add_present, nodes_of, total
 
 __all__ = ["NEGATIVE_ZERO", "bits", "expected_sums", "leaf_values", "sums_on_a_rank"]
 
@@ -34,6 +34,10 @@ def leaf_values(leaves, dtype, absent=True):
         row[NEGATIVE_ZERO] = torch.tensor([-0.0], dtype=dtype) if leaf == 0 else None
         found.append(row)
     return found
+
+
+def add_lists(left, right):
+    return [add_present(*pair) for pair in zip(left, right, strict=True)]
 
 
 def bits(tensor):

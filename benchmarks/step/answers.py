@@ -20,9 +20,8 @@ import lockstep
 from benchmarks.step.contenders import Case, Training, loss
 from benchmarks.step.networks import Batch, Network
 from lockstep.checksum import digest
-from lockstep.comm.reproducible_all_reduce import add_lists
 from lockstep.kernel.splitting import split_evenly
-from lockstep.kernel.tree import TreeAccumulator
+from lockstep.kernel.tree import TreeAccumulator, add_present
 
 __all__ = ["CHECKED", "LIMIT", "Answer", "Expected", "plain_digest", "training_digest", "write"]
 
@@ -130,7 +129,9 @@ def training_digest(training: Training) -> str:
 
 def gradients(model: nn.Module, batch: Batch, leaves: int) -> None:
     """Leave the gradient of the batch in `.grad`, added along the tree over `leaves` leaves."""
-    fold: TreeAccumulator[list[torch.Tensor | None]] = TreeAccumulator(leaves, add_lists)
+    fold: TreeAccumulator[list[torch.Tensor | None]] = TreeAccumulator(
+        leaves, lambda left, right: [*map(add_present, left, right)]
+    )
     inputs, targets = batch
     for leaf, span in enumerate(split_evenly(len(inputs), leaves)):
         rows = slice(span.start, span.stop)

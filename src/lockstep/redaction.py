@@ -45,17 +45,19 @@ FORMATS = re.compile(
     r"|(?:glpat|pypi|nvapi|xox[a-z])-[\w-]{12,}"
     r"|sk-(?=[\w-]{0,32}\d)[\w-]{16,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|ya29\.[\w-]{16,}"
+    r"|[Bb]earer\s+[\w.~+/=-]{8,}|Basic\s+[\w.~+/-]{8,}={1,2}"
     r")"
+    # The user and the password of a URL, or a token in place of both.
+    r"|(?<=://)[^\s/?#\"'<>:]*:[^\s/?#\"'<>]*(?=@)"
+    r"|(?:(?<=http://)|(?<=https://))[^\s/?#\"'<>]+(?=@)"
 )
-BEARER = re.compile(r"\b([Bb]earer|Basic)(\s+)([\w.~+/=-]{8,})")
-URL = re.compile(r"(?<![\w+.-])([A-Za-z][\w+.-]*+://)([^\s/?#\"'<>]*)@")
 # A name and the separator between it and its value: "=", ":", or for an option a space.
 NAMED = re.compile(r"""(?<![\w.-])([\w.-]++)(["']?\s*+(?:=|:(?!//))\s*+|(?:["'],)?\s++)""")
 VALUE = re.compile(r""""(?:[^"\\]|\\.)*+"?|'(?:[^'\\]|\\.)*+'?|\S++""")
 OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
 SETTING = re.compile(r"(?P<name>[\w.+-]+)=(?P<value>.*)", re.DOTALL)
-WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 NUMBER = re.compile(r"[+-]?\d{0,7}(?:\.\d*)?(?:[eE][+-]?\d+)?")
+WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 PIECE = re.compile(r"(?<![a-zA-Z0-9])(?=[a-zA-Z]*\d)(?=\d*[a-zA-Z])[a-zA-Z0-9]{8,}")
 PRIVATE = re.compile(r"PW|LOGIN|CRED|USER|ACCOUNT|MAIL")  # in names of variables
 DEEPEST = 32  # containers within containers; deeper ones, and cycles, become text
@@ -136,22 +138,7 @@ def _redact_text(text: str, held: list[str]) -> str:
     """Redact secrets anywhere in a text."""
     for secret in held:
         text = text.replace(secret, MARK)
-    text = FORMATS.sub(MARK, text)
-    text = URL.sub(_redact_user, text)
-    text = BEARER.sub(_redact_bearer, text)
-    return _redact_named(text)
-
-
-def _redact_user(match: re.Match[str]) -> str:
-    scheme, user = match.groups()
-    is_secret = ":" in user or scheme.lower() in ("http://", "https://")
-    return f"{scheme}{MARK}@" if is_secret else match[0]
-
-
-def _redact_bearer(match: re.Match[str]) -> str:
-    kind, space, value = match.groups()
-    is_secret = kind != "Basic" or value.endswith("=") or _looks_random(value)
-    return f"{kind}{space}{MARK}" if is_secret else match[0]
+    return _redact_named(FORMATS.sub(MARK, text))
 
 
 def _redact_named(text: str) -> str:
@@ -197,11 +184,9 @@ def _is_secret(name: str, value: str) -> bool:
     """Return whether `value` is a secret if its name is `name`."""
     if not value or value == MARK:
         return False
-    if _is_strong(name):
-        return True
     words = [word.lower() for word in WORD.findall(name)]
-    if not HINTS.intersection(words):
-        return False
+    if _is_strong(name) or not HINTS.intersection(words):
+        return _is_strong(name)
     if words[-1] in WEAK and not VOCABULARY.intersection(words):
         return not NUMBER.fullmatch(value) and not re.fullmatch(r"[<\[].*[>\]]", value)
     return _looks_random(value)

@@ -93,7 +93,6 @@ def methods(native: Any) -> dict[str, Callable[[], object]]:
         "broadcast": lambda: native.broadcast([one]),
         "reproducible_all_reduce": lambda: exact.launch({(0, 1): [torch.ones(4)]}),
         "gather": lambda: native.gather(lists[0], one, 0),
-        "map_peer": lambda: native.map_peer([0] * 6, 4),
         "monitored_barrier": native.monitored_barrier,
         "recv": lambda: native.recv([one], 1, 0),
         "recv_anysource": lambda: native.recv_anysource([one], 0),

@@ -27,8 +27,6 @@ __all__ = [
     "Held",
     "ReproducibleAllReduce",
     "Values",
-    "add_lists",
-    "add_present",
     "reproducible_all_reduce",
 ]
 
@@ -40,20 +38,6 @@ Held = Mapping[tuple[int, int], Values]
 
 ABSENT, NEW = 0, 1
 """The flags of a tensor in a node."""
-
-
-def add_present(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the sum of two tensors, in the memory of `left`; None stands for an absent tensor."""
-    if left is None or right is None:
-        return left if right is None else right
-    return left.add_(right)
-
-
-def add_lists(
-    left: Sequence[torch.Tensor | None], right: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
-    """Add two lists of tensors entry by entry, into the memory of the left one."""
-    return [add_present(*pair) for pair in zip(left, right, strict=True)]
 
 
 class ReproducibleAllReduce(ABC):

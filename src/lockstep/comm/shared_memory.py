@@ -25,19 +25,13 @@ from lockstep.comm.backend import available, host_group_of, load_native, of_grou
 from lockstep.kernel.errors import LayoutError, WorkError
 
 __all__ = [
-    "HANDLE_LENGTH",
     "atomic_compare_exchange",
     "atomic_load",
     "atomic_store",
     "create_group_tensor",
     "empty_shared",
-    "get_memory_handle",
     "is_shared",
 ]
-
-HANDLE_LENGTH = 6
-"""The number of 64-bit integers in a handle: process, descriptor, bytes and nonce (2) of a segment,
-and the offset in it."""
 
 
 def empty_shared(*size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -70,19 +64,6 @@ def empty_shared(*size: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 def is_shared(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is in shared memory, from `empty_shared` or from DDP or FSDP2."""
     return available() and bool(load_native().is_shared(tensor))
-
-
-def get_memory_handle(tensor: torch.Tensor) -> list[int]:
-    """Return the handle of a tensor from `empty_shared`: `HANDLE_LENGTH` 64-bit integers.
-
-    The handle of an empty tensor, which has no memory, is all zeros.
-
-    Raises:
-        ValueError: The tensor is not contiguous, or not in shared memory.
-    """
-    if not tensor.numel():
-        return [0] * HANDLE_LENGTH
-    return list(load_native().handle_of(tensor))
 
 
 def create_group_tensor(

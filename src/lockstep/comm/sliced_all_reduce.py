@@ -27,10 +27,9 @@ from lockstep.comm.reproducible_all_reduce import (
     NEW,
     Held,
     ReproducibleAllReduce,
-    add_present,
 )
 from lockstep.kernel.norm import in_memory_order
-from lockstep.kernel.tree import Node, total
+from lockstep.kernel.tree import Node, add_present, total
 
 __all__ = ["SlicedAllReduce"]
 

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.comm.reproducible_all_reduce import add_present
 from lockstep.comm.sparse_gradients import add_sparse
 from lockstep.data.assignment import assign_microbatches, on_one_host
 from lockstep.data.microbatch import map_tensors
@@ -42,7 +41,7 @@ from lockstep.kernel.loss_weights import WeightFunction, compute_shares, is_sum
 from lockstep.kernel.rng_scopes import find_scopes
 from lockstep.kernel.seeds import isolated
 from lockstep.kernel.splitting import count_microbatches, split_evenly
-from lockstep.kernel.tree import Node, TreeAccumulator, nodes_of, total
+from lockstep.kernel.tree import Node, TreeAccumulator, add_present, nodes_of, total
 from lockstep.model.native_seeder import make_rng_scopes
 
 __all__ = ["Call", "ReplicaPass"]

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from lockstep.comm.reproducible_all_reduce import add_present
 from lockstep.data.microbatch import map_tensors
 from lockstep.kernel.errors import UsageError
-from lockstep.kernel.tree import Node, total
+from lockstep.kernel.tree import Node, add_present, total
 
 __all__ = ["SplitGradient", "count_samples", "gather", "list_tensors", "take_part"]
 

@@ -26,9 +26,8 @@ from torch import nn
 
 from lockstep.comm.activity import Waiting
 from lockstep.comm.collectives import all_gather_bytes
-from lockstep.comm.reproducible_all_reduce import add_present
 from lockstep.kernel.errors import UsageError
-from lockstep.kernel.tree import total
+from lockstep.kernel.tree import add_present, total
 
 __all__ = ["CallOrder", "TreeReduceScatter"]
 

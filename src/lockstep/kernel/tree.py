@@ -18,9 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-__all__ = ["Node", "TreeAccumulator", "left_siblings", "nodes_of", "split", "total"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Node", "TreeAccumulator", "add_present", "left_siblings", "nodes_of", "total"]
 
 Node = tuple[int, int]
 """A node (lo, hi) covers the leaves lo, lo + 1, ..., hi - 1."""
@@ -117,3 +120,10 @@ def total(values: Mapping[Node, Value], leaves: int, add: Callable[[Value, Value
         accumulator.put(node, term)
     (result,) = accumulator.nodes.values()
     return result
+
+
+def add_present(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the sum of two tensors, in the memory of `left`; None stands for an absent tensor."""
+    if left is None or right is None:
+        return left if right is None else right
+    return left.add_(right)

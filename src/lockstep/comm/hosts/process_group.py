@@ -27,26 +27,11 @@ __all__ = ["HostProcessGroup"]
 
 POLL = 1.0  # seconds between looks at what other ranks have said, while a call is waited for
 MESSAGES = {"send": "send", "recv": "recv", "recv_anysource": "recv"}
-COLLECTIVES = {
-    **dict.fromkeys(["allreduce", "allreduce_coalesced"], "all_reduce"),
-    **dict.fromkeys(
-        [
-            "allgather", "_allgather_base", "all_gather_single", "allgather_coalesced",
-            "allgather_into_tensor_coalesced", "all_gather_single_coalesced",
-        ],
-        "all_gather",
-    ),
-    **dict.fromkeys(
-        [
-            "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
-            "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced",
-        ],
-        "reduce_scatter",
-    ),
-    **dict.fromkeys(["alltoall", "alltoall_base", "all_to_all_single"], "all_to_all"),
-    **{name: name for name in ("barrier", "broadcast", "gather", "reduce", "scatter")},
-}  # fmt: skip
-"""The name in messages of each of torch's methods."""
+COLLECTIVES = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "broadcast", "gather",
+    "reduce", "scatter",
+)  # fmt: skip
+"""Names in messages of torch's methods, such as `allgather` and `_allgather_base`."""
 
 FAILURES = ("gloo/transport", "timed out")
 """In Gloo's messages about connections and timeouts; the others are about arguments of a call."""
@@ -153,13 +138,8 @@ class HostProcessGroup(ProcessGroup):  # type: ignore[misc]
             text = f"{name} {'to' if name == 'send' else 'from'} {group.format_rank(peer)}"
             awaited = group.describe(peer)
         self._check_usable(text)
-        load_native().publish_call(
-            name,
-            -1 if peer is None else group.global_rank(peer),
-            number,
-            _count_elements(arguments),
-            group.name,
-        )
+        target = -1 if peer is None else group.global_rank(peer)
+        load_native().publish_call(name, target, number, 0, group.name)
         begin = partial(getattr(self._gloo, method), *arguments, **options)
         poll = inf if method in MESSAGES else POLL
         return HostWork.start(group, begin, text, awaited, peer, poll)
@@ -182,18 +162,16 @@ def _delegate(method: str, name: str) -> Callable[..., HostWork]:
     return call
 
 
-for _method, _name in (COLLECTIVES | MESSAGES).items():
-    if hasattr(dist.ProcessGroup, _method):  # torch 2.13 added names
+def _name_call(method: str) -> str | None:
+    """Return the name in messages of a method of torch's process groups that is a call."""
+    plain = method.replace("_", "")
+    kinds = (kind for kind in COLLECTIVES if plain.startswith(kind.replace("_", "")))
+    return MESSAGES.get(method) or next(kinds, None)
+
+
+for _method in dir(dist.ProcessGroup):
+    if not _method.startswith("__") and (_name := _name_call(_method)) is not None:
         setattr(HostProcessGroup, _method, _delegate(_method, _name))
-
-
-def _count_elements(arguments: tuple[Any, ...]) -> int:
-    """Return the number of elements that a rank gives to a call: its last tensor or tensors."""
-    for argument in reversed(arguments):
-        tensors = argument if isinstance(argument, list) else [argument]
-        if tensors and all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-            return sum(tensor.numel() for tensor in tensors)
-    return 0
 
 
 def is_failure(error: RuntimeError) -> bool:

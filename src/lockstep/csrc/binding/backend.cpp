@@ -379,40 +379,4 @@ WorkPtr LockstepBackend::start_message(c10d::OpType type, Tensors& tensors, int 
   return work;
 }
 
-// ---- memory of other ranks ----
-
-PackedHandle handle_of(const at::Tensor& tensor) {
-  check_tensor("a handle", tensor);
-  const BufferHandle buffer = Heap::instance().find(tensor.data_ptr(), tensor.nbytes());
-  CHECK_ARGUMENT(
-      is_plain(tensor) && buffer.is_shared(),
-      "a handle: the tensor must be contiguous, and in shared memory (lockstep.empty_shared)");
-  const SegmentHandle& segment = buffer.segment;
-  return {segment.pid,
-          segment.fd,
-          static_cast<int64_t>(segment.bytes),
-          static_cast<int64_t>(segment.nonce.low),
-          static_cast<int64_t>(segment.nonce.high),
-          static_cast<int64_t>(buffer.offset)};
-}
-
-at::Tensor LockstepBackend::map_peer(const PackedHandle& handle, int64_t bytes) {
-  check_usable();
-  CHECK_ARGUMENT(bytes >= 0, "map_peer: negative number of bytes: ", bytes);
-  BufferHandle buffer;
-  buffer.segment.pid = static_cast<int32_t>(handle[0]);
-  buffer.segment.fd = static_cast<int32_t>(handle[1]);
-  buffer.segment.bytes = static_cast<uint64_t>(handle[2]);
-  buffer.segment.nonce = {static_cast<uint64_t>(handle[3]), static_cast<uint64_t>(handle[4])};
-  buffer.offset = static_cast<uint64_t>(handle[5]);
-  std::shared_ptr<char> memory;
-  try {
-    memory = core_->group->peer_mappings().hold(buffer, static_cast<uint64_t>(bytes));
-  } catch (...) {
-    std::rethrow_exception(to_torch_error());
-  }
-  return at::from_blob(
-      memory.get(), {bytes}, [memory](void*) {}, at::TensorOptions().dtype(at::kByte));
-}
-
 }  // namespace lockstep

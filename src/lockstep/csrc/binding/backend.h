@@ -6,7 +6,6 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <array>
 #include <memory>
 #include <optional>
 #include <string>
@@ -18,13 +17,6 @@
 #include "point_to_point.h"
 
 namespace lockstep {
-
-// A BufferHandle as numbers that can be sent to other ranks: process, descriptor, bytes and
-// nonce (two) of the segment, and the offset.
-using PackedHandle = std::array<int64_t, 6>;
-
-// Returns the handle of a tensor; throws ArgumentError if it is in private memory.
-PackedHandle handle_of(const at::Tensor& tensor);
 
 // Returns where a thread of this process is in its own code, or "" if unknown.
 using LocateThread = std::string (*)(unsigned long thread);
@@ -63,9 +55,6 @@ class LockstepBackend : public CollectiveBackend {
   void advance();
   // Not in c10d: returns the same memory on every rank, as bytes. See collectives/share.h.
   at::Tensor share(int64_t bytes);
-  // Not in c10d: returns memory of another rank, as bytes. Not a collective call; the owner may
-  // have died if a collective call has read the memory before.
-  at::Tensor map_peer(const PackedHandle& handle, int64_t bytes);
 
  private:
   static std::unique_ptr<Group> join(c10d::Store& store, int rank, int size,

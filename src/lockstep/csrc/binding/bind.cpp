@@ -18,7 +18,6 @@
 #include "portable_kernels.h"
 #include "scope_calls.h"
 #include "torch_errors.h"
-#include "tree_reduce.h"
 
 namespace py = pybind11;
 
@@ -192,8 +191,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("_set_default_timeout", &LockstepBackend::setTimeout, py::arg("timeout"),
            py::call_guard<py::gil_scoped_release>())
       .def("share", &LockstepBackend::share, py::arg("bytes"),
-           py::call_guard<py::gil_scoped_release>())
-      .def("map_peer", &LockstepBackend::map_peer, py::arg("handle"), py::arg("bytes"),
            py::call_guard<py::gil_scoped_release>());
   py::class_<UnitSeeder>(module, "UnitSeeder")
       .def(py::init<std::vector<int64_t>, py::function, py::function>(), py::arg("units"),
@@ -233,7 +230,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("add_packed", &add_packed_nodes, py::arg("bucket"), py::arg("messages"),
              py::arg("result"), py::arg("present"));
   module.def("is_shared", &is_shared, py::arg("tensor"));
-  module.def("handle_of", &handle_of, py::arg("tensor"));
   module.def("heap_bytes", [] { return Heap::instance().used_bytes(); });
   module.def("kernels", [] { return std::string(kernels().name); });
   module.def("use_portable_kernels", &use_portable_kernels, py::arg("enabled"),

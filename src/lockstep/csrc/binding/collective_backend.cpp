@@ -9,7 +9,6 @@
 #include "collectives/barrier.h"
 #include "collectives/reduce_scatter.h"
 #include "errors.h"
-#include "sparse_all_reduce.h"
 #include "torch_errors.h"
 
 namespace lockstep {
@@ -201,7 +200,6 @@ CollectiveBackend::PreparedCall CollectiveBackend::prepare_all_reduce(const at::
 WorkPtr CollectiveBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   const char* op = "all_reduce";
   check_alike(op, tensors);
-  if (tensors[0].layout() == at::kSparse) return allreduce_sparse(tensors, opts);
   if (tensors.size() > 1) return allreduce_list(tensors, opts);
   OutputTensor tensor(op, tensors[0], true);
   return start(c10d::OpType::ALLREDUCE, tensors,
@@ -233,26 +231,6 @@ WorkPtr CollectiveBackend::allreduce_list(Tensors& tensors, const c10d::Allreduc
   };
   return start(c10d::OpType::ALLREDUCE, tensors, {std::move(call)}, opts.timeout, opts.asyncOp,
                written.take());
-}
-
-WorkPtr CollectiveBackend::allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  check_alike("all_reduce", tensors);
-  const int number = static_cast<int>(opts.reduceOp.op_);
-  CHECK_ARGUMENT(number == static_cast<int>(Reduction::sum),
-                 "all_reduce: unsupported reduction operation for sparse tensors: ",
-                 reduction_name(number), "; use SUM, or to_dense() first");
-  auto sum = std::make_shared<SparseAllReduce>(tensors);
-  CallInfo info = make_call_info(Op::sparse_all_reduce, tensors[0]);
-  info.uneven = 1;
-  std::vector<PreparedCall> calls;
-  calls.push_back({info, [sum](CollectiveCall& call) { sum->gather_shapes(call); }});
-  calls.push_back({info, [sum](CollectiveCall& call) { sum->gather_indices(call); }});
-  calls.push_back({info, [sum](CollectiveCall& call) {
-                     sum->gather_values(call);
-                     sum->write_sum();
-                   }});
-  return start(c10d::OpType::_ALLREDUCE_SPARSE, tensors, std::move(calls), opts.timeout,
-               opts.asyncOp, {});
 }
 
 WorkPtr CollectiveBackend::allreduce_coalesced(Tensors& tensors,

@@ -59,7 +59,6 @@ class CollectiveBackend : public c10d::Backend {
   // and scatter, DistributedDataParallel futures of a list of tensors.
   WorkPtr broadcast(Tensors&, const c10d::BroadcastOptions&) override;
   WorkPtr allreduce(Tensors&, const c10d::AllreduceOptions&) override;
-  WorkPtr allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) override;
   WorkPtr allreduce_coalesced(Tensors&, const c10d::AllreduceCoalescedOptions&) override;
   WorkPtr reduce(Tensors&, const c10d::ReduceOptions&) override;
   WorkPtr allgather(std::vector<Tensors>&, Tensors&, const c10d::AllgatherOptions&) override;

@@ -26,7 +26,6 @@ static const char* profiler_name(c10d::OpType type) {
     case c10d::OpType::BROADCAST: return "lockstep:broadcast";
     case c10d::OpType::ALLREDUCE: return "lockstep:all_reduce";
     case c10d::OpType::ALLREDUCE_COALESCED: return "lockstep:all_reduce";
-    case c10d::OpType::_ALLREDUCE_SPARSE: return "lockstep:sparse_all_reduce";
     case c10d::OpType::REDUCE: return "lockstep:reduce";
     case c10d::OpType::ALLGATHER: return "lockstep:all_gather";
     case c10d::OpType::_ALLGATHER_BASE: return "lockstep:all_gather";

@@ -181,7 +181,6 @@ const char* op_name(Op op) {
                                       "share",
                                       "send",
                                       "recv",
-                                      "sparse_all_reduce",
                                       "all_gather_bytes"};
   const auto index = static_cast<size_t>(op);
   return index < sizeof names / sizeof *names ? names[index] : "an unknown call";

@@ -53,7 +53,6 @@ enum class Op : uint8_t {
   share,
   send,
   recv,
-  sparse_all_reduce,
   all_gather_bytes,
 };
 
