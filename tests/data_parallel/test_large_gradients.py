@@ -106,26 +106,6 @@ def test_gradients_that_a_hook_keeps_do_not_change(ranks, microbatches):
         assert are_equal
 
 
-def test_gradients_that_arrive_in_parts_have_the_bits_of_one_process(ranks):
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers, self.first = wide(), nn.Linear(SIZE, SIZE)
-
-        def forward(self, inputs):
-            inputs.requires_grad_()
-            return self.layers(checkpoint(self.first, self.first(inputs), use_reentrant=True))
-
-    def train():
-        trainer = ls.Trainer(Twice(), nn.CrossEntropyLoss(), SGD, microbatches=2, audit=False)
-        for _ in range(4):
-            trainer.step(batch())
-        return trainer.digest()
-
-    (alone,) = ranks(train, 1)
-    assert ranks(train, 2, backend="lockstep") == [alone] * 2
-
-
 def test_a_step_that_fails_in_backward_leaves_no_gradient_behind(ranks):
     def fail():
         raise KeyError("mine")

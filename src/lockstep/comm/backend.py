@@ -120,7 +120,7 @@ def _create(options: Any, _given: Any = None) -> Any:
     ranks = list(options.global_ranks_in_group)
     store = _open_store(options, ranks)
     hosts = find_hosts(store, options.group_rank, options.group_size, options.timeout)
-    if hosts is not None and len({host.identity for host in hosts}) > 1:
+    if hosts is not None and len({identity for identity, _ in hosts}) > 1:
         from lockstep.comm.hosts.creation import create_across_hosts
 
         return create_across_hosts(

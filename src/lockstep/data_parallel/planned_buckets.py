@@ -16,7 +16,6 @@ from lockstep.comm.bucket import Bucket, plan
 from lockstep.comm.device_ipc import shares_device
 from lockstep.comm.make_all_reduce import adds_in_place, make_all_reduce
 from lockstep.comm.memory_format import in_layout_of
-from lockstep.comm.native_all_reduce import native_backend
 from lockstep.comm.reproducible_all_reduce import ReproducibleAllReduce
 from lockstep.data_parallel.shards import Shards
 from lockstep.devices import is_accelerator
@@ -80,7 +79,7 @@ class BucketPlanner:
         """Plan buckets for these parameters; with shards, only for those that have none yet."""
         if self.shards is not None:
             for name, parameter in (self.parameters[index] for index in indices):
-                if native_backend(parameter.device, parameter.dtype, self.group) is None:
+                if not adds_in_place(parameter.device, parameter.dtype, self.group):
                     raise LayoutError(
                         f"parameter {name} ({parameter.dtype}) was frozen when the Trainer was "
                         'made and has a gradient now, which storage="shared" cannot update: train '

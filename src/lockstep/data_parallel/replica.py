@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from lockstep.data_parallel.scatter import SplitGradient, list_tensors
-from lockstep.devices import is_accelerator
 from lockstep.kernel.errors import UsageError
 from lockstep.kernel.rng_scopes import RngScopes, ScopeCalls
 from lockstep.model.forward import compute_loss, explain_batch_norm
@@ -137,7 +136,7 @@ class Replica:
     @contextmanager
     def _named(self) -> Any:
         """Make the device current in the body, and name the micro-batch in its errors."""
-        is_cpu = not is_accelerator(self.device)
+        is_cpu = self.device.type == "cpu"
         try:
             with nullcontext() if is_cpu else torch.accelerator.device_index(self.device.index):
                 yield

@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 from lockstep.comm.hosts.group import GLOO_MARGIN, HostGroup
-from lockstep.comm.hosts.identity import HostIdentity
 from lockstep.comm.hosts.map import HostMap
 from lockstep.comm.hosts.process_group import HostProcessGroup
 from lockstep.comm.native_module import load_native
@@ -22,7 +21,7 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 def create_across_hosts(
     store: Any,
     rank: int,
-    hosts: Sequence[HostIdentity],
+    hosts: Sequence[tuple[str, str]],
     timeout: timedelta,
     name: str,
     global_ranks: Sequence[int],
@@ -32,7 +31,7 @@ def create_across_hosts(
     Args:
         store: The store of the group.
         rank: This rank in the group.
-        hosts: The host of each rank.
+        hosts: The identity and the name of the host of each rank.
         timeout: The time for the connections, and for each call.
         name: The name of the group.
         global_ranks: The ranks in the world; empty for 0, 1, ...
@@ -42,7 +41,7 @@ def create_across_hosts(
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    on_hosts = HostMap.of([host.identity for host in hosts])
+    on_hosts = HostMap.of([identity for identity, _ in hosts])
     ranks = list(global_ranks) or list(range(len(hosts)))
     shown = "default" if name in ("", "0") else name
     own = on_hosts.host_of(rank)
@@ -58,19 +57,20 @@ def create_across_hosts(
     try:
         gloo = _connect(PrefixStore("lockstep/gloo/", store), rank, len(hosts), timeout)
     except RuntimeError as error:
-        others = ", ".join(sorted({host.name for host in hosts} - {hosts[rank].name}))
+        names = [host for _, host in hosts]
+        others = ", ".join(sorted({*names} - {names[rank]}))
         said = str(error).partition("\n")[0].rpartition("] ")[2]
         reason = (
-            f"rank {ranks[rank]} on host {hosts[rank].name} could not connect to the ranks on "
+            f"rank {ranks[rank]} on host {names[rank]} could not connect to the ranks on "
             f"{others} for group {shown} ({said}): check the network and the "
             "firewalls between the hosts"
         )
         local._abort_because(reason)
         raise RuntimeError(reason) from None
-    names = [hosts[members[0]].name for members in on_hosts.hosts]
+    host_names = [hosts[members[0]][1] for members in on_hosts.hosts]
     group_store = PrefixStore("lockstep/", store)
     group = HostGroup(
-        on_hosts, rank, ranks, names, shown, group_store, local, gloo, timeout.total_seconds()
+        on_hosts, rank, ranks, host_names, shown, group_store, local, gloo, timeout.total_seconds()
     )
     return HostProcessGroup(group, group_store)
 

@@ -13,11 +13,10 @@ import socket
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 __all__ = [
     "IDENTITY",
-    "HostIdentity",
     "address_towards",
     "declare_world",
     "find_hosts",
@@ -29,13 +28,6 @@ IDENTITY = "LOCKSTEP_HOST_IDENTITY"
 """An environment variable for tests: ranks with different values count as on different hosts."""
 
 LOOPBACK_NAMES = ("localhost", "ip6-localhost")
-
-
-class HostIdentity(NamedTuple):
-    """A rank's host: an identity, equal for ranks that can share memory, and the host name."""
-
-    identity: str
-    name: str
 
 
 _declared: bool | None = None  # see `declare_world`
@@ -102,8 +94,10 @@ def is_surely_one_host(size: int) -> bool:
     return size == 1 or (local is None and (not master or is_loopback(master)))
 
 
-def find_hosts(store: Any, rank: int, size: int, timeout: timedelta) -> list[HostIdentity] | None:
-    """Return the hosts of the ranks of a new group, or None if they are surely on one.
+def find_hosts(
+    store: Any, rank: int, size: int, timeout: timedelta
+) -> list[tuple[str, str]] | None:
+    """Return the host of each rank of a new group, as (identity, name); None if it is surely one.
 
     Args:
         store: The store of the group.
@@ -120,4 +114,4 @@ def find_hosts(store: Any, rank: int, size: int, timeout: timedelta) -> list[Hos
     store.set(f"lockstep/host/{rank}", json.dumps([identify_host(), name]))
     keys = [f"lockstep/host/{member}" for member in range(size)]
     store.wait(keys, timeout)
-    return [HostIdentity(*json.loads(value)) for value in store.multi_get(keys)]
+    return [tuple(json.loads(value)) for value in store.multi_get(keys)]
