@@ -18,10 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 __all__ = ["Node", "TreeAccumulator", "add_present", "left_siblings", "nodes_of", "total"]
 
