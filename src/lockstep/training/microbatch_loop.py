@@ -190,10 +190,11 @@ class MicrobatchLoop:
             self._watched = batch.microbatches[-1].index
         for microbatch in batch.microbatches:
             index = microbatch.index
-            if index not in step.shares:
+            share = step.shares.get(index)
+            if share is None:
                 sums.skip(index)
                 continue
-            self.current = ComputedMicrobatch(microbatch, step.shares[index], [], {})
+            self.current = current = ComputedMicrobatch(microbatch, share, [], {})
             self.place = f"{step.where}, micro-batch {index}"
             if has_buffers:
                 self.buffers.install_copies()
@@ -206,7 +207,7 @@ class MicrobatchLoop:
             else:
                 with autocast:
                     yield data
-            if not self.current.losses:
+            if not current.losses:
                 raise UsageError(
                     f"{self.place}: step.backward(loss) was not called: write it instead of "
                     "loss.backward()"
@@ -215,9 +216,11 @@ class MicrobatchLoop:
                 step.observe_microbatch(index, self.gradients.hash_current, self.buffers.current)
                 with step.in_phase("reduction"):
                     self._collect(microbatch, sums)
-            else:
+            elif has_buffers:
                 self._collect(microbatch, sums)
-            step.computed.append(self.current)
+            else:
+                sums.accumulate(index)
+            step.computed.append(current)
             self.current, self.place = None, first
         if sums.failure:
             step.failure = StepFailure("failure", sums.failure)
