@@ -36,6 +36,9 @@ OVERWRITING = {
 }
 """The operators that overwrite every element of the tensors that they write, and read none."""
 
+EMPTY = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+"""The operators that return uninitialized memory."""
+
 IDENTITIES = {"alias", "detach", "detach_"}
 """The views that are equal to their input; a step has hundreds of them."""
 
@@ -71,6 +74,7 @@ class OperatorSchema:
         written: The names of the arguments that it writes to.
         unread: The names of the written arguments that it does not read.
         is_view: Whether it only returns or changes views, and computes nothing.
+        makes_empty: Whether it returns uninitialized memory.
         is_random: Whether it may draw random numbers.
         is_asynchronous: Whether it returns before its results are complete, like a collective.
         is_opaque: Whether its written arguments are unknown.
@@ -82,6 +86,7 @@ class OperatorSchema:
     written: tuple[str, ...] = ()
     unread: frozenset[str] = frozenset()
     is_view: bool = False
+    makes_empty: bool = False
     is_random: bool = False
     is_asynchronous: bool = False
     is_opaque: bool = False
@@ -147,6 +152,7 @@ def describe_operator(operator: Any) -> OperatorSchema:
         written=tuple(written),
         unread=frozenset(each.name for each in writable if is_overwriting or each.is_out),
         is_view=not is_constant and (operator.is_view or torch.Tag.inplace_view in tags),
+        makes_empty=namespace == "aten" and plain in EMPTY,
         is_random=torch.Tag.nondeterministic_seeded in tags,
         is_asynchronous=namespace in ASYNCHRONOUS,
         is_ignored=namespace == "profiler" or (namespace == "aten" and plain in IDENTITIES),

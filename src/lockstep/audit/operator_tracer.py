@@ -9,7 +9,8 @@
 It is a dispatch mode of torch, so it records the operators below autograd, each with the tensors
 that it computes on. It computes nothing itself, changes no tensor, and keeps none alive, except
 those of one call on request. New memory is filled while it traces, so that what an operator leaves
-unwritten is the same every time (`torch.utils.deterministic.fill_uninitialized_memory`).
+unwritten is the same every time: here, and within operators by torch, if its algorithms are
+deterministic (`torch.utils.deterministic.fill_uninitialized_memory`).
 
 Compiled functions stay compiled. Each graph is one operator if `record_graphs_as_operators` was
 called before it was compiled; otherwise the torch kernels that it calls are recorded.
@@ -173,6 +174,8 @@ class OperatorTracer(TorchDispatchMode, StepObserver):
 
         result = func(*args, **kwargs)
 
+        if schema.makes_empty:
+            result.zero_()
         after = _checksum_state(generator)
         if schema.is_opaque:
             known = zip(read, inputs, strict=True)
