@@ -109,7 +109,7 @@ def test_a_callback_that_raises_on_one_stage_ends_the_training(backend, tmp_path
             RankError, match=r"disk full .*; start new workers with driver\.restart"
         ):
             trainer.step((torch.ones(8, 2), torch.ones(8, 2)))
-        with pytest.raises(RankError, match=r"cannot be called; .* disk full .*restart"):
+        with pytest.raises(RankError, match=r"rank 1 .* disk full .*restart"):
             driver.run(ls.rank)
     last = (tmp_path / "run" / "record.jsonl").read_text().splitlines()[-1]
     assert '"failed"' in last
