@@ -1,7 +1,7 @@
 """The run of a script that can be interrupted at any moment and resumed.
 
-position          the calls that the script has completed, and the state      safe_points.py
-safe points       where the position is saved                                 safe_points.py
+position          the calls that the script has completed, and the state      script_position.py
+safe points       where the position is saved                  safe_points.py
 checkpoints       positions on disk                                           run_checkpoints.py
 
 ┌─ answered from the log ┐ state is ┌─ with effect; checkpoints are saved ─
@@ -36,7 +36,8 @@ from lockstep.training.history import History, StepResult
 from lockstep.training.repeated_work import count_repeated_steps, measure_repeated_work
 from lockstep.training.run_checkpoints import RunCheckpoints, restore_objects
 from lockstep.training.run_record import RunRecord
-from lockstep.training.safe_points import SafePoints, ScriptPosition
+from lockstep.training.safe_points import SafePoints
+from lockstep.training.script_position import ScriptPosition
 from lockstep.training.state import TrainingState
 from lockstep.training.unset_variables import explain_unset_variables
 

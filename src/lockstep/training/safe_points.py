@@ -1,13 +1,7 @@
-"""The position of a script, and the safe points at which it is saved.
+"""Safe points: where a script can be continued, and its state is saved.
 
-    resumed script │ calls of the journal are answered │ the state is restored │ calls have effects
-
-A position is the calls that the script has completed, and the state of its training. It is loaded
-from a checkpoint, or received from another rank, and restored at the call where the interrupted
-script was.
-
-Safe points are where a script can be continued: between two batches of its outermost loop, and
-after a call outside of any loop over batches.
+These are between two batches of the outermost loop of a script, and after a call outside of any
+loop over batches.
 
     at a safe point     a checkpoint is saved if one is due, or if a rank was asked to stop
                         members of an elastic run join and leave
@@ -19,142 +13,23 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.checkpoint.folder import refusing_misfits
 from lockstep.checkpoint.stop_request import StoppedOnRequest
 from lockstep.checkpoint.writer import SavedCheckpoint
 from lockstep.elastic.membership import Membership
 from lockstep.kernel.errors import FileError, UsageError, WorkError
-from lockstep.kernel.step_context import Attempt, StepContext
+from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import CommittedStep, StepHook
-from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.messages import log
-from lockstep.training.call_journal import CallJournal, OpenEpoch
-from lockstep.training.compatibility import (
-    describe_training,
-    find_differences,
-    require_same_training,
-)
+from lockstep.training.call_journal import OpenEpoch
 from lockstep.training.history import History
 from lockstep.training.run_checkpoints import RunCheckpoints
-from lockstep.training.state import TrainingState
+from lockstep.training.script_position import ScriptPosition
 
-__all__ = ["CheckpointRequests", "JoinRequests", "ManualStepLog", "SafePoints", "ScriptPosition"]
-
-
-class ScriptPosition:
-    """The position of the script of one trainer.
-
-    Args:
-        state: The state of the training.
-        history: The history, to which the line of a round is written.
-        settings: The description of model, optimizer and arguments.
-        checkpoints: The checkpoints of the run; None for a trainer without them.
-
-    Attributes:
-        log: The calls of the script.
-        has_joined: Whether this process has joined a running elastic run.
-        resumed_from: The number of steps that the training was resumed after; None if it was not.
-        saved: The steps and the size of the log in the latest checkpoint.
-        restore_objects: The function that restores registered objects and generators; None: the
-            checkpoints do.
-        round_line: The fields of the record's line of a round, which is written after the state is
-            restored.
-    """
-
-    def __init__(
-        self,
-        state: TrainingState,
-        history: History,
-        settings: Mapping[str, str],
-        checkpoints: RunCheckpoints | None,
-    ) -> None:
-        self.state, self._history, self._settings = state, history, settings
-        self._checkpoints = checkpoints
-        self.log = CallJournal()
-        self.has_joined = False
-        self.resumed_from: int | None = None
-        self.saved = (-1, -1)
-        self.restore_objects: Callable[[Mapping[str, Any]], None] | None = None
-        self.round_line: dict[str, Any] = {}
-        self._restored: dict[str, Any] | None = None  # until the script reaches it
-
-    @cached_property
-    def training(self) -> dict[str, Any]:
-        """The description of the training, which a checkpoint must match."""
-        return describe_training(self._settings)
-
-    @property
-    def steps(self) -> int:
-        """The number of finished steps."""
-        return self.state.position.steps
-
-    @property
-    def current(self) -> tuple[int, int]:
-        """The steps and the size of the log now."""
-        return self.steps, self.log.size
-
-    @property
-    def is_replaying(self) -> bool:
-        """Whether the script has not yet reached the position of the interrupted one."""
-        return self._restored is not None
-
-    def is_inside(self, epoch: OpenEpoch | None) -> bool:
-        """Return whether the script is in the body of a loop over batches other than `epoch`."""
-        return self.log.is_inside_epoch if epoch is None else not self.log.is_outermost(epoch)
-
-    def load(self, state: dict[str, Any]) -> list[str]:
-        """Load a checkpoint's state and its log of calls; return the differences as sentences."""
-        here = self.state.position_state() | self.training
-        require_same_training(state, here)
-        with refusing_misfits("the state of the checkpoint"):
-            self.log.load_state_dict(state["script"])
-            self.state.load_local(state)
-        self._restored = state
-        return find_differences(state, here, self.state.describe_optimization())
-
-    def continue_from_here(self) -> None:
-        """Restore the state, if the script has repeated every call of the interrupted one."""
-        if not self.log.is_replaying:
-            self.restore()
-
-    def note_answer(self, steps: int) -> None:
-        """Note that a call was answered, after which `steps` steps were finished."""
-        self.state.position.steps = steps
-        self.continue_from_here()
-
-    def restore(self) -> None:
-        """Restore the loaded state, if there is one, and write the line of a round."""
-        state, self._restored = self._restored, None
-        if state is not None:
-            with refusing_misfits("the state of the checkpoint"):
-                self.state.load_local(state)
-                self.state.load_settings(state)
-                self.state.load_position(state)
-            if self._checkpoints is not None:
-                self._checkpoints.restore(state, state["steps"])
-            elif self.restore_objects is not None:
-                self.restore_objects(state)
-            if not state.get("is_in_memory"):
-                self.saved = state["steps"], self.log.size
-            if self.has_joined:  # all ranks count attempts from the beginning of the round
-                position = self.state.position
-                position.attempt = Attempt(position.attempt.trainer, position.steps, -1)
-        if self.round_line:
-            line, self.round_line = self.round_line, {}
-            self._history.write("round", **line, continued=time.time())
-            report_to_launcher({"kind": "resumed"})
-
-    def describe(self) -> dict[str, Any]:
-        """Return the state that is equal on all ranks: the positions of training and script."""
-        position = self.state.position_state()
-        position |= {"script": self.log.state_dict(position["steps"]), **self.training}
-        return position | {"trainer": self.state.position.attempt.trainer, "time": time.time()}
+__all__ = ["CheckpointRequests", "JoinRequests", "ManualStepLog", "SafePoints"]
 
 
 class SafePoints:
