@@ -145,18 +145,25 @@ class Member:
         report_to_launcher({
             "kind": "round_over", "round": self.round, "operation": len(self.sums),
             "is_prepared": self.prepared is not None, "reason": reason,
-            "can_stay": CAN_STAY, "stages": 1, "microbatches": 0, "has_state": self.has_state,
+            "can_stay": CAN_STAY, "can_transfer_state": True, "part": 0, "parts": 1,
+            "microbatches": 0, "has_state": self.has_state,
         })
         self.at("reported")
         if dist.is_initialized():
             dist.destroy_process_group()
         message = self.next_message()
-        while message["kind"] != "round":
+        while message["kind"] not in ("round", "transfer_state"):
             message = self.next_message()
         if message["commit"] and len(self.sums) == message["operation"]:
             assert self.prepared is not None
             self.commit()
         self.prepared, self.is_admitting, self.newcomers = None, False, 0
+        if message["kind"] == "transfer_state":
+            self.at("transfer_state")
+            with open(os.path.join(message["folder"], "sums"), "w") as file:
+                json.dump(self.sums, file)
+            report_to_launcher({"kind": "transferred"})
+            os._exit(0)
         return message
 
     def enter(self, message):
@@ -179,6 +186,10 @@ def main():
     member = Member()
     if "READS_INPUT" in os.environ and os.environ["RANK"] == "0":
         print("input:", sys.stdin.read())
+    if folder := os.environ.get("LOCKSTEP_HANDOVER"):
+        with open(os.path.join(folder, "sums")) as file:
+            member.sums = json.load(file)
+        report_to_launcher({"kind": "resumed"})
     if member.has_state:
         address = " ".join(os.environ["LOCKSTEP_STORE"].split()[2:])
         member.round = int(os.environ["TORCHELASTIC_RESTART_COUNT"])

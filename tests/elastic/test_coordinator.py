@@ -6,6 +6,8 @@ import json
 import operator
 import os
 import signal
+import stat
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -28,8 +30,8 @@ from lockstep.launcher.launch_script import Interrupted
 from lockstep.launcher.supervisor import RankSupervisor
 from lockstep.messages import log
 from lockstep.tools.commands.run import command, make_config
-from members import write_script
-from processes import alive, restoring_handlers
+from members import CLI, write_script
+from processes import alive, restoring_handlers, until
 
 PATIENCE = 60.0
 
@@ -77,6 +79,10 @@ def said(done: CompletedProcess[str]) -> list[str]:
     assert all(line.startswith("lockstep: ") for line in lines), done.stderr
     assert lines[-1].startswith("lockstep: the run is in runs/train-")
     return [line.removeprefix("lockstep: ") for line in lines[:-1]]
+
+
+def list_state_folders(launcher: int) -> list[Path]:
+    return [*Path("/dev/shm").glob(f"lockstep-{launcher}-*")]
 
 
 def require_success(done: CompletedProcess[str], ranks: int = 3) -> None:
@@ -156,10 +162,40 @@ def test_nobody_waits_for_newcomers_when_the_only_state_is_lost(run, monkeypatch
 
 
 def test_processes_that_cannot_stay_are_replaced(run):
-    """Also if one of them has not noticed the loss."""
+    """By new ones that get the state, which another member writes if the first one is killed."""
+    done = run("--max", "3", KILLS="2:5:barrier 0:6:transfer_state", CAN_STAY="no")
+    require_success(done)
+    assert said(done) == [
+        "member 2 was killed by SIGKILL",
+        "member 0 was killed by SIGKILL",
+        "round 1: 3 ranks, in new processes",
+    ]
+    assert not list_state_folders(os.getpid())
+
+
+def test_nobody_waits_for_a_member_that_is_not_needed(run):
+    """One that has not noticed the loss is killed if another one can hand over the state."""
     done = run("--max", "3", KILLS="2:5:barrier", CAN_STAY="no", SILENT="0")
     require_success(done)
-    assert said(done) == ["member 2 was killed by SIGKILL", "round 1: 3 ranks, in new processes"]
+    assert said(done)[1:] == ["round 1: 3 ranks, in new processes"]
+
+
+def test_a_killed_launcher_leaves_no_states(tmp_path):
+    """The fork server removes them after the ranks."""
+    script = "import os; print('begun', flush=True); os.read(0, 1)"
+    (tmp_path / "train.py").write_text(script)
+    command = [*CLI, "--min", "1", "--max", "1", "train.py"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()
+        (folder,) = list_state_folders(launcher.pid)
+        mode = folder.stat().st_mode
+        (folder / "hand-over-1").mkdir()
+        launcher.kill()
+    assert stat.S_IMODE(mode) == 0o700
+    until(lambda: not folder.exists(), "the states are left", 20)
 
 
 def test_a_run_without_survivors_starts_anew(run):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from lockstep.comm import backend
 from lockstep.elastic import membership as module
-from lockstep.elastic.membership import Membership, Round
+from lockstep.elastic.membership import Membership, Round, TransferOrder
 from lockstep.kernel.errors import RendezvousError, WorkError
 
 LOST = DistBackendError("rank 0: barrier #3 on group default failed: rank 2 died (process 7 ...)")
@@ -24,7 +25,7 @@ LOST = DistBackendError("rank 0: barrier #3 on group default failed: rank 2 died
 class Trainer:
     """Takes part, and notes what is called."""
 
-    can_stay, stages, microbatches = True, 1, 0
+    can_stay, can_transfer_state, part, microbatches = True, True, (0, 1), 0
 
     def __init__(self, calls: list[Any]) -> None:
         self.calls = calls
@@ -36,6 +37,9 @@ class Trainer:
     def continue_round(self, new: Round, undone: float) -> None:
         self.calls.append(("continue", new.number))
         self.undone.append(undone)
+
+    def transfer_state(self, folder: Path) -> None:
+        self.calls.append(("hand over", folder.name))
 
     def leave(self) -> None:
         self.calls.append("trainer leaves")
@@ -275,6 +279,24 @@ def test_two_trainers_cannot_stay(harness: Harness) -> None:
     assert harness.reports[0]["can_stay"] is False
 
 
+def test_an_undone_operation_is_handed_over_at_once(harness: Harness) -> None:
+    harness.barriers = [LOST]
+    harness.answer("transfer_state", folder="/handed/over")
+    with pytest.raises(Left):
+        harness.run()
+    assert harness.calls[-3:] == ["undo", ("hand over", "over"), "trainer leaves"]
+
+
+def test_a_committed_operation_is_handed_over_at_the_next_safe_point(harness: Harness) -> None:
+    harness.barriers = [LOST]
+    harness.answer("transfer_state", folder="/handed/over", commit=True)
+    harness.run()
+    assert harness.calls[-1] == "commit prepare"
+    assert harness.member.transfer_folder == Path("/handed/over")
+    with pytest.raises(Left):  # no safe point has come before
+        harness.run()
+
+
 def test_newcomers_are_counted_until_they_have_joined(harness: Harness) -> None:
     harness.answer("newcomers", count=2)
     assert harness.member.poll() == 2
@@ -306,6 +328,7 @@ def test_what_a_round_tells_fits_its_message() -> None:
     assert found == Round(
         3, 1, 2, "1 2 3", 5, True, ({"member": 0, "signal": 9},), (4,), (), 2.5, (10, 11)
     )
+    assert not Membership(0).is_to_commit(TransferOrder(0, False, Path()))
 
 
 def use_backend() -> None:

@@ -13,6 +13,7 @@ from lockstep.elastic.round_plan import (
     Continue,
     Report,
     Restart,
+    RestartTransfer,
     choose_world_size,
     plan_round,
 )
@@ -117,7 +118,9 @@ def worlds(draw):
             is_prepared=draw(st.booleans()),
             is_admission=draw(st.booleans()),
             can_stay=stages == 1 and draw(st.integers(0, 5)) > 0,
-            stages=stages,
+            can_transfer_state=draw(st.booleans()),
+            part=draw(st.integers(0, stages - 1)),
+            parts=stages,
             has_state=draw(st.integers(0, 5)) > 0,
         )
         for member in members
@@ -145,7 +148,18 @@ def test_members_of_the_next_round(world):
             assert all(report.is_admission for report in survivors.values())
             assert len({report.operation for report in survivors.values()}) == 1
     else:
-        assert not survivors or not all(report.can_stay for report in survivors.values())
+        stages = reports[0].parts
+        if isinstance(plan, RestartTransfer):
+            assert len(plan.writers) == stages
+            for part, writers in enumerate(plan.writers):
+                assert writers
+                for writer in writers:
+                    assert survivors[writer].part == part
+                    assert survivors[writer].can_transfer_state
+        else:
+            can_write = {r.part for r in survivors.values() if r.can_transfer_state}
+            is_apart = not survivors
+            assert is_apart or len(can_write) < stages
 
 
 def test_a_round_admits_newcomers_only_where_all_ranks_are_at_a_safe_point():
@@ -183,15 +197,26 @@ def test_a_round_waits_until_there_are_enough_members():
     assert plan_round([Report(0, 1)], [4], wanted=3, at_least=2) == Continue(1, False, (0,))
 
 
+def test_shards_are_handed_over_only_if_every_rank_is_left():
+    reports = [
+        Report(
+            member, 5, can_stay=False, can_transfer_state=True, part=part, parts=4, microbatches=8
+        )
+        for part, member in enumerate((6, 7, 8, 9))
+    ]
+    assert plan_round(reports, wanted=3) == RestartTransfer(5, False, ((6,), (7,), (8,), (9,)))
+    assert plan_round(reports[1:], wanted=4) == Restart()
+
+
 @given(st.integers(1, 20), st.integers(1, 12))
 def test_world_sizes_of_ranks_that_take_turns(wanted, microbatches):
-    size = choose_world_size(wanted, [Report(0, 1, microbatches=microbatches)])
+    size = choose_world_size(wanted, [Report(0, 1, parts=4, microbatches=microbatches)])
     possible = [n for n in (1, 2, 4, 8, 16) if n <= wanted and not microbatches % n]
     assert size == max(possible)
 
 
 @given(st.integers(1, 20), st.integers(1, 6))
 def test_world_sizes_fill_complete_replicas(wanted, stages):
-    size = choose_world_size(wanted, [Report(0, 1, stages=stages)])
+    size = choose_world_size(wanted, [Report(0, 1, parts=stages)])
     assert size % stages == 0
     assert size == stages or wanted - stages < size <= wanted

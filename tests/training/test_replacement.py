@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -45,6 +46,25 @@ def sources(found: Training) -> list[str]:
     return [line for line in lines if line]
 
 
+def test_replicas_of_stages_hand_over_what_is_left(tmp_path, undisturbed):
+    """One before there are stages; one rank; one of each replica; one that has committed."""
+    kills = "forward:0:0 forward:2:1 forward:5:0,3 stepped:9:2"
+    found = train(tmp_path / "run", kills, ranks=4, stages=2)
+    require_same(found, undisturbed["one"])
+    assert sources(found) == [
+        "step 0, handed over by members 1 and 2",
+        "step 2, handed over by members 4 and 7",
+        "step 5, handed over by members 9 and 10",
+        "step 10, handed over by members 12 and 13",  # the step was prepared by all
+    ]
+    assert [line["step"] for line in found.rounds] == [0, 2, 5, 10]
+    lost = [{each["member"] for each in line["lost"]} for line in found.rounds]
+    assert lost == [{0}, {5}, {8, 11}, {14}]
+    assert found.rounds[1]["joined"] == [8, 9, 10, 11]
+    require_repeated_work(found)
+    assert all(line["undone"] > 0.0 for line in found.rounds[:3])
+
+
 def test_one_replica_goes_on_from_its_checkpoint(tmp_path, undisturbed):
     found = train(tmp_path / "run", "forward:7:1", ranks=2, stages=2, every=2)
     require_same(found, undisturbed["one"])
@@ -54,23 +74,26 @@ def test_one_replica_goes_on_from_its_checkpoint(tmp_path, undisturbed):
     assert found.repeated[0] > 0.0
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout", "kills"),
-    [
-        (4, {"stages": 2}, "forward:5:0,3 stepped:9:2"),
-        (2, {"storage": "shared"}, "forward:3:1 optimizer:7:1 evaluation:12:0"),
-        (3, {"backend": "gloo"}, "forward:5:1 stepped:8:0"),
-        (4, {"storage": "hybrid"}, "forward:5:1"),
-    ],
-    ids=["stages", "shared", "gloo", "hybrid"],
-)
-def test_new_processes_continue_from_the_checkpoint(tmp_path, undisturbed, ranks, layout, kills):
-    found = train(tmp_path / "run", kills, ranks=ranks, every=2, **layout)
+def test_shared_parameters_are_handed_over_unless_a_rank_dies_while_it_writes(
+    tmp_path, undisturbed
+):
+    kills = "forward:3:1 optimizer:7:1 evaluation:12:0"
+    found = train(tmp_path / "run", kills, ranks=2, storage="shared", every=2)
     require_same(found, undisturbed["one"])
+    first, second, third = sources(found)
+    assert first == "step 3, handed over by member 0"
+    assert re.fullmatch("the checkpoint of step [46]; [13] steps? (is|are) computed again", second)
+    assert third == "step 12, handed over by member 5"
     require_repeated_work(found)
-    assert len(found.rounds) == len(kills.split())
-    for source in sources(found):
-        assert source.startswith("the checkpoint of step ")
+
+
+def test_gloo_waits_for_no_rank_that_does_not_notice(tmp_path, undisturbed):
+    """The second one dies before it has recorded the step, which the others have committed."""
+    found = train(tmp_path / "run", "forward:5:1 stepped:8:0", ranks=3, backend="gloo")
+    require_same(found, undisturbed["one"])
+    first, second = sources(found)
+    assert re.fullmatch(r"step 5, handed over by member [02]", first)
+    assert re.fullmatch(r"step 9, handed over by member [45]", second)
 
 
 def test_shards_continue_from_the_newest_checkpoint(tmp_path, undisturbed):
@@ -97,29 +120,40 @@ def test_shards_without_checkpoints_begin_again(tmp_path, undisturbed):
     assert "if a rank is killed, this training begins again" in found.said[0]
 
 
+def test_shards_that_another_host_has_are_handed_over(tmp_path, undisturbed):
+    found = train(tmp_path / "run", "forward:5:1", ranks=4, storage="hybrid")
+    require_same(found, undisturbed["one"])
+    assert sources(found) == ["step 5, handed over by members 0 and 2"]
+
+
 def test_two_trainers_and_a_kill_before_there_are_any(tmp_path, undisturbed):
     """The state of a registered trainer is part of the other's."""
-    kills = "start:0:1 forward:5:1"
-    found = train(tmp_path / "run", kills, ranks=2, form="two", every=2)
+    kills = "start:0:1 forward:5:1 answering:0:0"  # the last before its script is at step 5 again
+    found = train(tmp_path / "run", kills, ranks=2, form="two")
     require_same(found, undisturbed["two"])
     advice = "; pass checkpoint=ls.CheckpointConfig() to the trainer"
     beginning = "the beginning: no checkpoint"
     first, second, *others = sources(found)
     assert [first, second] == [beginning + advice, beginning]
-    assert others[-1].startswith("the checkpoint of step "), others
+    # Of the last round's two processes one may be at step 5 again when the other one is killed,
+    # which may be before it has said from what it goes on.
+    assert len(others) in (1, 2)
+    assert {*others} <= {f"step 5, handed over by member {member}" for member in (2, 5)}
     require_repeated_work(found)
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks", "wanted"),
+    ("layout", "ranks", "wanted", "writers"),
     [
-        ({"stages": 2, "every": 1000}, 4, 2),
-        ({"storage": "sharded", "every": 1000}, 2, 1),
-        ({"storage": "sharded", "every": 1000}, 1, 2),
+        ({"stages": 2}, 4, 2, "members 0 and 1"),
+        ({"storage": "sharded"}, 2, 1, "members 0 and 1"),
+        ({"storage": "sharded"}, 1, 2, "member 0"),
     ],
 )
-def test_another_number_of_ranks_costs_no_step(tmp_path, undisturbed, layout, ranks, wanted):
-    """Nobody has died: all are at a safe point, and save a checkpoint there."""
+def test_another_number_of_ranks_costs_no_step(
+    tmp_path, undisturbed, layout, ranks, wanted, writers
+):
+    """Nobody has died: all are at a safe point, and hand over what they have there."""
     begin = ["--min", "1", "--max", f"{ranks}", "train.py"]
     status, output, errors = run(tmp_path, begin, "", "one", layout, SCALE=f"{wanted}")
     assert status == 0, errors
@@ -133,31 +167,21 @@ def test_another_number_of_ranks_costs_no_step(tmp_path, undisturbed, layout, ra
         [],
         [*range(ranks)],
     )
-    assert sources(found) == ["the checkpoint of step 6"]
+    assert sources(found) == [f"step 6, handed over by {writers}"]
     if "storage" in layout:  # a process that waits to join would hold a whole model
         trained = {*range(ranks), *line["joined"]}
         assert {path.name for path in tmp_path.glob("made-*")} == {f"made-{n}" for n in trained}
-
-
-def test_the_number_of_ranks_stays_where_there_is_no_checkpoint(tmp_path, undisturbed):
-    begin = ["--min", "1", "--max", "2", "train.py"]
-    status, output, errors = run(tmp_path, begin, "", "one", {"backend": "gloo"}, SCALE="1")
-    assert status == 0, errors
-    found = read_training(tmp_path, output, errors)
-    require_same(found, undisturbed["one"])
-    assert errors.count("the number of ranks stays") == 1
-    assert not found.rounds
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        (4, {"stages": 2, "every": 1}),
+        (4, {"stages": 2}),
         (4, {"stages": 2, "backend": "gloo", "every": 1}),  # not every rank notices a loss
         (2, {"stages": 2, "every": 1}),
         (3, {"storage": "shared", "every": 1}),
-        (3, {"backend": "gloo", "every": 1}),
+        (3, {"backend": "gloo"}),
         (2, {"storage": "sharded", "every": 1}),
         (4, {"storage": "sharded", "backend": "gloo", "every": 1}),
     ],

@@ -57,7 +57,7 @@ def test_a_rank_may_die_between_steps(tmp_path: Path, undisturbed: Training) -> 
         ["shared", [2], 0],
         ["evaluation", [0], 0],
         ["epoch", [1], 0],
-        ["stateful", [0], 0],
+        ["stateful", [1], 0],
         ["joining", [2], 0],  # while the other one that is left connects to it
     ]
     disturbed = train(tmp_path / "run", plan, steps=STEPS, form="checkpoint")

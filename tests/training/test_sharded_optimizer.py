@@ -365,7 +365,7 @@ def killed_at(point, folder):
         trainer.load_state_dict(saved) if point == "loading" else take_step(trainer)
     except Exception as error:
         told = str(error)
-    has_state = trainer._optimization.sharded.shared.is_whole()
+    has_state = trainer._state.is_whole()
     state = f"{trainer.digest()} {trainer.optimizer_digest()}" if has_state else "torn torn"
     name = str(dist.get_rank())
     (folder / f"{name} in writing").write_text(f"{state} {told}")
@@ -408,7 +408,7 @@ def stopped_in(point, folder):
     with pytest.raises(Exception, match=r"."):
         take_step(trainer)
     (folder / str(rank)).touch()
-    is_whole = trainer._optimization.sharded.shared.is_whole()
+    is_whole = trainer._state.is_whole()
     return is_whole and (trainer.digest(), trainer.optimizer_digest())
 
 
@@ -450,10 +450,10 @@ def test_an_error_of_the_optimizer_is_told_until_a_state_is_loaded(ranks, tmp_pa
             with pytest.raises(WorkError, match="only partly updated by a step") as raised:
                 act()
             told.append(str(raised.value))
-        assert not trainer._optimization.sharded.shared.is_whole()
+        assert not trainer._state.is_whole()
         assert not (tmp_path / "weights.safetensors").exists()
         trainer.load_state_dict(saved)
-        assert trainer._optimization.sharded.shared.is_whole()
+        assert trainer._state.is_whole()
         for group in trainer.optimizer.param_groups:
             group["fails_at"] = -1
         trainer.step(labelled(16).tensors)

@@ -6,7 +6,8 @@ have ranks. A round ends when a member is killed, or when rank 0 admits newcomer
     running ──"round_over" of every member that is left──────────> round_plan
        ^                                                               │
        ├── Continue: "round" to the members of the next round <────────┤
-       └── Restart: new processes, from the newest checkpoint <────────┘
+       ├── RestartTransfer: "transfer_state" to some, new processes <──┤
+       └── Restart: new processes, from the checkpoint <──────────────┘
 
 After `Continue`, newcomers are started for the members that are missing. A newcomer reports
 "ready" when it has run its script up to the first call that needs the others; then rank 0 gets
@@ -14,7 +15,8 @@ After `Continue`, newcomers are started for the members that are missing. A newc
 
     to the launcher   round_over      the fields of `round_plan.Report`, with "round" and "reason"
                       ready           a newcomer can join
-                      resumed         a new process continues to train
+                      transferred     its part of the state is written
+                      resumed         a new process has read the state that was handed over
                       backend         on several hosts: the backend of rank 0, for newcomers
     to a member       newcomers       {round, count}: let all ranks report at the next safe point;
                                       0 if no newcomer waits any more
@@ -23,6 +25,7 @@ After `Continue`, newcomers are started for the members that are missing. A newc
                                       lost, joined, left, noticed}: the next round; `pids` are by
                                       rank, and `noticed` is when the launcher learned why it is
                                       formed
+                      transfer_state  {folder, operation, commit}: write the state there and exit
                       leave           exit with status 0
 
 A member that exits with status 0 has finished its script. Only a death by a signal begins a new
@@ -33,6 +36,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.elastic.current_round import CurrentRound
@@ -40,16 +44,19 @@ from lockstep.elastic.host_plan import order_by_host
 from lockstep.elastic.member_exits import SETTLE, MemberExits
 from lockstep.elastic.member_starter import MemberStarter, StartMember
 from lockstep.elastic.newcomers import Newcomers
+from lockstep.elastic.restart_source import StateFolder
 from lockstep.elastic.restarts import MAX_FRUITLESS, Restarts
 from lockstep.elastic.round_plan import (
     Continue,
     Plan,
     Report,
+    RestartTransfer,
     choose_world_size,
     has_to_be_replaced,
     plan_round,
 )
 from lockstep.elastic.scale_request import take_request
+from lockstep.elastic.state_transfer import StateTransfer
 from lockstep.formatting import format_numbered, format_quantity
 from lockstep.kernel.errors import RankError, UsageError
 from lockstep.launcher.channel import Message
@@ -61,9 +68,12 @@ from lockstep.messages import log
 
 __all__ = ["ElasticCoordinator"]
 
-REPORT_TIMEOUT = 10.0  # seconds that members have to begin an operation before they are replaced
+# Seconds that members have to report before they are replaced: with a backend whose connections
+# cannot be closed, ranks go on waiting for a rank that has reported. The first is for members that
+# are not needed, because others can hand over the state.
+REPORT_SETTLE, REPORT_TIMEOUT = 0.5, 10.0
 MAX_UNEXPLAINED = 5  # rounds in a row that ended although no member had died
-KINDS = ("waiting", "ready", "round_over", "resumed", "backend")
+KINDS = ("waiting", "ready", "round_over", "transferred", "resumed", "backend")
 
 
 class ElasticCoordinator:
@@ -94,12 +104,15 @@ class ElasticCoordinator:
             raise UsageError("--min and --max: elastic runs need Linux")
         self._round, self._ranks = CurrentRound(), ranks
         self._wanted, self._at_least, self._folder = wanted, at_least, folder
-        self._restarts = Restarts(folder)
+        states = StateFolder(folder)
+        ranks.remove_at_end(str(states.path))
+        self._restarts = Restarts(states)
         self._starter = MemberStarter(ranks, start, environment, nnodes, {})
         self._newcomers = Newcomers(self._start_newcomer)
         self._exits = MemberExits(ranks, self._round, self._newcomers)
         self._told = (-1, 0, False)  # member, round, and whether newcomers waited
         self._reports: Sequence[Report] = ()  # of the last round
+        self._transfer: StateTransfer | None = None
         self._error: RankError | None = None
         self._has_ended = False
         ranks.after_events, ranks.before_end = self.advance, self.dismiss_waiting
@@ -119,6 +132,10 @@ class ElasticCoordinator:
         """Start the members of the first round."""
         self._start_members(self._reachable, {})
 
+    def close(self) -> None:
+        """Remove the states that were handed over."""
+        self._restarts.states.remove()
+
     # --- what happens -------------------------------------------------------------------------
 
     def advance(self) -> RankError | None:
@@ -133,6 +150,8 @@ class ElasticCoordinator:
         self._read_request()
         if self._restarts.next is not None:
             self._replace_members()
+        elif self._transfer is not None:
+            self._follow_transfer(self._transfer)
         elif self._is_stopping or self._round.done:
             self._exits.dismiss(self._newcomers)
             self._form_round()
@@ -168,14 +187,18 @@ class ElasticCoordinator:
                 self._note_report(Report.from_message(member, message))
             case "backend":
                 self._starter.common = {"LOCKSTEP_BACKEND": message["name"]}
+            case "transferred" if self._transfer is not None:
+                self._transfer.note_written(member)
             case "resumed":
-                self._restarts.note_resumed()
+                is_busy = self._restarts.next is not None or self._transfer is not None
+                self._restarts.note_resumed(member, self.members, is_busy=is_busy)
         if self._has_ended and message["kind"] in ("ready", "round_over"):
             self._ranks.send(member, {"kind": "leave"})
         return message["kind"] in KINDS
 
     def _note_report(self, report: Report) -> None:
         if self._starter.has_hosts:
+            report = replace(report, can_transfer_state=False)  # other hosts could not read it
             others = [other for other in self._exits.alive if other not in self._round.reports]
             self._exits.tell_lost(report.member, others)
         self._round.note_report(report)
@@ -223,8 +246,17 @@ class ElasticCoordinator:
             if time.time() - self._round.noticed >= REPORT_TIMEOUT:
                 self._restart()
         elif self._round.lost and has_to_be_replaced([*self._round.reports.values()]):
-            self._reports = [*self._round.reports.values()]
-            self._restart()  # the others may go on waiting for a rank that has reported
+            self._replace_silent_members([*self._round.reports.values()])
+
+    def _replace_silent_members(self, reports: Sequence[Report]) -> None:
+        """Stop waiting for members that do not report, if the others have waited long enough."""
+        plan = plan_round(reports, wanted=self._wanted)
+        self._reports = reports
+        waited = self._round.seconds_since_report
+        if isinstance(plan, RestartTransfer) and waited >= REPORT_SETTLE:
+            self._execute(plan)
+        elif waited >= REPORT_TIMEOUT:
+            self._restart()
 
     def _plan(self, reports: Sequence[Report]) -> None:
         is_ending = self._is_stopping or bool(self._round.done)
@@ -243,6 +275,10 @@ class ElasticCoordinator:
     def _execute(self, plan: Plan) -> None:
         if isinstance(plan, Continue):
             self._continue(plan)
+        elif isinstance(plan, RestartTransfer):
+            folder = self._restarts.states.begin_transfer()
+            self._transfer = StateTransfer(plan, folder, self._ranks.send)
+            self._round.writers = {*self._transfer.writers}
         else:
             self._restart()
 
@@ -290,7 +326,7 @@ class ElasticCoordinator:
 
     def _fill_up(self) -> None:
         """Start and announce newcomers, or announce that members have to leave."""
-        if self._restarts.next or self._round.lost or self._round.reports:
+        if self._restarts.next or self._transfer or self._round.lost or self._round.reports:
             return
         if not has_to_be_replaced(self._reports):
             self._newcomers.start_missing(len(self.members), self._reachable)
@@ -315,6 +351,20 @@ class ElasticCoordinator:
         return self._starter.start_newcomer(rank, self._wanted, self.number, others)
 
     # --- new processes ------------------------------------------------------------------------
+
+    def _follow_transfer(self, transfer: StateTransfer) -> None:
+        """Start new processes as soon as the state is written, or can no longer be written."""
+        is_complete = transfer.follow(self._exits.alive)
+        self._round.writers = {*transfer.writers}
+        if is_complete is None:
+            return
+        self._transfer = None
+        self._round.writers.clear()
+        if is_complete:
+            self._restarts.states.complete_transfer(transfer.writers)
+        else:
+            self._restarts.states.discard()
+        self._restart()
 
     def _restart(self) -> None:
         """End all processes, to start new ones from the newest state."""

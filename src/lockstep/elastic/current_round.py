@@ -31,6 +31,7 @@ class CurrentRound:
         noticed: When the first death was noticed, in Unix time; None if nobody has died.
         reported: When the last report came, in `time.monotonic()` seconds.
         stuck: The members that are killed because they still waited for a lost one.
+        writers: The members that are writing the state for the processes that replace them.
         unexplained: The number of rounds in a row that ended although no member had died.
     """
 
@@ -42,6 +43,7 @@ class CurrentRound:
     noticed: float | None = None
     reported: float = 0.0
     stuck: set[int] = field(default_factory=set)
+    writers: set[int] = field(default_factory=set)
     unexplained: int = 0
 
     def note_report(self, report: Report) -> None:

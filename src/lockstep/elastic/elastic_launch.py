@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import socket
@@ -112,6 +113,7 @@ def _start(
             folder=folder.path,
             nnodes=config.nnodes,
         )
+        opened.enter_context(contextlib.closing(rounds))
         if isinstance(ranks, HostSupervisor):
             ranks.begin = rounds.begin
         else:

@@ -59,7 +59,7 @@ class MemberExits:
         """Record that a member has ended, or is about to because it lost another one."""
         if outcome.error is not None and member in self._round.members:
             # If no member turns out to be dead, a lost connection counts as a failure later.
-            outcome.is_replaced |= is_consequence(outcome)
+            outcome.is_replaced |= is_consequence(outcome) or member in self._round.writers
         if outcome.status is None:
             outcome.is_replaced |= outcome.error is not None and member in self._newcomers
             return
@@ -75,7 +75,7 @@ class MemberExits:
             self._round.done.add(member)
         elif outcome.was_killed:
             self._lose(member, outcome, -outcome.status)
-        elif outcome.is_replaced and self._round.lost:
+        elif member in self._round.writers or (outcome.is_replaced and self._round.lost):
             self._lose(member, outcome, 0)
 
     def _lose(self, member: int, outcome: Outcome, number: int) -> None:
@@ -92,7 +92,7 @@ class MemberExits:
 
     def reconsider_consequences(self) -> None:
         """Count lost connections as failures if no member has died within a moment."""
-        if any(self._round.lost.values()):
+        if any(self._round.lost.values()) or self._round.writers:
             return
         for member in self._round.members:
             outcome = self._ranks.outcomes[member]

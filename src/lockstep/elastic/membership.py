@@ -36,6 +36,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -68,6 +69,7 @@ __all__ = [
     "Membership",
     "Participant",
     "Round",
+    "TransferOrder",
     "exchange",
     "membership",
     "run_transaction",
@@ -141,6 +143,24 @@ class Round:
         )
 
 
+@dataclass(frozen=True)
+class TransferOrder:
+    """The order to write the state for a process that replaces this one.
+
+    Attributes:
+        operation: As for `Round`.
+        commit: As for `Round`; if True, the state is written at the next safe point.
+        folder: The folder to write to.
+    """
+
+    operation: int
+    commit: bool
+    folder: Path
+
+
+Decision = Round | TransferOrder
+
+
 class Participant(Protocol):
     """An object that takes part in the rounds: a trainer."""
 
@@ -149,8 +169,12 @@ class Participant(Protocol):
         """Whether this process can continue in the next round."""
 
     @property
-    def stages(self) -> int:
-        """The number of ranks of a replica."""
+    def can_transfer_state(self) -> bool:
+        """Whether this rank can write its state now, for a process that replaces it."""
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """The part of the state that this rank holds, and the number of parts."""
 
     @property
     def microbatches(self) -> int:
@@ -161,6 +185,9 @@ class Participant(Protocol):
 
         Where members have joined, the first rank gives them its state: a collective call.
         """
+
+    def transfer_state(self, folder: Path) -> None:
+        """Write this rank's part of the state, as it was at the latest safe point."""
 
     def leave(self) -> None:
         """Give up what is being written, before this process ends."""
@@ -176,7 +203,7 @@ class _RoundFailed(Exception):
 class Membership:
     """This process as a member of an elastic run.
 
-    It has 15 attributes, because a decision of the launcher changes most of them at once.
+    It has 16 attributes, because a decision of the launcher changes most of them at once.
 
     Args:
         number: The member's number, which is unique in the run.
@@ -190,6 +217,8 @@ class Membership:
         round: The number of the current round.
         newcomers: The number of newcomers that wait; known to rank 0 only.
         has_state: Whether this process has the state of the training.
+        transfer_folder: The folder to which the state is written at the next safe point, before
+            the process ends; None if the process continues.
         has_left: Whether this process is ending while others continue the run.
     """
 
@@ -203,6 +232,7 @@ class Membership:
         self.number, self.has_state = number, not is_newcomer
         self.spans_hosts = spans_hosts
         self.round, self.operation, self.newcomers = first_round, 0, 0
+        self.transfer_folder: Path | None = None
         self.has_left = False
         # All rounds of a process use one store: each open store is a descriptor.
         self._store: Store | None = None
@@ -220,8 +250,7 @@ class Membership:
         return not self.has_state and self._current is None
 
     @property
-    def can_stay(self) -> bool:
-        """Whether this process can continue in the next round."""
+    def _can_stay(self) -> bool:
         return len(self._participants) == 1 and self._participants[0].can_stay
 
     def enroll(self, participant: Participant) -> None:
@@ -276,6 +305,8 @@ class Membership:
         Args:
             is_repeatable: Whether this process can repeat it.
         """
+        if self.transfer_folder is not None:
+            self.leave()  # no safe point so far: the newest saved state is used instead
         stack = ExitStack()
         before = self._is_inside, self._is_repeatable
         if not self._is_inside:
@@ -284,7 +315,7 @@ class Membership:
 
         def leave() -> None:
             self._is_inside, self._is_repeatable = before
-            if self.can_stay and not (self._is_inside or self._has_ended):
+            if self._can_stay and not (self._is_inside or self._has_ended):
                 # When a round begins, other ranks may be at other calls of the script.
                 refuse_calls(REFUSAL)
 
@@ -296,7 +327,7 @@ class Membership:
         if dist.get_world_size() > 1:
             dist.barrier()
 
-    def recover(self, error: Exception, is_prepared: bool) -> Round:
+    def recover(self, error: Exception, is_prepared: bool) -> Decision:
         """Return the launcher's decision after an error; raise `error` if no rank was lost.
 
         Args:
@@ -307,22 +338,28 @@ class Membership:
             raise error
         return self._begin_round("lost", is_prepared)
 
-    def is_to_commit(self, decision: Round) -> bool:
+    def is_to_commit(self, decision: Decision) -> bool:
         """Return whether this rank commits the operation in which the last round ended."""
         return decision.commit and decision.operation == self.operation
 
-    def go_on(self, decision: Round | None, undone: float | None = None) -> None:
-        """Continue after an operation in which a round has ended.
+    def go_on(self, decision: Decision | None, undone: float | None = None) -> None:
+        """Continue after an operation in which a round has ended, or hand over the state.
 
         Args:
             decision: The launcher's decision; None if no round has ended.
             undone: Seconds since the attempt began that was undone; None if it was committed.
         """
-        if decision is not None:
+        if isinstance(decision, Round):
             # The time after the loss is the pause between the rounds, not repeated work.
             pause = time.time() - min(self._interrupted, decision.noticed)
             for participant in self._participants:
                 participant.continue_round(decision, max(0.0, (undone or 0.0) - pause))
+        elif decision is not None and undone is None:
+            self.transfer_folder = decision.folder
+        elif decision is not None:
+            if (writer := self._find_writer()) is not None:
+                writer.transfer_state(decision.folder)
+            self.leave()
 
     def leave(self) -> NoReturn:
         """End this process, which has nothing left to do."""
@@ -330,6 +367,13 @@ class Membership:
         for participant in self._participants:
             participant.leave()
         exit_process(0)
+
+    def _find_writer(self) -> Participant | None:
+        """Return the trainer that can hand over the state, of several that of one."""
+        return next(
+            (participant for participant in self._participants if participant.can_transfer_state),
+            None,
+        )
 
     # --- rounds -----------------------------------------------------------------------------
 
@@ -353,16 +397,17 @@ class Membership:
             self._form(self._wait_for_decision(None))
             self.has_state = True
 
-    def _begin_round(self, reason: str, is_prepared: bool) -> Round:
+    def _begin_round(self, reason: str, is_prepared: bool) -> Decision:
         """Leave the round that has ended, and return the launcher's decision on the next one."""
         self._interrupted = time.time()
         leave_round()
         return self._form(self._report(reason, is_prepared), reason, is_prepared)
 
-    def _form(self, decision: Round, reason: str = "lost", is_prepared: bool = False) -> Round:
+    def _form(
+        self, decision: Decision, reason: str = "lost", is_prepared: bool = False
+    ) -> Decision:
         failures = 0
-        while True:
-            new = decision
+        while isinstance(new := decision, Round):
             self.round = new.number
             if new.joined or new.left:
                 self.newcomers = 0
@@ -390,14 +435,13 @@ class Membership:
                     raise
             leave_round()
             decision = self._report(reason, is_prepared)
+        return decision
 
-    def _report(self, reason: str, is_prepared: bool) -> Round:
-        stages, microbatches = 1, 0
+    def _report(self, reason: str, is_prepared: bool) -> Decision:
+        (part, parts), microbatches = (0, 1), 0
         if self._participants:
-            stages, microbatches = (
-                self._participants[-1].stages,
-                self._participants[-1].microbatches,
-            )
+            last = self._participants[-1]
+            (part, parts), microbatches = last.part, last.microbatches
         report_to_launcher(
             {
                 "kind": "round_over",
@@ -405,15 +449,17 @@ class Membership:
                 "operation": self.operation,
                 "is_prepared": is_prepared,
                 "reason": reason,
-                "can_stay": self.has_state and self._is_repeatable and self.can_stay,
-                "stages": stages,
+                "can_stay": self.has_state and self._is_repeatable and self._can_stay,
+                "can_transfer_state": self._find_writer() is not None,
+                "part": part,
+                "parts": parts,
                 "microbatches": microbatches,
                 "has_state": self.has_state,
             }
         )
         return self._wait_for_decision(get_timeout())
 
-    def _wait_for_decision(self, timeout: float | None) -> Round:
+    def _wait_for_decision(self, timeout: float | None) -> Decision:
         """Wait for the launcher's decision; does not return if the process has to leave.
 
         Args:
@@ -439,6 +485,9 @@ class Membership:
                     self.newcomers = int(message["count"])
                 case "leave":
                     self.leave()
+                case "transfer_state":
+                    folder = Path(message["folder"])
+                    return TransferOrder(message["operation"], message["commit"], folder)
 
     def _receive(self, timeout: float | None) -> tuple[Message, list[int]] | None:
         """Return the launcher's next message; None if none comes in time."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Collection
 
 from lockstep.elastic.current_round import CurrentRound
-from lockstep.elastic.restart_source import RestartSource
-from lockstep.launcher.run_folder import CHECKPOINTS
+from lockstep.elastic.restart_source import RestartSource, StateFolder
 
 __all__ = ["MAX_FRUITLESS", "Restarts"]
 
@@ -17,25 +16,23 @@ class Restarts:
     """The restarts of one run.
 
     Args:
-        folder: The run's folder, with its checkpoints; None if it has none.
+        states: The states from which new processes continue.
 
     Attributes:
+        states: The states.
         next: From what the next processes continue, once the old ones have exited; None if no
             restart is planned.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, states: StateFolder) -> None:
+        self.states = states
         self.next: RestartSource | None = None
         self._interrupted: float | None = None  # in Unix time; until new processes train again
-        self._folder, self._fruitless = folder, 0
-        self._known = self._list_checkpoints()
+        self._resumed: set[int] = set()
 
     def plan(self, ended: CurrentRound, joined: list[int]) -> bool:
         """Plan to replace the members of a round; return False if that has not helped so far."""
-        saved = self._list_checkpoints()
-        self._fruitless = 1 if saved and saved != self._known else self._fruitless + 1
-        self._known = saved
-        if self._fruitless > MAX_FRUITLESS:
+        if self.states.count_fruitless() > MAX_FRUITLESS:
             return False
         end = ended.describe_end()
         self._interrupted = self._interrupted or end["noticed"]
@@ -43,18 +40,27 @@ class Restarts:
             **end,
             interrupted=self._interrupted,
             joined=joined,
+            # Including members that exited by themselves after they had handed over their state.
             left=[member for member in ended.members if member not in ended.lost],
+            writers=self.states.writers,
+            state=self.states.transferred,
         )
         return True
 
     def begin(self) -> None:
         """Begin the planned restart."""
         self.next = None
+        self._resumed.clear()
 
-    def note_resumed(self) -> None:
-        """Note that a new process continues to train."""
+    def note_resumed(self, member: int, members: Collection[int], *, is_busy: bool) -> None:
+        """Note that a new process has read its state, which is removed after the last one.
+
+        Args:
+            member: The process.
+            members: The members of the round.
+            is_busy: Whether a state for other processes is being written or planned.
+        """
+        self._resumed.add(member)
         self._interrupted = None
-
-    def _list_checkpoints(self) -> set[str]:
-        folder = None if self._folder is None else self._folder / CHECKPOINTS
-        return set() if folder is None else {path.name for path in folder.glob("step-*")}
+        if self._resumed.issuperset(members) and not is_busy:
+            self.states.discard()

@@ -25,6 +25,7 @@ __all__ = [
     "Plan",
     "Report",
     "Restart",
+    "RestartTransfer",
     "choose_world_size",
     "has_to_be_replaced",
     "plan_round",
@@ -42,7 +43,9 @@ class Report:
         is_admission: Whether it reported at a safe point, to admit newcomers or let members
             leave, and not because it lost a peer.
         can_stay: Whether its process can take part in the next round.
-        stages: The number of ranks of a replica.
+        can_transfer_state: Whether it can write its state, for processes that replace the round's.
+        part: The part of the state that it holds, from 0 to `parts` - 1.
+        parts: The number of parts: of pipeline stages, or of shards.
         microbatches: The number of micro-batches, for ranks that take turns at them, as with
             sharded storage; 0 for others.
         has_state: Whether it has the state of the training; a newcomer gets it in its first
@@ -54,7 +57,9 @@ class Report:
     is_prepared: bool = False
     is_admission: bool = False
     can_stay: bool = True
-    stages: int = 1
+    can_transfer_state: bool = False
+    part: int = 0
+    parts: int = 1
     microbatches: int = 0
     has_state: bool = True
 
@@ -67,7 +72,9 @@ class Report:
             is_prepared=bool(message["is_prepared"]),
             is_admission=message["reason"] == "admit",
             can_stay=bool(message["can_stay"]),
-            stages=int(message["stages"]),
+            can_transfer_state=bool(message["can_transfer_state"]),
+            part=int(message["part"]),
+            parts=int(message["parts"]),
             microbatches=int(message["microbatches"]),
             has_state=bool(message["has_state"]),
         )
@@ -104,11 +111,26 @@ class Continue:
 
 
 @dataclass(frozen=True)
+class RestartTransfer:
+    """New processes replace those of the round, and continue from the state that these write.
+
+    Attributes:
+        operation: As for `Continue`.
+        commit: As for `Continue`, before the state is written.
+        writers: For each part, the members that can write it, in order of preference.
+    """
+
+    operation: int
+    commit: bool
+    writers: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
 class Restart:
     """New processes replace those of the round, and continue from the newest saved state."""
 
 
-Plan = Continue | Restart
+Plan = Continue | RestartTransfer | Restart
 
 
 def plan_round(
@@ -127,11 +149,16 @@ def plan_round(
     """
     survivors = [report for report in reports if report.has_state]
     operations = {report.operation for report in survivors}
-    if not survivors or max(operations) - min(operations) > 1 or has_to_be_replaced(survivors):
+    if not survivors or max(operations) - min(operations) > 1:
         return Restart()
     operation = min(operations)
     behind = [report for report in survivors if report.operation == operation]
     commit = len(operations) == 2 or all(report.is_prepared for report in behind)
+    if has_to_be_replaced(survivors):
+        writers = tuple(_find_writers(survivors, part) for part in range(_count_parts(survivors)))
+        if not all(writers):
+            return Restart()
+        return RestartTransfer(operation, commit, writers)
     if len(survivors) + len(newcomers) < at_least:
         return None
     is_admission = len(operations) == 1 and all(report.is_admission for report in survivors)
@@ -146,6 +173,11 @@ def has_to_be_replaced(reports: Iterable[Report]) -> bool:
     return any(report.has_state and not report.can_stay for report in reports)
 
 
+def _count_parts(reports: Iterable[Report]) -> int:
+    """Return the number of parts of the state."""
+    return max((report.parts for report in reports), default=1)
+
+
 def choose_world_size(wanted: int, reports: Sequence[Report]) -> int:
     """Return the number of ranks, at most `wanted` if possible, that can train together.
 
@@ -154,5 +186,12 @@ def choose_world_size(wanted: int, reports: Sequence[Report]) -> int:
     """
     if microbatches := max((report.microbatches for report in reports), default=0):
         return math.gcd(microbatches, 1 << (wanted.bit_length() - 1))
-    stages = max((report.stages for report in reports), default=1)
+    stages = _count_parts(reports)
     return max(stages, wanted // stages * stages)
+
+
+def _find_writers(survivors: Sequence[Report], part: int) -> tuple[int, ...]:
+    """Return the members that can write a part of the state."""
+    return tuple(
+        report.member for report in survivors if report.can_transfer_state and report.part == part
+    )

@@ -42,9 +42,10 @@ STORE = "LOCKSTEP_STORE"
 #     MEMBER     number of the process
 #     JOIN       1 if the process joins others that are already running
 #     ROUND      why the process replaces others, as JSON
+#     HANDOVER   folder with the state that the surviving processes wrote
 ELASTIC, MEMBER = "LOCKSTEP_ELASTIC", "LOCKSTEP_MEMBER"
-JOIN, ROUND = "LOCKSTEP_JOIN", "LOCKSTEP_ROUND"
-OF_ELASTIC = (ELASTIC, MEMBER, JOIN, ROUND)
+JOIN, ROUND, HANDOVER = "LOCKSTEP_JOIN", "LOCKSTEP_ROUND", "LOCKSTEP_HANDOVER"
+OF_ELASTIC = (ELASTIC, MEMBER, JOIN, ROUND, HANDOVER)
 
 
 def is_elastic_on_hosts(environ: Mapping[str, str]) -> bool:

@@ -29,6 +29,7 @@ import gc
 import importlib
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -61,10 +62,12 @@ class Launch:
     Attributes:
         channel: The launcher's socket for this launch.
         ranks: The rank (-1: the store) of each process id.
+        folders: Folders to remove after the ranks have been killed.
     """
 
     channel: Channel
     ranks: dict[int, int] = field(default_factory=dict)
+    folders: list[str] = field(default_factory=list)
 
 
 class Server:
@@ -158,6 +161,9 @@ class Server:
             self._drop_launch(launch)
             return None
         message, descriptors = received
+        if message["kind"] == "folder":
+            launch.folders.append(message["path"])
+            return None
         if message["kind"] == "signal":
             self._send_signal(launch, message)
             return None
@@ -264,6 +270,8 @@ class Server:
         for pid in launch.ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
+        for folder in launch.folders:
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _shut_down(self) -> None:
         signal.set_wakeup_fd(-1)

@@ -106,6 +106,11 @@ class RankProcesses:
         """Return a rank's process id; 0 if `asking` is on another host, or if it is unknown."""
         return self.pids.get(rank, 0)
 
+    def remove_at_end(self, folder: str) -> None:
+        """Have a folder and its contents removed at the end, even if this process is killed."""
+        assert self._channel is not None
+        self._channel.send({"kind": "folder", "path": folder})
+
     def start_rank(
         self,
         rank: int,

@@ -22,7 +22,7 @@ from torch import nn
 
 from lockstep.checkpoint.folder import find_checkpoints
 from lockstep.elastic.restart_source import RestartSource
-from lockstep.formatting import format_quantity
+from lockstep.formatting import format_numbered, format_quantity
 from lockstep.kernel.errors import UsageError
 from lockstep.launcher.run_folder import CHECKPOINTS, command_words, find_launch_folder
 from lockstep.launcher.world import world
@@ -195,12 +195,14 @@ def log_continued(
         repeated: The number of recorded steps after these.
         has_checkpoints: Whether the trainer saves checkpoints.
     """
-    if path is None and not has_checkpoints and _has_other_state():
+    if path is None and not has_checkpoints and _has_other_state(origin):
         return  # the state of a trainer that this one is registered with or comes after
     advice = ""
     if path is None:
         advice = "" if has_checkpoints else "; pass checkpoint=ls.CheckpointConfig() to the trainer"
         source = "the beginning: no checkpoint"
+    elif origin.state is not None:
+        source = f"step {steps}, handed over by {format_numbered('member', origin.writers)}"
     else:
         source = f"the checkpoint of step {steps}"
     if repeated:
@@ -209,10 +211,11 @@ def log_continued(
     log(f"round {origin.round} continues from {source}{advice}")
 
 
-def _has_other_state() -> bool:
-    """Return whether the last round left the checkpoint of some trainer."""
+def _has_other_state(origin: RestartSource) -> bool:
+    """Return whether the last round left the state of some trainer."""
     launch = find_launch_folder()
-    return launch is not None and bool(find_checkpoints(launch / CHECKPOINTS))
+    has_checkpoints = launch is not None and bool(find_checkpoints(launch / CHECKPOINTS))
+    return origin.state is not None or has_checkpoints
 
 
 def log_resumed(path: Path | None, steps: int, differences: Sequence[str]) -> None:

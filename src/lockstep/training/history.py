@@ -124,6 +124,11 @@ class History(StepHook):
         kept, self._backlog = self._backlog, None
         return list(kept or ())
 
+    @property
+    def backlog(self) -> list[tuple[str, dict[str, Any]]]:
+        """The lines that were kept."""
+        return list(self._backlog or ())
+
     def write_missing(self, lines: Iterable[tuple[str, dict[str, Any]]]) -> None:
         """Write those of the given lines that the lost rank 0 has not written."""
         folder = self.find_run_folder()

@@ -118,6 +118,12 @@ class ModuleSettings:
         changed = {path: text for path, text in hooks.items() if text != self._hooks.get(path)}
         return {"values": values, "opaque": opaque, "hooks": changed}
 
+    def describe(self) -> str:
+        """Return a text that changes with a setting, except those with tensors."""
+        settings, hooks = self._read()
+        plain = {entry: value for entry, value in settings.items() if not isinstance(value, Held)}
+        return repr([plain, hooks])
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the settings of `state_dict`; the others become those of the construction.
 

@@ -1,7 +1,7 @@
 """The run of a script that can be interrupted at any moment and resumed.
 
 position          the calls that the script has completed, and the state      script_position.py
-safe points       where the position is saved                  safe_points.py
+safe points       where the position is saved or handed over                  safe_points.py
 checkpoints       positions on disk                                           run_checkpoints.py
 
 ┌─ answered from the log ┐ state is ┌─ with effect; checkpoints are saved ─
@@ -33,6 +33,7 @@ from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.call_journal import OpenEpoch
 from lockstep.training.compatibility import log_continued, log_resumed
 from lockstep.training.history import History, StepResult
+from lockstep.training.last_safe_state import read_newest_state
 from lockstep.training.repeated_work import count_repeated_steps, measure_repeated_work
 from lockstep.training.run_checkpoints import RunCheckpoints, restore_objects
 from lockstep.training.run_record import RunRecord
@@ -79,12 +80,16 @@ class ResumableRun:
         self._position = ScriptPosition(state, history, settings, checkpoints)
         self.safe_points = SafePoints(self._position, history, checkpoints, member)
         self._origin = find_restart_source()
-
-    @property
-    def begins_again(self) -> bool:
-        """Whether new processes would begin this training, which begins now, again."""
-        is_first = self._member is not None and not self._member.is_waiting
-        return is_first and self._origin is None and self._checkpoints is None
+        is_first = member is not None and self._origin is None and not member.is_waiting
+        may_lose = parallel.is_interleaved and len(parallel.hosts) == 1
+        if is_first and checkpoints is None and may_lose and parallel.rank == 0:
+            log(
+                'storage="sharded": if a rank is killed, this training begins again, because its '
+                "shards are lost: pass checkpoint=ls.CheckpointConfig() to the trainer"
+            )
+        self._position.is_state_transferred = (
+            self._origin is not None and self._origin.state is not None
+        )
 
     @property
     def resumed_from(self) -> int | None:
@@ -118,7 +123,7 @@ class ResumableRun:
         checkpoints = self._require("resume")
         checkpoints.select(place)
         differences: list[str] = []
-        steps, epochs = 0, 0
+        steps, epochs, backlog = 0, 0, list[Any]()
         try:
             path = checkpoints.find(place)
             if path is not None:
@@ -126,6 +131,7 @@ class ResumableRun:
                 differences = self._position.load(state)
                 checkpoints.set_aside_newer(path, state["steps"])
                 steps, epochs = state["steps"], state["history"]["epochs"]
+                backlog = state.get("backlog", []) if place is None else []
         except LockstepError:
             checkpoints.deselect()
             raise
@@ -133,6 +139,7 @@ class ResumableRun:
         checkpoints.open_loggers()
         if self._parallel.rank == 0:
             log_resumed(path, steps, differences)
+            self._history.write_missing(backlog)
         self._history.write(
             "resume",
             step=steps,
@@ -162,11 +169,8 @@ class ResumableRun:
     def _continue_round(self, origin: RestartSource, layout: Mapping[str, Any]) -> None:
         """Continue from the state of the last round, or from the beginning if there is none."""
         checkpoints, number = self._checkpoints, self._position.state.position.attempt.trainer
-        path = None if checkpoints is None else checkpoints.find_newest()
-        state: dict[str, Any] | None = None
-        if checkpoints is not None and path is not None:
-            state = read_checkpoint(path, self._position.state.find_rows())
-            checkpoints.set_aside_newer(path, state["steps"])
+        rows = self._position.state.find_rows()
+        path, state = read_newest_state(origin, checkpoints, number, rows)
         steps = 0 if state is None else state["steps"]
         if state is not None:
             self._position.load(state)
@@ -179,6 +183,7 @@ class ResumableRun:
         if self._parallel.rank == 0:
             repeated = count_repeated_steps(steps, self._history.find_run_folder())
             log_continued(origin, path, steps, repeated, checkpoints is not None)
+            self._history.write_missing((state or {}).get("backlog", ()))
         if self._member is not None:
             self._record.agree_on_folder(self._parallel.group)
         self.has_begun = True
@@ -332,6 +337,7 @@ class ResumableRun:
             )
             return digest()
         self._position.log.record_digest(name, value, steps)
+        self.safe_points.note()
         return value
 
     def require_repeatable_step(self) -> None:
@@ -354,6 +360,7 @@ class ResumableRun:
         elif epoch.resumed is not None:
             batches.load_state_dict(epoch.resumed)
             self._position.restore()
+        self.safe_points.note(epoch)
         return epoch
 
     def yielded(self, epoch: OpenEpoch) -> None:
@@ -370,6 +377,7 @@ class ResumableRun:
                 "trainer.batches(...), trainer.batches(...)):`"
             )
         epoch.begun_at = self._position.steps
+        self.safe_points.note_if_outdated(epoch)
 
     def trained(self, epoch: OpenEpoch) -> None:
         """Note that the script requests another batch, so the last one is completed."""

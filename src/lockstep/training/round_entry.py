@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from weakref import WeakSet
 
 import torch
@@ -21,7 +22,6 @@ from lockstep.comm.native_all_reduce import native_backend
 from lockstep.data.loader import Batches
 from lockstep.elastic.membership import Membership, Round
 from lockstep.kernel.step_context import Attempt
-from lockstep.messages import log
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.training.history import History
 from lockstep.training.optimization import Optimization
@@ -69,12 +69,7 @@ class RoundEntry:
         self._position, self._history, self._run = position, history, run
         self._promote = promote
         self._batches: WeakSet[Batches] = WeakSet()
-        run.safe_points.take_part()
-        if not can_stay and run.begins_again and parallel.rank == 0:
-            log(
-                "if a rank is killed, this training begins again, because its processes cannot "
-                "continue with other ranks: pass checkpoint=ls.CheckpointConfig() to the trainer"
-            )
+        run.safe_points.take_part(member, run)
         member.enroll(self)
 
     def follow(self, batches: Batches) -> None:
@@ -87,14 +82,23 @@ class RoundEntry:
         return self._executor is not None and self._run.has_begun
 
     @property
-    def stages(self) -> int:
-        """The number of ranks of a replica."""
-        return self._parallel.stages
+    def can_transfer_state(self) -> bool:
+        """Whether this rank can write its state now, for a process that replaces it."""
+        return self._run.safe_points.can_transfer_state
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """The part of the state that this rank holds, and the number of parts."""
+        return self._parallel.part
 
     @property
     def microbatches(self) -> int:
         """The number of micro-batches, for ranks that take turns at them; 0 for others."""
         return self._parallel.microbatches if self._parallel.is_interleaved else 0
+
+    def transfer_state(self, folder: Path) -> None:
+        """Write this rank's part of the state, as it was at the latest safe point."""
+        self._run.safe_points.transfer_state(folder)
 
     def leave(self) -> None:
         """Abandon the checkpoint that is being written, before this process ends."""

@@ -1,10 +1,12 @@
-"""Safe points: where a script can be continued, and its state is saved.
+"""Safe points: where a script can be continued, its state is saved or handed over.
 
 These are between two batches of the outermost loop of a script, and after a call outside of any
 loop over batches.
 
     at a safe point     a checkpoint is saved if one is due, or if a rank was asked to stop
                         members of an elastic run join and leave
+                        the state is handed over if this process is replaced
+    within an operation the state of the latest safe point is handed over, if it still exists
 
 Three hooks tell all ranks in every step what is to be done at the next safe point.
 """
@@ -13,9 +15,8 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from lockstep.checkpoint.stop_request import StoppedOnRequest
 from lockstep.checkpoint.writer import SavedCheckpoint
@@ -23,9 +24,11 @@ from lockstep.elastic.membership import Membership
 from lockstep.kernel.errors import FileError, UsageError, WorkError
 from lockstep.kernel.step_context import StepContext
 from lockstep.kernel.step_hooks import CommittedStep, StepHook
+from lockstep.launcher.rank_process import report_to_launcher
 from lockstep.messages import log
 from lockstep.training.call_journal import OpenEpoch
 from lockstep.training.history import History
+from lockstep.training.last_safe_state import LastSafeState
 from lockstep.training.run_checkpoints import RunCheckpoints
 from lockstep.training.script_position import ScriptPosition
 
@@ -58,6 +61,7 @@ class SafePoints:
         self._position, self._history = position, history
         self._checkpoints, self._member = checkpoints, member
         self.ending_round, self.saves = -1, 0
+        self._safe_state: LastSafeState | None = None
         self.is_logged = checkpoints is not None
 
     def reach(self, epoch: OpenEpoch | None = None, *, ask: bool = False) -> None:
@@ -72,6 +76,7 @@ class SafePoints:
         """
         if self._position.is_inside(epoch):
             return
+        self._transfer_if_wanted(epoch)
         if self._position.is_replaying:
             return
         if self._checkpoints is not None:
@@ -79,26 +84,24 @@ class SafePoints:
         member = self._member
         if member is not None and self.ending_round == member.round:  # not outdated by a loss
             self.ending_round = -1
-            self._admit(member)
+            self.note(epoch)  # processes that cannot stay hand over
+            member.admit()
+        self.note(epoch)  # last, since saving a checkpoint performs operations
 
-    def _admit(self, member: Membership) -> None:
-        """Let members join and leave, after a checkpoint if processes cannot stay."""
-        if not member.can_stay and self._checkpoints is None:
-            if dist.get_rank() == 0:
-                log(
-                    "the number of ranks stays: the processes of this run cannot continue with "
-                    "other ranks, and there is no checkpoint to continue from: pass "
-                    "checkpoint=ls.CheckpointConfig() to the trainer"
-                )
-            member.newcomers = 0  # otherwise they would ask again in the next step
-            return
-        if not member.can_stay and self._checkpoints is not None:
-            self._save_and_wait(self._checkpoints)
-        member.admit()
+    def note(self, epoch: OpenEpoch | None = None) -> None:
+        """Note that the script can be continued from here, unless it is inside of a loop."""
+        self._transfer_if_wanted(epoch)
+        if self._safe_state is not None and self._position.is_safe(epoch):
+            self._safe_state.note_safe_point()
 
     def note_manual_step(self) -> None:
         """Log a step whose micro-batches the script computed itself."""
         self._position.log.record_manual_step(self._position.steps)
+
+    def note_if_outdated(self, epoch: OpenEpoch) -> None:
+        """Note a safe point if the ranks have completed an operation since the latest one."""
+        if self._safe_state is not None and self._safe_state.is_outdated:
+            self.note(epoch)
 
     # --- saving -------------------------------------------------------------------------------
 
@@ -184,9 +187,51 @@ class SafePoints:
         self._position.saved = self._position.current
         checkpoints.save(local, position, position["steps"], self.saves, is_sharded, begun)
 
-    def take_part(self) -> None:
-        """Let other processes of an elastic run continue the script."""
+    # --- handing over -------------------------------------------------------------------------
+
+    def take_part(self, member: Membership, run: object) -> None:
+        """Prepare to hand over the state, as a member of an elastic run.
+
+        Args:
+            member: This process.
+            run: The run, by which its trainer is found among the registered objects of others.
+        """
+        stateful = {} if self._checkpoints is None else self._checkpoints.stateful
+        state = self._position.state
+        self._safe_state = LastSafeState(member, state, stateful, run, state.device)
         self.is_logged = True
+
+    @property
+    def can_transfer_state(self) -> bool:
+        """Whether this rank can write the state from before the operation that the script is in."""
+        is_here = not self._position.is_replaying
+        return self._safe_state is not None and is_here and self._safe_state.is_possible
+
+    def transfer_state(self, folder: Path, *, is_now: bool = False) -> None:
+        """Write this rank's part of the state, for a process of the next round.
+
+        Args:
+            folder: The folder to write to.
+            is_now: Whether the script is at a safe point now; False: it is in the first operation
+                after one.
+        """
+        assert self._safe_state is not None, "only members of an elastic run hand over"
+        self.abandon()
+        try:
+            common = self._position.describe() | {"backlog": self._history.backlog}
+            self._safe_state.write(folder, common, self._position.state.part, is_now)
+        except (FileError, UsageError) as error:
+            log(f"the state cannot be handed over: {error}")
+        else:
+            report_to_launcher({"kind": "transferred"})
+
+    def _transfer_if_wanted(self, epoch: OpenEpoch | None) -> None:
+        """Hand over the state and leave, if the script can be continued from here."""
+        if self._safe_state is None or not self._position.is_safe(epoch):
+            return
+        if (folder := self._safe_state.member.transfer_folder) is not None:
+            self.transfer_state(folder, is_now=True)
+            self._safe_state.member.leave()
 
 
 class CheckpointRequests(StepHook):

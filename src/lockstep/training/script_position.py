@@ -47,6 +47,7 @@ class ScriptPosition:
             checkpoints do.
         round_line: The fields of the record's line of a round, which is written after the state is
             restored.
+        is_state_transferred: Whether another process of the run has handed over the state.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class ScriptPosition:
         self.state, self._history, self._settings = state, history, settings
         self._checkpoints = checkpoints
         self.log = CallJournal()
-        self.has_joined = False
+        self.has_joined = self.is_state_transferred = False
         self.resumed_from: int | None = None
         self.saved = (-1, -1)
         self.restore_objects: Callable[[Mapping[str, Any]], None] | None = None
@@ -134,7 +135,8 @@ class ScriptPosition:
         if self.round_line:
             line, self.round_line = self.round_line, {}
             self._history.write("round", **line, continued=time.time())
-            report_to_launcher({"kind": "resumed"})
+            if state is not None or not self.is_state_transferred:
+                report_to_launcher({"kind": "resumed"})
 
     def describe(self) -> dict[str, Any]:
         """Return the state that is equal on all ranks: the positions of training and script."""

@@ -21,7 +21,7 @@ from lockstep.model.evaluation import EvaluationTask
 from lockstep.model.parallel_context import ParallelContext
 from lockstep.pipeline.gather_state import gather_model_state, gather_optimizer_state
 from lockstep.pipeline.partition import Placement
-from lockstep.sharded_tensors import gather_tensors, is_sharded, local_rows
+from lockstep.sharded_tensors import gather_tensors, is_sharded, local_rows, read_version
 from lockstep.training.history import History
 from lockstep.training.module_settings import ModuleSettings
 from lockstep.training.optimization import Optimization
@@ -124,9 +124,27 @@ class TrainingState:
         return self._executor.placement
 
     @property
+    def has_parts(self) -> bool:
+        """Whether ranks have different parts of the state."""
+        return self._parallel.has_parts
+
+    @property
     def device(self) -> torch.device:
         """The device of the training."""
         return self._device
+
+    @property
+    def part(self) -> tuple[int, int] | None:
+        """The number of this rank's part of the state, and the number of parts.
+
+        None if the model is not partitioned yet, and another rank saves all of it.
+        """
+        if self._parallel.is_interleaved:
+            return self._parallel.part
+        position, stages = self._parallel.part
+        if self.placement is None:
+            return (0, 1) if position == 0 else None
+        return position, stages
 
     def model_state(self, *, ema: bool = False) -> dict[str, Any]:
         """Return the state dict of the model, or of the averaged weights."""
@@ -310,9 +328,26 @@ class TrainingState:
             "module_settings": self._settings.state_dict(),
         }
 
+    def is_whole(self) -> bool:
+        """Return whether shared parameters and optimizer state are not in the middle of a step."""
+        sharded = self._optimization.sharded
+        return sharded is None or sharded.shared.is_whole()
+
     def _require_whole(self) -> None:
         if (sharded := self._optimization.sharded) is not None:
             sharded.shared.require_whole()
+
+    def describe_changes(self) -> list[Any]:
+        """Return values that change if a script writes to parameters or changes a setting."""
+        groups = self._optimization.optimizer.param_groups
+        options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        others = [
+            parameter
+            for module in self._parallel.extra_modules
+            for parameter in module.parameters()
+        ]
+        versions = [read_version(tensor) for tensor in (*self._names, *others)]
+        return [repr(options), versions, self._settings.describe()]
 
     def describe_optimization(self) -> dict[str, str]:
         """Return the settings of the optimizers and schedulers, as they are now."""
