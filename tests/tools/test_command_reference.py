@@ -41,7 +41,7 @@ def test_every_parameter_has_a_help_text(path):
     command = ALL[path]
     for each in command.params:
         if isinstance(each, click.Argument):
-            name = (each.metavar or each.name.upper()).split()[0]
+            name = (each.metavar or each.name.upper()).split()[0].strip("[]")
             assert name in command.help, f"{name}: name the argument in the help of the command"
         else:
             assert each.hidden or each.help, each

@@ -16,7 +16,7 @@ from torch import nn
 from lockstep.data.microbatch import halve_samples
 from lockstep.kernel.batch import Batch, Microbatch
 from lockstep.kernel.buffers import Buffers
-from lockstep.kernel.errors import LossError, StoppedError
+from lockstep.kernel.errors import LossError, StoppedError, UsageError
 from lockstep.kernel.exact_sum import PartialSums, compute_partial_sums, round_sum
 from lockstep.kernel.loss_weights import is_sum
 from lockstep.kernel.rng_scopes import find_scopes
@@ -68,7 +68,13 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put every module into evaluation mode in the body, without gradients."""
     modes = {module: module.training for module in model.modules()}
     try:
-        model.eval()
+        try:
+            model.eval()
+        except NotImplementedError as error:
+            raise UsageError(
+                "an exported model stays in the mode in which it was exported: evaluate the model "
+                "that was exported, with these weights"
+            ) from error
         with torch.no_grad(), StaticShapes(model):
             yield
     finally:
