@@ -11,7 +11,7 @@ from lockstep.kernel.errors import RankError
 from lockstep.launcher.launch import launch
 from lockstep.launcher.world import cpu_backend
 from lockstep.record.run_environment import count_usable_cores
-from lockstep.tools.bench import calls
+from lockstep.tools.bench import measured_calls
 from lockstep.tools.bench.measured_collectives import COLLECTIVES
 from lockstep.tools.bench.ranks import MIN_CALLS, Plan, measure, rotate
 from lockstep.tools.bench.start_barrier import StartBarrier
@@ -64,7 +64,7 @@ def test_unknown_backend_raises(tmp_path):
 
 def measure_unable(plan):
     """Measure all_gather on a torch whose gather raises an error."""
-    calls.all_gather_single = raise_error
+    measured_calls.all_gather_single = raise_error
     return measure(plan)
 
 

@@ -7,17 +7,17 @@ from collections.abc import Callable
 import torch
 
 from lockstep.tools.bench.measured_collectives import COLLECTIVES, Part
-from lockstep.tools.bench.workload import PERIOD, Buffers, make_pattern
+from lockstep.tools.bench.workload import PERIOD, WorkloadBuffers, make_pattern
 
 COUNT = 2 * PERIOD + 5
 
 
 def as_rank_0_of_two(
     forgets: bool = False, misplaces: bool = False
-) -> tuple[Buffers, Callable[[], None]]:
+) -> tuple[WorkloadBuffers, Callable[[], None]]:
     """Return the buffers of an all_reduce, and a call that knows what the other rank would send."""
     pattern = make_pattern(COUNT)
-    buffers, calls = Buffers(COLLECTIVES["all_reduce"], pattern, 0, 2), []
+    buffers, calls = WorkloadBuffers(COLLECTIVES["all_reduce"], pattern, 0, 2), []
 
     def reduce() -> None:
         other = pattern + 5 + 3 * (len(calls) % 2)  # rank 1
@@ -48,7 +48,7 @@ def test_misplaced_piece_is_detected() -> None:
 
 def test_parts_have_different_contents() -> None:
     collective = COLLECTIVES["all_to_all"]
-    buffers = Buffers(collective, make_pattern(4), 1, 3)
+    buffers = WorkloadBuffers(collective, make_pattern(4), 1, 3)
     buffers.fill(0)
     assert [part.part for part in collective.before(1, 3)] == [0, 1, 2]
     assert len({int(value) for value in buffers.send[::4]}) == 3

@@ -192,16 +192,16 @@ class BetweenHosts(PortableAllReduce):
         self._call, self._tag = call, tag
         self.launch(held)
 
-    def _exchange_rows(self) -> Messages:
+    def _exchange_rows(self) -> PendingMessages:
         return self._swap(list(self._rows), list(self._in.split(self._widths)), self._tag)
 
-    def _gather_sums(self, mine: torch.Tensor) -> Messages:
+    def _gather_sums(self, mine: torch.Tensor) -> PendingMessages:
         sums = self.sums.view(torch.uint8).view(self._ranks, self._slice_bytes)
         return self._swap([mine.view(torch.uint8)] * self._ranks, list(sums), self._tag + 1)
 
     def _swap(
         self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor], tag: int
-    ) -> Messages:
+    ) -> PendingMessages:
         """Send a vector of bytes to every host, and receive one from each."""
         group, gloo, works = self._hosts, self._hosts.gloo, []
         for host, peer in enumerate(self._peers):
@@ -216,10 +216,10 @@ class BetweenHosts(PortableAllReduce):
                         group, begin, self._call, awaited, peer, patience=PATIENCE
                     )
                     works.append(work)
-        return Messages(works)
+        return PendingMessages(works)
 
 
-class Messages:
+class PendingMessages:
     """Messages on their way."""
 
     def __init__(self, works: Sequence[HostWork]) -> None:

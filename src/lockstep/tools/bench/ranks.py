@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.launcher.world import init, shutdown
-from lockstep.tools.bench.calls import Call, make_mpi_call, make_torch_call
+from lockstep.tools.bench.measured_calls import Call, make_mpi_call, make_torch_call
 from lockstep.tools.bench.measured_collectives import COLLECTIVES, Collective
 from lockstep.tools.bench.results import ITEM_BYTES, Measurement
 from lockstep.tools.bench.start_barrier import StartBarrier
-from lockstep.tools.bench.workload import Buffers, make_pattern
+from lockstep.tools.bench.workload import WorkloadBuffers, make_pattern
 
 __all__ = ["Plan", "measure", "rotate"]
 
@@ -143,7 +143,7 @@ def _measure_size(
     for one in contenders:
         one.times, one.rounds, one.wrong, one.error = [], 0, 0, ""
         try:
-            buffers = Buffers(collective, pattern, rank, ranks, one.is_shared)
+            buffers = WorkloadBuffers(collective, pattern, rank, ranks, one.is_shared)
             call = one.make_call(collective.name, buffers.send, buffers.receive)
             blocks[one.name] = partial(_run_block, one, buffers, call, start_barrier)
             for _ in range(2):  # warm up, and choose the number of calls per block
@@ -163,7 +163,7 @@ def _measure_size(
 
 
 def _run_block(
-    one: Contender, buffers: Buffers, call: Call, start_barrier: StartBarrier, calls: int
+    one: Contender, buffers: WorkloadBuffers, call: Call, start_barrier: StartBarrier, calls: int
 ) -> list[float]:
     """Run a block of calls; return the seconds of each, on its slowest rank."""
     times, wrong = buffers.time_block(call, calls, start_barrier.wait)

@@ -22,7 +22,7 @@ import torch
 
 from lockstep.tools.bench.measured_collectives import Collective, Part
 
-__all__ = ["PERIOD", "Buffers", "make_pattern"]
+__all__ = ["PERIOD", "WorkloadBuffers", "make_pattern"]
 
 PERIOD = 1009
 VARIANTS = 2
@@ -33,7 +33,7 @@ def make_pattern(count: int) -> torch.Tensor:
     return torch.arange(count, dtype=torch.int32).remainder_(PERIOD).remainder_(4).float()
 
 
-class Buffers:
+class WorkloadBuffers:
     """The buffers of one collective.
 
     Args:
