@@ -50,6 +50,12 @@ def test_any_holders_add_along_the_same_tree(leaves: int, ranks: int) -> None:
     assert total(held, leaves, added) == written((0, leaves))
 
 
+@given(LEAVES)
+def test_leaves_alone_are_added_along_the_same_tree(leaves: int) -> None:
+    held = {(leaf, leaf + 1): str(leaf) for leaf in range(leaves)}
+    assert total(held, leaves, added) == written((0, leaves))
+
+
 @given(LEAVES, st.randoms(use_true_random=False))
 def test_leaves_may_arrive_in_any_order(leaves: int, random: object) -> None:
     order = list(range(leaves))
