@@ -75,6 +75,14 @@ def test_an_unknown_backend_is_an_error_that_names_the_available_ones(alone):
     assert not dist.is_initialized()
 
 
+@pytest.mark.parametrize("join", ["", "1"])
+def test_an_unknown_backend_of_the_environment_is_such_an_error(alone, monkeypatch, join):
+    monkeypatch.setenv("LOCKSTEP_BACKEND", "pigeon")
+    monkeypatch.setenv(JOIN, join)
+    with pytest.raises(UsageError, match=r"no backend 'pigeon' here; available: .*gloo"):
+        ls.init()
+
+
 @pytest.mark.skipif(not backend.available(), reason="the extension is not built here")
 def test_one_rank_reports_that_the_fast_backend_is_unavailable():
     def join():

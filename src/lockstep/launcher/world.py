@@ -165,6 +165,7 @@ def init(
         is_single_host = rank_info.is_single_host and not is_elastic_on_hosts(os.environ)
         declare_world(is_single_host)
         try:
+            _check_backend(name)  # LOCKSTEP_BACKEND may have named it
             if store is None:
                 _wait_alone(rank_info, name, timeout, chosen)
             else:
@@ -498,7 +499,7 @@ def _check_arguments(backend: str | None, timeout: float) -> None:
 
 
 def _check_backend(backend: str) -> None:
-    """Raise UsageError for a backend that torch does not have, before waiting for other ranks."""
+    """Raise UsageError for a backend that torch does not have."""
     for part in backend.split(","):
         name = part.rpartition(":")[2]
         if not dist.is_backend_available(name):
