@@ -43,6 +43,17 @@ class OwnTorch(Numbers):
         return torch.rand(3, generator=self.augment["noise"][0])
 
 
+class OwnRarely(Numbers):
+    """Its generator changes almost no sample, but is advanced by each."""
+
+    def __init__(self) -> None:
+        self.augment = {"noise": [torch.Generator().manual_seed(0)]}
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = torch.rand((), generator=self.augment["noise"][0])
+        return super().__getitem__(index) + (drawn > 0.9999)
+
+
 class Hidden(Numbers):
     """Its generator is in no attribute."""
 
@@ -84,6 +95,11 @@ def test_a_dataset_that_depends_on_what_was_loaded_before_is_named(
         r".*: draw from torch's, Python's or numpy's global generators.* \(rank 3, batch 0\)$",
     ):
         list(batches)
+
+
+def test_a_private_generator_that_changes_few_samples_is_noticed() -> None:
+    with pytest.raises(DatasetError, match=r"^sample 0 of OwnRarely.*draws from a private gener"):
+        list(Batches(OwnRarely(), 8, shuffle=False))
 
 
 class Seeded(Numbers):

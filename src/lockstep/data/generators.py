@@ -7,13 +7,17 @@ A private generator is not, so its numbers depend on all earlier draws.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy
 import torch
 
-__all__ = ["generator_state", "is_private_generator"]
+__all__ = ["find_private_generators", "generator_state", "is_private_generator"]
+
+LIMIT = 1000  # the most objects that are searched, and the most members of a container
 
 GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
 
@@ -33,6 +37,25 @@ def is_private_generator(value: Any) -> bool:
     if not isinstance(value, GENERATORS) or isinstance(value, random.SystemRandom):
         return False
     return not any(value is generator for generator in SHARED)
+
+
+def find_private_generators(owner: Any) -> list[Any]:
+    """Return the private generators in the attributes of an object, and of the objects there."""
+    found: list[Any] = []
+    seen, waiting = {id(owner)}, deque([owner])
+    while waiting:
+        value = waiting.popleft()
+        if is_private_generator(value):
+            found.append(value)
+            continue
+        parts = value if isinstance(value, (list, tuple, dict)) else getattr(value, "__dict__", {})
+        if isinstance(value, (type, torch.Tensor, ModuleType)) or len(parts) > LIMIT:
+            continue
+        for part in parts.values() if isinstance(parts, dict) else parts:
+            if id(part) not in seen and len(seen) < LIMIT:
+                seen.add(id(part))
+                waiting.append(part)
+    return found
 
 
 def generator_state(generator: Any) -> Any:

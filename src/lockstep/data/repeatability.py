@@ -5,6 +5,8 @@ A collate function of the user is checked in the same way, with one micro-batch.
     each rank    sample i with seed key(seed, epoch, i) ──> content
                  sample i with the same seed            ──> must be equal, or the dataset uses
                                                             random numbers that are not seeded
+                 states of private generators           ──> the same, for those that change few
+                                                            of the samples
     all ranks    content of sample i                    ──> must be equal, or the datasets differ
 
 The check runs in the process that loads the samples, a worker if there are workers, because a
@@ -22,6 +24,7 @@ from time import perf_counter
 from typing import Any
 
 from lockstep.data.content_hash import hash_content, hash_sample
+from lockstep.data.generators import find_private_generators, generator_state
 from lockstep.kernel.errors import DatasetError
 from lockstep.processor_core import on_another_core
 
@@ -73,7 +76,7 @@ def check_samples(
             this sample.
         positions: The positions of the samples in the order of the epoch.
         names: The indices of the samples, for messages.
-        dataset: The dataset, for messages.
+        dataset: The dataset, which is searched for private generators.
 
     Returns:
         Descriptions of the samples, which must be equal on all ranks. Their number depends on
@@ -86,18 +89,27 @@ def check_samples(
     start = perf_counter()
     descriptions: list[str] = []
     for position, name in zip(positions, names, strict=True):
-        contents = []
+        contents: list[str] = []
+        states: list[list[Any]] = []
         try:
             for place in (nullcontext(), on_another_core()):
                 with place:
                     sample = load(position)
                     contents.append(hash_content(sample))
+                if not states:
+                    generators = find_private_generators(dataset)
+                states.append([*map(generator_state, generators)])
         except Exception:
             break
-        require_repeatable(
-            f"sample {name} of {type(dataset).__name__}, loaded twice with the same random seed, ",
-            contents,
+        what = (
+            f"sample {name} of {type(dataset).__name__}, loaded twice with the same random seed, "
         )
+        require_repeatable(what, contents)
+        if states[0] != states[1]:
+            raise DatasetError(
+                f"{what}draws from a private generator, so its random numbers depend on which rank "
+                f"loads which samples: {ADVICE}"
+            )
         descriptions.append(describe_sample(name, sample))
         if perf_counter() - start > BUDGET:
             break
