@@ -63,7 +63,7 @@ COMMANDS = {
     "train": "train a recipe",
     "bench": "measure collectives and point-to-point messages",
     "schedule": "simulate and draw a pipeline schedule",
-    "report": "render the record of a run as HTML or Markdown",
+    "report": "render the record of a run as one HTML page",
     "replay": "compute a recorded step again and compare the bits",
     "audit": "check whether this machine computes the bits of a recorded run",
     "bisect": "find the first bit in which two runs differ",
