@@ -243,6 +243,33 @@ def test_hidden_state_in_a_stage_is_named(ranks, rank):
         assert f"; {name.format(rank)} changed" in said, said
 
 
+class Draw(nn.Module):
+    """Has no parameters, and draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + torch.randn(inputs.shape, generator=self.generator)
+
+
+def draw_in_a_stage_of_its_own() -> str:
+    model = nn.Sequential(nn.Linear(6, 6), Draw(), nn.Linear(6, 6))
+    pipeline = ls.PipelineConfig(stages=3, balance=[1, 1, 1])
+    options = {"microbatches": 4, "loggers": (), "progress": False, "pipeline": pipeline}
+    trainer = ls.Trainer(model, nn.MSELoss(), SGD, **options)
+    with pytest.raises(ls.errors.StateError) as caught:
+        take_steps(trainer)
+    return str(caught.value)
+
+
+def test_hidden_state_in_a_stage_without_parameters_is_named(ranks):
+    for said in ranks(draw_in_a_stage_of_its_own, 3):
+        assert said.startswith("rank 1, step 0, micro-batch 1: computed again "), said
+        assert "; 1.generator changed" in said, said
+
+
 def place_in_stage(rank: int, act: Any) -> tuple[Any, ...]:
     return (act, None) if rank == 0 else (None, act)
 

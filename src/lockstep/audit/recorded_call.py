@@ -90,11 +90,13 @@ class RecordedCall:
             for prefix, module in modules.items()
             for name, parameter in module.named_parameters(prefix)
         }
-        self._device = next(iter(self._named.values())).device
         self._arguments = arguments
         for value in tree_leaves(arguments):
             if not isinstance(value, PLAIN):
                 raise CannotRepeatError(f"an input of the model is a {type(value).__name__}")
+        tensors = [*self._named.values(), *tree_leaves(arguments)]  # a stage may have no parameters
+        devices = (value.device for value in tensors if isinstance(value, torch.Tensor))
+        self._device = next(devices, torch.device("cpu"))
         self._state = self._read_state()
         is_cached = torch.is_autocast_cache_enabled()
         self._autocast = [
@@ -115,13 +117,13 @@ class RecordedCall:
         """Record the outputs of the call.
 
         Raises:
-            CannotRepeatError: One of them is a parameter.
+            CannotRepeatError: One of them is a parameter, or an input as it is.
         """
         self._after = _copy_calls(self._scopes)
         self._outputs = _hash_outputs(outputs)
         self._buffers_after = self._hash_buffers()
         if any(output.requires_grad and output.grad_fn is None for output in outputs):
-            raise CannotRepeatError("the model returns a parameter")
+            raise CannotRepeatError("the model returns a parameter or an input")
         self._edges: dict[Edge, int] = {}
         for index, output in enumerate(outputs):
             if output.grad_fn is not None:

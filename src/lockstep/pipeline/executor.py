@@ -127,9 +127,7 @@ class PipelineExecutor:
                 stage.watch,
                 "it shares weights with other stages"
                 if pipeline.find_tied_parameters(number)
-                else ""
-                if stage.parameters
-                else "it has no parameters",
+                else "",
                 input_gradients=partial(getattr, stage, "input_gradients"),
             )
             for number, stage in pipeline.stages.items()
