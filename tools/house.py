@@ -26,14 +26,14 @@ ROOT = Path(__file__).resolve().parents[1]
 
 LIMITS = {
     "folders": 14,
-    "code lines in src": 51_900,
-    "code lines in tests": 52_940,
-    "code lines in csrc": 8_180,
-    "imports per module": 4.9,
+    "code lines in src": 44_130,
+    "code lines in tests": 48_790,
+    "code lines in csrc": 7_980,
+    "imports per module": 4.75,
     "kernel: code lines": 2_000,
     "kernel: modules reached": 0,
-    "step: modules reached": 60,
-    "step: code lines reached": 8_000,
+    "step: modules reached": 57,
+    "step: code lines reached": 5_600,
 }
 """The largest values. They may only be lowered, or raised for a feature that needs it."""
 
