@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
+import models
 import pytest_lockstep
 from lockstep.comm import backend as native
 from lockstep.comm.native_all_reduce import NativeAllReduce
@@ -208,20 +209,6 @@ def test_messages_with_the_gradients_of_another_plan_are_refused():
     assert on_ranks(train, 2) == [True, True]
 
 
-class WaitInBackward(torch.autograd.Function):
-    """The identity; its backward calls a function."""
-
-    @staticmethod
-    def forward(ctx, value, wait):
-        ctx.wait = wait
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.wait()
-        return gradient, None
-
-
 class Slow(nn.Module):
     """Calls `wait` in backward, when the gradients of the last layer have arrived."""
 
@@ -230,7 +217,9 @@ class Slow(nn.Module):
         self.layers, self.wait = deep(), lambda: None
 
     def forward(self, inputs):
-        return self.layers[3:](WaitInBackward.apply(self.layers[:3](inputs), lambda: self.wait()))
+        return self.layers[3:](
+            models.CallInBackward.apply(self.layers[:3](inputs), lambda: self.wait())
+        )
 
 
 @needs_native

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lockstep as ls
+import models
 from lockstep.comm import backend as native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the native module")
@@ -68,20 +69,6 @@ def test_all_kinds_of_gradients_have_the_bits_of_one_process(ranks, storage):
     assert len({digest for n in (1, 3) for digest in ranks(train, n, backend="lockstep")}) == 1
 
 
-class Temporary(torch.autograd.Function):
-    """The identity; `on_backward` is called in its backward."""
-
-    @staticmethod
-    def forward(ctx, value, on_backward):
-        ctx.on_backward = on_backward
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.on_backward()
-        return gradient, None
-
-
 @pytest.mark.parametrize("microbatches", [2, 4])
 def test_gradients_that_a_hook_keeps_do_not_change(ranks, microbatches):
     """Those of this rank's micro-batches, not the sums."""
@@ -117,7 +104,7 @@ def test_a_step_that_fails_in_backward_leaves_no_gradient_behind(ranks):
             self.on_backward = lambda: None
 
         def forward(self, inputs):
-            return self.layers(Temporary.apply(self.first(inputs), self.on_backward))
+            return self.layers(models.CallInBackward.apply(self.first(inputs), self.on_backward))
 
     def train():
         model = Failing()

@@ -212,9 +212,7 @@ class BetweenHosts(PortableAllReduce):
                 if vector.numel():
                     begin = partial(message, [vector], peer, tag)
                     awaited = group.describe(peer)
-                    work = HostWork.start(
-                        group, begin, self._call, awaited, peer, patience=PATIENCE
-                    )
+                    work = HostWork(group, begin, self._call, awaited, peer, patience=PATIENCE)
                     works.append(work)
         return PendingMessages(works)
 

@@ -142,7 +142,7 @@ class HostProcessGroup(ProcessGroup):  # type: ignore[misc]
         load_native().publish_call(name, target, number, 0, group.name)
         begin = partial(getattr(self._gloo, method), *arguments, **options)
         poll = inf if method in MESSAGES else POLL
-        return HostWork.start(group, begin, text, awaited, peer, poll)
+        return HostWork(group, begin, text, awaited, peer, poll)
 
     def _check_usable(self, call: str) -> None:
         group = self.host_group
@@ -184,33 +184,20 @@ class HostWork(dist.Work):
 
     Args:
         group: The group.
-        work: Gloo's work.
+        begin: Starts the call and returns Gloo's work.
         call: The call, such as "all_reduce #3".
         awaited: What it waits for: "the other ranks", or the rank at the other end of a message.
         peer: The rank at the other end of a message, if it is known.
         poll: The seconds between looks at what other ranks have said. Gloo's messages cannot be
             waited for in parts.
         patience: Seconds to wait beyond the timeout.
+
+    Raises:
+        RuntimeError: The call could not be started.
     """
 
     def __init__(
         self,
-        group: HostGroup,
-        work: Any,
-        call: str,
-        awaited: str,
-        peer: int | None,
-        poll: float = inf,
-        patience: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self._group, self._work, self._call, self._awaited = group, work, call, awaited
-        self._peer, self._poll, self._patience = peer, poll, patience
-        self._seconds = group.timeout
-
-    @classmethod
-    def start(
-        cls,
         group: HostGroup,
         begin: Callable[[], Any],
         call: str,
@@ -218,15 +205,17 @@ class HostWork(dist.Work):
         peer: int | None,
         poll: float = inf,
         patience: float = 0.0,
-    ) -> HostWork:
-        """Begin a call by a function that returns Gloo's work; for the others see the class."""
+    ) -> None:
+        super().__init__()
+        self._group, self._call, self._awaited = group, call, awaited
+        self._peer, self._poll, self._patience = peer, poll, patience
+        self._seconds = group.timeout
         try:
-            work = begin()
+            self._work = begin()
         except RuntimeError as error:
             if not is_failure(error) or peer == group.rank:
                 raise
             raise group.explain_call(call, awaited, peer, group.timeout, str(error)) from None
-        return cls(group, work, call, awaited, peer, poll, patience)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Wait until the call is complete.

@@ -36,8 +36,9 @@ def draw(results: Sequence[Measurement], machine: str, command: str) -> Picture:
         for count in counts
     ]  # fmt: skip
     if len(counts) == 1 and done[0].busbw:
-        label: Callable[[float], str] = lambda value: f"{format_bytes(value * 1e9)}/s"  # noqa: E731
-        panels.append(("Bus bandwidth", done, _bandwidths, label))
+        panels.append(
+            ("Bus bandwidth", done, _bandwidths, lambda value: f"{format_bytes(value * 1e9)}/s")
+        )
     picture = Picture(WIDTH, HEIGHT, PAPER, done[0].collective)
     picture.add(
         Label(MARGIN, 76, done[0].collective, 34, INK, bold=True),
