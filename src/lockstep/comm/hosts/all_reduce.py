@@ -21,6 +21,7 @@ import torch
 from torch._C._distributed_c10d import BroadcastOptions
 
 from lockstep.comm.bucket import ALIGNMENT, Bucket, Member, parts, round_up
+from lockstep.comm.hosts.failure_cause import ANSWER_TIMEOUT
 from lockstep.comm.hosts.group import HostGroup
 from lockstep.comm.hosts.map import find_host_nodes
 from lockstep.comm.hosts.process_group import HostWork
@@ -147,7 +148,8 @@ class HostAllReduce(ReproducibleAllReduce):
         local = self._group.local
         if local.size() == 1:
             return
-        self._group.limit_local_calls(2 * PATIENCE)  # the other ranks may wait for other hosts
+        # The other ranks may still wait for other hosts, twice, and then state the cause.
+        self._group.limit_local_calls(self._group.timeout + 2 * PATIENCE + ANSWER_TIMEOUT)
         slices = [self.sums[lo:hi] for lo, hi in zip(self._cuts, self._cuts[1:], strict=False)]
         for root, vector in [*enumerate(slices), (0, self._present)]:
             if vector.numel():

@@ -6,7 +6,7 @@ import threading
 from contextlib import suppress
 from typing import Any
 
-__all__ = ["FailureCause"]
+__all__ = ["ANSWER_TIMEOUT", "FailureCause"]
 
 KEY = "lockstep/cause"
 ANSWER_TIMEOUT = 1.0  # seconds; the store may be on a host that has vanished
