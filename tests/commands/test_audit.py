@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 import bit_flips
 from bit_flips import flip_bit_in_file
+from lockstep.checkpoint.folder import count_steps, find_checkpoints
 from lockstep.cli import cli
 from lockstep.kernel.errors import UsageError
 
@@ -75,8 +76,8 @@ def run(recorded: Path) -> Path:
 
 def newest_checkpoint(run: Path) -> int:
     """Return the number of steps before the newest checkpoint from which step 7 can be computed."""
-    saved = {int(folder.name[5:]) for folder in (run / "checkpoints").glob("step-*")}
-    return max(saved - {8})
+    saved = map(count_steps, find_checkpoints(run / "checkpoints"))
+    return max(steps for steps in saved if steps < 8)
 
 
 def audit(run: Path, *words: str):

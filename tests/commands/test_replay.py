@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from lockstep.checkpoint.folder import count_steps, find_checkpoints
 from lockstep.cli import cli
 from lockstep.kernel.errors import FileError, UsageError
 
@@ -39,7 +40,7 @@ def test_the_last_step_with_its_digest(run):
     assert found["norm_hex"] == found["recorded_norm_hex"]
     assert found["layout"] == {"world_size": 1, "replicas": 1, "stages": 1}
     # One that is due while the one before is being written is left out.
-    saved = {int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")}
+    saved = map(count_steps, find_checkpoints(run / "checkpoints"))
     begin = max(step for step in saved if step <= 44)
     assert found["from_step"] == begin
     words = f"replaying step 44 of mine on 1 rank, from the checkpoint after {begin} steps"

@@ -86,7 +86,8 @@ def test_a_line_of_lockstep_is_no_location():
 
 
 @pytest.fixture
-def shell():
+def shell(monkeypatch):
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)  # of another environment, IPython warns
     without_history = Config({"HistoryManager": {"enabled": False}})
     yield InteractiveShell.instance(colors="nocolor", config=without_history)
     InteractiveShell.clear_instance()
