@@ -191,19 +191,34 @@ class Parts(Own):
 class Lookahead(optim.SGD):
     """Keeps slow weights in an attribute."""
 
-    def __init__(self, params):
+    def __init__(self, params, every=5):
         super().__init__(params, lr=0.1)
         self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
-        self.calls = 0
+        self.calls, self.every = 0, every
 
     @torch.no_grad()
     def step(self, closure=None):
         super().step()
         self.calls += 1
-        if self.calls % 5 == 0:
+        if self.calls % self.every == 0:
             parameters = [p for group in self.param_groups for p in group["params"]]
             for slow, parameter in zip(self.slow, parameters, strict=True):
                 parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+class Averaging(optim.SGD):
+    """Keeps averages in an attribute, which only an evaluation reads."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.averages = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for parameter in [p for group in self.param_groups for p in group["params"]]:
+            average = self.averages.setdefault(parameter, torch.zeros_like(parameter))
+            average.lerp_(parameter, 0.1)
 
 
 class Decaying(Own):
@@ -256,9 +271,18 @@ def probe(factory, dtype=torch.float32):
     return ""
 
 
-@pytest.mark.parametrize("factory", [Parts, Lookahead, Decaying])
-def test_a_state_dict_that_is_not_complete(factory):
-    assert f"{factory.__name__} changes a value that its state_dict() does not" in probe(factory)
+@pytest.mark.parametrize(
+    ("factory", "hidden"),
+    [
+        (Parts, "parts"),
+        (Lookahead, "slow"),
+        (partial(Lookahead, every=50), "slow"),
+        (Averaging, "averages"),
+        (Decaying, "a value"),
+    ],
+)
+def test_a_state_dict_that_is_not_complete(factory, hidden):
+    assert f" changes {hidden}, which its state_dict() does not contain" in probe(factory)
 
 
 @pytest.mark.parametrize("factory", [Own, TrustRatio, partial(Langevin, lr=0.1)])

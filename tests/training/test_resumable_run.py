@@ -120,6 +120,26 @@ class Count:
         self.number = state["number"]
 
 
+def save_with_objects(folder):
+    other = ls.Trainer(network(), None, SGD, loggers=[])
+    with other.manual_step() as step:
+        for (inputs,) in step.microbatches((torch.ones(8, 6),)):
+            step.backward(other.model(inputs).square().mean())
+    same, different = Count(1), Count(ls.rank())
+    stateful = {"other": other, "same": same, "different": different}
+    trainer = build(folder, resume=False, stateful=stateful)
+    for batch in trainer.batches(data(), 16):
+        trainer.step(batch)
+
+
+def test_an_object_that_differs_between_ranks_is_named(tmp_path, ranks, capfd):
+    """The times that a registered trainer has measured may differ."""
+    ranks(save_with_objects, 2, tmp_path)
+    said = [line for line in capfd.readouterr().err.splitlines() if "a different state" in line]
+    assert len(said) == 1
+    assert "stateful['different'] has a different state on another rank than on rank 0" in said[0]
+
+
 def test_what_cannot_be_resumed_is_named_on_every_rank(ranks, tmp_path):
     ranks(lambda: train(build(tmp_path / "run", resume=False), 1), 1)
 

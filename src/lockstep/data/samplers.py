@@ -1,14 +1,16 @@
 """Samplers of the user: an order that depends only on the seed and the epoch.
 
 Before an order is drawn, the global generators are seeded, so every rank draws the same order, and
-a resumed training draws it again. A sampler with a generator of its own is refused.
+a resumed training draws it again. A sampler with a generator of its own, or whose order depends on
+how often it was drawn, is refused.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DistributedSampler
@@ -19,6 +21,11 @@ from lockstep.kernel.errors import DatasetError
 from lockstep.kernel.seeds import isolated, key, seed_all
 
 __all__ = ["draw_batches", "draw_indices", "sampler_chain", "validate_sampler"]
+
+REPEATED = 1000  # indices or batches that are drawn again
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def sampler_chain(sampler: Any) -> list[Any]:
@@ -60,12 +67,10 @@ def draw_indices(
     """Draw the order of an epoch from a sampler, with seeded global generators.
 
     Raises:
-        DatasetError: The sampler yields nothing, or something other than integers.
+        DatasetError: The sampler yields nothing, something other than integers, or another order
+            when it is drawn again.
     """
-    _set_epoch(sampler, epoch)
-    with isolated(everything=True):
-        seed_all(key(seed, epoch))
-        indices = _to_integers(sampler)
+    indices = _draw(sampler, _to_integer, seed, epoch)
     if not indices:
         raise DatasetError(f"the sampler {type(sampler).__name__} yielded no sample")
     return EpochOrder.from_indices(
@@ -77,30 +82,39 @@ def draw_batches(batch_sampler: Iterable[Sequence[int]], seed: int, epoch: int) 
     """Draw the batches of an epoch from a batch sampler, with seeded global generators.
 
     Raises:
-        DatasetError: The sampler yields nothing, an empty batch, or something other than integers.
+        DatasetError: The sampler yields nothing, an empty batch, something other than integers, or
+            another order when it is drawn again.
     """
-    _set_epoch(batch_sampler, epoch)
-    with isolated(everything=True):
-        seed_all(key(seed, epoch))
-        batches = [_to_integers(batch) for batch in batch_sampler]
+    batches = _draw(batch_sampler, lambda batch: [*map(_to_integer, batch)], seed, epoch)
     if not batches:
         raise DatasetError(f"the batch sampler {type(batch_sampler).__name__} yielded no batch")
     return EpochOrder.from_batches(batches)
 
 
-def _set_epoch(sampler: Any, epoch: int) -> None:
+def _draw(sampler: Iterable[T], convert: Callable[[T], R], seed: int, epoch: int) -> list[R]:
+    """Return what a sampler yields in an epoch, and draw the beginning again."""
     for part in sampler_chain(sampler):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
+    drawn = list[list[R]]()
+    for length in (None, REPEATED):
+        with isolated(everything=True):
+            seed_all(key(seed, epoch))
+            drawn.append([convert(value) for value in islice(sampler, length)])
+    first, again = drawn
+    if again and again != first[:REPEATED]:  # an iterator yields nothing again
+        raise DatasetError(
+            f"the sampler {type(sampler).__name__} yields another order when epoch {epoch} is "
+            "drawn again, so a resumed training would differ: draw from the global generators of "
+            "torch, Python or numpy, and count epochs in set_epoch(epoch), which is called before"
+        )
+    return first
 
 
-def _to_integers(indices: Iterable[Any]) -> list[int]:
-    result = []
-    for index in indices:
-        try:
-            result.append(operator.index(index))
-        except TypeError:
-            raise DatasetError(
-                f"the sampler yielded {index!r}, but indices of samples must be integers"
-            ) from None
-    return result
+def _to_integer(index: Any) -> int:
+    try:
+        return operator.index(index)
+    except TypeError:
+        raise DatasetError(
+            f"the sampler yielded {index!r}, but indices of samples must be integers"
+        ) from None

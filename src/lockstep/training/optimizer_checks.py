@@ -46,8 +46,8 @@ ELEMENTWISE = (
 )  # fmt: skip
 """The optimizers of torch that treat each element of a parameter by itself."""
 
-STEPS = 10
-"""Steps before and after the state dict is read: enough for slow weights that move every 10."""
+STEPS = 60
+"""Steps before and after the state dict is read: enough for slow weights that move every 50."""
 
 SMALL = 4  # elements per dimension of a small parameter
 GLOBAL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
@@ -168,6 +168,7 @@ def require_complete_state(
                 middle = {name: one.detach().clone() for name, one in whole.parameters.items()}
                 seed_all(1, device)
                 whole.step(gradients[STEPS:])
+                found = dict(whole.hash_attributes())
                 break
             except Exception as error:  # of any kind: a real step may work, or will raise it
                 failure = error
@@ -185,15 +186,16 @@ def require_complete_state(
             load_whole_state(resumed.optimizer, state)
             seed_all(1, device)
             resumed.step(gradients[STEPS:])
+            hidden = [n for n, hashes in resumed.hash_attributes() if hashes != found.get(n)]
         except Exception as error:
             raise UsageError(
                 f"{kind} does not continue from its state_dict(), of which a checkpoint has the "
                 f'entries "state" and "param_groups": {type(error).__name__}: {error}; {advice}'
             ) from error
-        if whole.hash_parameters() != resumed.hash_parameters():
+        if hidden or whole.hash_parameters() != resumed.hash_parameters():
             raise UsageError(
-                f"{kind} changes a value that its state_dict() does not contain, so a resumed run "
-                f"would give other bits: {advice}"
+                f"{kind} changes {(hidden or ['a value'])[0]}, which its state_dict() does not "
+                f"contain, so a resumed run would give other bits: {advice}"
             )
 
 
@@ -311,3 +313,15 @@ class _Copy:
     def hash_parameters(self) -> list[int]:
         """Return hashes of the parameters."""
         return [checksum(parameter) for parameter in self.parameters.values()]
+
+    def hash_attributes(self) -> Iterator[tuple[str, list[int]]]:
+        """Yield the attributes besides the state, and hashes of the tensors in each.
+
+        A tensor that changes in every step may be read in few of them.
+        """
+        kept = self.optimizer.state, self.optimizer.param_groups, *self.parameters.values()
+        for name, value in vars(self.optimizer).items():
+            reached: dict[int, Any] = {id(one): None for one in kept}
+            copy.deepcopy(value, reached)
+            tensors = [one for one in reached.values() if isinstance(one, torch.Tensor)]
+            yield name, [checksum(tensor) for tensor in tensors]

@@ -94,6 +94,7 @@ class RunCheckpoints:
         """Whether a rank was asked to stop; true once all ranks know of it."""
         self._schedule = CheckpointSchedule(config, time.monotonic())
         self._due_since: int | None = None
+        self._told = set[str]()  # names of objects that differ between ranks
         if member is not None and member.is_waiting:
             pass  # the folder is decided; this process receives it when it joins
         elif is_resuming():
@@ -260,10 +261,15 @@ class RunCheckpoints:
             begun: The time of `time.perf_counter` at which training began to wait.
         """
         generators = global_states(self._parallel.device)
-        hashes = {name: _hash(value) for name, value in generators.items()}
+        objects = self.collect_objects()
+        # A trainer has measured times in its state, and compares the rest by itself.
+        compared = {n: v for n, v in objects.items() if not hasattr(self.stateful[n], "_run")}
+        named = generators | {f"stateful[{name!r}]": value for name, value in compared.items()}
+        hashes = {name: _hash(value) for name, value in named.items()}
         about, group = f"saving a checkpoint after step {steps}", self._parallel.group
         messages = exchange(lambda: json.dumps(hashes).encode(), about, group)
         everyone = [json.loads(message) for message in messages]
+        differing = {name for name in hashes if len({hashes[name] for hashes in everyone}) > 1}
         rank = self._parallel.rank  # may have changed during the exchange
         self._due_since = None
         self._schedule.saved(steps, time.monotonic())
@@ -275,12 +281,14 @@ class RunCheckpoints:
         state = dict(local)
         if rank == 0:
             # A generator whose state differs between ranks has no state that all could restore.
-            state["generators"] = {
-                name: value
-                for name, value in generators.items()
-                if len({hashes[name] for hashes in everyone}) == 1
-            }
-            state |= {"stateful": self.collect_objects(), **common}
+            state["generators"] = {n: v for n, v in generators.items() if n not in differing}
+            state |= {"stateful": objects, **common}
+            for name in sorted(differing - generators.keys() - self._told):
+                self._told.add(name)
+                log(
+                    f"{name} has a different state on another rank than on rank 0: a checkpoint "
+                    "holds rank 0's, for every rank"
+                )
         part = self._parallel.part if has_shards or is_sharded else (0, 1)
         self.writer.save(state, steps, attempt, part, begun)
 
